@@ -151,6 +151,13 @@ def _builds() -> dict[str, dict[str, Build]]:
             add("gated_linear_forward", **{f"{gate}_{n}": forward})
             add("gated_linear_backward", **{f"{gate}_{n}": backward})
 
+    for name, sizes, options in (
+        ("plain", (lead, 8, 8), {}),
+        ("bare", (uneven, 4, 5, (False, True)), {"gate": "geglu"}),
+    ):
+        for end in ("", "_forward"):
+            add("gated_linear_pair" + end, **{name: pair_call(*sizes, **options)})
+        add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=[True] * 5)})
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         full = [True] * (1 + op.endswith("layer_norm"))
         norms = {

@@ -73,6 +73,7 @@ KEEPS_DTYPE = (
     "causal_softmax",
     "scalar_attention",
     "scalar_attention_forward",
+    "rotary",
     "rms_norm",
     "rms_norm_forward",
     "layer_norm",

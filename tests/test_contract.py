@@ -497,7 +497,8 @@ def test_compile_with_dynamic_shapes(op, device):
             if op == "causal_softmax":
                 args[0] = torch.cat([args[0]] * (i + 1), -1)
             if op in FLOAT32_RESULTS:  # a target a row
-                args[2] = torch.cat([args[2]] * (i + 1), -1)
+                at = argument_names(op).index("target")
+                args[at] = torch.cat([args[at]] * (i + 1), -1)
             if op.startswith("add_") and op.endswith("_norm"):  # a residual like x
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "mul_relu":  # a value a row

@@ -82,6 +82,7 @@ GRADIENT_OF = {
     "layer_norm_linear_forward": "layer_norm_linear",
     "rms_norm_linear_forward": "rms_norm_linear",
     "gated_linear_forward": "gated_linear",
+    "gated_linear_pair_forward": "gated_linear_pair",
     "rms_norm_forward": "rms_norm",
     "layer_norm_forward": "layer_norm",
 }

@@ -18,6 +18,8 @@ FAMILIES = {
     "matmul": "cuda",
     "matmul_training": "cuda",
     "losses": "cuda",
+    "rotary": "cuda",
+    "gated_pair": "cuda",
     "norms": "cuda",
     "attention": "cuda",
     "attention_masks": "cuda",

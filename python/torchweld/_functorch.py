@@ -27,6 +27,7 @@ _WITH_LSE = "_with_lse"
 # The name of that gradient in the backward op of another op with such a second result.
 _SECOND_GRADIENTS = {
     "linear_token_logprobs": "dentropy",
+    "rotary": "dk_out",
     "add_rms_norm": "dsum",
     "add_layer_norm": "dsum",
 }

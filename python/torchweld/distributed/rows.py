@@ -47,6 +47,8 @@ class Call:
             return self.values["activation"] in ("none", "relu")
         if result in (*OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
             return True
+        if result == "dweight" and "weight" in self.values and not self.has("weight"):
+            return True
         if result in ("entropy", "row_entropy"):
             return not self.values["entropy"]
         mask = self.values.get("output_mask")

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from torchweld.distributed import norm_rules
-
-Row = dict[str, Any]
-Rule = Callable[["_Call"], list[Row]]
+from torchweld.distributed.loss_rules import LOSS_RULES
+from torchweld.distributed.pair_rules import PAIR_RULES
+from torchweld.distributed.rotary_rules import ROTARY_RULES
+from torchweld.distributed.rows import OF_NORM, Call, Row, Rule, all_of, partial, shard
 
 # Names of arguments and results that have the leading dims of x.
 _ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
@@ -30,72 +31,6 @@ _PARAMETERS = ("dweight", "dbias", "dln_weight", "dln_bias", "dnorm_weight")
 # Names of tensors of shape (batch, nheads or nheads_kv, ...).
 _HEADS = ("query", "key", "value", "scores", "out", "lse", "y", "result")
 _KEYS = ("key", "value")
-
-
-class _Call:
-    """The arguments of a call by name: specs of tensors, values of the others."""
-
-    def __init__(self, schema: Any) -> None:
-        from torch.distributed.tensor._op_schema import OpStrategy
-
-        arguments = schema.op._schema.arguments
-        given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
-        given.update(schema.kwargs_schema)
-        defaults = {a.name: a.default_value for a in arguments}
-        # torch orders specs so: positional arguments, then keywords as in the call.
-        self.specs = {
-            name: value.strategies[0].output_spec
-            for name, value in given.items()
-            if isinstance(value, OpStrategy)
-        }
-        self.keywords = [name for name in schema.kwargs_schema if name in self.specs]
-        self.values = {**defaults, **given}
-        self.results = results_of(schema.op)
-        self.name = schema.op._schema.name
-
-    def has(self, name: str) -> bool:
-        return name in self.specs
-
-    def shape(self, name: str) -> Sequence[int]:
-        return self.specs[name].shape
-
-    def leaves_out(self, result: str) -> bool:
-        """Whether the result is (0,), because it was not asked for."""
-        if result == "preact":
-            return self.values["activation"] in ("none", "relu")
-        if result in (*_OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
-            return True
-        if result == "dweight" and "weight" in self.values and not self.has("weight"):
-            return True
-        if result in ("entropy", "row_entropy"):
-            return not self.values["entropy"]
-        mask = self.values.get("output_mask")
-        if mask is None or not result.startswith("d"):
-            return False
-        gradients = [name for name in self.results if name.startswith("d")]
-        return not mask[gradients.index(result)]
-
-
-def results_of(op: Any) -> list[str]:
-    """The names that rows use for an op's results."""
-    unnamed = "dx" if op._schema.name.endswith("_backward") else "result"
-    return [r.name or unnamed for r in op._schema.returns]
-
-
-def _shard(dim: int) -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(dim)
-
-
-def _partial() -> Any:
-    from torch.distributed.tensor import Partial
-
-    return Partial()
-
-
-def _all(names: Sequence[str], placement: Any) -> Row:
-    return dict.fromkeys(names, placement)
 
 
 def _with_gradients(names: Sequence[str], placement: Any) -> Row:
@@ -256,10 +191,7 @@ _LAYERS: dict[str, Rule] = {
 }
 RULES: dict[str, Rule] = {
     **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
-    "linear_cross_entropy_gradients_forward": _loss,
-    "linear_cross_entropy_exponentials_forward": _loss,
-    "linear_cross_entropy_exponentials_backward": _loss,
-    "linear_cross_entropy_gradients_backward": _loss_gradients,
+    **LOSS_RULES,
     **norm_rules.RULES,
     "attention_with_lse": _attention,
     "causal_softmax": _causal_softmax,
