@@ -29,9 +29,10 @@ inline void check_launch(const char* op) {
 // The largest number of blocks along a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
-// A kernel with more dynamic shared memory or a larger cluster than this needs a function
-// attribute.
+// A kernel with more shared memory or a larger cluster than this needs a function attribute.
 inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
+// The limit counts static shared memory too. No kernel with dynamic memory has more of it than this.
+inline constexpr int kMaxStaticBytes = 8 * 1024;
 
 struct Grid {
   dim3 blocks, threads;
@@ -54,7 +55,7 @@ void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
                    static_cast<int>(grid.threads.x * grid.threads.y), grid.shared_bytes);
     if (thread_is_dry_run()) return;
   }
-  if (grid.shared_bytes > kDefaultSharedBytes) {
+  if (grid.shared_bytes > kDefaultSharedBytes - kMaxStaticBytes) {
     (void)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                grid.shared_bytes);
   }
