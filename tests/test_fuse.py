@@ -1417,7 +1417,7 @@ def test_another_model_gets_the_attention_and_a_report(monkeypatch, implementati
         return real(*args, **kwargs)
 
     monkeypatch.setattr(torch.ops.torchweld, "attention", counted)
-    report = fuse(model)
+    report = fuse(model, only="attention")
     layers = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
     assert report.replaced == layers and report.skipped == []
     assert len(seen) == LAYERS and report.max_abs_diff < 1e-5
@@ -1426,7 +1426,7 @@ def test_another_model_gets_the_attention_and_a_report(monkeypatch, implementati
     real_tokens = inputs["attention_mask"].bool()
     ours, want = logits(model, **inputs), logits(stock, **inputs)
     assert_close(ours[real_tokens], want[real_tokens], rtol=1e-5, atol=1e-5)
-    again = fuse(model)
+    again = fuse(model, only="attention")
     assert again.replaced == [] and {why for _, why in again.skipped} == {"fused already"}
     other = copy.deepcopy(model)
     for each in (model, other):
@@ -1562,7 +1562,7 @@ def test_a_sample_that_runs_sdpa_is_said():
     inputs["attention_mask"][0, 4] = 0
     why = "torch's scaled_dot_product_attention runs: attention_mask has padding between tokens"
     for model in (llama(), gpt2()):
-        report = fuse(model, sample=inputs)
+        report = fuse(model, sample=inputs, only="attention")
         skipped = {path: reason for path, reason in report.skipped}
         assert len(skipped) == LAYERS and set(skipped.values()) == {why}
         assert all(path.endswith(("self_attn", "attn")) for path in skipped)
@@ -1574,7 +1574,7 @@ def test_a_compiled_model_is_measured_too():
     model = llama().eval()
     model.compile(backend="aot_eager")
     model(torch.ones(1, 4, dtype=torch.int64))
-    report = fuse(model)
+    report = fuse(model, only="attention")
     assert len(report.replaced) == LAYERS and report.calls == {"torchweld::attention": LAYERS}
 
 
@@ -1586,7 +1586,7 @@ def test_a_default_sample_that_does_not_fit_is_said(monkeypatch):
         raise ValueError("it wants something else\nand more")
 
     monkeypatch.setattr(type(model), "forward", forward)
-    report = fuse(model)
+    report = fuse(model, only="attention")
     monkeypatch.setattr(type(model), "forward", stock)
     assert len(report.replaced) == LAYERS and report.max_abs_diff is None
     fits = "the default sample batch does not fit LlamaForCausalLM (ValueError: it wants something "

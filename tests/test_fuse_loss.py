@@ -18,7 +18,8 @@ from test_fuse import Calls, batch, gpt2  # noqa: E402
 from tiny_models import VOCAB  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 
-gpt2_head = pytest.importorskip("torchweld.integrations.gpt2_head")
+families = pytest.importorskip("torchweld.integrations.families")
+GPT2LMHeadModel = transformers.GPT2LMHeadModel
 DROPOUTS = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
@@ -122,29 +123,30 @@ def test_a_head_that_is_replaced_before_is_listed():
     model.lm_head.register_forward_hook(lambda *_: None)
     report = fuse(model, loss=True)
     assert dict(report.skipped)["lm_head"].startswith("lm_head is not torch's Linear without hooks")
-    assert type(model) is gpt2_head.GPT2LMHeadModel
+    assert type(model) is GPT2LMHeadModel
 
 
 def test_a_model_without_a_head_says_so():
     report = fuse(gpt2(cls="GPT2Model"), loss=True)
-    assert "loss=True: the model contains no GPT2LMHeadModel" in report.notes
+    none = "loss=True: the model contains no language model whose head and loss are known"
+    assert none in report.notes
 
 
 def test_unfuse_copies_and_files(tmp_path):
     model, stock = pair()
     twin = copy.deepcopy(model)
-    assert type(twin) is gpt2_head.FusedGPT2LMHeadModel
+    assert type(twin) is families.FusedGPT2LMHeadModel
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    assert type(torch.load(file, weights_only=False)) is gpt2_head.FusedGPT2LMHeadModel
+    assert type(torch.load(file, weights_only=False)) is families.FusedGPT2LMHeadModel
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
         "GPT2LMHeadModel"
     ]
     assert fuse(model, loss=True).replaced == []
     assert "lm_head" in unfuse(model)
-    assert type(model) is gpt2_head.GPT2LMHeadModel
+    assert type(model) is GPT2LMHeadModel
     inputs = labelled("cpu")
     assert torch.equal(model(**inputs).logits, stock(**inputs).logits)
 
@@ -153,7 +155,7 @@ def test_the_signature_is_that_of_the_stock_forward():
     """transformers' Trainer drops columns that are no arguments of forward."""
     ours, stock = (
         list(inspect.signature(cls.forward).parameters)
-        for cls in (gpt2_head.FusedGPT2LMHeadModel, gpt2_head.GPT2LMHeadModel)
+        for cls in (families.FusedGPT2LMHeadModel, GPT2LMHeadModel)
     )
     assert ours == stock
 

@@ -19,9 +19,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
 from . import gpt2_mask
-from .gpt2_block import LINEARS, SITES, FusedGPT2Block, Site, activation_name, fused_paths, hooked
+from .gpt2_block import LINEARS, SITES, FusedGPT2Block, Site, fused_paths
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, config_refusal
+from .modules import activation_name, hooked
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {GPT2Block: FusedGPT2Block}
 _STOCK = {fused: stock for stock, fused in FUSED.items()}

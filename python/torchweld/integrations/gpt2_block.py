@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers import activations
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import (
@@ -27,11 +26,12 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from torchweld.ops.stock import is_plain, untouched
+from torchweld.ops.stock import is_plain
 
 from . import measure
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, attention_forward, register_attention
+from .modules import activation_name, hooked, implementation
 
 # Copied or unpickled blocks look the attention up by name: importing this module is enough.
 register_attention()
@@ -55,55 +55,6 @@ ATTENTION = Site("attn.c_attn", "ln_1", "attn", GPT2Attention, "c_attn")
 MLP = Site("mlp", "ln_2", "mlp", GPT2MLP, "c_fc", "act")
 SITES = {GPT2Block: (ATTENTION, MLP)}
 LINEARS = (Conv1D, ShardedConv1D)
-
-_NAMES = {
-    "NewGELUActivation": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "GELUActivation": "gelu",
-    "SiLUActivation": "silu",
-    "LinearActivation": "none",
-}
-_ACTIVATIONS = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Identity: "none",
-    **{getattr(activations, cls): op for cls, op in _NAMES.items() if hasattr(activations, cls)},
-}
-
-
-def activation_name(act: Any) -> str | None:
-    """torchweld's name of an activation object, None when there is no fused form of it."""
-    if type(act) is nn.GELU:
-        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
-    return _ACTIVATIONS.get(type(act))
-
-
-def hooked(module: nn.Module, calls_recorders: bool = False) -> bool:
-    """Whether a hook runs with a module, so that the module itself must be called.
-
-    The hook would see values that the fusion changes or never computes; or it brings the module's
-    parameters to the device and takes them away again, as accelerate's offloading does. Hooks on
-    all modules are another question, which ``_has_any_global_hook`` answers once for many modules.
-
-    Args:
-        module: A submodule of a fused block.
-        calls_recorders: Whether the fused block calls transformers' output recorders itself
-            (:func:`_record`), so that they don't count.
-    """
-    if untouched(module):
-        return False
-    forward = vars(module).get("forward")
-    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
-        return True  # accelerate wraps forward on the instance
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return True
-    for key, hook in module._forward_hooks.items():
-        records = getattr(hook, "__module__", "").startswith("transformers.utils.")
-        if not (calls_recorders and records) or key in module._forward_hooks_with_kwargs:
-            return True
-    return False
 
 
 def _record(module: nn.Module, output: Any) -> None:
@@ -186,20 +137,6 @@ def _drop(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def _implementation(config: Any) -> str | None:
-    """``config._attn_implementation``.
-
-    NOTE: a configuration overrides __getattribute__, in Python: the property takes the host as long
-    as an op does. torch.compile can trace it and not what is done instead.
-    """
-    if torch.compiler.is_compiling():
-        return config._attn_implementation
-    try:
-        return object.__getattribute__(config, "_attn_implementation_internal")
-    except AttributeError:  # a version of transformers that keeps it elsewhere
-        return config._attn_implementation
-
-
 def _self_attention(
     attn: GPT2Attention, qkv: Tensor, cache: Any, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -230,7 +167,7 @@ def _self_attention(
         first = type(cache) is DynamicCache and cached[0].shape == key.shape
         if not (first and key.requires_grad):
             key, value = cached
-    name = _implementation(attn.config)
+    name = implementation(attn.config)
     if name == "eager" and attn.reorder_and_upcast_attn:
         return attn._upcast_and_reordered_attn(query, key, value, mask)
     function = attention_forward

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
-from torch import nn
 
-# Each call of a layer: None where it ran torchweld's op, else what ran instead and why.
-Seen = dict[nn.Module, list[str | None]]
+# Each call of a layer, or of one op of several that a layer runs: None where it ran torchweld's
+# op, else what ran instead and why.
+Seen = dict[Hashable, list[str | None]]
 
 # None unless a sample batch is measured. Layers test it before they call `note`, which costs host
 # time.
 seen: Seen | None = None
 
 
-def note(layer: nn.Module, instead: str | None = None) -> None:
+def note(layer: Hashable, instead: str | None = None) -> None:
     """Says what a call of a layer runs."""
     seen.setdefault(layer, []).append(instead)
 

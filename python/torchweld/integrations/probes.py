@@ -24,6 +24,37 @@ class Probes:
 
         return self._run(("layer_norm_linear", weight.device, weight.dtype, activation), call)
 
+    def rms_norm(self, weight: Tensor) -> str | None:
+        def call() -> Tensor:
+            x, scale = _zeros(weight, 2, 8), _zeros(weight, 8)
+            return _library.ops.rms_norm(x, scale)
+
+        return self._run(("rms_norm", weight.device, weight.dtype), call)
+
+    def add_rms_norm(self, weight: Tensor) -> str | None:
+        def call() -> Tensor:
+            x, scale = _zeros(weight, 2, 8), _zeros(weight, 8)
+            return _library.ops.add_rms_norm(x, x, scale)[0]
+
+        return self._run(("add_rms_norm", weight.device, weight.dtype), call)
+
+    def rotary(self, weight: Tensor) -> str | None:
+        def call() -> Tensor:
+            x = _zeros(weight, 1, 1, 2, 8)
+            table = x[0, 0].detach()
+            return _library.ops.rotary(x, x, table, table)[0]
+
+        return self._run(("rotary", weight.device, weight.dtype), call)
+
+    def gated_linear(self, weight: Tensor, gate: str, packed: bool) -> str | None:
+        def call() -> Tensor:
+            x = _zeros(weight, 8, 8)
+            if packed:
+                return _library.ops.gated_linear(x, x, gate=gate)
+            return _library.ops.gated_linear_pair(x, x, x, gate=gate)
+
+        return self._run(("gated_linear", weight.device, weight.dtype, gate, packed), call)
+
     def loss(self, weight: Tensor) -> str | None:
         def call() -> Tensor:
             x = torch.zeros(2, 8, device=weight.device, dtype=weight.dtype, requires_grad=True)
@@ -59,6 +90,10 @@ class Probes:
                     text = str(error).strip().splitlines()
                     self._seen[key] = text[0] if text else type(error).__name__
         return self._seen[key]
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(shape, device=like.device, dtype=like.dtype, requires_grad=True)
 
 
 def device_of(module: nn.Module, parameter: Tensor) -> torch.device:

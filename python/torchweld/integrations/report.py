@@ -105,6 +105,36 @@ class FuseReport:
         return self._measured() + self.notes
 
 
+NOT_RUN = ", not run by the sample batch"
+UNCHECKED = "check=False: no sample batch ran, so what the layers run was not measured"
+
+
+def list_places(places: list[tuple[str, Any]], seen: Any, report: FuseReport) -> bool:
+    """Puts places into the report by what they ran, and says whether any is replaced.
+
+    Args:
+        places: ``(path, what measure.note was given)``.
+        seen: What was measured, None where nothing was.
+        report: It has ``ops`` of the places already.
+    """
+    found, counted = False, set()
+    for where, key in places:
+        calls = (seen or {}).get(key)
+        if calls is None and seen is not None:
+            report.ops[where] += NOT_RUN
+        for instead in calls or () if key not in counted else ():
+            name = instead or f"torchweld::{report.ops[where].split(' ')[0]}"
+            report.calls[name] = report.calls.get(name, 0) + 1
+        counted.add(key)
+        if calls is None or None in calls:
+            report.replaced.append(where)
+            found = True
+        else:
+            del report.ops[where]
+            report.skipped.append((where, calls[0]))
+    return found
+
+
 def _fold(paths: list[str]) -> str:
     """``h.0.mlp, h.1.mlp, h.2.mlp`` becomes ``h.{0-2}.mlp``; other paths are listed."""
     groups: dict[tuple[str, str], list[int]] = {}

@@ -1,0 +1,149 @@
+"""A language model whose training step computes head and loss as one op.
+
+``fuse(model, loss=True)`` gives a model a class whose forward, in training mode with labels, runs
+:func:`torchweld.linear_cross_entropy` on the last hidden state: the logits are never whole in
+memory and are not returned. Every other call is the stock forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from torchweld import _library
+from torchweld.ops.stock import is_plain
+
+from . import measure
+from .decoder import ROW, Part, is_fused, stock_forward
+
+OP = "linear_cross_entropy"
+
+
+class Head(NamedTuple):
+    """What a family's head does to its logits, as options of the op, given the model's config."""
+
+    options: Callable[[Any], dict[str, Any]]
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why the loss of a model must stay stock, or None."""
+    head = model._modules.get("lm_head")
+    if not is_plain(head, nn.Linear):
+        return "lm_head is not torch's Linear without hooks (LoRA, quantised or otherwise replaced)"
+    if type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
+        return "lm_head.weight is not a plain parameter (sharded or quantised)"
+    # NOTE: model.loss_function warns of an unknown loss_type, which torch.compile can't trace.
+    found = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    if getattr(model, "_loss_function", found) is not ForCausalLMLoss:
+        return "the model's loss is not transformers' ForCausalLMLoss"
+    return None
+
+
+def returns_loss_alone(model: nn.Module, labels: Any, logits_to_keep: Any, named: Any) -> bool:
+    """Whether a call of a model wants a loss and can do without logits.
+
+    Args:
+        model: A model with a fused loss.
+        labels: The call's labels.
+        logits_to_keep: The call's, 0 for all.
+        named: The call's ``return_dict``: a tuple would have other results in the logits' place.
+    """
+    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    named = model.config.return_dict if named is None else named
+    wanted = is_fused(model) and labels is not None and model.training and whole and named
+    return bool(wanted) and refusal(model) is None
+
+
+def causal_loss(
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss of ``head(hidden)``.
+
+    Args:
+        head: The language model's head, weight ``(N, K)``.
+        hidden: ``(batch, seqlen, K)``.
+        labels: ``(batch, seqlen)``, of the same positions as hidden.
+        num_items_in_batch: The sum of the losses is divided by it; None: their mean.
+        ignore_index: Labels without a loss.
+        shift_labels: ``(batch, seqlen)`` labels of the next positions, in place of ``labels``.
+        options: Of the op: what the model does to the logits.
+        **kwargs: What transformers ignores too.
+    """
+    target = labels if shift_labels is None else shift_labels
+    loss = _library.ops.linear_cross_entropy(
+        hidden,
+        head.weight,
+        target.to(hidden.device),
+        head.bias,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        ignore_index=ignore_index,
+        shift=int(shift_labels is None),
+        **(options or {}),
+    )
+    if measure.seen is not None:
+        measure.note(head)
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+class FusedHead(Part):
+    """A model that returns no logits in training mode with labels."""
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Head) -> str | None:
+        return refusal(module)
+
+
+class FusedCausalLM(FusedHead):
+    """A Llama-like ``...ForCausalLM`` that returns no logits in training mode with labels."""
+
+    # NOTE: the stock forward's signature, by which transformers' Trainer chooses columns.
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            **kwargs,
+        }
+        if not returns_loss_alone(self, labels, logits_to_keep, kwargs.get("return_dict")):
+            return stock_forward(
+                self, input_ids, labels=labels, logits_to_keep=logits_to_keep, **inputs
+            )
+        outputs = self.model(input_ids, **inputs)
+        options = getattr(self, ROW).options(self.config)
+        return CausalLMOutputWithPast(
+            loss=causal_loss(
+                self.lm_head, outputs.last_hidden_state, labels, **kwargs, options=options
+            ),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

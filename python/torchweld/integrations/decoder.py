@@ -1,0 +1,363 @@
+"""Parts of Llama-like decoders on torchweld's ops: norm, MLP, attention's rotary, add + norm.
+
+Each class here has the forward of one part, and :mod:`.families` joins it with the class of
+transformers that it replaces. A part reads its parameters where they are. It asks in every call
+whether they are plain tensors of one dtype and whether a hook or another layer (LoRA, quantised)
+wants to be called instead; then the stock forward runs.
+
+Norms, rotary embeddings and additions run stock while torch.compile traces: the compiler joins them
+with their neighbours, and an op of its own would stand between.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchweld._library import ops
+from torchweld.ops.stock import is_plain
+
+from . import measure
+from .modules import activation_name, hooked, implementation
+
+STOCK, ROW = "_torchweld_stock", "_torchweld_row"
+
+# The gate of an activation, and whether the activation takes the gate's left argument.
+_GATES = {
+    "silu": ("swiglu", True),
+    "gelu": ("geglu", False),
+    "gelu_tanh": ("geglu_tanh", False),
+    "relu": ("reglu", False),
+}
+
+
+class Norm(NamedTuple):
+    """How a family writes its RMSNorm."""
+
+    eps: str
+    weight_offset: float
+
+
+class MLP(NamedTuple):
+    """How a family writes its gated MLP."""
+
+    packed: bool
+    activation: str
+
+
+class Attention(NamedTuple):
+    """How a family writes its attention."""
+
+    packed: bool
+    head_norm: str | None
+    interleaved: bool
+    options: Callable[[Any], dict[str, Any]]
+
+
+class Layer(NamedTuple):
+    """The modules that a decoder layer calls around its attention and its MLP."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+    multiplier: str | None = None
+
+
+class Part(nn.Module):
+    """A part whose forward runs torchweld's ops where it can."""
+
+    @classmethod
+    def subclass(cls, stock: type[nn.Module], row: Any, module: str) -> type[nn.Module]:
+        """The class that has this forward and is a subclass of ``stock`` too.
+
+        Its ``__name__`` is the stock one, by which transformers and accelerate look classes up (in
+        config.json, and for blocks that are not split). pickle finds it by ``__qualname__``.
+        """
+        names = {
+            STOCK: stock,
+            ROW: row,
+            "__module__": module,
+            "__qualname__": f"Fused{stock.__name__}",
+        }
+        return type(stock.__name__, (cls, stock), names)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Any) -> str | None:
+        """Why a stock module must stay as it is, or None."""
+        raise NotImplementedError
+
+
+def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a module computes without ``fuse``."""
+    # NOTE: a wrapped forward outlives unfuse in whoever wrapped it, so that the module may be of
+    # the stock class: super() would not find its forward.
+    return getattr(type(module), STOCK, type(module)).forward(module, *args, **kwargs)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether ``fuse`` has given a module its class."""
+    return hasattr(type(module), STOCK)
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return (
+        all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
+        and given[0].is_floating_point()
+        and len({tensor.dtype for tensor in given}) == 1
+    )
+
+
+def _parameter_refusal(tensors: dict[str, Tensor | None]) -> str | None:
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        plain = type(tensor) is nn.Parameter and type(tensor.data) is Tensor
+        if not plain or not tensor.is_floating_point():
+            kind = type(tensor.data if type(tensor) is nn.Parameter else tensor).__name__
+            return f"{name} is {kind} of {tensor.dtype}, not a plain floating-point parameter"
+        if tensor.device.type == "meta":
+            return f"{name} is on the meta device"
+    if len({tensor.dtype for tensor in given.values()}) > 1:
+        listed = ", ".join(f"{name} {str(tensor.dtype)[6:]}" for name, tensor in given.items())
+        return f"mixed dtypes: {listed}"
+    return None
+
+
+def _instance_refusal(module: nn.Module) -> str | None:
+    if hasattr(module, "_hf_hook"):
+        return "it has accelerate's hooks, which move its parameters"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return None
+
+
+class FusedNorm(Part):
+    """An RMSNorm as :func:`torchweld.rms_norm`."""
+
+    op = "rms_norm"
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Norm) -> str | None:
+        return _instance_refusal(module) or _parameter_refusal({"weight": module.weight})
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _runs_norm(self, hidden_states):
+            return stock_forward(self, hidden_states)
+        row = getattr(self, ROW)
+        if measure.seen is not None:
+            measure.note(self)
+        return ops.rms_norm(
+            hidden_states,
+            self.weight,
+            eps=getattr(self, row.eps),
+            weight_offset=row.weight_offset,
+        )
+
+
+def _runs_norm(norm: nn.Module, x: Tensor) -> bool:
+    return is_fused(norm) and not torch.compiler.is_compiling() and _plain(x, norm.weight)
+
+
+class FusedMLP(Part):
+    """A gated MLP whose two products and gate are :func:`torchweld.gated_linear_pair`.
+
+    Where one layer has both weights it is :func:`torchweld.gated_linear`.
+    """
+
+    @staticmethod
+    def refusal(module: nn.Module, row: MLP) -> str | None:
+        if gate_of(module, row) is None:
+            act = type(getattr(module, row.activation)).__name__
+            return f"no fused form of the activation {act}"
+        tensors = {}
+        for name, layer in _gate_layers(module, row).items():
+            if type(layer) is not nn.Linear:
+                kind = type(layer).__name__
+                return f"{name} is {kind}, not torch's Linear (LoRA, quantised or replaced)"
+            reason = _instance_refusal(layer)
+            if reason is not None:
+                return f"{name}: {reason}"
+            if hooked(layer):
+                return f"{name} has hooks, which would see other values"
+            tensors |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}
+        return _instance_refusal(module) or _parameter_refusal(tensors)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        row = getattr(self, ROW, None)
+        if row is None or not _runs_mlp(self, row, hidden_states):
+            return stock_forward(self, hidden_states)
+        if measure.seen is not None:
+            measure.note(self)
+        gate, act_left = gate_of(self, row)
+        if row.packed:
+            layer = self.gate_up_proj
+            hidden = ops.gated_linear(hidden_states, layer.weight, layer.bias, gate=gate)
+            return self.down_proj(hidden)
+        left, right = self.gate_proj, self.up_proj
+        if not act_left:
+            left, right = right, left
+        hidden = ops.gated_linear_pair(
+            hidden_states, left.weight, right.weight, left.bias, right.bias, gate=gate
+        )
+        return self.down_proj(hidden)
+
+
+def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
+    """The gate of an MLP: its name, and whether gate_proj is its left argument."""
+    found = _GATES.get(activation_name(mlp._modules.get(row.activation)))
+    # A packed layer has the rows of gate_proj first.
+    return None if found is None or (row.packed and not found[1]) else found
+
+
+def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
+    names = ("gate_up_proj",) if row.packed else ("gate_proj", "up_proj")
+    return {name: getattr(mlp, name) for name in names}
+
+
+def _runs_mlp(mlp: nn.Module, row: MLP, x: Tensor) -> bool:
+    if gate_of(mlp, row) is None or hooked(mlp._modules[row.activation]):
+        return False
+    layers = _gate_layers(mlp, row).values()
+    if not all(is_plain(layer, nn.Linear) for layer in layers):
+        return False
+    weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    cast = torch.is_autocast_enabled(x.device.type)
+    return _plain(*weights) and (cast or _plain(x, weights[0]))
+
+
+class FusedAttention(Part):
+    """An attention layer whose rotary embedding is :func:`torchweld.rotary`."""
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Attention) -> str | None:
+        if not getattr(module, "use_rope", True):
+            return "the layer has no rotary embedding"
+        return _instance_refusal(module)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        row = getattr(self, ROW, None)
+        if row is None or torch.compiler.is_compiling():
+            return stock_forward(
+                self,
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        stock = sys.modules[getattr(self, STOCK).__module__]
+        query, key, value = _projections(self, row, hidden_states)
+        if getattr(self, "use_rope", True):
+            tables = position_embeddings
+            if _plain(query, key) and all(_is_table(table, query) for table in tables):
+                if row.interleaved:
+                    tables = [_neighbours(table) for table in tables]
+                query, key = ops.rotary(query, key, *tables, interleaved=row.interleaved)
+                if measure.seen is not None:
+                    measure.note((self, "rotary"))
+            else:
+                query, key = stock.apply_rotary_pos_emb(query, key, *tables)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation(self.config), stock.eager_attention_forward
+        )
+        out, weights = function(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **row.options(self),
+            **kwargs,
+        )
+        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.o_proj(out), weights
+
+
+def _projections(attn: nn.Module, row: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
+    if row.packed:
+        heads, heads_k = attn.config.num_attention_heads, attn.num_key_value_heads
+        sizes = [count * attn.head_dim for count in (heads, heads_k, heads_k)]
+        query, key, value = attn.qkv_proj(x).split(sizes, -1)
+    else:
+        query, key, value = attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
+    if row.head_norm == "row":
+        query, key = attn.q_norm(query), attn.k_norm(key)
+    shape = (*x.shape[:-1], -1, attn.head_dim)
+    query, key, value = query.view(shape), key.view(shape), value.view(shape)
+    if row.head_norm == "head":
+        query, key = attn.q_norm(query), attn.k_norm(key)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _is_table(table: Tensor, query: Tensor) -> bool:
+    dtypes = (query.dtype, torch.float32)
+    return type(table) is Tensor and table.dtype in dtypes and not table.requires_grad
+
+
+def _neighbours(table: Tensor) -> Tensor:
+    """A table of interleaved pairs ``(.., rotary_dim)`` from one whose first half has each once."""
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)
+
+
+class FusedLayer(Part):
+    """A decoder layer that adds its attention's result and normalises the sum in one op."""
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Layer) -> str | None:
+        norm = getattr(module, row.before_mlp)
+        if hooked(norm):
+            return "it has hooks, which would see other values"
+        reason = FusedNorm.refusal(norm, None)
+        return reason or _instance_refusal(module)
+
+    # NOTE: families have the arguments after hidden_states in other orders, and their models hand
+    # them over by name.
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        row = getattr(self, ROW, None)
+        norm = None if row is None else self._modules.get(row.before_mlp)
+        if norm is None or args or hooked(norm) or not _runs_norm(norm, hidden_states):
+            return stock_forward(self, hidden_states, *args, **kwargs)
+        x = hidden_states
+        h, _ = self.self_attn(hidden_states=self._modules[row.before_attention](x), **kwargs)
+        h = _after(self, row.after_attention, row.multiplier, h)
+        if not _plain(h, x):
+            x = x + h
+            h = norm(x)
+        else:
+            if measure.seen is not None:
+                measure.note((norm, "add"))
+            norm_row = getattr(norm, ROW)
+            h, x = ops.add_rms_norm(
+                h,
+                x,
+                norm.weight,
+                eps=getattr(norm, norm_row.eps),
+                weight_offset=norm_row.weight_offset,
+            )
+        return x + _after(self, row.after_mlp, row.multiplier, self.mlp(h))
+
+
+def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:
+    """What a layer does to a result before it adds it."""
+    if name is not None:
+        h = layer._modules[name](h)
+    return h if multiplier is None else h * getattr(layer, multiplier)

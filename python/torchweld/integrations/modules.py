@@ -1,0 +1,74 @@
+"""What a fused forward asks about modules that it does not call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations
+
+from torchweld.ops.stock import untouched
+
+_NAMES = {
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELUActivation": "gelu",
+    "SiLUActivation": "silu",
+    "LinearActivation": "none",
+}
+_ACTIVATIONS = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Identity: "none",
+    **{getattr(activations, cls): op for cls, op in _NAMES.items() if hasattr(activations, cls)},
+}
+
+
+def activation_name(act: Any) -> str | None:
+    """torchweld's name of an activation object, None when there is no fused form of it."""
+    if type(act) is nn.GELU:
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    return _ACTIVATIONS.get(type(act))
+
+
+def hooked(module: nn.Module, calls_recorders: bool = False) -> bool:
+    """Whether a hook runs with a module, so that the module itself must be called.
+
+    The hook would see values that the fusion changes or never computes; or it brings the module's
+    parameters to the device and takes them away again, as accelerate's offloading does. Hooks on
+    all modules are another question, which ``_has_any_global_hook`` answers once for many modules.
+
+    Args:
+        module: A submodule of a fused block.
+        calls_recorders: Whether the fused block calls transformers' output recorders itself
+            (:func:`_record`), so that they don't count.
+    """
+    if untouched(module):
+        return False
+    forward = vars(module).get("forward")
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        return True  # accelerate wraps forward on the instance
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    for key, hook in module._forward_hooks.items():
+        records = getattr(hook, "__module__", "").startswith("transformers.utils.")
+        if not (calls_recorders and records) or key in module._forward_hooks_with_kwargs:
+            return True
+    return False
+
+
+def implementation(config: Any) -> str | None:
+    """``config._attn_implementation``.
+
+    NOTE: a configuration overrides __getattribute__, in Python: the property takes the host as long
+    as an op does. torch.compile can trace it and not what is done instead.
+    """
+    if torch.compiler.is_compiling():
+        return config._attn_implementation
+    try:
+        return object.__getattribute__(config, "_attn_implementation_internal")
+    except AttributeError:  # a version of transformers that keeps it elsewhere
+        return config._attn_implementation

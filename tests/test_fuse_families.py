@@ -1,0 +1,329 @@
+"""torchweld.fuse of Llama-like families: every part equals stock, and stays stock where it must."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+transformers = pytest.importorskip("transformers")
+
+from test_fuse import Calls  # noqa: E402
+from tiny_models import VOCAB, batch  # noqa: E402
+from torchweld.integrations import fuse, unfuse  # noqa: E402
+
+families = pytest.importorskip("torchweld.integrations.families")
+LAYERS = 2
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+CHANGES = {
+    "Qwen3": {"head_dim": 16},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Gemma3": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "Mistral": {"sliding_window": 8},
+    "Phi3": {"sliding_window": None},
+    "Granite": {"residual_multiplier": 0.5, "logits_scaling": 3.0, "embedding_multiplier": 2.0},
+    "Glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+}
+NAMES = [family.prefix for family in families.FAMILIES.values()]
+
+
+def tiny(name, device="cpu", dtype=torch.float32, implementation="sdpa", **changes):
+    """A model of a family with random weights, the norms' too."""
+    torch.manual_seed(0)
+    config_class = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, config_class)(**{**SIZES, **CHANGES.get(name, {}), **changes})
+    if name == "Gemma2":
+        implementation = "eager"
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    model = cls._from_config(config, attn_implementation=implementation)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, 0.7, 0.2)
+    return model.to(device, dtype)
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Linear(base.in_features, 4, bias=False)
+        self.lora_b = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+def wrap_in_lora(owner, name):
+    torch.manual_seed(7)
+    setattr(owner, name, LoraLinear(getattr(owner, name)))
+
+
+def labelled(device, **kwargs):
+    """A padded batch; the first token has no label, for an arbitrary padding row predicts it."""
+    inputs = batch(device, **kwargs)
+    labels = inputs["input_ids"].masked_fill(inputs["position_ids"] == 0, -100)
+    return {**inputs, "labels": labels}
+
+
+def step(model, inputs):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def parts(report):
+    """The ops of a report, without the attention."""
+    return {path: op.split(" ")[0] for path, op in report.ops.items() if op != "attention"}
+
+
+def expected(name):
+    """The places of a family's model and their ops."""
+    family = next(f for f in families.FAMILIES.values() if f.prefix == name)
+    norms = {"Gemma2": 4, "Gemma3": 4, "Glm4": 4}.get(name, 2)
+    found = {"model.norm": "rms_norm"}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        found[f"{prefix}mlp"] = "gated_linear" if family.packed else "gated_linear_pair"
+        if (name, layer) != ("SmolLM3", 1):
+            found[f"{prefix}self_attn.rotary"] = "rotary"
+        if family.head_norm:
+            found |= dict.fromkeys([f"{prefix}self_attn.{n}_norm" for n in "qk"], "rms_norm")
+    adds = LAYERS if family.layer is not None else 0
+    return found, adds, LAYERS * norms - adds
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_report_lists_what_runs(device, name):
+    model = tiny(name, device).eval()
+    report = fuse(model)
+    assert report.max_abs_diff < 1e-4
+    found = parts(report)
+    named, adds, norms = expected(name)
+    assert named.items() <= found.items()
+    others = [op for path, op in found.items() if path not in named]
+    assert others.count("add_rms_norm") == adds and others.count("rms_norm") == norms
+    assert not any("not run" in op for op in report.ops.values())
+    without = [("model.layers.1.self_attn.rotary", "the layer has no rotary embedding")]
+    assert report.skipped == (without if name == "SmolLM3" else [])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_every_gradient_equal_stock(device, name, checkpointing):
+    model = tiny(name, device, attention_dropout=0.0)
+    stock = copy.deepcopy(model)
+    fuse(model, loss=True)
+    for each in (model, stock):
+        each.train()
+        if checkpointing:
+            each.gradient_checkpointing_enable()
+    inputs = labelled(device)
+    with Calls() as calls:
+        loss, grads = step(model, inputs)
+    want, want_grads = step(stock, inputs)
+    ran = " ".join(calls.names)
+    for op in ("rms_norm", "rotary", "gated_linear", "linear_cross_entropy"):
+        assert op in ran, op
+    assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    assert grads.keys() == want_grads.keys()
+    for key, grad in grads.items():
+        assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_no_worse_than_stock(device, name):
+    stock = tiny(name, device, torch.bfloat16).eval()
+    exact, model = copy.deepcopy(stock).float(), copy.deepcopy(stock)
+    fuse(model, check=False)
+    inputs = batch(device)
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        want = exact(**inputs).logits[real]
+        error, stock_error = (
+            (each(**inputs).logits[real].double() - want).square().mean().sqrt()
+            for each in (model, stock)
+        )
+    assert error <= 1.5 * stock_error
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3", "Glm4"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_gives_the_tokens_of_stock(device, name, beams):
+    model = tiny(name, device).eval()
+    stock = copy.deepcopy(model)
+    fuse(model)
+    inputs = batch(device)
+    del inputs["position_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+    assert torch.equal(model.generate(**inputs, **options), stock.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3"])
+def test_unfuse_copies_and_files(tmp_path, name):
+    model = tiny(name)
+    stock = copy.deepcopy(model)
+    report = fuse(model, loss=True)
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+        f"{name}ForCausalLM"
+    ]
+    inputs = labelled("cpu")
+    want = step(model.train(), inputs)[0]
+    stock_loss = step(stock.train(), inputs)[0]
+    again = fuse(model, loss=True)
+    assert again.replaced == [] and {why for _, why in again.skipped} == {"fused already"}
+    for each in (model, twin, loaded):
+        assert torch.equal(step(each.train(), inputs)[0], want)
+        assert sorted(unfuse(each)) == sorted(report.replaced) and unfuse(each) == []
+        assert {type(m) for m in each.modules()} == {type(m) for m in stock.modules()}
+        assert torch.equal(step(each, inputs)[0], stock_loss)
+    assert model.state_dict().keys() == stock.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", ["attention", "norm", "mlp", "rotary"])
+def test_only_some_kinds(kind):
+    report = fuse(tiny("Llama"), only=[kind])
+    ops = {op.split(" ")[0] for op in report.ops.values()}
+    assert (
+        ops
+        == {
+            "attention": {"attention"},
+            "norm": {"rms_norm", "add_rms_norm"},
+            "mlp": {"gated_linear_pair"},
+            "rotary": {"rotary"},
+        }[kind]
+    )
+
+
+def test_an_unknown_kind_is_one_sentence():
+    with pytest.raises(ValueError, match='only must be some of "attention", .*, but got .norms.'):
+        fuse(tiny("Llama"), only="norms")
+
+
+def test_lora_before_fuse_stays_stock_and_after_it_is_called():
+    for first in (False, True):
+        model = tiny("Llama")
+        stock = copy.deepcopy(model)
+        for each in (model, stock):
+            if each is model and not first:
+                fuse(model)
+            wrap_in_lora(each.model.layers[0].mlp, "gate_proj")
+            wrap_in_lora(each.model.layers[1].self_attn, "q_proj")
+        if first:
+            reasons = dict(fuse(model).skipped)
+            assert "gate_proj is" in reasons["model.layers.0.mlp"]
+        inputs = labelled("cpu")
+        loss, grads = step(model, inputs)
+        want, want_grads = step(stock, inputs)
+        assert_close(loss, want, rtol=1e-5, atol=1e-5)
+        assert any("lora" in key for key in grads)
+        for key, grad in grads.items():
+            assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("path", ["mlp.up_proj", "mlp.act_fn", "post_attention_layernorm"])
+def test_a_hook_after_fuse_sees_stock_values(path):
+    model = tiny("Llama").eval()
+    stock = copy.deepcopy(model)
+    fuse(model)
+    seen = []
+    for each in (model, stock):
+        module = each.model.layers[0].get_submodule(path)
+        module.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
+    with torch.no_grad():
+        outs = [each(**batch("cpu")).logits for each in (model, stock)]
+    assert len(seen) == 2
+    for ours, want in zip(*seen, strict=True):
+        assert_close(ours, want, rtol=1e-5, atol=1e-5)
+    assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_that_is_cast_alone_runs_stock():
+    model = tiny("Llama").eval()
+    stock = copy.deepcopy(model)
+    fuse(model)
+    for each in (model, stock):
+        each.model.layers[0].post_attention_layernorm.double()
+        each.model.norm.double()
+        each.lm_head.double()
+    with torch.no_grad(), pytest.raises(RuntimeError):  # its float64 meets the MLP's float32
+        stock(**batch("cpu"))
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        model(**batch("cpu"))
+
+
+def test_mixed_dtypes_are_listed():
+    model = tiny("Llama")
+    model.model.layers[0].mlp.up_proj.double()
+    reasons = dict(fuse(model, check=False).skipped)
+    assert reasons["model.layers.0.mlp"] == (
+        "mixed dtypes: gate_proj.weight float32, up_proj.weight float64"
+    )
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_compiled_in_one_graph(mask):
+    model = tiny("Llama").eval()
+    fuse(model)
+    inputs = batch("cpu")
+    if not mask:
+        inputs = {"input_ids": inputs["input_ids"]}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        want = model(**inputs, use_cache=False).logits
+        got = compiled(**inputs, use_cache=False).logits
+    if mask:
+        real = inputs["attention_mask"].bool()
+        want, got = want[real], got[real]
+    assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_autocast(device):
+    model = tiny("Llama", device)
+    stock = copy.deepcopy(model)
+    fuse(model, loss=True)
+    inputs = labelled(device)
+    with torch.autocast(torch.device(device).type, torch.bfloat16), Calls() as calls:
+        losses = [each.train()(**inputs).loss for each in (model, stock)]
+    assert "rms_norm" in " ".join(calls.names)
+    assert_close(*losses, rtol=2e-2, atol=2e-2)
+
+
+def test_an_unknown_class_of_the_same_shape_stays_stock():
+    class OtherMLP(transformers.models.llama.modeling_llama.LlamaMLP):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = tiny("Llama").eval()
+    model.model.layers[0].mlp.__class__ = OtherMLP
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert "model.layers.0.mlp" not in report.ops
+    with torch.no_grad():
+        outs = [each(**batch("cpu")).logits for each in (model, stock)]
+    assert_close(*outs, rtol=1e-4, atol=1e-4)
