@@ -1,7 +1,7 @@
 // CPU. A task normalises a block of rows, or computes their gradients.
 //
 // Sums of a row are added in fp64 over blocks of 2048 values. A task's sums over its rows move to
-// fp64 after 32 rows. How rows are split into tasks depends on the shape alone, so the results have
+// fp64 after 64 rows. How rows are split into tasks depends on the shape alone, so the results have
 // the same bits with any number of threads.
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -25,8 +27,8 @@ namespace {
 
 constexpr int64_t kSumBlock = 2048;
 constexpr int64_t kTaskCells = 16384;
-constexpr int64_t kMaxChunks = 64;
-constexpr int64_t kShortRows = 32;
+constexpr int64_t kChunkRows = 64, kMinChunks = 8, kMaxChunks = 64;
+constexpr int64_t kShortRows = 64;
 
 // A matrix (rows, n) whose columns are contiguous; a copy where they are not.
 struct CpuRows {
@@ -67,52 +69,75 @@ inline const A* widened(const S* row, int64_t n, A* buffer) {
   }
 }
 
-// Sums of two functions of a row's columns.
+// 64 bytes, which the compiler splits for narrower vectors.
+// NOTE: an array of lanes would be loaded and stored for every addition.
 template <typename A>
-struct TwoSums {
-  double first = 0, second = 0;
-
-  template <typename F>
-  inline void add(int64_t n, const F& f) {
-    constexpr int kLanes = LaneSums<A>::kLanes;
-    for (int64_t begin = 0; begin < n; begin += kSumBlock) {
-      LaneSums<A> firsts, seconds;
-      const int64_t end = std::min(n, begin + kSumBlock);
-      int64_t j = begin;
-      for (; j + kLanes <= end; j += kLanes) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-          f(j + lane, firsts.lanes[lane], seconds.lanes[lane]);
-        }
-      }
-      for (; j < end; ++j) f(j, firsts.lanes[0], seconds.lanes[0]);
-      first += static_cast<double>(firsts.total());
-      second += static_cast<double>(seconds.total());
-    }
-  }
+struct CpuLanes {
+  typedef A Type __attribute__((vector_size(64)));
+  static constexpr int kCount = 64 / sizeof(A);
 };
 
-// The mean and rstd of a row; statistics as in norm/forward.cu.
+// Loads a value, or the lanes from there on.
+template <typename V, typename A>
+inline void load_lanes(V& to, const A* from) {
+  std::memcpy(&to, from, sizeof(V));
+}
+
+// The sum over a row's columns; add(sum, j) adds column j, or the lanes from j on, to `sum`.
+template <typename A, typename F>
+inline double sum_columns(int64_t n, const F& add) {
+  using V = typename CpuLanes<A>::Type;
+  constexpr int kLanes = CpuLanes<A>::kCount, kChains = 4;
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += kSumBlock) {
+    V sums[kChains] = {};
+    A last = 0;
+    const int64_t end = std::min(n, begin + kSumBlock);
+    int64_t j = begin;
+    for (; j + kChains * kLanes <= end; j += kChains * kLanes) {
+      add(sums[0], j);
+      add(sums[1], j + kLanes);
+      add(sums[2], j + 2 * kLanes);
+      add(sums[3], j + 3 * kLanes);
+    }
+    for (; j + kLanes <= end; j += kLanes) add(sums[0], j);
+    for (; j < end; ++j) add(last, j);
+    const V sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    for (int lane = 0; lane < kLanes; ++lane) last += sum[lane];
+    total += static_cast<double>(last);
+  }
+  return total;
+}
+
+// The statistics of a row. The mean is first_mean + rest, taken off one after the other, so that
+// the result does not depend on |mean| / std (norm/forward.cu).
 template <typename A>
 struct CpuStatistics {
   A first_mean = 0, rest = 0, rstd = 0;
 
   inline CpuStatistics(const A* row, int64_t n, double eps, bool centred) {
     const double count = static_cast<double>(n);
+    double left = 0;
     if (centred) {
-      TwoSums<A> sums;
-      sums.add(n, [&](int64_t j, A& sum, A&) { sum += row[j]; });
-      first_mean = static_cast<A>(sums.first / count);
+      const double mean = sum_columns<A>(n,
+                                         [&](auto& sum, int64_t j) {
+                                           std::decay_t<decltype(sum)> value;
+                                           load_lanes(value, row + j);
+                                           sum += value;
+                                         }) /
+                          count;
+      first_mean = static_cast<A>(mean);
+      left = mean - static_cast<double>(first_mean);
+      rest = static_cast<A>(left);
     }
-    TwoSums<A> sums;
     const A mean = first_mean;
-    sums.add(n, [&](int64_t j, A& sum, A& squares) {
-      const A d = row[j] - mean;
-      sum += d;
-      squares += d * d;
+    const double squares = sum_columns<A>(n, [&](auto& sum, int64_t j) {
+      std::decay_t<decltype(sum)> d;
+      load_lanes(d, row + j);
+      d -= mean;
+      sum += d * d;
     });
-    const double left = centred ? sums.first / count : 0;
-    const double variance = sums.second / count - left * left;
-    rest = static_cast<A>(left);
+    const double variance = squares / count - left * left;
     rstd = static_cast<A>(1 / std::sqrt((variance < 0 ? 0 : variance) + eps));
   }
 };
@@ -166,74 +191,75 @@ void forward(const NormInputs& in, const NormResults& out) {
   });
 }
 
-// The sums over a task's rows of dy * xhat and dy.
+// The sums over a task's rows of dy * xhat and of dy; nullptr: not wanted.
 template <typename A>
 struct VectorSums {
-  std::vector<A> short_scale, short_shift;
-  double *scale, *shift;
-  int64_t rows = 0;
-
-  VectorSums(int64_t n, double* scale, double* shift)
-      : short_scale(n), short_shift(n), scale(scale), shift(shift) {}
-
-  inline void add(const A* dy, const A* x, A mean, A rstd, int64_t n) {
-    A *to_scale = short_scale.data(), *to_shift = short_shift.data();
-    for (int64_t j = 0; j < n; ++j) {
-      to_scale[j] += dy[j] * ((x[j] - mean) * rstd);
-      to_shift[j] += dy[j];
-    }
-    if (++rows % kShortRows == 0) flush(n);
-  }
-  inline void flush(int64_t n) {
-    for (int64_t j = 0; j < n; ++j) {
-      scale[j] += static_cast<double>(short_scale[j]);
-      shift[j] += static_cast<double>(short_shift[j]);
-      short_scale[j] = short_shift[j] = 0;
-    }
-  }
+  A *scale, *shift;
 };
 
-// The rows' dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum, with g = dy * scale.
+// A row's dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum, with g = dy * scale, where it
+// is wanted; adds the row to `vectors`.
 template <typename S, typename A>
 inline void row_gradient(S* dx, const A* dy, const A* x, const A* scale, const S* dsum, A mean,
-                         A rstd, int64_t n, bool centred) {
-  const auto run = [&](const auto& g) {
-    TwoSums<A> sums;
-    sums.add(n, [&](int64_t j, A& of_g, A& of_product) {
-      const A grad = g(j);
-      of_g += grad;
-      of_product += grad * ((x[j] - mean) * rstd);
+                         A rstd, int64_t n, bool centred, const VectorSums<A>& vectors) {
+  const auto add_to = [](A* sums, const auto& value) {
+    std::decay_t<decltype(value)> sum;
+    load_lanes(sum, sums);
+    sum += value;
+    std::memcpy(sums, &sum, sizeof(sum));
+  };
+  const auto load_g = [&](auto& g, int64_t j) {
+    load_lanes(g, dy + j);
+    if (scale == nullptr) return;
+    std::decay_t<decltype(g)> factor;
+    load_lanes(factor, scale + j);
+    g *= factor;
+  };
+  const double count = static_cast<double>(n);
+  double sum_g = 0;
+  if (centred && dx != nullptr) {
+    sum_g = sum_columns<A>(n, [&](auto& sum, int64_t j) {
+      std::decay_t<decltype(sum)> g;
+      load_g(g, j);
+      sum += g;
     });
-    const double count = static_cast<double>(n);
-    const A mean_g = static_cast<A>(centred ? sums.first / count : 0);
-    const A mean_product = static_cast<A>(sums.second / count);
-    const auto value = [&](int64_t j) {
-      return rstd * (g(j) - (mean_g + ((x[j] - mean) * rstd) * mean_product));
-    };
-    if (dsum != nullptr) {
-      for (int64_t j = 0; j < n; ++j) {
-        dx[j] = static_cast<S>(value(j) + static_cast<A>(dsum[j]));
-      }
-    } else {
-      for (int64_t j = 0; j < n; ++j) dx[j] = static_cast<S>(value(j));
+  }
+  const double sum_product = sum_columns<A>(n, [&](auto& sum, int64_t j) {
+    std::decay_t<decltype(sum)> g, xhat, grad;
+    load_g(g, j);
+    load_lanes(grad, dy + j);
+    load_lanes(xhat, x + j);
+    xhat = (xhat - mean) * rstd;
+    sum += g * xhat;
+    if (vectors.scale != nullptr) add_to(vectors.scale + j, grad * xhat);
+    if (vectors.shift != nullptr) add_to(vectors.shift + j, grad);
+  });
+  if (dx == nullptr) return;
+  const A mean_g = static_cast<A>(sum_g / count),
+          mean_product = static_cast<A>(sum_product / count);
+  const auto write = [&](const auto& g, const auto& added) {
+    for (int64_t j = 0; j < n; ++j) {
+      const A xhat = (x[j] - mean) * rstd;
+      dx[j] = static_cast<S>(rstd * (g(j) - (mean_g + xhat * mean_product)) + added(j));
     }
   };
-  if (scale != nullptr) {
-    run([&](int64_t j) { return dy[j] * scale[j]; });
-  } else {
-    run([&](int64_t j) { return dy[j]; });
-  }
+  const auto scaled = [&](int64_t j) { return dy[j] * scale[j]; };
+  const auto plain = [&](int64_t j) { return dy[j]; };
+  const auto given = [&](int64_t j) { return static_cast<A>(dsum[j]); };
+  const auto none = [](int64_t) { return A(0); };
+  const auto write_g = [&](const auto& g) { dsum != nullptr ? write(g, given) : write(g, none); };
+  scale != nullptr ? write_g(scaled) : write_g(plain);
 }
 
-// to[j] = the sum of the chunks' sums, chunks `stride` apart.
+// to[j] = the sum of the chunks' sums (chunks, n).
 template <typename S>
-void add_chunks(const Tensor& to, const double* sums, int64_t chunks, int64_t stride) {
+void add_chunks(const Tensor& to, const double* sums, int64_t chunks, int64_t n) {
   S* out = to.mutable_data_ptr<S>();
-  for (int64_t j = 0; j < to.numel(); ++j) {
-    double sum = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += sums[chunk * stride + j];
-    out[j] = static_cast<S>(sum);
+  std::vector<double> total(sums, sums + n);
+  for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+    for (int64_t j = 0; j < n; ++j) total[j] += sums[chunk * n + j];
   }
+  for (int64_t j = 0; j < n; ++j) out[j] = static_cast<S>(total[j]);
 }
 
 template <typename S, typename A>
@@ -244,35 +270,44 @@ void backward(const NormUpstream& in, const NormGradients& out) {
   const A* mean = in.centred ? means.const_data_ptr<A>() : nullptr;
   const A* rstd = rstds.const_data_ptr<A>();
   const int64_t n = xs.n, rows = xs.rows;
-  const bool sums_rows = out.dweight.numel() > 0 || out.dbias.numel() > 0;
-  const bool wants_x = out.dx.numel() > 0;
+  const bool wants_scale = out.dweight.numel() > 0, wants_shift = out.dbias.numel() > 0;
+  const bool sums_rows = wants_scale || wants_shift;
+  S* const dx = out.dx.numel() > 0 ? out.dx.mutable_data_ptr<S>() : nullptr;
   const int64_t block = std::max<int64_t>(1, kTaskCells / n);
-  const int64_t task_rows = sums_rows ? std::max(block, divide_up(rows, kMaxChunks)) : block;
+  // A chunk's sums are twice as wide as a row of float32, so few rows make few chunks.
+  const int64_t chunks = std::clamp(rows / kChunkRows, kMinChunks, kMaxChunks);
+  const int64_t task_rows = sums_rows ? std::max(block, divide_up(rows, chunks)) : block;
   const int64_t tasks = divide_up(rows, task_rows);
-  std::vector<double> vectors(sums_rows ? tasks * 2 * n : 0);
+  std::vector<double> scale_sums(wants_scale ? tasks * n : 0);
+  std::vector<double> shift_sums(wants_shift ? tasks * n : 0);
   parallel_tasks(tasks, [&](int64_t task) {
     constexpr bool kWidens = !std::is_same_v<A, S>;
     std::vector<A> dy_buffer(kWidens ? n : 0), x_buffer(kWidens ? n : 0);
-    double* const chunk = sums_rows ? vectors.data() + task * 2 * n : nullptr;
-    VectorSums<A> sums(sums_rows ? n : 0, chunk, chunk + (sums_rows ? n : 0));
+    std::vector<A> short_scale(wants_scale ? n : 0), short_shift(wants_shift ? n : 0);
+    const VectorSums<A> sums = {wants_scale ? short_scale.data() : nullptr,
+                                wants_shift ? short_shift.data() : nullptr};
+    const auto flush = [&](A* from, double* to) {
+      if (from == nullptr) return;
+      for (int64_t j = 0; j < n; ++j) to[j] += static_cast<double>(from[j]);
+      std::fill_n(from, n, A(0));
+    };
     const int64_t first = task * task_rows, last = std::min(rows, first + task_rows);
     with_vectors([&] {
       for (int64_t i = first; i < last; ++i) {
         const A* dy = widened<A>(dys.row<S>(i), n, dy_buffer.data());
         const A* x = widened<A>(xs.row<S>(i), n, x_buffer.data());
         const A row_mean = mean != nullptr ? mean[i] : A(0);
-        if (sums_rows) sums.add(dy, x, row_mean, rstd[i], n);
-        if (!wants_x) continue;
-        row_gradient(out.dx.mutable_data_ptr<S>() + i * n, dy, x, scales.data(),
+        row_gradient(dx != nullptr ? dx + i * n : nullptr, dy, x, scales.data(),
                      is_given(in.dsum) ? dsums.row<S>(i) : nullptr, row_mean, rstd[i], n,
-                     in.centred);
+                     in.centred, sums);
+        if ((i + 1 - first) % kShortRows != 0 && i + 1 < last) continue;
+        flush(sums.scale, scale_sums.data() + task * n);
+        flush(sums.shift, shift_sums.data() + task * n);
       }
-      if (sums_rows) sums.flush(n);
     });
   });
-  if (!sums_rows) return;
-  add_chunks<S>(out.dweight, vectors.data(), tasks, 2 * n);
-  add_chunks<S>(out.dbias, vectors.data() + n, tasks, 2 * n);
+  if (wants_scale) add_chunks<S>(out.dweight, scale_sums.data(), tasks, n);
+  if (wants_shift) add_chunks<S>(out.dbias, shift_sums.data(), tasks, n);
 }
 
 }  // namespace
