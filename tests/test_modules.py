@@ -137,6 +137,32 @@ CASES: list[Case] = [
     ),
     *(
         Case(
+            f"{op} alone {options}",
+            op,
+            lambda norm=norm, options=options: norm(6, **options),
+            ours.from_torch,
+            (2, 3, 6),
+            {} if options.get("elementwise_affine", True) else None,
+            ("6, eps=", f"elementwise_affine={options.get('elementwise_affine', True)}"),
+        )
+        for op, norm, ours, every in (
+            (
+                "layer_norm",
+                nn.LayerNorm,
+                torchweld.nn.LayerNorm,
+                ({}, {"eps": 1e-3, "bias": False}, {"elementwise_affine": False}),
+            ),
+            (
+                "rms_norm",
+                nn.RMSNorm,
+                torchweld.nn.RMSNorm,
+                ({}, {"eps": 1e-3}, {"elementwise_affine": False}),
+            ),
+        )
+        for options in every
+    ),
+    *(
+        Case(
             f"{title} {activation}",
             op,
             sequential(lambda norm=norm: norm(6, eps=1e-3), activation),

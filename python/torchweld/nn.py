@@ -7,6 +7,7 @@ from torchweld.ops.gated_linear import GatedLinear
 from torchweld.ops.int4_linear import Int4Linear
 from torchweld.ops.layer_norm_linear import LayerNormLinear
 from torchweld.ops.linear_cross_entropy import LinearCrossEntropy
+from torchweld.ops.norms import LayerNorm, RMSNorm
 from torchweld.ops.rms_norm_linear import RMSNormLinear
 from torchweld.ops.softmax import Softmax
 
@@ -16,8 +17,10 @@ __all__ = [
     "FoldedLayerNormLinear",
     "GatedLinear",
     "Int4Linear",
+    "LayerNorm",
     "LayerNormLinear",
     "LinearCrossEntropy",
+    "RMSNorm",
     "RMSNormLinear",
     "Softmax",
 ]

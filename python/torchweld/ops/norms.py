@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from torchweld._library import ops
+from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld.ops.stock import refuse_computed, refuse_other, text_of
 
 
 @sentences
@@ -127,3 +129,186 @@ def add_layer_norm(
         dtypes, as `x + residual` is, and weight and bias are cast to it.
     """
     return ops.add_layer_norm(x, residual, weight, bias, eps=eps)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension; replaces `torch.nn.RMSNorm`.
+
+    Parameter `weight` as in `nn.RMSNorm`; None without `elementwise_affine`.
+
+    Args:
+        normalized_shape: n, the size of the last dimension.
+        eps: added to the mean square.
+        elementwise_affine: whether there is a weight.
+        weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight.
+    """
+
+    __constants__ = ["normalized_shape", "eps", "weight_offset"]
+    normalized_shape: int
+    eps: float
+    weight_offset: float
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+    ) -> None:
+        super().__init__()
+        require()
+        self.normalized_shape = normalized_shape
+        self.eps = eps
+        self.weight_offset = weight_offset
+        weight = torch.empty(normalized_shape, device=device, dtype=dtype)
+        self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight so that rows are scaled by 1.
+
+        Raises:
+            ValueError: the weight is computed from others, by a parametrisation or the like.
+        """
+        refuse_computed("reset_parameters", self, ("weight",))
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    @classmethod
+    def from_torch(cls, module: nn.RMSNorm) -> RMSNorm:
+        """Converts an `nn.RMSNorm` over one dimension; shares its weight.
+
+        An eps of None becomes the machine epsilon that torch computes with.
+
+        Raises:
+            ValueError: another module, one of a subclass or with hooks, or a norm over several
+                dimensions.
+        """
+        owner = "RMSNorm.from_torch"
+        refuse_other(owner, "module", "nn.RMSNorm", module, nn.RMSNorm)
+        eps = module.eps
+        if eps is None:
+            wide = module.weight is not None and module.weight.dtype == torch.float64
+            eps = torch.finfo(torch.float64 if wide else torch.float32).eps
+        new = cls(_last_size(owner, module), eps, module.weight is not None, device="meta")
+        new.weight = module.weight
+        return new.train(module.training)
+
+    def to_torch(self) -> nn.RMSNorm:
+        """The same norm in plain torch; shares the weight.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks, or it has a weight_offset.
+        """
+        refuse_other("RMSNorm.to_torch", "module", "RMSNorm", self, RMSNorm)
+        if self.weight_offset != 0:
+            raise ValueError(
+                f"RMSNorm.to_torch: weight_offset must be 0, but got {self.weight_offset}; add it "
+                "to the weight first"
+            )
+        affine = self.weight is not None
+        norm = nn.RMSNorm(self.normalized_shape, self.eps, affine, device="meta")
+        norm.weight = self.weight
+        return norm.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shape and dtype of `x`."""
+        return torch.ops.torchweld.rms_norm(
+            x, self.weight, eps=self.eps, weight_offset=self.weight_offset
+        )
+
+    def extra_repr(self) -> str:
+        text = f"{self.normalized_shape}, eps={self.eps}"
+        affine = f"elementwise_affine={self.weight is not None}"
+        return f"{text}, {affine}, weight_offset={self.weight_offset}"
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last dimension; replaces `torch.nn.LayerNorm`.
+
+    Parameters `weight` and `bias` as in `nn.LayerNorm`; None where there are none.
+
+    Args:
+        normalized_shape: n, the size of the last dimension.
+        eps: added to the variance.
+        elementwise_affine: whether there are a weight and, with `bias`, a bias.
+        bias: whether there is a bias.
+    """
+
+    __constants__ = ["normalized_shape", "eps"]
+    normalized_shape: int
+    eps: float
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require()
+        self.normalized_shape = normalized_shape
+        self.eps = eps
+        norm = nn.LayerNorm(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.register_parameter("weight", norm.weight)
+        self.register_parameter("bias", norm.bias)
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to 1 and the bias to 0.
+
+        Raises:
+            ValueError: a parameter is computed from others, by a parametrisation or the like.
+        """
+        refuse_computed("reset_parameters", self, ("weight", "bias"))
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @classmethod
+    def from_torch(cls, module: nn.LayerNorm) -> LayerNorm:
+        """Converts an `nn.LayerNorm` over one dimension; shares its parameters.
+
+        Raises:
+            ValueError: another module, one of a subclass or with hooks, or a norm over several
+                dimensions.
+        """
+        owner = "LayerNorm.from_torch"
+        refuse_other(owner, "module", "nn.LayerNorm", module, nn.LayerNorm)
+        new = cls(_last_size(owner, module), module.eps, False)
+        new.weight, new.bias = module.weight, module.bias
+        return new.train(module.training)
+
+    def to_torch(self) -> nn.LayerNorm:
+        """The same norm in plain torch; shares the parameters.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks.
+        """
+        refuse_other("LayerNorm.to_torch", "module", "LayerNorm", self, LayerNorm)
+        norm = nn.LayerNorm(self.normalized_shape, self.eps, self.weight is not None, device="meta")
+        norm.weight, norm.bias = self.weight, self.bias
+        return norm.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shape and dtype of `x`."""
+        return torch.ops.torchweld.layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        text = f"{self.normalized_shape}, eps={self.eps}"
+        return f"{text}, elementwise_affine={self.weight is not None}, bias={self.bias is not None}"
+
+
+def _last_size(owner: str, module: nn.RMSNorm | nn.LayerNorm) -> int:
+    """The size of the one dimension that a norm is over."""
+    if len(module.normalized_shape) != 1:
+        raise ValueError(
+            f"{owner}: module.normalized_shape must be one size, but got {text_of(module)}"
+        )
+    return module.normalized_shape[0]
