@@ -66,7 +66,7 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
   NormParams p{};
   p.x = in.tensor.const_data_ptr();
   if (is_given(residual)) {
-    p.residual = added.tensor.const_data_ptr();
+    p.residual = const_data<void>(added.tensor);
     p.residual_row_stride = added.row_stride;
     p.sum = sum.mutable_data_ptr();
   }
@@ -134,7 +134,7 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
   NormBackwardParams p{};
   p.dy = in_dy.tensor.const_data_ptr();
   p.x = in_x.tensor.const_data_ptr();
-  if (is_given(dsum)) p.dsum = in_dsum.tensor.const_data_ptr();
+  if (is_given(dsum)) p.dsum = const_data<void>(in_dsum.tensor);
   p.scale = scale.data();
   p.mean = mean.data<float>();
   p.rstd = rstd.data<float>();
