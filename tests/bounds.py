@@ -1386,8 +1386,14 @@ class CrossEntropy(LossRows):
             return bound
         return Bound(bound.ref[..., :-1], bound.terms.map(lambda t: t[..., :-1]), bound.dtype)
 
-    def dz(self, dloss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dz(self, dloss: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of z, the factor of p in it, and its magnitude."""
+        if dlse is not None:
+            of_lse = torch.cat([up(dlse), up(dlse)[..., :1] * 0], -1) if self.shift else up(dlse)
+            of_lse = of_lse[self.live][:, None]
+            dz, p_size, size = self.dz(dloss)
+            p_size, size = p_size + of_lse.abs(), size + of_lse.abs() * self.p
+            return dz + of_lse * self.p, p_size, size
         d = up(dloss)
         if self.reduction == "none":
             d = torch.cat([d, d.new_zeros(d[..., :1].shape)], -1) if self.shift else d
@@ -1402,8 +1408,10 @@ class CrossEntropy(LossRows):
         p_size = d.abs() * (1 + 2 * abs(self.z_loss) * (2 * self.lse.abs()[:, None] + 1))
         return dz, p_size, p_size * self.p + d.abs() * (flat + (1 - self.eps) * hit)
 
-    def backward(self, dloss: Tensor, stored: bool = False) -> list[Bound]:
-        return self.gradients(*self.dz(dloss), stored)
+    def backward(
+        self, dloss: Tensor, stored: bool = False, dlse: Tensor | None = None
+    ) -> list[Bound]:
+        return self.gradients(*self.dz(dloss, dlse), stored)
 
     def logits_backward(self, dloss: Tensor, stored: bool = False) -> Bound:
         return self.logit_gradient(*self.dz(dloss), stored)
@@ -1426,9 +1434,11 @@ def cross_entropy_grads(dloss, x, weight, target, bias=None, **kwargs) -> list[B
     return [dx, dweight, None, dbias]
 
 
-def cross_entropy_backward_bounds(dloss, x, weight, target, lse, bias=None, *, output_mask, **kw):
-    rows = CrossEntropy(x, weight, target, bias, **kw)
-    return masked_out(rows.backward(dloss), output_mask, x.dtype)
+def cross_entropy_backward_bounds(
+    dloss, x, weight, target, lse, bias=None, *, dlse=None, output_mask, **kwargs
+):  # fmt: skip
+    rows = CrossEntropy(x, weight, target, bias, **kwargs)
+    return masked_out(rows.backward(dloss, dlse=dlse), output_mask, x.dtype)
 
 
 def cross_entropy_gradients_bounds(x, weight, target, bias=None, *, output_mask, **kwargs):

@@ -182,6 +182,7 @@ def _builds() -> dict[str, dict[str, Build]]:
         add(name + end, **losses)
     backward = {n: cross_entropy_backward_call(c, [True] * 3) for n, c in losses.items()}
     add(name + "_backward", **backward)
+    add(name + "_backward", lse=cross_entropy_backward_call(losses["none"], [True] * 3, dlse=True))
     for n in ("sum", "mean"):
         add(name + "_gradients_forward", **{n: without(losses[n], output_mask=[True] * 3)})
     for n, mask in (("plain", [True] * 3), ("x", [True, False, False])):

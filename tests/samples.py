@@ -316,12 +316,16 @@ def without(call: Callable[[Maker], Call], *names: str, **more: Any) -> Callable
     return build
 
 
-def cross_entropy_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
+def cross_entropy_backward_call(
+    forward, mask: Sequence[bool], dlse: bool = False
+) -> Callable[[Maker], Call]:
     def build(m: Maker) -> Call:
         (x, weight, target, bias), kwargs = without(forward, "keep")(m)
         loss, lse = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
         saved = [m.saved(R.up(m.randn(*loss.shape)), stat=True), m.saved(lse, stat=True)]
         args = [saved[0], x, weight, target, saved[1], bias]
+        if dlse:
+            kwargs = {**kwargs, "dlse": m.saved(R.up(m.randn(*lse.shape)), stat=True)}
         return args, {**kwargs, "output_mask": list(mask)}
 
     return build

@@ -157,7 +157,7 @@ SCHEMAS = [
     f'linear_cross_entropy({LOSS}, str keep="auto") -> Tensor',
     f"linear_cross_entropy_forward({LOSS}) -> (Tensor loss, Tensor lse)",
     "linear_cross_entropy_backward(Tensor dloss, "
-    f"{LOSS.replace('target,', 'target, Tensor lse,')}, bool[3] output_mask) -> "
+    f"{LOSS.replace('target,', 'target, Tensor lse,')}, Tensor? dlse=None, bool[3] output_mask) -> "
     "(Tensor dx, Tensor dweight, Tensor dbias)",
     f"linear_cross_entropy_gradients_forward({LOSS}, bool[3] output_mask) -> "
     "(Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import reference as R
 import torchweld
-from bounds import GRADIENTS
+from bounds import GRADIENTS, REFERENCES
 from losses import OPTIONS, assert_ignored_rows_may_hold, grads_of, leaves_of, made
 from numerics import assert_equal, assert_same_bits, check
 from samples import (
@@ -20,9 +20,12 @@ from samples import (
     F16,
     F32,
     F64,
+    Maker,
     check_op,
+    cross_entropy_backward_call,
     dtypes,
     forward_backward,
+    loss_call,
     need_kernel,
 )
 from tensors import need_dtype
@@ -69,6 +72,21 @@ def test_several_chunks(device, dtype):
     """A chunk is at least 32 MiB of logits: 9 rows of a million classes take two."""
     check_op(OP, made(device, dtype, (9,), 1_000_003, 3, ignored=1), {"reduction": "sum"})
     check_op("linear_token_logprobs", made(device, dtype, (9,), 1_000_003, 3), {})
+
+
+@pytest.mark.parametrize("options", ["plain", "ignore_index", "shift", "together"])
+def test_gradient_of_lse(device, options):
+    """backward's dlse, beside dloss and alone, as where a shard lacks the target."""
+    backward = torch.ops.torchweld.linear_cross_entropy_backward
+    for dtype, reduction in product(dtypes(device), ("none", "mean")):
+        loss = loss_call((2, 9), 257, 64, ignored=3, reduction=reduction, **OPTIONS[options])
+        build = cross_entropy_backward_call(loss, [True] * 3, dlse=True)
+        args, kwargs = build(Maker(device, dtype, 0))
+        for dloss in (args[0], torch.zeros_like(args[0])):
+            args[0] = dloss
+            bounds = REFERENCES[OP + "_backward"](*args, **kwargs)
+            for got, bound in zip(backward(*args, **kwargs), bounds, strict=True):
+                check(got, bound, label="linear_cross_entropy dlse", device=device)
 
 
 @pytest.mark.parametrize("size", [*SIZES, ((3, 5), 131, 65)], ids=str)
@@ -348,6 +366,8 @@ def test_backward_ops_refuse_bad_gradients(device):
         ops.linear_cross_entropy_backward(lse, x, weight, target, lse, **wanted)
     with pytest.raises(RuntimeError, match="lse must be the shape of a result per token"):
         ops.linear_cross_entropy_backward(lse[0], x, weight, target, lse[:2], **wanted)
+    with pytest.raises(RuntimeError, match="dlse must be the shape of a result per token"):
+        ops.linear_cross_entropy_backward(lse[0], x, weight, target, lse, dlse=lse[:2], **wanted)
     with pytest.raises(RuntimeError, match="row_entropy must be given with dentropy"):
         ops.linear_token_logprobs_backward(lse, x, weight, target, lse, None, None, lse, **wanted)
     with pytest.raises(RuntimeError, match="reduction must be 'mean' or 'sum', but got 'none'"):

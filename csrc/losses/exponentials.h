@@ -46,9 +46,10 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                const Exponentials* kept);
 void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
                                 const Tensor& weight, const LossGradients& grads);
-// The gradients from the lse alone: computes y again, some columns at a time.
+// The gradients from the lse alone: computes y again, some columns at a time. dlse may be
+// undefined.
 void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const Tensor& dloss,
-                                 const LossGradients& grads);
+                                 const Tensor& dlse, const LossGradients& grads);
 #endif
 
 }  // namespace torchweld

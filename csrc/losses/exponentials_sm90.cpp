@@ -3,6 +3,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
@@ -200,9 +202,28 @@ void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, c
   if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss);
 }
 
-void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const Tensor& dloss,
-                                 const LossGradients& grads) {
-  const Operands operands(in);
+// With a gradient dlse, the gradient of a row's logits is `total` times the probabilities, less
+// `share` of total at the target.
+struct RowFactors {
+  Tensor total;  // (rows,)
+  Tensor share;  // (rows,); undefined: 1
+
+  RowFactors(const Tensor& dloss, const Tensor& dlse, const Tensor& lse, double z_loss)
+      : total(dloss) {
+    if (!dlse.defined()) return;
+    total = dloss * (lse * (2 * z_loss) + 1) + dlse;
+    // NOTE: a total of 0 would lose the target's term; 2^-24 of dloss is below y's rounding.
+    total = at::where(total.eq(0), dloss * 0x1p-24, total);
+    share = at::where(total.eq(0), at::zeros({}, total.options()), dloss / total);
+  }
+};
+
+void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const Tensor& dloss_rows,
+                                 const Tensor& dlse, const LossGradients& grads) {
+  Operands operands(in);
+  const RowFactors factors(dloss_rows, dlse, lse, in.options.z_loss);
+  const Tensor& dloss = factors.total;
+  if (factors.share.defined()) operands.rows.z_loss = 0;  // total has its term
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
   // Limits the bytes of y for a chunk of columns, dx in fp32 and the scaled rows of x together.
@@ -222,7 +243,8 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
                             mutable_data<void>(y),
                             y.stride(0),
                             0,
-                            mutable_data<float>(factor)};
+                            mutable_data<float>(factor),
+                            factors.share.defined() ? const_data<float>(factors.share) : nullptr};
   launch_target_logits(operands.rows, current_stream());
   launch_gradient_factors(operands.rows, out, current_stream());
   Tensor dx, scaled;

@@ -133,7 +133,8 @@ __global__ __launch_bounds__(kThreads) void loss_gradient_kernel(const LossGradi
   if (live) {
     const float d = p.dloss[row * p.dloss_stride], lse = c.lse[row];
     if (c.cross_entropy) {
-      gradient = RowGradient<float>::of_loss(d, lse, c.terms, c.n);
+      gradient =
+          RowGradient<float>::of_loss(d, lse, c.terms, c.n, p.dlse == nullptr ? 0.f : p.dlse[row]);
     } else {
       const bool entropy = p.dentropy != nullptr;
       gradient = RowGradient<float>::of_logprob(d, entropy ? p.dentropy[row] : 0.f, lse,

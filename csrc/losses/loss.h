@@ -31,7 +31,8 @@ struct LossRows {
 // Gradients of LossRows; dloss may have stride 0. Undefined where no gradients are wanted.
 struct LossUpstream {
   Tensor dloss;
-  Tensor dentropy;  // undefined: 0
+  Tensor dentropy;   // undefined: 0
+  Tensor dlse = {};  // undefined: 0; only of a cross entropy
 };
 
 // The gradients of a call, contiguous dx; those that are not wanted are (0,).

@@ -57,7 +57,7 @@ struct RowVectors {
   WantedStatistics wanted;
   const T* bias;
   T *loss, *lse, *entropy;
-  const T *dloss, *dentropy;
+  const T *dloss, *dentropy, *dlse;
   int64_t dloss_stride;
 
   void store(int64_t row, const LogitStatistics<T>& found) const {
@@ -68,7 +68,7 @@ struct RowVectors {
   RowGradient<T> gradient(int64_t row, int64_t n) const {
     const T d = dloss[row * dloss_stride];
     if (kind == LossKind::kCrossEntropy) {
-      return RowGradient<T>::of_loss(d, lse[row], terms, n);
+      return RowGradient<T>::of_loss(d, lse[row], terms, n, dlse == nullptr ? T(0) : dlse[row]);
     }
     return RowGradient<T>::of_logprob(d, dentropy == nullptr ? T(0) : dentropy[row], lse[row],
                                       dentropy == nullptr ? T(0) : entropy[row]);
@@ -116,6 +116,7 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
                                  data_of<T>(results.entropy),
                                  const_data_of<T>(upstream.dloss),
                                  const_data_of<T>(upstream.dentropy),
+                                 const_data_of<T>(upstream.dlse),
                                  upstream.dloss.defined() ? upstream.dloss.stride(0) : 0};
   const int64_t chunk = rows.count == 0 ? 1 : loss_chunk_rows(rows.count, n, sizeof(T));
   ParameterGradients<E, T> parameters(grads.dweight, grads.dbias,

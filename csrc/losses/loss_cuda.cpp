@@ -126,7 +126,8 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
     const Tensor dloss = from_first(upstream.dloss);
     launch_loss_gradient(
         {params, const_data<float>(dloss), dloss.stride(0),
-         upstream.dentropy.defined() ? const_data<float>(from_first(upstream.dentropy)) : nullptr},
+         upstream.dentropy.defined() ? const_data<float>(from_first(upstream.dentropy)) : nullptr,
+         upstream.dlse.defined() ? const_data<float>(from_first(upstream.dlse)) : nullptr},
         stream);
     const int64_t halves = static_cast<int64_t>(sizeof(float)) / in.x.element_size();
     const Tensor dz =
@@ -155,7 +156,7 @@ void loss_rows_cuda(const char*, const LossInputs& in, const LossRows& results,
   if (exponentials && !results.loss.defined() && !upstream.dentropy.defined()) {
     const bool negative = in.kind == LossKind::kLogprob;
     const Tensor dloss = negative ? -upstream.dloss : upstream.dloss;
-    return exponentials_recompute_sm90(in, results.lse, dloss, grads);
+    return exponentials_recompute_sm90(in, results.lse, dloss, upstream.dlse, grads);
   }
   loss_rows_any_gpu(in, results, upstream, grads);
 }

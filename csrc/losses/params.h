@@ -33,12 +33,14 @@ struct LossChunk {
 void launch_loss_statistics(const LossChunk& chunk, cudaStream_t stream);
 
 // Overwrites each row of logits by its gradient, of dtype, from the row's first byte on; a row that
-// is ignored becomes 0. Reads lse and entropy. dloss has stride 0 or 1; dentropy may be nullptr.
+// is ignored becomes 0. Reads lse and entropy. dloss has stride 0 or 1; dentropy and dlse may be
+// nullptr.
 struct LossGradientParams {
   LossChunk chunk;
   const float* dloss;
   int64_t dloss_stride;
   const float* dentropy;
+  const float* dlse;
 };
 void launch_loss_gradient(const LossGradientParams& params, cudaStream_t stream);
 

@@ -60,10 +60,14 @@ struct RowGradient {
   T lse, scale, entropy_scale, expectation, uniform, target;
 
   TW_HOST_DEVICE static RowGradient of_loss(T dloss, T lse, const CrossEntropyTerms<T>& terms,
-                                            int64_t n) {
+                                            int64_t n, T dlse = T(0)) {
     const T eps = terms.label_smoothing;
-    return {lse,  dloss * (T(1) + T(2) * terms.z_loss * lse), T(0),
-            T(0), -dloss * eps / static_cast<T>(n),           -dloss * (T(1) - eps)};
+    return {lse,
+            dloss * (T(1) + T(2) * terms.z_loss * lse) + dlse,
+            T(0),
+            T(0),
+            -dloss * eps / static_cast<T>(n),
+            -dloss * (T(1) - eps)};
   }
   // entropy is the row's, and is not read where dentropy is 0.
   TW_HOST_DEVICE static RowGradient of_logprob(T dlogprob, T dentropy, T lse, T entropy) {

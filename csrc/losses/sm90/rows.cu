@@ -138,15 +138,16 @@ __global__ void __launch_bounds__(kRows* kGroups)
   if (!differs) out.row_reference[row] = NAN;
 }
 
-// Where y has the column of a row's target, y becomes (slope * p - 1) / factor, times the slope of
-// the softcap.
+// Where y has the column of a row's target, y becomes (slope * p - share) / factor, times the slope
+// of the softcap.
 __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
                                                   const ExponentialResults& out, int64_t row) {
   const int64_t target = p.target[row], column = target - out.first_column;
   if (target == p.ignore_index || column < 0 || column >= p.n) return;
   const float z = p.target_logit[row], probability = expf(z - out.lse[row]);
   const float slope = lse_slope(p.z_loss, out.lse[row]);
-  float y = fmaf(slope, probability, -1.f) * (out.row_sum[row] / slope);
+  const float share = out.target_share == nullptr ? 1.f : out.target_share[row];
+  float y = fmaf(slope, probability, -share) * (out.row_sum[row] / slope);
   if (p.softcap > 0) {
     const float t = z * p.temperature / p.softcap;
     y *= fmaf(-t, t, 1.f);

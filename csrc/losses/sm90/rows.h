@@ -45,6 +45,8 @@ struct ExponentialResults {
   int64_t y_row_stride;
   int64_t first_column;  // of the logits, where y has the n columns from there on
   float* factor;         // (rows,)
+  // (rows,): the share of the gradient's factor that the target's term has; nullptr: 1.
+  const float* target_share = nullptr;
 };
 
 // Adds the sums of tiles to those of the rows; the last ones make the results.

@@ -4,6 +4,8 @@
 //
 // keep="nothing": linear_cross_entropy_forward also returns lse of each row (0 if the row is
 // ignored), with which linear_cross_entropy_backward computes the logits again.
+// backward's dlse is a gradient of lse, for example of a row whose target is in another shard of the
+// vocabulary.
 //
 // keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for
 // dloss = 1, and linear_cross_entropy_gradients_backward multiplies them by dloss.
@@ -46,19 +48,18 @@ Tensor linear_cross_entropy_meta(const Tensor& x, const Tensor& weight, const Te
   return empty_loss(x, sizes, options);
 }
 
-Grads3 linear_cross_entropy_backward_meta(const Tensor& dloss, const Tensor& x,
-                                          const Tensor& weight, const Tensor& target,
-                                          const Tensor& lse, const OptionalTensor& bias,
-                                          c10::string_view reduction, int64_t ignore_index,
-                                          double label_smoothing, std::optional<double> softcap,
-                                          double z_loss, int64_t shift, double temperature,
-                                          std::array<bool, 3> output_mask) {
+Grads3 linear_cross_entropy_backward_meta(
+    const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
+    const Tensor& lse, const OptionalTensor& bias, c10::string_view reduction, int64_t ignore_index,
+    double label_smoothing, std::optional<double> softcap, double z_loss, int64_t shift,
+    double temperature, const OptionalTensor& dlse, std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_backward";
   const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                     softcap, z_loss, shift, temperature);
   const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
   check_dloss(op, dloss, x, sizes, options);
   check_per_token(op, "lse", lse, x, sizes);
+  if (is_given(dlse)) check_per_token(op, "dlse", *dlse, x, sizes);
   const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
   return {grads.dx, grads.dweight, grads.dbias};
 }
@@ -144,12 +145,12 @@ template <LossEngine engine>
 Grads3 backward_on(const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
                    const Tensor& lse, const OptionalTensor& bias, c10::string_view reduction,
                    int64_t ignore_index, double label_smoothing, std::optional<double> softcap,
-                   double z_loss, int64_t shift, double temperature,
+                   double z_loss, int64_t shift, double temperature, const OptionalTensor& dlse,
                    std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_backward";
   auto [dx, dweight, dbias] = linear_cross_entropy_backward_meta(
       dloss, x, weight, target, lse, bias, reduction, ignore_index, label_smoothing, softcap,
-      z_loss, shift, temperature, output_mask);
+      z_loss, shift, temperature, dlse, output_mask);
   const LossInputs in =
       inputs_of(x, weight, bias, target,
                 cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
@@ -157,7 +158,10 @@ Grads3 backward_on(const Tensor& dloss, const Tensor& x, const Tensor& weight, c
   const LossGradients grads = {dx, dweight, dbias, output_mask};
   if (grads.any()) {
     engine("linear_cross_entropy", in, {{}, rows_of_result(lse, target, in.options), {}},
-           {dloss_of_rows(dloss, target, in.targets, in.options), {}}, grads);
+           {dloss_of_rows(dloss, target, in.targets, in.options),
+            {},
+            is_given(dlse) ? rows_of_result(*dlse, target, in.options) : Tensor()},
+           grads);
   }
   return {dx, dweight, dbias};
 }
@@ -274,7 +278,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     return call_linear_cross_entropy_backward(
         dloss, saved[0], saved[1], saved[2], saved[3], optional(saved[4]), reduction, ignore_index,
         data["label_smoothing"].toDouble(), data["softcap"].template toOptional<double>(),
-        data["z_loss"].toDouble(), shift, data["temperature"].toDouble(), wanted);
+        data["z_loss"].toDouble(), shift, data["temperature"].toDouble(), std::nullopt, wanted);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -320,10 +324,11 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
       recorded_by<CrossEntropyFunction>(call_linear_cross_entropy, linear_cross_entropy_checks));
   define_op(m, name + "_forward(" + inputs + options + ") -> (Tensor loss, Tensor lse)",
             TW_KERNELS(linear_cross_entropy_forward), no_gradient_function());
-  define_op(m,
-            name + "_backward(Tensor dloss, " + inputs + "Tensor lse, " + options +
-                ", bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-            TW_KERNELS(linear_cross_entropy_backward), no_gradient_function());
+  define_op(
+      m,
+      name + "_backward(Tensor dloss, " + inputs + "Tensor lse, " + options +
+          ", Tensor? dlse=None, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+      TW_KERNELS(linear_cross_entropy_backward), no_gradient_function());
   define_op(m,
             name + "_gradients_forward(" + inputs + options +
                 ", bool[3] output_mask) -> "

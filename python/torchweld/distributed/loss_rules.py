@@ -7,7 +7,17 @@ from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
 # Names of tensors with one row per token.
 _ROWS = ("x", "dx", "y", "logits", "dlogits")
 # Names of tensors with one value per token.
-_TOKENS = ("target", "logprob", "entropy", "row_entropy", "lse", "dlogprob", "dentropy", "factor")
+_TOKENS = (
+    "target",
+    "logprob",
+    "entropy",
+    "row_entropy",
+    "lse",
+    "dlse",
+    "dlogprob",
+    "dentropy",
+    "factor",
+)
 
 
 def _loss(call: Call) -> list[Row]:
