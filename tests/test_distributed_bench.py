@@ -23,7 +23,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 from torchweld_bench import distributed
-from torchweld_bench.distributed import ops, picture, steps
+from torchweld_bench.distributed import losses, ops, picture, steps
 from torchweld_bench.distributed.decoder import Decoder
 from torchweld_bench.distributed.setup import TINY, Cases
 
@@ -61,8 +61,10 @@ def test_two_processes_write_one_file(tmp_path):
     steps = (step, compiled, sharded)
     attention = [TINY.context_parallel(2, padded) for padded in (False, True)]
     linear, blocks = TINY.sequence_parallel(2), TINY.parallelized(2)
+    loss = TINY.vocab_parallel(2)
     against = {
-        **{each: "alone" for each in (*steps, blocks, *attention)},
+        **{each: "alone" for each in (*steps, blocks, *attention, loss)},
+        f"{loss} over alone, nothing kept": "alone, nothing kept",
         **{f"{each} over {peer}": peer for each in steps for peer in ("stock", "plan")},
         linear: "matmul alone",
         f"{linear} over stock": "stock",
@@ -99,7 +101,7 @@ CASES = {
         "fully_sharded",
         "fully_sharded_pairs",
     ),
-    *("attention", "padded_attention", "linear"),
+    *("attention", "padded_attention", "linear", "vocab_parallel"),
 }
 
 
@@ -107,7 +109,7 @@ def test_a_case_that_raises_leaves_the_others(one_process, monkeypatch, capsys):
     def raises(setup):
         raise ValueError("no columns here")
 
-    for module in (steps, ops):
+    for module in (steps, ops, losses):
         for name in CASES & set(vars(module)):
             monkeypatch.setattr(module, name, lambda setup, name=name: iter([row(name)]))
     monkeypatch.setattr(steps, "tensor_parallel", raises)
@@ -165,6 +167,7 @@ def test_targets_are_of_cases_that_there_are():
             cases.context_parallel(size, False),
             cases.context_parallel(size, True),
             cases.sequence_parallel(size),
+            cases.vocab_parallel(size),
         )
     }
     peers = {"stock", *ops.BACK_ENDS}

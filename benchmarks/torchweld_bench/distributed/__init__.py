@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchweld_bench.common import free
-from torchweld_bench.distributed import ops, steps
+from torchweld_bench.distributed import losses, ops, steps
 from torchweld_bench.distributed.picture import draw
 from torchweld_bench.distributed.processes import complaint, device, say
 from torchweld_bench.distributed.setup import PAIR, Setup
@@ -34,7 +34,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
     if setup.size > PAIR and setup.size % PAIR == 0:
         cases.append(steps.fully_sharded_pairs)
     # torch's own context_parallel is a prototype, so it comes last.
-    cases += [ops.linear, ops.padded_attention, ops.attention]
+    cases += [losses.vocab_parallel, ops.linear, ops.padded_attention, ops.attention]
     for case in cases:
         found: list[Row] = []
         reason = complaint(lambda case=case, found=found: found.extend(case(setup)))

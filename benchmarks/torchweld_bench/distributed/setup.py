@@ -35,6 +35,7 @@ class Cases:
     llama_batch: tuple[int, int] = (4, 4096)  # of each process
     attention: tuple[int, int, int, int, int] = (1, 32, 8, 65536, 128)
     linear: tuple[int, int, int] = (8192, 4096, 16384)
+    loss: tuple[int, int, int] = (8192, 2048, 128256)
     dtype: torch.dtype = torch.bfloat16
     rtol: float = 1e-2  # of losses, and of the norms of tensors
     where: tuple[str, str] = ("GPU", "GPUs")
@@ -80,6 +81,10 @@ class Cases:
         call = f"layer_norm_linear ({rows}, {k}, {n // size}) gelu_tanh"
         return self.named(call, "sequence parallel", size)
 
+    def vocab_parallel(self, size: int) -> str:
+        how = "forward and backward, vocabulary parallel"
+        return self.named(f"linear_cross_entropy {self.loss}", how, size)
+
 
 TINY = Cases(
     gpt2_name="tiny gpt2",
@@ -90,6 +95,7 @@ TINY = Cases(
     llama_batch=(1, 32),
     attention=(1, 16, 8, 64, 16),
     linear=(64, 32, 64),
+    loss=(64, 32, 96),
     dtype=torch.float32,
     rtol=1e-4,
     where=("process", "processes"),

@@ -20,10 +20,15 @@ if TYPE_CHECKING:
     from .styles import NormColwise as NormColwise
     from .styles import Rowwise as Rowwise
     from .tensors import full_tensor as full_tensor
+    from .vocabulary import VocabParallel as VocabParallel
+    from .vocabulary import (
+        vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
+    )
 
 __all__ = [
     "NormColwise",
     "Rowwise",
+    "VocabParallel",
     "context_parallel",
     "context_parallel_attention",
     "full_tensor",
@@ -31,6 +36,7 @@ __all__ = [
     "parallelize",
     "parameter_groups",
     "shard_sequence",
+    "vocab_parallel_linear_cross_entropy",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -38,6 +44,7 @@ __getattr__, __dir__ = lazy(
     {
         "NormColwise": "styles",
         "Rowwise": "styles",
+        "VocabParallel": "vocabulary",
         "context_parallel": "context",
         "context_parallel_attention": "context",
         "full_tensor": "tensors",
@@ -45,5 +52,6 @@ __getattr__, __dir__ = lazy(
         "parallelize": "_parallelize",
         "parameter_groups": "_parallelize",
         "shard_sequence": "sequence",
+        "vocab_parallel_linear_cross_entropy": "vocabulary",
     },
 )

@@ -26,7 +26,7 @@ from .tensors import (
 _MAX_SLABS = 16
 
 
-def _summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+def summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     """Sums tensors over a mesh's processes, in place where they are contiguous."""
     # NOTE: functional collectives take the host twice as long as this, and one call a tensor three
     # times as long.
@@ -61,9 +61,9 @@ class _CopyToTpRegion(torch.autograd.Function):
     @staticmethod
     @once_outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # _summed may work in place: only layers of this package use the copies, and their gradients
+        # summed may work in place: only layers of this package use the copies, and their gradients
         # are new tensors.
-        sums = _summed(grads, ctx.mesh)
+        sums = summed(grads, ctx.mesh)
         pairs = zip(ctx.parameters, sums, strict=True)
         return None, *(gradient_of(parameter, grad) for parameter, grad in pairs)
 
@@ -71,8 +71,8 @@ class _CopyToTpRegion(torch.autograd.Function):
 class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
-        # _summed works in place, and a checkpoint may keep y.
-        return _summed([y.clone(memory_format=torch.contiguous_format)], mesh)[0]
+        # summed works in place, and a checkpoint may keep y.
+        return summed([y.clone(memory_format=torch.contiguous_format)], mesh)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:

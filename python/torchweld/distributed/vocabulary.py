@@ -1,0 +1,259 @@
+"""The loss of a head whose vocabulary is sharded over the processes.
+
+Each process computes the statistics of its own logits, chunk by chunk, and sends 8 bytes a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from torchweld._library import ops
+from torchweld.nn import LinearCrossEntropy
+
+from .collectives import gathered, summed
+from .tensors import (
+    as_in_autocast,
+    function_input,
+    gradient_of,
+    local_of,
+    once_outside_autocast,
+    parameter_of,
+    shard_parameter,
+)
+
+_OP = "vocab_parallel_linear_cross_entropy"
+# The index of an ignored row in the targets of a shard.
+_IGNORED = -100
+
+
+class _Targets:
+    """The targets of all rows, as classes of this process's shard."""
+
+    def __init__(
+        self, mesh: DeviceMesh, classes: int, target: Tensor, ignore_index: int, shift: int
+    ) -> None:
+        # DTensor's shards: equal ones, of which the last is smaller.
+        size = -(-classes // mesh.size())
+        ignored = target == ignore_index
+        _check_targets(target, classes, ignored)
+        owner = target.masked_fill(ignored, 0).long() // size
+        inside = ~ignored & (owner == mesh.get_local_rank())
+        # Another shard's target is replaced by any class: its loss is not read.
+        local = torch.where(inside, target - mesh.get_local_rank() * size, 0)
+        self.local = local.masked_fill(ignored, _IGNORED)
+        # Of the rows that have a loss.
+        self.owner, self.ignored, self.inside = (
+            t[..., 1:] if shift else t for t in (owner, ignored, inside)
+        )
+
+
+def _check_targets(target: Tensor, classes: int, ignored: Tensor) -> None:
+    valid = ((target >= 0) & (target < classes) | ignored).all()
+    sentence = f"{_OP}: target must be from 0 to N - 1 = {classes - 1} or ignore_index"
+    if target.is_cuda:
+        torch._assert_async(valid, sentence)
+    elif not torch.compiler.is_compiling() and not valid:
+        wrong = target[~((target >= 0) & (target < classes) | ignored)]
+        raise ValueError(f"{sentence}, but got {wrong.flatten()[0].item()}")
+
+
+def _reduced(loss: Tensor, ignored: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (~ignored).sum()
+
+
+class _VocabParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mesh: DeviceMesh,
+        targets: _Targets,
+        reduction: str,
+        z_loss: float,
+        options: dict[str, Any],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        parts = [None if t is None else as_in_autocast(local_of(t)) for t in (weight, bias)]
+        loss, lse = ops.linear_cross_entropy_forward(
+            x, parts[0], targets.local, parts[1], reduction="none", ignore_index=_IGNORED, **options
+        )
+        losses, shards = gathered(mesh, 0, torch.stack((loss, lse))[None]).unbind(1)
+        lse = torch.logsumexp(shards, 0)
+        owner = targets.owner[None]
+        # The target's shard gives a loss relative to its own lse, which is at most the whole one.
+        loss = losses.gather(0, owner)[0] + (lse - shards.gather(0, owner)[0])
+        loss = (loss + z_loss * lse.square()).masked_fill(targets.ignored, 0)
+        ctx.mesh, ctx.targets, ctx.reduction = mesh, targets, reduction
+        ctx.z_loss, ctx.options = z_loss, options
+        ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
+        ctx.save_for_backward(x, *parts, lse.masked_fill(targets.ignored, 0))
+        return _reduced(loss, targets.ignored, reduction)
+
+    @staticmethod
+    @once_outside_autocast
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, lse = ctx.saved_tensors
+        targets: _Targets = ctx.targets
+        if ctx.reduction == "mean":
+            dloss = dloss / (~targets.ignored).sum()
+        dloss = dloss.expand(lse.shape).masked_fill(targets.ignored, 0)
+        elsewhere = dloss * (1 + 2 * ctx.z_loss * lse)
+        wanted = list(ctx.needs_input_grad[5:])
+        dx, dweight, dbias = ops.linear_cross_entropy_backward(
+            dloss.masked_fill(~targets.inside, 0),
+            x,
+            weight,
+            targets.local,
+            lse,
+            bias,
+            reduction="none",
+            ignore_index=_IGNORED,
+            z_loss=ctx.z_loss,
+            **ctx.options,
+            dlse=elsewhere.masked_fill(targets.inside, 0),
+            output_mask=wanted,
+        )
+        return (
+            *[None] * 5,
+            summed([dx], ctx.mesh)[0] if wanted[0] else None,
+            gradient_of(ctx.weight, dweight) if wanted[1] else None,
+            gradient_of(ctx.bias, dbias) if wanted[2] else None,
+        )
+
+
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    z_loss: float = 0,
+    shift: int = 0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """:func:`torchweld.linear_cross_entropy` of a weight whose vocabulary is sharded.
+
+    Each process computes the logits of its own classes, a chunk at a time, and gathers two float32
+    values a row from all. Backward computes them again, gives each process the gradient of its own
+    shard, and sums the gradient of x over the processes.
+
+    Args:
+        x: `(..., K)`, the same in all processes; plain, or a DTensor.
+        weight: `(N, K)`, a DTensor with `Shard(0)` on a mesh of one dim.
+        target: `(...)`, the same in all processes, plain; from 0 to N - 1 or `ignore_index`.
+        bias: `(N,)`, a DTensor placed as the weight.
+        reduction, ignore_index, softcap, z_loss, shift, temperature: as in
+            `torchweld.linear_cross_entropy`.
+
+    Returns:
+        `()`, or with reduction "none" a loss per token; float32 (float64 for float64), plain, the
+        same in all processes.
+
+    Raises:
+        ValueError: the weight or bias is placed otherwise; a process has no class; on the CPU a
+            target out of range, which is a device assertion on CUDA.
+        RuntimeError: a wrong shape, dtype or option.
+
+    Limits: differentiable once.
+    """
+    mesh = _mesh_of(weight, bias)
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=[Replicate()]).to_local()
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{_OP}: reduction must be 'none', 'mean' or 'sum', but got {reduction!r}")
+    targets = _Targets(mesh, weight.shape[0], target, ignore_index, shift)
+    options = {"softcap": softcap, "shift": shift, "temperature": temperature}
+    return _VocabParallel.apply(
+        mesh,
+        targets,
+        reduction,
+        z_loss,
+        options,
+        as_in_autocast(x),
+        function_input(weight),
+        function_input(bias),
+    )
+
+
+def _mesh_of(weight: Tensor, bias: Tensor | None) -> DeviceMesh:
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is None:
+            continue
+        if not (isinstance(t, DTensor) and tuple(t.placements) == (Shard(0),)):
+            got = t.placements if isinstance(t, DTensor) else "a plain Tensor"
+            raise ValueError(
+                f"{_OP}: {name} must be a DTensor placed (Shard(0),) on a mesh of one dim, but got "
+                f"{got}"
+            )
+    mesh, classes = weight.device_mesh, weight.shape[0]
+    if -(-classes // mesh.size()) * (mesh.size() - 1) >= classes:
+        raise ValueError(
+            f"{_OP}: every one of the mesh's {mesh.size()} processes must have a class of weight, "
+            f"but got {classes} classes"
+        )
+    return mesh
+
+
+class VocabParallelCrossEntropy(LinearCrossEntropy):
+    """A `LinearCrossEntropy` whose weight and bias are DTensors with `Shard(0)`."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return vocab_parallel_linear_cross_entropy(
+            x,
+            self.weight,
+            target,
+            self.bias,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            shift=self.shift,
+            temperature=self.temperature,
+        )
+
+
+class VocabParallel(ParallelStyle):
+    """Shards the vocabulary of a `LinearCrossEntropy`: `Shard(0)` of weight and bias.
+
+    The call is `loss = module(x, target)`, with x and target replicated, and the loss is the same
+    in all processes. See :func:`vocab_parallel_linear_cross_entropy`; the module's `keep` is
+    "nothing".
+
+    Raises:
+        TypeError: another module, when it is applied.
+        ValueError: the module has label_smoothing; the mesh has more than one dim, or more
+            processes than it can give classes.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not LinearCrossEntropy:
+            raise TypeError(
+                "VocabParallel: module must be LinearCrossEntropy (no subclass, not sharded yet), "
+                f"but got {type(module).__name__}"
+            )
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"VocabParallel: device_mesh must have one dim, but got {device_mesh.ndim}; use "
+                'one of its dims, as mesh["tp"]'
+            )
+        if module.label_smoothing != 0:
+            raise ValueError(
+                "VocabParallel: label_smoothing must be 0, but got "
+                f"{module.label_smoothing}; a process has the logits of its own classes alone"
+            )
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shard_parameter(module, name, parameter, device_mesh, Shard(0), self.src_data_rank)
+        module.__class__ = VocabParallelCrossEntropy
+        return module

@@ -1,0 +1,157 @@
+"""The loss of a sharded vocabulary, run in the processes of a mesh (meshes.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing import assert_close
+
+import torchweld
+from meshes import DEVICE, TIGHT, WIDE, refused
+from torchweld.distributed import VocabParallel, vocab_parallel_linear_cross_entropy
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum", "z_loss": 0.1},
+    {"reduction": "none", "softcap": 3.0, "temperature": 0.7},
+    {"shift": 1, "z_loss": 0.05},
+    {"reduction": "none", "shift": 1, "ignore_index": 3},
+]
+
+
+def drawn(n: int, k: int, dtype: torch.dtype, ignore_index: int) -> list[Tensor]:
+    """x, target, weight and bias; the first two targets are ignored."""
+    x, weight, bias = (torch.randn(*s, dtype=torch.float64) for s in ((2, 9, k), (n, k), (n,)))
+    target = torch.randint(0, n, (2, 9))
+    target[0, :2] = ignore_index
+    return [t.to(DEVICE, dtype) for t in (x, weight, bias)] + [target.to(DEVICE)]
+
+
+def sharded(t: Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(t, mesh, [Shard(0)]))
+
+
+def both(
+    mesh: DeviceMesh, n: int, dtype: torch.dtype, biased: bool, options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss and gradients of all processes together, and of one."""
+    x, weight, bias, target = drawn(n, 16, dtype, options.get("ignore_index", -100))
+    found = []
+    for op, place in (
+        (vocab_parallel_linear_cross_entropy, lambda t: sharded(t, mesh)),
+        (torchweld.linear_cross_entropy, lambda t: t.clone().requires_grad_()),
+    ):
+        leaves = [x.clone().requires_grad_(), place(weight)] + [place(bias)] * biased
+        loss = op(*leaves[:2], target, *leaves[2:], **options)
+        torch.manual_seed(1)
+        loss.backward(torch.randn(loss.shape, dtype=torch.float64).to(loss))
+        grads = [t.grad for t in leaves]
+        whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+        found.append([loss.detach(), *whole])
+    return found[0], found[1]
+
+
+def equals_one_process(mesh: DeviceMesh) -> None:
+    for options in OPTIONS:
+        for n, biased in ((64, True), (131, False)):  # the last shard of 131 is smaller
+            for got, want in zip(*both(mesh, n, WIDE, biased, options), strict=True):
+                assert_close(got, want, **TIGHT)
+
+
+def sixteen_bits(mesh: DeviceMesh) -> None:
+    """As far from one process as the rounding of dlogits and of the partial sums of dx allows."""
+    unit = torch.finfo(torch.bfloat16).eps
+    for options in OPTIONS[:2]:
+        (loss, *grads), (want, *want_grads) = both(mesh, 131, torch.bfloat16, True, options)
+        assert loss.dtype == torch.float32
+        assert_close(loss, want, rtol=1e-5, atol=1e-5)
+        for got, ref in zip(grads, want_grads, strict=True):
+            assert (got - ref).norm() <= 2 * unit * ref.norm()
+
+
+def ignored_rows_may_hold_nan(mesh: DeviceMesh) -> None:
+    x, weight, _, target = drawn(64, 16, WIDE, -100)
+    found = []
+    for dirty in (x.clone(), x.clone()):
+        if found:
+            dirty[0, :2] = float("nan")
+        leaf, words = dirty.requires_grad_(), sharded(weight, mesh)
+        loss = vocab_parallel_linear_cross_entropy(leaf, words, target)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad, words.grad.full_tensor()))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+def style(mesh: DeviceMesh) -> None:
+    """The style of LinearCrossEntropy: the loss, the gradients and a step."""
+    stock = torchweld.nn.LinearCrossEntropy(16, 64, bias=True, shift=1, z_loss=0.1).to(DEVICE, WIDE)
+    ours = torchweld.nn.LinearCrossEntropy(16, 64, bias=True, shift=1, z_loss=0.1).to(DEVICE, WIDE)
+    ours.load_state_dict(stock.state_dict())
+    ours = parallelize_module(ours, mesh, VocabParallel())
+    x, _, _, target = drawn(64, 16, WIDE, -100)
+    for placed in (x, distribute_tensor(x, mesh, [Replicate()])):
+        loss, want = ours(placed, target), stock(x, target)
+        assert_close(loss, want, **TIGHT)
+        for module, value in ((ours, loss), (stock, want)):
+            module.zero_grad()
+            value.backward()
+        for (name, a), b in zip(ours.named_parameters(), stock.parameters(), strict=True):
+            assert isinstance(a.grad, DTensor) and a.grad.placements == (Shard(0),), name
+            assert_close(a.grad.full_tensor(), b.grad, **TIGHT)
+
+
+def frozen(mesh: DeviceMesh) -> None:
+    """Only the gradient that is wanted is computed."""
+    x, weight, _, target = drawn(64, 16, WIDE, -100)
+    words = sharded(weight, mesh)
+    vocab_parallel_linear_cross_entropy(x, words, target).backward()
+    assert words.grad is not None
+    words = words.detach().requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+    vocab_parallel_linear_cross_entropy(leaf, words, target).backward()
+    other = x.clone().requires_grad_()
+    torchweld.linear_cross_entropy(other, weight, target).backward()
+    assert_close(leaf.grad, other.grad, **TIGHT)
+    with torch.no_grad():
+        loss = vocab_parallel_linear_cross_entropy(x, words, target)
+    assert_close(loss, torchweld.linear_cross_entropy(x, weight, target), **TIGHT)
+
+
+def refusals(mesh: DeviceMesh) -> None:
+    x, weight, bias, target = drawn(64, 16, WIDE, -100)
+    words, loss_of = sharded(weight, mesh), vocab_parallel_linear_cross_entropy
+    with refused(ValueError, "but got a plain Tensor"):
+        loss_of(x, weight, target)
+    with refused(ValueError, "bias must be a DTensor placed"):
+        loss_of(x, words, target, bias)
+    with refused(ValueError, "must have a class of weight, but got 1 classes"):
+        loss_of(x, sharded(weight[:1], mesh), target.clamp(max=0))
+    with refused(ValueError, "reduction must be 'none', 'mean' or 'sum'"):
+        loss_of(x, words, target, reduction="average")
+    if DEVICE == "cpu":
+        with refused(ValueError, "target must be from 0 to N - 1 = 63 or ignore_index, but got 64"):
+            loss_of(x, words, torch.full_like(target, 64))
+    with refused(TypeError, "module must be LinearCrossEntropy"):
+        parallelize_module(nn.Linear(4, 4), mesh, VocabParallel())
+    smooth = torchweld.nn.LinearCrossEntropy(16, 64, label_smoothing=0.1).to(DEVICE)
+    with refused(ValueError, "label_smoothing must be 0, but got 0.1"):
+        parallelize_module(smooth, mesh, VocabParallel())
+
+
+def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
+    every = [
+        equals_one_process,
+        sixteen_bits,
+        ignored_rows_may_hold_nan,
+        style,
+        frozen,
+        refusals,
+    ]
+    return {case.__name__: case for case in every}
