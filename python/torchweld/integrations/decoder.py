@@ -141,10 +141,10 @@ def _instance_refusal(module: nn.Module) -> str | None:
 class FusedNorm(Part):
     """An RMSNorm as :func:`torchweld.rms_norm`."""
 
-    op = "rms_norm"
-
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
+        if module.weight.dtype == torch.float64:
+            return "it is float64, of which the stock norm computes in float32"
         return _instance_refusal(module) or _parameter_refusal({"weight": module.weight})
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -162,7 +162,9 @@ class FusedNorm(Part):
 
 
 def _runs_norm(norm: nn.Module, x: Tensor) -> bool:
-    return is_fused(norm) and not torch.compiler.is_compiling() and _plain(x, norm.weight)
+    # The stock norms compute in fp32, of which a model in float64 shows the difference.
+    serves = is_fused(norm) and x.dtype != torch.float64 and _plain(x, norm.weight)
+    return serves and not torch.compiler.is_compiling()
 
 
 class FusedMLP(Part):
