@@ -222,6 +222,8 @@ def _further() -> dict[str, list[Sample]]:
         add("linear_cross_entropy_forward", **{name: loss})
         backward = cross_entropy_backward_call(loss, [True] * 3)
         add("linear_cross_entropy_backward", **{name: backward})
+        backward = cross_entropy_backward_call(loss, [True] * 3, dlse=True)
+        add("linear_cross_entropy_backward", **{f"{name}_and_lse": backward})
         logits = logits_call((2, 37), 300, ignored=9, reduction=reduction, softcap=3.0, z_loss=0.1)
         for end in ("", "_forward"):
             add("cross_entropy" + end, **{name: logits})
