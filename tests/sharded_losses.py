@@ -124,6 +124,18 @@ def frozen(mesh: DeviceMesh) -> None:
     assert_close(loss, torchweld.linear_cross_entropy(x, weight, target), **TIGHT)
 
 
+def under_autocast(mesh: DeviceMesh) -> None:
+    """float32 tensors are cast as linear_cross_entropy casts them; gradients are float32."""
+    x, weight, _, target = drawn(64, 16, torch.float32, -100)
+    leaf, words = x.clone().requires_grad_(), sharded(weight, mesh)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = vocab_parallel_linear_cross_entropy(leaf, words, target)
+        want = torchweld.linear_cross_entropy(x, weight, target)
+    loss.backward()
+    assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    assert leaf.grad.dtype == words.grad.dtype == loss.dtype == torch.float32
+
+
 def refusals(mesh: DeviceMesh) -> None:
     x, weight, bias, target = drawn(64, 16, WIDE, -100)
     words, loss_of = sharded(weight, mesh), vocab_parallel_linear_cross_entropy
@@ -152,6 +164,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         ignored_rows_may_hold_nan,
         style,
         frozen,
+        under_autocast,
         refusals,
     ]
     return {case.__name__: case for case in every}

@@ -47,7 +47,7 @@ class _Targets:
         # Another shard's target is replaced by any class: its loss is not read.
         local = torch.where(inside, target - mesh.get_local_rank() * size, 0)
         self.local = local.masked_fill(ignored, _IGNORED)
-        # Of the rows that have a loss.
+        # The rows that have a loss, one fewer per sequence with shift=1.
         self.owner, self.ignored, self.inside = (
             t[..., 1:] if shift else t for t in (owner, ignored, inside)
         )
