@@ -26,6 +26,7 @@ FAMILIES = {
     "int4": "cuda",
     "scalar_attention": "cuda",
     "gpt2": "cuda",
+    "models": "cuda",
     "generate": "cuda",
     "curves": "cuda",
     "pointwise": "cuda",

@@ -1,0 +1,165 @@
+"""Training steps of Llama-like models on a GPU: stock, compiled blocks, Liger and `fuse`, bf16.
+
+All variants train the same parameters with the same optimizer, so one copy of them is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import torchweld
+from torchweld.tuning.timer import Timing, interleaved
+from torchweld_bench.common import free
+from torchweld_bench.results import Row, make_row
+
+_ROUNDS = 7
+_LOSS_RTOL = 1e-2
+_STOCK, _COMPILED, _LIGER = "stock sdpa", "compiled blocks", "liger"
+
+
+class _Case(NamedTuple):
+    name: str
+    family: str  # of transformers' classes
+    batch: int
+    seqlen: int
+    recomputed: bool
+    sizes: dict[str, Any]
+
+
+_LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+}
+_QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+_CASES = (
+    _Case("llama 1.2B", "Llama", 4, 4096, False, _LLAMA),
+    _Case("llama 1.2B", "Llama", 8, 4096, True, _LLAMA),
+    _Case("qwen3 0.6B", "Qwen3", 8, 2048, False, _QWEN3),
+)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy of the modules of a model, with the same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
+    """A model on Liger's kernels and a context in which its rotary function is there, or None."""
+    try:
+        from liger_kernel import transformers as liger
+    except ImportError:
+        return None
+    name = family.lower()
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    stock = module.apply_rotary_pos_emb
+    getattr(liger, f"apply_liger_kernel_to_{name}")(model=model)
+    patched = module.apply_rotary_pos_emb
+    module.apply_rotary_pos_emb = stock
+
+    @contextlib.contextmanager
+    def rotary() -> Iterator[None]:
+        module.apply_rotary_pos_emb = patched
+        try:
+            yield
+        finally:
+            module.apply_rotary_pos_emb = stock
+
+    return model, rotary
+
+
+def _variants(case: _Case) -> tuple[dict[str, Callable[[], Tensor]], nn.Module]:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{case.family}Config")(**case.sizes)
+    cls = getattr(transformers, f"{case.family}ForCausalLM")
+    with torch.device("cuda"):
+        stock = cls._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).train()
+    if case.recomputed:
+        stock.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-5, fused=True)
+    tokens = torch.randint(config.vocab_size, (case.batch, case.seqlen), device="cuda")
+
+    def stepper(model: nn.Module, context: Any = contextlib.nullcontext) -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            with context():
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    ours = _twin(stock)
+    torchweld.fuse(ours, check=False, loss=True)
+    steps = {"ours": stepper(ours), _STOCK: stepper(stock)}
+    if not case.recomputed:
+        compiled = _twin(stock)
+        for layer in compiled.model.layers:
+            layer.compile()
+        steps[_COMPILED] = stepper(compiled)
+    patched = _liger(_twin(stock), case.family)
+    if patched is not None:
+        steps[_LIGER] = stepper(*patched)
+    return steps, stock
+
+
+def _peak(step: Callable[[], Tensor]) -> Timing:
+    free()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    mib = torch.cuda.max_memory_allocated() / 2**20
+    return Timing(mib, mib, mib)
+
+
+def rows(targets: dict[str, float]) -> Iterator[Row]:
+    """Rows of times in microseconds and of peak memory in MiB, optimizer and weights included."""
+    for case in _CASES:
+        steps, _ = _variants(case)
+        losses = {name: step().item() for name, step in steps.items()}
+        memory = {name: _peak(step) for name, step in steps.items()}
+        times = interleaved(steps, device="cuda", rounds=_ROUNDS, warmup=1)
+        end = ", recomputed" if case.recomputed else ""
+        label = f"{case.name} training step ({case.batch}, {case.seqlen}) bfloat16{end}"
+        for name, values in ((label, times), (f"{label} peak memory, MiB", memory)):
+            row = make_row(
+                name,
+                values,
+                against=_STOCK,
+                target=targets.get(name),
+                error=abs(losses["ours"] / losses[_STOCK] - 1),
+                eager_error=0.0,
+                allowed_error=_LOSS_RTOL,
+            )
+            yield row
+            for peer in (_COMPILED, _LIGER):
+                if peer in values:
+                    yield row.over(peer, targets)
+        del steps
+        free()
