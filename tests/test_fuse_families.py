@@ -277,6 +277,26 @@ def test_a_norm_that_is_cast_alone_runs_stock():
         model(**batch("cpu"))
 
 
+def test_a_norm_of_another_library_stays():
+    class OtherNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(32))
+
+        def forward(self, x):
+            return 3 * x * self.weight
+
+    model = tiny("Llama").eval()
+    layer = model.model.layers[0]
+    layer.input_layernorm = layer.post_attention_layernorm = OtherNorm()
+    stock = copy.deepcopy(model)
+    reasons = dict(fuse(model).skipped)
+    assert "OtherNorm, not transformers' norm" in reasons["model.layers.0.post_attention_layernorm"]
+    with torch.no_grad():
+        outs = [each(**batch("cpu")).logits for each in (model, stock)]
+    assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
 def test_mixed_dtypes_are_listed():
     model = tiny("Llama")
     model.model.layers[0].mlp.up_proj.double()

@@ -69,27 +69,27 @@ def _twin(model: nn.Module) -> nn.Module:
 
 
 def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
-    """A model on Liger's kernels and a context in which its rotary function is there, or None."""
+    """A model on Liger's kernels, and a context with the functions that it replaces, or None."""
     try:
         from liger_kernel import transformers as liger
     except ImportError:
         return None
     name = family.lower()
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    stock = module.apply_rotary_pos_emb
+    stock = dict(vars(module))
     getattr(liger, f"apply_liger_kernel_to_{name}")(model=model)
-    patched = module.apply_rotary_pos_emb
-    module.apply_rotary_pos_emb = stock
+    patched = {key: value for key, value in vars(module).items() if stock.get(key) is not value}
+    vars(module).update(stock)
 
     @contextlib.contextmanager
-    def rotary() -> Iterator[None]:
-        module.apply_rotary_pos_emb = patched
+    def replaced() -> Iterator[None]:
+        vars(module).update(patched)
         try:
             yield
         finally:
-            module.apply_rotary_pos_emb = stock
+            vars(module).update(stock)
 
-    return model, rotary
+    return model, replaced
 
 
 def _variants(case: _Case) -> tuple[dict[str, Callable[[], Tensor]], nn.Module]:

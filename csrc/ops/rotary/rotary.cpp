@@ -60,15 +60,18 @@ void check_inputs(const char* op, const char* q_name, const Tensor& q, const cha
   check_tables(op, cos, sin, q_name, q);
 }
 
-// A result for x (batch, nheads, seqlen, head_dim), with contiguous heads: x's strides if x is
-// dense, else the memory order (batch, seqlen, nheads, head_dim) of a projection's result.
-Tensor empty_rotated(const Tensor& x) {
-  if (x.is_non_overlapping_and_dense() && x.sym_stride(3) == 1) {
-    return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
-  }
+// Allocates a tensor of x's shape (batch, nheads, seqlen, head_dim) in the memory order (batch,
+// seqlen, nheads, head_dim) of a projection's result.
+Tensor empty_by_position(const Tensor& x) {
   const std::vector<c10::SymInt> sizes = {x.sym_size(0), x.sym_size(2), x.sym_size(1),
                                           x.sym_size(3)};
   return at::empty_symint(sizes, x.options()).transpose(1, 2);
+}
+
+// Allocates the result for x. It has x's strides if x is dense and its heads are contiguous.
+Tensor empty_rotated(const Tensor& x) {
+  if (!x.is_non_overlapping_and_dense() || x.sym_stride(3) != 1) return empty_by_position(x);
+  return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
 }
 
 Pair rotary_meta(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool) {
@@ -80,8 +83,9 @@ TW_OP(rotary);
 Pair rotary_backward_meta(const Tensor& dq_out, const Tensor& dk_out, const Tensor& cos,
                           const Tensor& sin, bool, std::array<bool, 2> output_mask) {
   check_inputs("rotary_backward", "dq_out", dq_out, "dk_out", dk_out, cos, sin);
+  // The gradient of attention lies head by head. A projection's backward would copy such a gradient.
   const auto gradient = [](bool wanted, const Tensor& dout) {
-    return wanted ? empty_rotated(dout) : at::empty({0}, dout.options());
+    return wanted ? empty_by_position(dout) : at::empty({0}, dout.options());
   };
   return {gradient(output_mask[0], dq_out), gradient(output_mask[1], dk_out)};
 }

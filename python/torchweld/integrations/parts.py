@@ -42,7 +42,8 @@ def plan(
             continue
         parent, row = part
         place = _place(path, module, parent, row)
-        reason = "fused already" if decoder.is_fused(module) else parent.refusal(module, row)
+        reason = "fused already" if decoder.is_fused(module) else None
+        reason = reason or _other_norm(module, parent, row) or parent.refusal(module, row)
         reason = reason or _probe(module, parent, row, probes)
         if reason is not None:
             report.skipped.append((place.where, reason))
@@ -61,6 +62,14 @@ def _place(path: str, module: nn.Module, parent: Any, row: Any) -> Place:
     if parent is FusedAttention:
         return Place(f"{prefix}rotary", (module, "rotary"), (module,))
     return Place(path, module, (module,))
+
+
+def _other_norm(module: nn.Module, parent: Any, row: Any) -> str | None:
+    """Why a layer can't add and normalise at once: its norm is of a class that is not known."""
+    norm = getattr(module, row.before_mlp) if parent is FusedLayer else None
+    if norm is None or (part_of(norm) or (None,))[0] is FusedNorm:
+        return None
+    return f"it is {type(norm).__module__}.{type(norm).__qualname__}, not transformers' norm"
 
 
 def _label(parent: Any, row: Any) -> str:
