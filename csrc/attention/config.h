@@ -80,8 +80,8 @@ struct AttentionDecodeTile {
   constexpr int tile_bytes() const { return (kRows + 2 * stages * step_keys()) * dim * 2; }
 };
 
-// For each head dim, from the tile with most bytes in flight to the tile that needs least shared
-// memory.
+// For each head dim, the tiles are sorted from the one with most bytes in flight to the one that
+// needs least shared memory.
 inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
     {64, 16, 3, 8},  {64, 32, 2, 4},  {128, 16, 3, 8}, {128, 16, 3, 4},
     {128, 16, 2, 4}, {256, 16, 3, 4}, {256, 16, 2, 2}};
@@ -230,7 +230,7 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
     max_keys = std::max(max_keys, cost);
     return cost;
   };
-  // The estimate visits at most this many tiles; of long rows it samples them.
+  // The estimate visits at most this many tiles. If a row has more tiles, it samples them.
   constexpr int64_t kCounted = 64;
   const int64_t window = p.load.window, before = seqlen_k - seqlen_q;
   const bool uneven = p.load.causal || window > 0;

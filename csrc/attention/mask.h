@@ -55,8 +55,9 @@ struct MaskParams {
   const int32_t* leftpad;    // (batch,)
   const int32_t* key_start;  // (batch, seqlen_q)
   const int32_t* key_end;    // (batch,)
-  const float* sink;         // (nheads,): an additional logit of each head that has no value
-  float softcap;             // scores become softcap * tanh(score / softcap)
+  // (nheads,): the attention sinks, one additional logit per head that has no value vector
+  const float* sink;
+  float softcap;  // scores become softcap * tanh(score / softcap)
   bool causal;
   bool padded;  // leftpad is given
 

@@ -18,7 +18,8 @@ struct Mask {
   OptionalTensor key_end;         // int32 (batch,)
   std::optional<int64_t> window;  // >= 1
   std::optional<double> softcap;  // > 0: scores become softcap * tanh(score / softcap)
-  OptionalTensor sink;            // (nheads,): an additional logit of each head that has no value
+  // (nheads,): the attention sinks, one additional logit per head that has no value vector
+  OptionalTensor sink;
 
   // Returns the mask with contiguous tensors.
   Mask contiguous() const {

@@ -1,4 +1,4 @@
-// Converts a Mask to the MaskParams of the CUDA kernels. Host code for CUDA builds only.
+// Converts a Mask to the MaskParams of the CUDA kernels. This is host code for CUDA builds only.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Workspaces that are cached between calls: counters, which are zero before and after every kernel,
-// and partial sums. Host code for CUDA builds only.
+// and partial sums. This is host code for CUDA builds only.
 #pragma once
 
 #include <ATen/ops/empty.h>

@@ -1,4 +1,5 @@
-// Converts tensors to the plain arguments of kernel launchers. Host code for CUDA builds only.
+// Converts tensors to the plain arguments of kernel launchers. This is host code for CUDA builds
+// only.
 #pragma once
 
 #include <c10/cuda/CUDAGuard.h>

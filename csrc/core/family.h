@@ -196,7 +196,7 @@ inline Refusal too_much_shared_memory(int64_t bytes, int64_t limit) {
   return {"too much shared memory: {} bytes a block, the GPU has {}", bytes, limit};
 }
 
-// Sentences that the why() of several families returns.
+// The sentences that why() returns in several kernel families.
 inline constexpr const char* kWhyFirstLegal = "the first tile that holds the sizes";
 inline constexpr const char* kWhyFastest = "the shortest time by the model beside the tiles";
 

@@ -29,9 +29,11 @@ inline void check_launch(const char* op) {
 // The largest number of blocks along a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
-// A kernel with more shared memory or a larger cluster than this needs a function attribute.
+// A kernel that uses more shared memory, or a larger cluster, than these limits needs a function
+// attribute.
 inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
-// The limit counts static shared memory too. No kernel with dynamic memory has more of it than this.
+// The limit also counts static shared memory, which launch_kernel does not know. No kernel that
+// uses dynamic shared memory has more static shared memory than this.
 inline constexpr int kMaxStaticBytes = 8 * 1024;
 
 struct Grid {

@@ -18,7 +18,7 @@ void parallel_tasks(int64_t tasks, c10::function_ref<void(int64_t)> body) {
   auto loop = at::TensorIterator::nullary_op(marks);
   loop.for_each(
       [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
-        // The dispatch state belongs to the thread.
+        // The dispatch state is thread-local, so every thread of the pool sets it.
         const at::AutoDispatchBelowADInplaceOrView below;
         for (int64_t j = 0; j < outer; ++j) {
           for (int64_t i = 0; i < inner; ++i) {

@@ -57,7 +57,7 @@ void with_vectors(const Body& body) {
   body();
 }
 
-// exp(r) for |r| <= log(2) / 2. Source: the polynomial of Cephes' expf.
+// Returns exp(r) for |r| <= log(2) / 2. Source: the polynomial of Cephes' expf.
 inline float exp_polynomial(float r) {
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -68,7 +68,7 @@ inline float exp_polynomial(float r) {
   return p * r * r + r + 1.0f;
 }
 
-// exp(x) with an error of at most 2 ulp, subnormal results included.
+// Returns exp(x) with an error of at most 2 ulp, including subnormal results.
 inline float exp_in_vectors(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding kRound rounds to an integer
   x = x < -104.0f ? -104.0f : x;         // exp(-104) is 0
@@ -77,7 +77,8 @@ inline float exp_in_vectors(float x) {
   const float n = shifted - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   const float p = exp_polynomial(r);
-  // 2^n as two factors, because n exceeds the exponent range of normal numbers.
+  // 2^n is computed as a product of two powers of 2, because n may lie outside the exponent range
+  // of normal numbers.
   int32_t bits, base;
   std::memcpy(&bits, &shifted, 4);
   std::memcpy(&base, &kRound, 4);
@@ -88,12 +89,12 @@ inline float exp_in_vectors(float x) {
   std::memcpy(&second, &second_bits, 4);
   return p * first * second;
 }
-// exp(x) with an error of at most 2 ulp, subnormal results included. Source: the rational function
-// of Cephes' exp.
+// Returns exp(x) with an error of at most 2 ulp, including subnormal results.
+// Source: the rational function of Cephes' exp.
 inline double exp_in_vectors(double x) {
-  constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
-  x = x < -746.0 ? -746.0 : x;                   // 0
-  x = x > 710.0 ? 710.0 : x;                     // inf
+  constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52: adding kRound rounds to an integer
+  x = x < -746.0 ? -746.0 : x;                   // exp(-746) is 0
+  x = x > 710.0 ? 710.0 : x;                     // exp(710) is inf
   const double shifted = x * 1.4426950408889634073599 + kRound;
   const double n = shifted - kRound;
   const double r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;
@@ -104,7 +105,9 @@ inline double exp_in_vectors(double x) {
                        rr +
                    2.0;
   const double e = 1.0 + 2.0 * (p / (q - p));
-  // 2^n as two factors; 2048 keeps the exponent above 0, because AVX2 has no arithmetic shift.
+  // 2^n is computed as a product of two powers of 2, because n may lie outside the exponent range
+  // of normal numbers. Adding 2048 makes the exponent positive, because AVX2 has no arithmetic
+  // right shift of 64-bit integers.
   uint64_t bits, base;
   std::memcpy(&bits, &shifted, 8);
   std::memcpy(&base, &kRound, 8);
@@ -116,11 +119,11 @@ inline double exp_in_vectors(double x) {
   return e * first * second;
 }
 
-// exp(x) for x <= 0, or above 0 by a rounding: faster, with an error of at most 2 ulp; 0 below the
-// smallest normal number.
+// Returns exp(x) for x <= 0, faster than exp_in_vectors and with an error of at most 2 ulp. x may
+// exceed 0 by a rounding error. A result below the smallest normal number is replaced by 0.
 inline float exp_of_negative(float x) {
   constexpr float kRound = 12582912.0f;
-  x = x < -88.03f ? -88.03f : x;  // n = -127, whose factor has the bits of 0
+  x = x < -88.03f ? -88.03f : x;  // at -88.03, n is -127 and the bits of 2^n become those of 0
   const float shifted = x * 1.44269504f + kRound;
   const float n = shifted - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -147,7 +150,7 @@ inline float tanh_in_vectors(float x) {
 }
 inline double tanh_in_vectors(double x) { return std::tanh(x); }
 
-// x rounded to T, without a branch.
+// Rounds x to T. The conversion to bf16 has no branch, so the compiler can vectorise it.
 template <typename T, typename A>
 T round_to(A x) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
@@ -202,7 +205,8 @@ T sum_of(const T* x, int64_t n) {
   return sums.total();
 }
 
-// The maximum of n values. With NaN among them any result will do, as exp(NaN - max) is NaN.
+// Returns the maximum of n values. If one of them is NaN, the result is unspecified; any result
+// will do, because exp(NaN - max) is NaN.
 template <typename T>
 T max_of(const T* x, int64_t n) {
   constexpr int kLanes = LaneSums<T>::kLanes;

@@ -79,7 +79,7 @@ __device__ __forceinline__ void access_floats(float (&r_to)[kElems], AccessOf<kE
   }
 }
 
-// Stores the bits of an access where the condition is true.
+// Stores the bits of one access if `holds` is true.
 template <typename T, typename Access>
 __device__ __forceinline__ void store_bits_if(T* g_to, Access access, bool holds) {
   if constexpr (std::is_same_v<Access, uint4>) {

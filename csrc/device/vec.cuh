@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// The two values of a bf16 pair, with one instruction each. A generic conversion of the high value
-// needs two.
+// low_half and high_half return the two values of a bf16 pair, with one instruction each. A generic
+// conversion of the high value needs two.
 __device__ __forceinline__ float low_half(uint32_t bf16_pair) {
   return __uint_as_float(bf16_pair << 16);
 }
@@ -77,8 +77,8 @@ struct alignas(sizeof(T) * kElems) Vec {
   T values[kElems];
 };
 
-// NOTE: plain cached accesses. Streaming hints (ld.cs, st.cs) made softmax 5 to 7 % slower on an
-// H200.
+// NOTE: the load is a plain cached load. Streaming hints (ld.cs, st.cs) made softmax 5 to 7 %
+// slower on an H200.
 template <typename T, int kElems>
 __device__ __forceinline__ Vec<T, kElems> load_vec(const T* g_from) {
   return *reinterpret_cast<const Vec<T, kElems>*>(g_from);
@@ -178,8 +178,8 @@ __device__ __forceinline__ uint4 words_of(const float* r_from) {
 }
 
 // Rounds and stores 16 bytes of results.
-// NOTE: __stwb, because the compiler splits a plain store under a condition into one store per
-// value.
+// NOTE: the function uses __stwb, because the compiler splits a plain store under a condition into
+// one store per value.
 template <typename T>
 __device__ __forceinline__ void store_floats(T* g_to, const float* r_from) {
   __stwb(reinterpret_cast<uint4*>(g_to), words_of<T>(r_from));

@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_sums(float (&v)[kGroup], const float* g_sums
 template <typename T>
 __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&v)[kGroup]) {
   if (columns == kGroup && reinterpret_cast<uintptr_t>(g_to) % 16 == 0) {
-    // NOTE: __stwb, because the compiler splits a plain store here into four.
+    // NOTE: the function uses __stwb, because the compiler splits a plain store here into four.
     if constexpr (sizeof(T) == 2) {
       __stwb(reinterpret_cast<uint4*>(g_to),
              make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),

@@ -1,8 +1,9 @@
 // The interface of the matmul engine: y = epilogue(a @ b^T), batched. This header does not use
 // torch.
 //
-//   a (M, K), b (N, K), y (M, N); one stride of each operand is 1. b may be a pair of matrices of
-//   the same strides: the halves (N, K) of a gated product, or two matrices side by side along K.
+// The shapes are a (M, K), b (N, K) and y (M, N). One of the two strides of each matrix is 1. b may
+// be a pair: two matrices with the same strides. These are the two halves (N, K) of a gated
+// product, or two matrices side by side along K.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,20 +17,21 @@
 
 namespace torchweld {
 
-// NOTE: the base, the batch and half strides and whichever of row_stride and k_stride is not 1 are
-// multiples of 16 bytes. The contiguous dim has whole 16-byte chunks; if it is K, memory up to the
-// end of the last chunk holds zeros. layers/matmul.cpp copies other operands.
+// NOTE: the data pointer, the batch stride, the half stride and the stride of the non-contiguous
+// dim are multiples of 16 bytes. The contiguous dim has whole 16-byte chunks. If that dim is K, the
+// last chunk holds zeros behind K. layers/matmul.cpp copies operands that don't meet this.
 struct GemmOperand {
   const void* data;
   int64_t row_stride;       // elements from one row (M or N) to the next
   int64_t k_stride;         // elements from one column (K) to the next
   int64_t batch_stride;     // 0: every batch reads the same matrix
   int64_t half_stride = 0;  // elements from a pair's first matrix to its second; may be negative
-  // Columns of each matrix of a pair side by side along K, a multiple of a k-block; else 0. Such a
-  // pair is MN-major, beside a K-major a.
+  // For a pair side by side along K, the number of columns of each matrix, a multiple of a k-block;
+  // otherwise 0. The kernels support such a pair only as an MN-major b with a K-major a.
   int64_t k_half = 0;
 
-  // Elements to add to the offset of a column of K where it is in the second half.
+  // Returns the number of elements to add to the offset k * k_stride if column k lies in the second
+  // matrix of a pair along K.
   TW_HOST_DEVICE int64_t half_jump() const { return half_stride - k_half * k_stride; }
 };
 
@@ -39,8 +41,9 @@ struct GemmEpilogue {
   Activation activation = Activation::kNone;
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;  // gated: left and right values alternate in bias and preact
-  // Where requested: z = a @ b^T + bias, (M, N) or (M, 2N), contiguous but for y's batch stride.
+  bool interleaved = false;  // if gated: left and right values alternate in bias and preact
+  // If not null, the epilogue also stores z = a @ b^T + bias, (M, N) or (M, 2N). Its rows are
+  // contiguous and its batch stride is y's.
   void* preact = nullptr;
 };
 

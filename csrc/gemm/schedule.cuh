@@ -11,8 +11,8 @@ namespace torchweld {
 // begins the next band.
 inline constexpr int kBandRows = 2048;
 
-// The order of the work items: the tiles of a band, then the other bands, then the splits, then the
-// batches.
+// The schedule visits the tiles of one band before the next band, all bands of one split before the
+// next split, and all splits of one batch before the next batch.
 struct GemmSchedule {
   uint32_t tiles_m, tiles_n, items, band_tiles;
   FastDivisor tiles, splits, band_items, band_height, last_height;

@@ -99,7 +99,7 @@ class Int4XCopies {
 
  private:
   const char* g_x_;
-  int64_t token_stride_;  // between two loads of the thread
+  int64_t token_stride_;  // the distance between two loads of the thread
   int chunk_;
   uint32_t valid_ = 0;  // bit i: the token of the thread's load i exists
   uint32_t s_x_;

@@ -36,10 +36,10 @@ constexpr bool int4_allows_splits(int64_t splits) {
 
 // Times in nanoseconds, fitted to 16-bit products on an H200 (K = 4096, groups of 128).
 struct Int4Times {
-  double k_block;  // of a k-block, with one block on the SM
-  double busy;     // of a k-block, per block, with several blocks on the SM
-  double fill;     // of filling the ring and of the epilogue
-  double reduce;   // of adding the partials of two splits in a cluster
+  double k_block;  // the time of a k-block, with one block on the SM
+  double busy;     // the time of a k-block per block, with several blocks on the SM
+  double fill;     // the time of filling the ring and of the epilogue
+  double reduce;   // the time of adding the partials of two splits in a cluster
 };
 
 // Estimates the time of `tiles` tiles of y. Each tile has `splits` splits of `k_blocks` k-blocks,

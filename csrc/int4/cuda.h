@@ -1,4 +1,4 @@
-// Calls the kernels of a repacked 4-bit weight on tensors. Host code for CUDA builds only.
+// Calls the kernels of a repacked 4-bit weight on tensors. This is host code for CUDA builds only.
 #pragma once
 
 #include "core/choices.h"

@@ -53,7 +53,7 @@ __device__ __forceinline__ uint4 load_words_4(uint32_t s_from) {
 }
 
 // Loads words of a weight that no other thread reads.
-// NOTE: volatile, so that the compiler does not move the load before griddep_wait.
+// NOTE: the load is volatile, so that the compiler does not move it before griddep_wait.
 __device__ __forceinline__ uint4 load_words_once(const void* g_from) {
   uint4 w;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -1,5 +1,6 @@
-// A donated buffer: dz overwrites the pre-activation z that forward saved, because nothing reads z
-// afterwards. z is as large as y; without the donation z and dz would both be in memory.
+// A donated buffer: the backward overwrites a tensor that the forward has saved, because nothing
+// reads it afterwards. For example, dz overwrites the pre-activation z. z is as large as y; without
+// the donation, z and dz would both be in memory.
 //
 // An autograd Function creates a Donation around the call of its backward op. The kernels of that
 // op then write dz to the memory that `over` returns.
@@ -23,7 +24,8 @@ class Donation {
     ctx->saved_data["donates"] = !has_hooks();
   }
 
-  // Whether a tensor that a Function saves, computed from t, can be donated in a call like this.
+  // Whether a Function may donate a tensor that it computes from t and saves. The forward calls
+  // this before it decides what to save.
   static bool is_possible(const Tensor& t) { return !has_hooks() && runs_once(t, t); }
 
   // The backward of a Function creates this object. `saved` comes from get_saved_variables(), so

@@ -1,5 +1,5 @@
-// What the ops of two linear branches and their gate share: x (..., K), z (..., 2N) = left and
-// right halves, y (..., N) = gate(left, right).
+// Helpers of gated_linear and gated_linear_pair: two linear layers whose results z (..., 2N) =
+// (left, right) a gate combines to y (..., N) = gate(left, right).
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -31,12 +31,13 @@ inline Gate parse_gate(const char* op, std::string_view name) {
            "'");
 }
 
-// CPU. The two halves of z as tensors (rows, N).
+// CPU: the halves `left` and `right` of z as tensors (rows, N).
 struct Halves {
   Tensor left, right;
 
   Halves(const Tensor& left, const Tensor& right) : left(left), right(right) {}
-  // The halves of z (rows, 2N), one after the other or alternating column by column.
+  // Splits z (rows, 2N) into its even and odd columns if interleaved, otherwise into its first and
+  // last N columns.
   Halves(const Tensor& z, bool interleaved) {
     const int64_t n = z.size(1) / 2;
     const Tensor pairs = interleaved ? z.view({z.size(0), n, 2}) : z.view({z.size(0), 2, n});
@@ -61,7 +62,7 @@ inline Tensor apply_gate(const Halves& z, Gate gate) {
   }
 }
 
-// CPU. The gradients to z's halves from dy (rows, N).
+// CPU: returns the gradients of the left and the right half of z from dy (rows, N).
 inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
   switch (gate) {
     case Gate::kSigmoidTanh: {
@@ -87,7 +88,8 @@ inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
 }
 
 #ifdef TORCHWELD_CUDA
-// weight: a pair. z is stored where it is defined.
+// Computes y = gate(left, right) of z = x @ weight.T + bias. `weight` is a pair of matrices. If z
+// is defined, it receives x @ weight.T + bias.
 inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
                               const Matrix& weight, const OptionalTensor& bias, Gate gate,
                               bool interleaved) {
@@ -96,8 +98,9 @@ inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
               {bias, Activation::kNone, /*gated=*/true, gate, interleaved, z});
 }
 
-// dz (rows, 2N), over a z that is given away; its sums over the rows into dbias and dbias_right
-// (N,), or where interleaved into dbias (2N,), unless they have size (0,).
+// Returns dz (rows, 2N), the gradient of z. If z is donated (layers/donation.h), dz overwrites it.
+// dbias and dbias_right (N,) receive the sums over the rows of the left and the right half of dz.
+// If interleaved, dbias (2N,) receives all sums. A result of size (0,) is not requested.
 inline Tensor gate_backward_into(const Tensor& dbias, const Tensor& dbias_right, const Tensor& dy,
                                  const Tensor& z, Gate gate, bool interleaved) {
   const Tensor dz = matrix_over(z);

@@ -40,7 +40,7 @@ inline Tensor empty_vector_grad(const Tensor& like, const c10::SymInt& size, boo
   return at::empty_symint({wanted ? size : c10::SymInt(0)}, like.options());
 }
 
-// Checks a statistic of x's rows that a forward op saved; x_name is x's in the op.
+// Checks a statistic of the rows of x that a forward op saved. Errors call x by the name x_name.
 inline void check_statistic(const char* op, const char* name, const Tensor& t, const Tensor& x,
                             const char* x_name = "x") {
   check_device(op, name, t, x_name, x);
@@ -52,7 +52,8 @@ inline void check_eps(const char* op, double eps) {
   TW_CHECK(std::isfinite(eps) && eps >= 0, op, "eps must be finite and at least 0, but got ", eps);
 }
 
-// Checks an optional vector of `size` values, which must have the dtype and device of x.
+// Checks an optional vector of `size` values, which must have the dtype and device of x. Errors
+// call x by the name x_name.
 inline void check_vector(const char* op, const char* name, const OptionalTensor& t,
                          const c10::SymInt& size, const char* layout, const Tensor& x,
                          const char* x_name = "x") {

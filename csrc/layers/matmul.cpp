@@ -34,7 +34,8 @@ struct Operand {
   Matrix matrix;
   bool k_major = true;
 
-  // A pair side by side along K is read in place beside a K-major operand.
+  // The kernels read an operand that is a pair along K in place only if the other operand is
+  // K-major.
   explicit Operand(const Matrix& t, bool other_k_major = true) : matrix(t) {
     const int64_t rows = t.rows, k = t.columns, chunk = chunk_of(t.tensor);
     const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&
@@ -43,7 +44,8 @@ struct Operand {
         (rows == 1 || t.row_stride % chunk == 0) && t.pair != Pair::kColumns) {
       return;
     }
-    // The kernels read eight rows, and a k-block of columns, of one matrix of a pair together.
+    // From an MN-major operand, the kernels load 8 rows and a k-block of columns at once. If the
+    // operand is a pair, these must belong to the same matrix of the pair.
     const int64_t k_block = kKBlockBytes / t.tensor.element_size();
     const bool whole = t.pair == Pair::kNone ? rows % chunk == 0 || t.zero_padded
                        : t.pair == Pair::kRows
@@ -72,7 +74,8 @@ struct Operand {
  private:
   using Pair = Matrix::Pair;
 
-  // A copy (batch, rows, all columns).
+  // Returns a K-major copy (batch, rows, columns). For a pair along K, the copy holds the columns
+  // of both matrices.
   static Tensor copy_of(const Matrix& t) {
     const int64_t k = t.all_columns(), chunk = chunk_of(t.tensor);
     const int64_t width = (k + chunk - 1) / chunk * chunk;
@@ -83,7 +86,7 @@ struct Operand {
     return copy;
   }
 
-  // A copy whose second matrix follows the first.
+  // Returns a K-major copy of a pair along its rows, with the second matrix right behind the first.
   static Matrix copy_of_halves(const Matrix& t) {
     const int64_t k = t.columns, chunk = chunk_of(t.tensor);
     const int64_t width = (k + chunk - 1) / chunk * chunk;
@@ -115,7 +118,7 @@ Matrix Matrix::halves(const Tensor& weight, bool interleaved) {
 }
 
 Matrix Matrix::pair_of(const Tensor& left, const Tensor& right) {
-  constexpr intptr_t kMaxBytes = intptr_t{1} << 40;  // of a stride of a tensor map
+  constexpr intptr_t kMaxBytes = intptr_t{1} << 40;  // the limit of a stride in a tensor map
   const auto address = [](const Tensor& t) {
     return reinterpret_cast<intptr_t>(const_data<char>(t));
   };
@@ -147,8 +150,8 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   const int64_t batch = y.batch, m = y.rows, n = y.columns;
   const Tensor& out = y.tensor;
   if (n > 1 && y.column_stride != 1) {
-    // b @ a^T would write this memory row by row, but its bias and its norm would apply to the
-    // wrong dims.
+    // A column-major y is computed as y^T = b @ a^T, which writes its memory row by row. This is
+    // not possible with a bias or a norm, which would then apply to the wrong dims.
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr &&
                        b.pair == Matrix::Pair::kNone;

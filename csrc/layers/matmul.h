@@ -1,4 +1,4 @@
-// The matmul engine for tensors. Host code for CUDA builds only.
+// The matmul engine for tensors. This is host code for CUDA builds only.
 #pragma once
 
 #include <utility>
@@ -11,19 +11,22 @@ namespace torchweld {
 // Whether torch's settings allow fp32 matmuls to round their operands to TF32.
 bool matmul_may_use_tf32(const Tensor& t);
 
-// A matrix in a tensor's memory, a batch of them, or a pair: two matrices of the same sizes and
-// strides that act as one, the second one's rows or columns behind those of the first.
-// NOTE: views would say the same, but each costs the host as much time as a small op.
+// A matrix in the memory of a tensor, a batch of such matrices, or a pair. A pair is two matrices
+// of the same shape and strides that act as one, with the second matrix appended along the rows or
+// along the columns.
+// NOTE: a tensor view could describe a matrix too, but creating it takes the host as long as a
+// small op.
 struct Matrix {
   Tensor tensor;
   int64_t rows, columns, row_stride, column_stride;
   int64_t batch = 1, batch_stride = 0;
   // Zeros fill the memory between the end of the contiguous dim and the next 16-byte boundary.
   bool zero_padded = false;
-  // Which dim of a pair has its matrices one after the other; the sizes are those of each.
+  // The dim along which a pair's second matrix is appended. `rows` and `columns` are the sizes of
+  // one matrix of the pair.
   enum class Pair : int8_t { kNone, kRows, kColumns } pair = Pair::kNone;
-  int64_t half_stride = 0;  // elements from the first matrix to the second
-  Tensor second = {};       // the second one, where it is not in `tensor`
+  int64_t half_stride = 0;  // elements from a pair's first matrix to its second
+  Tensor second = {};       // holds a pair's second matrix if that is not in `tensor`
 
   // `t` is (rows, columns) or (batch, rows, columns).
   Matrix(const Tensor& t)
@@ -41,15 +44,17 @@ struct Matrix {
         row_stride(row_stride),
         column_stride(t.stride(-1)) {}
 
-  // The halves (N, K) of weight (2N, K), one after the other or alternating row by row.
+  // Returns the halves (N, K) of weight (2N, K) as a pair. If interleaved, the halves are the even
+  // and the odd rows, otherwise the first and the last N rows.
   static Matrix halves(const Tensor& weight, bool interleaved);
-  // left and right (N, K). Copies them only where one has other strides.
+  // Returns left and right (N, K) as a pair. Copies them only if their strides differ or their
+  // addresses are too far apart.
   static Matrix pair_of(const Tensor& left, const Tensor& right);
 
   bool empty() const { return batch * rows * columns == 0; }
-  // Columns, of both matrices where a pair's are side by side.
+  // The number of columns of the whole matrix, including those of a pair's second matrix.
   int64_t all_columns() const { return pair == Pair::kColumns ? 2 * columns : columns; }
-  // The transposed matrix.
+  // Returns the transposed matrix.
   Matrix t() const {
     Matrix transposed = *this;
     std::swap(transposed.rows, transposed.columns);
@@ -57,11 +62,11 @@ struct Matrix {
     if (pair != Pair::kNone) transposed.pair = pair == Pair::kRows ? Pair::kColumns : Pair::kRows;
     return transposed;
   }
-  // The tensor (batch, rows, columns), of a pair the first one.
+  // Returns the matrix, or the first matrix of a pair, as a tensor (batch, rows, columns).
   Tensor view() const {
     return tensor.as_strided({batch, rows, columns}, {batch_stride, row_stride, column_stride});
   }
-  // The second one of a pair.
+  // Returns the second matrix of a pair as a tensor (batch, rows, columns).
   Tensor second_view() const;
 };
 
@@ -72,20 +77,21 @@ Matrix rows_of(const Tensor& t);
 struct MatmulEpilogue {
   OptionalTensor bias = std::nullopt;  // (N,), or (2N,) if gated; in the operands' dtype or fp32
   Activation activation = Activation::kNone;
-  bool gated = false;  // y (M, N) = gate(left, right) of z (M, 2N); b is a pair
+  bool gated = false;  // if true, y (M, N) = gate(left, right) of z (M, 2N), and b is a pair
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;  // left and right values alternate in bias and preact
-  // Where defined: receives z = a @ b^T + bias, contiguous but for y's batch stride.
+  bool interleaved = false;  // if true, left and right values alternate in bias and preact
+  // If defined, receives z = a @ b^T + bias. Its rows are contiguous and its batch stride is y's.
   Tensor preact = {};
   Tensor dbias = {};  // if defined: may receive the sums of a's rows, (M,)
 };
 
-// A norm of a row: (x - mean) * rstd * (scale + scale_offset) + shift. RMSNorm has mean 0.
+// The norm of a row: (x - mean) * rstd * (scale + scale_offset) + shift. For RMSNorm, the mean is
+// 0.
 struct RowNorm {
   bool centred;
   OptionalTensor scale = std::nullopt;  // (K,)
   OptionalTensor shift = std::nullopt;  // (K,)
-  double scale_offset = 0;              // 0 without a scale
+  double scale_offset = 0;              // must be 0 without a scale
 };
 
 // Statistics of each row in fp32, with shape (...). RMSNorm has no mean.
@@ -105,11 +111,12 @@ struct MatmulNorm {
 // Whether matmul_into can normalise the rows of a: they must be few and short.
 bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 
-// y = epilogue(a @ b.mT): a (M, K), b (N, K) or a pair, y (M, N); or all three with a batch dim
-// first, where a and b may have a batch of 1. A pair's rows are the halves of a gated product; its
-// columns are those of K, one matrix after the other. Strides are arbitrary and sizes may be 0.
-// Returns whether it has written epilogue.dbias, the sums of a's rows: only Hopper's kernels for a
-// weight's gradient compute them.
+// Computes y = epilogue(a @ b.mT) with a (M, K), b (N, K) and y (M, N). All three may have a
+// leading batch dim, and the batch of a or b may be 1. If b is a pair along its rows, its matrices
+// are the two halves of a gated product. If b is a pair along its columns, K counts the columns of
+// both matrices. Strides are arbitrary and sizes may be 0. Returns whether the kernel has written
+// epilogue.dbias, the sums of a's rows. Only Hopper's kernels for the layout of a weight gradient
+// compute these sums.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 

@@ -1,5 +1,5 @@
 // Helpers of the CUDA ops with one matmul: the norm of the rows of x, and the gradients that a
-// backward computes before and after its matmuls. Host code for CUDA builds only.
+// backward computes before and after its matmuls. This is host code for CUDA builds only.
 #pragma once
 
 #include <limits>
@@ -48,8 +48,10 @@ T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// Computes the statistics into `out`, or reads the `saved` ones; y (rows, K) where defined. With a
-// residual the norm is that of x + residual, rounded, which goes to `sum` (contiguous).
+// Normalises the rows of x or, if a residual is given, of x + residual rounded to the dtype of x.
+// In that case `sum` (contiguous) receives the rounded sum. The statistics are read from `saved` if
+// given there, otherwise computed and stored in `out`. If y (rows, K) is defined, it receives the
+// normalised rows.
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
                      const RowStatistics& saved, const Tensor& y,
                      const OptionalTensor& residual = std::nullopt, const Tensor& sum = {}) {
@@ -118,8 +120,9 @@ inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
   run_norm(norm, x, eps, out, {}, {});
 }
 
-// The gradients of x, scale and shift from the gradient of the normalised rows, dy (rows, K), which
-// may share dx's memory. dsum is added to dx. Results of size (0,) are not requested.
+// Computes the gradients of x, scale and shift from dy (rows, K), the gradient of the normalised
+// rows. dy and dx may share memory. dsum, if given, is added to dx. A gradient of size (0,) is not
+// requested.
 inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
                                const RowNorm& norm, const Tensor& dy, const Tensor& x,
                                const RowStatistics& saved,

@@ -1,11 +1,12 @@
-// A norm of rows as an op, and with a residual added first, and its gradient:
+// Defines the ops rms_norm, layer_norm, add_rms_norm and add_layer_norm, with their gradients:
 //   y = (r - mean) * rstd * (weight + weight_offset) + bias,  rstd = 1 / sqrt(var(r) + eps)
-//   x, residual, y (..., n), weight and bias (n,);  r = x, or x + residual rounded to their dtype
-// RMSNorm has mean 0 and no bias; LayerNorm has no weight_offset.
+//   x, residual, y (..., n), weight and bias (n,)
+// r is x or, for an add_ op, x + residual rounded to their dtype. RMSNorm has mean 0 and no bias.
+// LayerNorm has no weight_offset.
 //
-// An add_ op also returns r as `sum`. dx is the gradient to x and to the residual:
+// An add_ op also returns r as `sum`. dx is the gradient of both x and the residual:
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum,  g = dy * (weight + weight_offset)
-// <op>_forward also returns the statistics (...) in fp32 (fp64 for fp64).
+// <op>_forward also returns the statistics (...) in fp32, or in fp64 for fp64 inputs.
 #pragma once
 
 #include <ATen/ops/zeros_like.h>
@@ -24,16 +25,17 @@ inline void check_norm_weight(const char* op, const char* like_name, const Tenso
            "weight_offset must be 0 without a weight, but got ", weight_offset);
 }
 
-// `Norm` has
-//   kOp, kForward, kBackward  the ops' names
-//   kCentred                  LayerNorm: two vectors, two statistics and no weight_offset
-//   kAdds                     adds a residual and returns the sum
+// `Norm` describes one of the ops. It must have these members:
+//   kOp, kForward, kBackward  the names of the op, of <op>_forward and of <op>_backward
+//   kCentred                  true for LayerNorm, which has a bias and a mean but no weight_offset
+//   kAdds                     true for an add_ op, which adds a residual and also returns the sum
 template <typename Norm, typename = std::make_index_sequence<Norm::kAdds>,
           typename = std::make_index_sequence<Norm::kCentred>,
           typename = std::make_index_sequence<!Norm::kCentred>>
 struct NormOp;
 
-// Index packs: r of the residual; c of what only LayerNorm has; o of weight_offset.
+// Each index pack has one index if the op has certain arguments, otherwise none: r for the residual
+// and the sum, c for the bias and the mean of LayerNorm, o for weight_offset.
 template <typename Norm, size_t... r, size_t... c, size_t... o>
 struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
               std::index_sequence<o...>> {
@@ -217,10 +219,10 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-      variable_list inputs(3 + kAdds + kCentred + !kCentred);  // eps and weight_offset too
+      variable_list inputs(3 + kAdds + kCentred + !kCentred);  // includes eps and weight_offset
       const Tensor dsum = kAdds ? grads[1] : Tensor();
       if (!grads[0].defined()) {
-        // The sum's gradient passes through.
+        // Without a gradient of y, the gradient of x and of the residual is dsum.
         inputs[0] = dsum;
         ((inputs[1 + r] = dsum), ...);
         return inputs;
@@ -241,8 +243,8 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     }
   };
 
-  // The op keeps x's dtype under autocast: a weight or bias is cast to it. x and residual of
-  // different dtypes are added in the wider one, as x + residual is.
+  // Under autocast, the op keeps the dtype of x and casts weight and bias to it. If x and residual
+  // have different dtypes, the op uses the wider one, as torch does for x + residual.
   template <at::DeviceType device>
   static torch::CppFunction autocast() {
     return torch::CppFunction([](const Tensor& x, Repeat<const Tensor&, r>... residual,
@@ -256,7 +258,7 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     });
   }
 
-  // Defines the three ops.
+  // Defines the ops <op>, <op>_forward and <op>_backward.
   static void define(torch::Library& m) {
     const std::string op = Norm::kOp, x = kAdds ? "Tensor x, Tensor residual" : "Tensor x";
     const std::string vectors =

@@ -1,4 +1,5 @@
-// CPU. silu(left) * right and its gradients, each in one pass:  silu(x) = x s,  s = 1 / (1 + e^-x)
+// CPU loops that compute silu(left) * right, or its gradients, in a single read of the operands.
+// silu(x) = x s with s = 1 / (1 + e^-x).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -14,14 +15,15 @@
 
 namespace torchweld {
 
-// Whether the two functions below support left and right (rows, N).
+// Returns true if swiglu and swiglu_backward support left and right (rows, N).
 inline bool supports_swiglu(const Tensor& left, const Tensor& right) {
   const auto dtype = left.scalar_type();
   return (dtype == at::kFloat || dtype == at::kBFloat16) && left.stride(1) == 1 &&
          right.stride(1) == 1;
 }
 
-// Calls body(row) for all rows of `n` elements, in parallel.
+// Calls body(row) for each of `rows` rows in parallel. A row has n elements; a task gets enough
+// rows for about 16384 elements.
 template <typename Body>
 void for_each_row(int64_t rows, int64_t n, const Body& body) {
   constexpr int64_t kElemsPerTask = 1 << 14;
@@ -51,7 +53,7 @@ Tensor swiglu_of_dtype(const Tensor& left, const Tensor& right) {
   return y;
 }
 
-// silu(left) * right.
+// Returns silu(left) * right.
 inline Tensor swiglu(const Tensor& left, const Tensor& right) {
   return left.scalar_type() == at::kFloat ? swiglu_of_dtype<float>(left, right)
                                           : swiglu_of_dtype<at::BFloat16>(left, right);
@@ -82,7 +84,7 @@ std::pair<Tensor, Tensor> swiglu_backward_of_dtype(const Tensor& dy, const Tenso
   return {dleft, dright};
 }
 
-// The gradients to left and right from dy (rows, N).
+// Returns the gradients of left and right from dy (rows, N).
 inline std::pair<Tensor, Tensor> swiglu_backward(const Tensor& dy, const Tensor& left,
                                                  const Tensor& right) {
   return left.scalar_type() == at::kFloat ? swiglu_backward_of_dtype<float>(dy, left, right)

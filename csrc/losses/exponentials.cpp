@@ -1,4 +1,5 @@
-// The engine that keeps exponentials: the choice of kernels, and its formulas in torch's ops.
+// The loss engine that stores exponentials (losses/exponentials.h): decides whether the Hopper
+// kernels support a loss, and computes every other loss with torch ops.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -25,7 +26,7 @@ bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossO
 #endif
 }
 
-// Rows of y start on 128 bytes at 16 bits.
+// Rounds the number of columns up to 64, so that every row of y starts on 128 bytes.
 std::vector<c10::SymInt> exponentials_sizes(const Tensor& x, const Tensor& weight) {
   constexpr int64_t kMultiple = 64;
   std::vector<c10::SymInt> sizes = without_last(x);
@@ -68,10 +69,11 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
   };
   store(results.loss, loss);
   store(results.lse, lse);
-  // The exponents are relative to the lse, so factor is the slope of the loss to the lse.
+  // With k = lse, y is the softmax, and factor is the derivative of the loss with respect to the
+  // lse.
   Tensor y = (z - lse.unsqueeze(1)).exp_();
   Tensor lse_slope = 1 + 2 * in.options.z_loss * lse;
-  constexpr double kTiny = 1e-10;  // y is divided by it
+  constexpr double kTiny = 1e-10;  // the minimum of |lse_slope|, because y is divided by lse_slope
   lse_slope.masked_fill_(lse_slope.abs().lt(kTiny), kTiny);
   y.scatter_add_(1, target, -lse_slope.reciprocal().unsqueeze(1));
   if (slope.defined()) {

@@ -1,4 +1,4 @@
-// Hopper's engine of losses/exponentials.h.
+// Runs the Hopper kernels of the loss engine that stores exponentials (losses/exponentials.h).
 #ifdef TORCHWELD_CUDA
 
 #include <ATen/TensorOperators.h>
@@ -21,16 +21,18 @@
 namespace torchweld {
 namespace {
 
-constexpr int64_t kChunkElems = 8;  // of 16 bytes
+constexpr int64_t kChunkElems = 8;  // the bf16 elements in 16 bytes
 constexpr double kLog2e = 1.4426950408889634;
 
-// Ping-pong hides the exponentials, whose time counts beside short sums alone.
+// A ping-pong tile overlaps one warpgroup's exponentials with the other's wgmma. This only pays for
+// a small k, because for a large k the exponentials are a small part of the time.
 Sm90TileIndex exponentials_tile(int64_t k) {
   constexpr int64_t kShortSum = 1024;
   return k <= kShortSum ? kPingPong128x128Cluster2 : kCooperative128x256Cluster2;
 }
 
-// (rows, columns) whose rows the kernels read in 16-byte chunks.
+// Returns a tensor as a matrix (rows, columns) whose rows start on 16-byte boundaries, so that the
+// kernels can load 16 bytes at once. Copies the tensor if its rows don't.
 Tensor chunked_rows(const Tensor& t) {
   const Rows rows(t);
   const auto address = reinterpret_cast<uintptr_t>(const_data<void>(rows.tensor));
@@ -42,7 +44,7 @@ Tensor chunked_rows(const Tensor& t) {
 
 float* optional_data(const Tensor& t) { return t.defined() ? mutable_data<float>(t) : nullptr; }
 
-// The operands of a call, and vectors over its rows.
+// The operands of a loss, and workspace vectors with an element per row.
 struct Operands {
   Tensor x, weight, vectors;
   Vector bias;
@@ -74,7 +76,8 @@ struct Operands {
             v + m};
   }
 
-  // y = 2^(l - reference) of some columns; y may be nullptr.
+  // Computes y = 2^(l - reference) and its sums for `columns` columns of the logits from `column`
+  // on. If y is nullptr, the kernel only computes the sums.
   void launch(const float* reference, int64_t column, int64_t columns, void* y,
               int64_t y_row_stride, const TileSums& sums) const {
     constexpr int64_t kElemBytes = 2;
@@ -103,7 +106,7 @@ struct Operands {
 
 int tile_columns(int64_t k) { return kSm90Tiles[exponentials_tile(k)].block_n; }
 
-// Memory for the sums of some tiles.
+// A workspace for the sums of `tiles` tiles, for all rows.
 struct SumsBuffer {
   Tensor tensor;
   TileSums sums;
@@ -118,7 +121,7 @@ struct SumsBuffer {
   }
 };
 
-// factor * dloss * rows, in the dtype of rows.
+// Computes to = factor * dloss * from, row by row, in the dtype of `from`.
 void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, const Tensor& dloss) {
   if (to.numel() == 0) return;
   launch_scale_rows(
@@ -127,14 +130,15 @@ void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, cons
       current_stream());
 }
 
-// y^T as an operand with zeros behind its columns.
+// Returns the first `columns` columns of y as a matmul operand. The memory behind them holds zeros,
+// so the matmul needs no padded copy.
 Matrix exponentials_of(const Tensor& y, int64_t columns) {
   Matrix matrix(y.narrow(1, 0, columns));
   matrix.zero_padded = true;
   return matrix;
 }
 
-// The gradient of some columns' bias: factor * dloss summed over the rows of y.
+// Computes the gradient of the bias for y's columns: the sum over the rows of factor * dloss * y.
 void dbias_into(const Tensor& dbias, const Matrix& y, const Tensor& factor, const Tensor& dloss) {
   const Tensor each = (factor * dloss).masked_fill_(factor.eq(0), 0).to(dbias.scalar_type());
   matmul_into(Matrix(dbias.view({1, dbias.size(0)})), Matrix(each.view({1, each.size(0)})), y.t());
@@ -163,7 +167,8 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                   0,
                                   kept != nullptr ? mutable_data<float>(kept->factor) : nullptr};
   launch_target_logits(operands.rows, current_stream());
-  // Without y, the sums in memory are limited: later columns overwrite those of earlier ones.
+  // Without y, the loop below processes a limited number of tiles at a time, so that their sums fit
+  // in 16 MiB of workspace. Later tiles overwrite the sums of earlier tiles.
   constexpr int64_t kSumsBytes = 16 << 20;
   const bool moments = results.entropy.defined();
   const int64_t tiles = divide_up(n, columns), bytes = (moments ? 3 : 2) * m * sizeof(float);
@@ -226,7 +231,8 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
   if (factors.share.defined()) operands.rows.z_loss = 0;  // total has its term
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
-  // Limits the bytes of y for a chunk of columns, dx in fp32 and the scaled rows of x together.
+  // Limits the memory of y for a block of columns, of dx in fp32 and of the scaled rows of x, all
+  // three together.
   constexpr int64_t kBytes = 280 << 20, kMinTiles = 8;
   const int64_t others = m * k * ((grads.wanted[0] ? 4 : 0) + (grads.wanted[1] ? 2 : 0));
   const int64_t tiles =

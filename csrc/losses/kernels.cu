@@ -1,7 +1,8 @@
-// Kernels over a chunk of logits: a block reads one row once for its statistics, and once more to
-// overwrite it by its gradient.
+// Kernels that process a chunk of rows of logits, with one block per row. One kernel reads the row
+// to compute its statistics. Another reads the row again and overwrites it with its gradient.
 //
-// NOTE: NDEBUG would turn off the assertion on targets, which the host can't check without waiting.
+// NOTE: NDEBUG would disable the assertion on the targets. The host can't check them instead,
+// because it would have to wait for the GPU.
 #undef NDEBUG
 #include <cassert>
 
@@ -15,21 +16,22 @@ namespace {
 
 constexpr int kThreads = 512, kElems = 4, kStep = kThreads * kElems, kWarps = kThreads / kWarp;
 
-// One pass over some logits of a row: statistics relative to the largest one so far.
+// Running statistics of the logits that a thread has seen so far, relative to their maximum. They
+// are computed in a single loop over the row.
 struct RunningRow {
   float max;
-  float sum;       // of e = exp(z - max)
-  float expected;  // of e (z - max)
-  float total;     // of z
+  float sum;       // the sum of e = exp(z - max)
+  float expected;  // the sum of e * (z - max)
+  float total;     // the sum of z
 
-  // NOTE: a maximum of -inf counts as 0, because -inf - (-inf) is NaN.
+  // NOTE: if the maximum is -inf, shift() is 0, because -inf - (-inf) is NaN.
   __device__ __forceinline__ float shift() const { return max == -INFINITY ? 0.f : max; }
 
   __device__ __forceinline__ void raise_to(float new_max) {
     if (!(new_max > max)) return;
     if (sum != 0.f) {
       const float down = max - new_max, factor = expf(down);
-      // exp(down) = 0 where down is -inf, and NaN sums stay NaN.
+      // The factor exp(down) is 0 if down is -inf. 0 * sum then keeps a NaN in the sum.
       expected = factor == 0.f ? 0.f * sum : factor * (expected + sum * down);
       sum *= factor;
     }
@@ -62,7 +64,8 @@ __device__ __forceinline__ RunningRow shuffled(const RunningRow& x, int step) {
   return y;
 }
 
-// Merges the threads of the block; every thread gets the result, the same bits in every run.
+// Merges the statistics of all threads of the block and returns the result in every thread. The
+// order is fixed, so the result has the same bits in every run.
 __device__ __forceinline__ RunningRow merge_block(RunningRow x) {
   __shared__ RunningRow s_rows[kWarps];
 #pragma unroll
@@ -81,7 +84,7 @@ __device__ __forceinline__ float scaled_logit(const LossChunk& c, float logit, i
   return c.scale.temperature == 1.f ? logit : logit / c.scale.temperature;
 }
 
-// Whether the row counts for the loss.
+// Returns false if the row is ignored.
 __device__ __forceinline__ bool has_target(const LossChunk& c, int64_t target) {
   if (c.ignores && target == c.ignore_index) return false;
   assert(target >= 0 && target < c.n && "torchweld: target must be from 0 to N - 1");
@@ -111,7 +114,7 @@ __global__ __launch_bounds__(kThreads) void loss_statistics_kernel(const LossChu
   }
   running = merge_block(running);
   if (threadIdx.x != 0) return;
-  // A row of only -inf is NaN, as in torch.
+  // A row whose logits are all -inf gives NaN, as in torch.
   const float max = running.max == -INFINITY ? NAN : running.max;
   const float z_target = scaled_logit<T>(c, g_row[target], target);
   const LogitStatistics<float> found = {max, logf(running.sum), z_target - max,
@@ -141,12 +144,13 @@ __global__ __launch_bounds__(kThreads) void loss_gradient_kernel(const LossGradi
                                                 entropy ? c.entropy[row] : 0.f);
     }
   }
-  // Every thread of the block runs each iteration, because of the barrier.
+  // Every thread of the block runs every iteration, because the loop has a barrier.
   for (int64_t begin = 0; begin < c.n; begin += kStep) {
     const int64_t first = begin + threadIdx.x * kElems;
     Vec<float, kElems> logits = {};
     if (live && first < c.n) logits = load_vec<float, kElems>(g_row + first);
-    // NOTE: 16-bit results of this step overwrite logits of this step or an earlier one.
+    // NOTE: 16-bit gradients take half the bytes of the fp32 logits, so this iteration overwrites
+    // logits of this iteration or of earlier ones. All threads must have loaded theirs first.
     if constexpr (sizeof(T) != sizeof(float)) __syncthreads();
     if (first >= c.n) continue;
     Vec<T, kElems> out;

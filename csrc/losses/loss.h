@@ -1,8 +1,9 @@
-// The engines of linear_cross_entropy and linear_token_logprobs. An engine computes the logits of a
-// chunk of rows, their statistics, and with gradients dlogits and its two products; the logits are
-// never whole in memory.
+// The interface of the engines of linear_cross_entropy and linear_token_logprobs. An engine loops
+// over chunks of rows. For each chunk, it computes the logits and their statistics and, if
+// gradients are requested, dlogits and the two matmuls that read them. The full matrix of logits is
+// never in memory.
 //
-// A further engine, such as Hopper's, has this signature; loss_cuda.cpp chooses between engines.
+// Every engine has the signature LossEngine. loss_cuda.cpp chooses an engine on CUDA.
 #pragma once
 
 #include "losses/options.h"
@@ -16,26 +17,29 @@ struct LossInputs {
   Tensor x;             // (..., K)
   Tensor weight;        // (N, K)
   OptionalTensor bias;  // (N,)
-  Tensor target;        // (...), as the caller gave it
+  Tensor target;        // (...), as the caller passed it
   LossOptions options;
   Tensor targets = target_of_rows(target, options);  // (rows,) int64
 };
 
-// Vectors over all rows of x, in the dtype of sums. A row that is ignored stays as it is.
+// The results of a loss: vectors over all rows of x, in the accumulation dtype. The engine does not
+// write the elements of ignored rows.
 struct LossRows {
-  Tensor loss;     // loss or log-probability; undefined: lse and entropy are given, not computed
+  Tensor loss;     // loss or log-probability; if undefined, lse and entropy are inputs
   Tensor lse;      // logsumexp of the scaled logits
-  Tensor entropy;  // undefined where it isn't asked for
+  Tensor entropy;  // undefined if not requested
 };
 
-// Gradients of LossRows; dloss may have stride 0. Undefined where no gradients are wanted.
+// The gradients with respect to the vectors of LossRows. dloss may have stride 0. Both tensors are
+// undefined if no gradient is requested.
 struct LossUpstream {
   Tensor dloss;
   Tensor dentropy;   // undefined: 0
   Tensor dlse = {};  // undefined: 0; only of a cross entropy
 };
 
-// The gradients of a call, contiguous dx; those that are not wanted are (0,).
+// The gradients that an engine writes. dx is contiguous. A gradient that is not requested has shape
+// (0,).
 struct LossGradients {
   Tensor dx, dweight, dbias;
   std::array<bool, 3> wanted;
@@ -55,7 +59,7 @@ void loss_rows_cuda(const char* op, const LossInputs& in, const LossRows& result
 
 inline LossGradients no_loss_gradients() { return {{}, {}, {}, {false, false, false}}; }
 
-// The gradients of a backward op, not yet filled.
+// Allocates the gradients of a backward op without initialising them.
 inline LossGradients empty_loss_gradients(const Tensor& x, const Tensor& weight,
                                           const std::array<bool, 3>& wanted) {
   return {empty_input_grad(x, wanted[0]), empty_weight_grad(weight, wanted[1]),

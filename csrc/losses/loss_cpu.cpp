@@ -1,4 +1,4 @@
-// CPU. The engine of losses/loss.h.
+// The CPU engine of linear_cross_entropy and linear_token_logprobs (losses/loss.h).
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -12,12 +12,12 @@
 namespace torchweld {
 namespace {
 
-// The rows of x that have a target. An ignored row is in no product.
+// Selects the rows of x whose target is not ignored. The matmuls skip ignored rows.
 struct TargetRows {
-  Tensor x;        // (rows, K)
-  Tensor targets;  // (rows,), of all rows
-  Tensor indices;  // (live rows,); undefined where every row is live
-  int64_t count;   // live rows
+  Tensor x;        // (all rows, K)
+  Tensor targets;  // (all rows,)
+  Tensor indices;  // the indices of the rows that are not ignored; undefined if no row is ignored
+  int64_t count;   // the number of rows that are not ignored
 
   TargetRows(const char* op, const Tensor& x, const Tensor& targets, int64_t n,
              const LossOptions& options)
@@ -28,7 +28,7 @@ struct TargetRows {
     count -= ignored;
   }
 
-  // The row of x, of all rows, of a live row.
+  // Returns the row of x that holds the i-th row that is not ignored.
   int64_t row(int64_t i) const {
     return indices.defined() ? indices.const_data_ptr<int64_t>()[i] : i;
   }
@@ -48,7 +48,7 @@ const T* const_data_of(const Tensor& t) {
   return t.defined() ? t.const_data_ptr<T>() : nullptr;
 }
 
-// What the rows of a chunk read and write, in the dtype of sums.
+// The options of a loss and its vectors over all rows, in the accumulation dtype.
 template <typename T>
 struct RowVectors {
   LossKind kind;
@@ -75,8 +75,8 @@ struct RowVectors {
   }
 };
 
-// dlogits as the left operand of its products. bf16 values are stored in the fp32 row that they
-// come from, followed by a zero where N is odd.
+// dlogits_of returns dlogits as the left operand of a matmul. If E is bf16, narrow_row has stored
+// each row's bf16 values in the memory of its fp32 row, followed by a zero if N is odd.
 template <typename E, typename T>
 Tensor dlogits_of(const Tensor& z) {
   if constexpr (std::is_same_v<E, T>) return z;
@@ -87,7 +87,7 @@ void narrow_row(T* row, int64_t n) {
   if constexpr (!std::is_same_v<E, T>) {
     with_vectors([&] {
       for (int64_t j = 0; j < n; ++j) {
-        // The values are rounded already: bf16 is the upper half.
+        // The fp32 value is already rounded to bf16, so its upper 16 bits are the bf16 value.
         uint32_t bits;
         std::memcpy(&bits, row + j, sizeof(bits));
         const uint16_t half = static_cast<uint16_t>(bits >> 16);
@@ -98,7 +98,8 @@ void narrow_row(T* row, int64_t n) {
   }
 }
 
-// E: what the products multiply, scalar_t or the dtype of sums.
+// Processes all rows, a chunk at a time. E is the element type of the matmuls' operands: scalar_t
+// or the accumulation dtype.
 template <typename scalar_t, typename E>
 void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& results,
                  const LossUpstream& upstream, const LossGradients& grads) {

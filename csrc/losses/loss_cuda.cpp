@@ -1,7 +1,9 @@
-// CUDA. The engines of losses/loss.h, and the choice between them.
+// The CUDA engine of linear_cross_entropy and linear_token_logprobs that runs on every GPU, and the
+// choice between it and the Hopper engine.
 //
-// The one here runs on every GPU: a chunk's logits in fp32 by a matmul, then the kernels of
-// kernels.cu, then the two products of the gradients. dlogits overwrite the logits.
+// The engine here loops over chunks of rows. A matmul computes the chunk's logits in fp32. The
+// kernels of kernels.cu compute the statistics and overwrite the logits with dlogits. Two matmuls
+// then compute the gradients from dlogits.
 #ifdef TORCHWELD_CUDA
 
 #include <ATen/ops/addmm.h>
@@ -21,7 +23,7 @@
 namespace torchweld {
 namespace {
 
-// logits = x @ weight^T in fp32.
+// Computes logits = x @ weight^T in fp32.
 void logits_into(Tensor& logits, const Tensor& x, const Tensor& weight) {
   if (x.scalar_type() == at::kFloat) {
     matmul_into(logits, x, weight);
@@ -30,9 +32,9 @@ void logits_into(Tensor& logits, const Tensor& x, const Tensor& weight) {
   }
 }
 
-// to = a @ b, rounded once to their dtype.
+// Computes to = a @ b, which is rounded only once, to the dtype of `to`.
 void product_into(Tensor& to, const Tensor& a, const Tensor& b) {
-  // NOTE: matmul_into would copy an `a` whose K isn't a whole number of 16-byte chunks.
+  // NOTE: matmul_into would copy `a` if a row of `a` is not a multiple of 16 bytes.
   if (a.size(1) * a.element_size() % 16 == 0) {
     matmul_into(to, a, Matrix(b).t());
   } else {
@@ -40,7 +42,7 @@ void product_into(Tensor& to, const Tensor& a, const Tensor& b) {
   }
 }
 
-// The gradient of the weight, summed over chunks in fp32.
+// Accumulates the gradient of the weight over the chunks, in fp32.
 class WeightGradient {
  public:
   WeightGradient(const Tensor& dweight, bool wanted, bool one_chunk) : dweight_(dweight) {
@@ -49,7 +51,7 @@ class WeightGradient {
     sum_ = direct ? dweight : at::empty(dweight.sizes(), dweight.options().dtype(at::kFloat));
   }
 
-  // sum += dz^T x.
+  // Adds dz^T @ x of one chunk.
   void add(const Tensor& dz, const Tensor& x) {
     if (!sum_.defined()) return;
     if (dz.scalar_type() != sum_.scalar_type()) {
@@ -84,7 +86,8 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
   const cudaStream_t stream = current_stream();
   const Tensor x = as_matrix(in.x);
   const Vector bias(in.bias);
-  // Rows of whole 16-byte accesses, for fp32 and for 16-bit dlogits.
+  // Pads the rows to a multiple of 8 elements, so that 16-byte accesses are aligned for fp32 logits
+  // and for 16-bit dlogits.
   const int64_t row_stride = divide_up(n, 8) * 8;
   const int64_t chunk = rows == 0 ? 1 : loss_chunk_rows(rows, row_stride, sizeof(float));
   WeightGradient dweight(grads.dweight, grads.wanted[1], rows <= chunk);
@@ -98,7 +101,8 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
     const Tensor targets = in.targets.narrow(0, first, count);
     Tensor x_rows = x.narrow(0, first, count), live;
     if (in.options.ignore_index) {
-      // NOTE: an ignored row of inf or NaN would spoil the products: 0 * NaN is NaN.
+      // NOTE: ignored rows of x are replaced by zeros. An inf or NaN in such a row would otherwise
+      // reach dweight, because 0 * NaN is NaN.
       live = targets.ne(*in.options.ignore_index).unsqueeze(1);
       x_rows = at::where(live, x_rows, at::zeros({}, x.options()));
     }
@@ -152,7 +156,8 @@ void loss_rows_cuda(const char*, const LossInputs& in, const LossRows& results,
   const bool exponentials = in.targets.numel() > 0 && in.weight.size(0) > 0 &&
                             has_exponentials_kernels(in.x, in.weight, in.options);
   if (exponentials && !grads.any()) return exponentials_forward_sm90(in, results, nullptr);
-  // An entropy's gradient is no multiple of the exponentials.
+  // exponentials_recompute_sm90 can't compute the gradient of an entropy, because that gradient is
+  // not the exponentials times one factor per row.
   if (exponentials && !results.loss.defined() && !upstream.dentropy.defined()) {
     const bool negative = in.kind == LossKind::kLogprob;
     const Tensor dloss = negative ? -upstream.dloss : upstream.dloss;

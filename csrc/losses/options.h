@@ -1,6 +1,6 @@
-// Options, checks and row vectors of the losses. Their logits are given, or linear(x, weight,
-// bias): logits (..., N), x (..., K), weight (N, K), bias (N,), target (...). Runs on the CPU and
-// on CUDA.
+// The options, checks and per-row vectors of the loss ops, for the CPU and CUDA. The logits (...,
+// N) are either given or computed as linear(x, weight, bias). The shapes are x (..., K), weight (N,
+// K), bias (N,) and target (...).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -59,13 +59,14 @@ inline void check_loss_options(const char* op, const LossOptions& options) {
            "temperature must be finite and above 0, but got ", options.temperature);
 }
 
-// Checks that a loss is a scalar, so that its gradient may be computed beside it.
+// Checks that the loss is a scalar. An op that computes the gradients in its forward needs this:
+// only for a scalar loss can its backward multiply them by dloss afterwards.
 inline void check_is_reduced(const char* op, const LossOptions& options) {
   TW_CHECK(options.reduction != Reduction::kNone, op,
            "reduction must be 'mean' or 'sum', but got 'none'");
 }
 
-// The checked options of a cross entropy.
+// Parses and checks the options of a cross entropy.
 inline LossOptions cross_entropy_options(const char* op, c10::string_view reduction,
                                          int64_t ignore_index, double label_smoothing,
                                          std::optional<double> softcap, double z_loss,
@@ -81,7 +82,8 @@ inline LossOptions cross_entropy_options(const char* op, c10::string_view reduct
   return options;
 }
 
-// Checks target against x or logits, (..., size); returns the shape of a result per token.
+// Checks `target` against x (or logits), which is (..., size). Returns the shape of a per-token
+// result.
 inline std::vector<c10::SymInt> check_target(const char* op, const Tensor& target, const char* name,
                                              const Tensor& x, const char* size, int64_t shift) {
   check_device(op, "target", target, name, x);
@@ -97,7 +99,8 @@ inline std::vector<c10::SymInt> check_target(const char* op, const Tensor& targe
   return sizes;
 }
 
-// Checks all tensors of a loss of linear's logits; returns the shape of a result per token.
+// Checks all tensors of a loss whose logits are linear(x, weight, bias). Returns the shape of a
+// per-token result.
 inline std::vector<c10::SymInt> check_loss_inputs(const char* op, const Tensor& x,
                                                   const Tensor& weight, const Tensor& target,
                                                   const OptionalTensor& bias, int64_t shift = 0) {
@@ -105,7 +108,7 @@ inline std::vector<c10::SymInt> check_loss_inputs(const char* op, const Tensor& 
   return check_target(op, target, "x", x, "K", shift);
 }
 
-// A vector per token, in the dtype of sums.
+// Allocates a per-token result in the accumulation dtype.
 inline Tensor empty_per_token(const Tensor& x, c10::SymIntArrayRef sizes) {
   return at::empty_symint(sizes, x.options().dtype(acc_dtype(x)));
 }
@@ -117,7 +120,7 @@ inline void check_per_token(const char* op, const char* name, const Tensor& t, c
   check_shape(op, name, t, sizes, "the shape of a result per token");
 }
 
-// Checks the gradient of a loss; `sizes` is the shape of a result per token.
+// Checks dloss, the gradient of the loss. `sizes` is the shape of a per-token result.
 inline void check_dloss(const char* op, const Tensor& dloss, const Tensor& x,
                         const std::vector<c10::SymInt>& sizes, const LossOptions& options,
                         const char* x_name = "x") {
@@ -128,15 +131,15 @@ inline void check_dloss(const char* op, const Tensor& dloss, const Tensor& x,
               "the loss's shape");
 }
 
-// A loss, not yet filled; `sizes` is the shape of a result per token.
+// Allocates a loss: a scalar after a reduction, otherwise a tensor of shape `sizes`.
 inline Tensor empty_loss(const Tensor& x, const std::vector<c10::SymInt>& sizes,
                          const LossOptions& options) {
   return empty_per_token(
       x, options.reduction == Reduction::kNone ? sizes : std::vector<c10::SymInt>());
 }
 
-// The targets of all rows, int64 and contiguous. A shift moves the targets of a sequence one
-// position to the front and ignores its last position.
+// Returns the targets of all rows as a contiguous int64 vector. With shift=1, position i gets the
+// target of position i + 1 of its sequence, and the last position is ignored.
 inline Tensor target_of_rows(const Tensor& target, const LossOptions& options) {
   const Tensor wide = target.to(at::kLong).contiguous();
   if (options.shift == 0) return wide.view({-1});
@@ -146,7 +149,7 @@ inline Tensor target_of_rows(const Tensor& target, const LossOptions& options) {
   return shifted.view({-1});
 }
 
-// Refuses targets out of range, on the CPU. Returns how many are ignored.
+// Raises an error if a CPU target is out of range. Returns the number of ignored targets.
 inline int64_t check_targets(const char* op, const Tensor& targets, int64_t n,
                              const LossOptions& options) {
   const int64_t* const values = targets.const_data_ptr<int64_t>();
@@ -161,8 +164,9 @@ inline int64_t check_targets(const char* op, const Tensor& targets, int64_t n,
   return ignored;
 }
 
-// Fills a result per token from a vector over all rows of x, and back with 0 for the rows that
-// have no result.
+// copy_from_rows fills a per-token result from a vector over all rows of x. rows_of_result does the
+// opposite, and writes 0 for rows without a result. With shift=1, the last position of each
+// sequence has no result.
 inline void copy_from_rows(const Tensor& result, const Tensor& rows, const Tensor& target,
                            const LossOptions& options) {
   const Tensor all = rows.view(target.sizes());
@@ -176,13 +180,14 @@ inline Tensor rows_of_result(const Tensor& result, const Tensor& target,
   return all.view({-1});
 }
 
-// How many rows count for a mean, a tensor of the results' dtype.
+// Returns the divisor of reduction='mean': the number of targets that are not ignored, as a scalar
+// tensor on the device.
 inline Tensor count_targets(const Tensor& targets, const LossOptions& options,
                             at::ScalarType dtype) {
   return targets.ne(*options.ignore_index).sum().to(dtype);
 }
 
-// The loss of the op from the losses of all rows, 0 where a row is ignored.
+// Computes the op's loss from a vector with the losses of all rows, in which ignored rows are 0.
 inline void reduce_loss(Tensor& loss, const Tensor& rows, const Tensor& target,
                         const Tensor& targets, const LossOptions& options) {
   if (options.reduction == Reduction::kNone) {
@@ -195,7 +200,8 @@ inline void reduce_loss(Tensor& loss, const Tensor& rows, const Tensor& target,
                  : sum.div(count_targets(targets, options, sum.scalar_type())));
 }
 
-// The gradient of each row's loss: a vector over all rows of x, of stride 0 after a reduction.
+// Returns the gradient with respect to each row's loss, a vector over all rows of x. After a
+// reduction, its stride may be 0.
 inline Tensor dloss_of_rows(const Tensor& dloss, const Tensor& target, const Tensor& targets,
                             const LossOptions& options) {
   if (options.reduction == Reduction::kNone) return rows_of_result(dloss, target, options);
@@ -205,8 +211,9 @@ inline Tensor dloss_of_rows(const Tensor& dloss, const Tensor& target, const Ten
   return each.expand({targets.numel()});
 }
 
-// Rows of a chunk, for at least one row: equal chunks whose logits have at most 32 MiB or 4 % of
-// all logits.
+// Returns the number of rows per chunk. All chunks have about the same number of rows, and the
+// logits of a chunk take at most 32 MiB or 4 % of all logits, whichever is larger. `rows` must be
+// at least 1.
 inline int64_t loss_chunk_rows(int64_t rows, int64_t n, int64_t bytes_per_logit) {
   constexpr int64_t kMinBytes = int64_t{32} << 20, kShare = 25;
   const int64_t row_bytes = std::max<int64_t>(n * bytes_per_logit, 1);

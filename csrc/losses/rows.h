@@ -1,11 +1,11 @@
-// The formulas of one row of logits, for the CPU and CUDA. With z the scaled logits of a row, t its
-// target, p = softmax(z) and lse = logsumexp(z):
+// The formulas of a loss for one row of logits, for the CPU and CUDA. z is the row's scaled logits,
+// t its target, p = softmax(z) and lse = logsumexp(z):
 //
 //   cross entropy   loss = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2
 //   log-probability logprob = z_t - lse,   entropy = lse - sum(p z)
 //
-// eps is label_smoothing. Statistics are relative to the row's maximum, so that a small loss isn't
-// the difference of two large numbers.
+// eps is label_smoothing. The code stores statistics relative to the row's maximum, so that a small
+// loss is not computed as the difference of two large numbers.
 #pragma once
 
 #include <cmath>
@@ -14,13 +14,13 @@
 
 namespace torchweld {
 
-// z = softcap tanh(logit / softcap) / temperature; softcap 0 stands for none.
+// Scales logits: z = softcap tanh(logit / softcap) / temperature. softcap = 0 means no softcap.
 template <typename T>
 struct LogitScale {
   T softcap, temperature;
 
   TW_HOST_DEVICE bool identity() const { return softcap == T(0) && temperature == T(1); }
-  // dz / dlogit, from z.
+  // Returns dz / dlogit for a given z.
   TW_HOST_DEVICE T slope(T z) const {
     const T tanh = softcap == T(0) ? T(0) : z * temperature / softcap;
     return (T(1) - tanh * tanh) / temperature;
@@ -32,8 +32,8 @@ struct LogitStatistics {
   T max;          // max(z)
   T log_sum;      // lse - max
   T target;       // z_t - max
-  T mean;         // mean(z) - max; only with label smoothing
-  T expectation;  // sum(p z) - max; only for the entropy
+  T mean;         // mean(z) - max; only used with label smoothing
+  T expectation;  // sum(p z) - max; only used for the entropy
 
   TW_HOST_DEVICE T lse() const { return max + log_sum; }
   TW_HOST_DEVICE T logprob() const { return target - log_sum; }
@@ -44,7 +44,7 @@ template <typename T>
 struct CrossEntropyTerms {
   T label_smoothing, z_loss;
 
-  // NOTE: a term without weight is left out, because 0 times an infinite one is NaN.
+  // NOTE: a term whose weight is 0 is skipped, because 0 times an infinite term is NaN.
   TW_HOST_DEVICE T loss(const LogitStatistics<T>& row) const {
     T loss = (T(1) - label_smoothing) * (row.log_sum - row.target);
     if (label_smoothing != T(0)) loss += label_smoothing * (row.log_sum - row.mean);
@@ -53,7 +53,7 @@ struct CrossEntropyTerms {
   }
 };
 
-// The gradient of a row's results with respect to z_j:
+// The gradient of a row's loss, or of its log-probability and entropy, with respect to z_j:
 //   p_j (scale + entropy_scale (z_j - expectation)) + uniform + (j == t ? target : 0)
 template <typename T>
 struct RowGradient {
@@ -69,12 +69,13 @@ struct RowGradient {
             -dloss * eps / static_cast<T>(n),
             -dloss * (T(1) - eps)};
   }
-  // entropy is the row's, and is not read where dentropy is 0.
+  // `entropy` is the row's entropy. The function ignores it if dentropy is 0.
   TW_HOST_DEVICE static RowGradient of_logprob(T dlogprob, T dentropy, T lse, T entropy) {
     return {lse, -dlogprob, -dentropy, dentropy == T(0) ? T(0) : lse - entropy, T(0), dlogprob};
   }
 
-  // p is exp(z - lse). An impossible token (z = -inf, p = 0) adds nothing to the entropy.
+  // Returns the gradient of the logit of z, without the term of the target. p is exp(z - lse). A
+  // token with z = -inf has p = 0, and its term of the entropy is 0.
   TW_HOST_DEVICE T of_logit(T z, T p, const LogitScale<T>& logit_scale) const {
     T factor = scale;
     if (entropy_scale != T(0) && p > T(0)) factor += entropy_scale * (z - expectation);

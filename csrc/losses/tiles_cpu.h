@@ -1,4 +1,4 @@
-// CPU. Matrix products by tiles that are in cache: oneDNN's kernels where it has them.
+// CPU matmuls by tiles that fit in the cache. They use oneDNN's kernels if available.
 #pragma once
 
 #include <ATen/Context.h>
@@ -16,33 +16,34 @@
 
 namespace torchweld {
 
-// A row-major matrix in memory.
+// A row-major matrix with a row stride.
 template <typename T>
 struct MatrixView {
   static constexpr int64_t kTileColumns = 128;
   T* data;
   int64_t stride;
 
-  // The matrix from (row, column) on.
+  // Returns the submatrix that starts at (row, column).
   MatrixView from(int64_t row, int64_t column) const {
     return {data + row * stride + column, stride};
   }
 };
 
-// A bf16 matrix (k, n) in tiles of 64 columns, in which two rows alternate: the layout of VNNI and
-// AMX instructions, and the widest tile that oneDNN reads in it. k is even.
+// A bf16 matrix (k, n) stored in tiles of 64 columns. Within a tile, each pair of rows is
+// interleaved, so that the two elements of a column are adjacent. VNNI and AMX instructions need
+// this layout, and 64 is the largest number of columns for which oneDNN accepts it. k is even.
 struct PairedView {
   static constexpr int64_t kTileColumns = 64;
   const c10::BFloat16* data;
   int64_t k;
 
-  // The tile at (row, column), a multiple of (2, 64).
+  // Returns the submatrix that starts at (row, column). row must be even, column a multiple of 64.
   MatrixView<const c10::BFloat16> from(int64_t row, int64_t column) const {
     return {data + column * k + row * kTileColumns, kTileColumns};
   }
 };
 
-// c (m, n) = a (m, k) @ b (k, n), added to c where `add`.
+// Computes c (m, n) = a (m, k) @ b (k, n), or c += a @ b if `add` is true.
 template <typename T>
 void loss_tile(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, int64_t m, int64_t n,
                int64_t k, bool add) {
@@ -66,7 +67,7 @@ inline bool has_brgemm() {
 #endif
 }
 
-// Whether bf16 tiles are multiplied without a conversion.
+// Returns true if the CPU can multiply bf16 tiles without converting them to fp32.
 inline bool has_bf16_brgemm() {
 #if defined(TW_SIMD_TARGETS) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
   static const bool supported = simd_level() == 2 && __builtin_cpu_supports("avx512bf16");
@@ -94,7 +95,7 @@ inline void loss_tile(MatrixView<float> c, MatrixView<const c10::BFloat16> a,
 }
 #endif
 
-// Ends a thread's products of E: AMX's tile registers are given back.
+// Releases AMX's tile registers. A thread calls this after its last matmul with operands of type E.
 template <typename E>
 void release_tiles() {
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32
@@ -102,9 +103,11 @@ void release_tiles() {
 #endif
 }
 
-// c (m, n) = a (m, k) @ b (k, n), added to c where `add`. b is a MatrixView or a PairedView.
-// NOTE: tiles of few sizes, because oneDNN compiles a kernel for each. A chain of more than 256
-// additions would have a larger error, and b's tile stays in the cache.
+// Computes c (m, n) = a (m, k) @ b (k, n), or c += a @ b if `add` is true. b is a MatrixView or a
+// PairedView.
+// NOTE: the tiles have only few different sizes, because oneDNN compiles a kernel for each size. kK
+// is 256, because a longer chain of fp32 additions has a larger error, and to keep a tile of b in
+// the cache.
 template <typename T, typename E, typename B>
 void loss_matmul(MatrixView<T> c, MatrixView<const E> a, const B& b, int64_t m, int64_t n,
                  int64_t k, bool add) {
@@ -128,13 +131,15 @@ MatrixView<const T> const_view_of(const Tensor& t) {
   return {static_cast<const T*>(t.const_data_ptr()), t.stride(0)};
 }
 
-// How many columns of `a` a product with k rows of b reads: pairs of bf16 values.
+// Returns the number of columns of `a` that a matmul with k rows of b reads. bf16 columns are read
+// in pairs.
 template <typename E>
 int64_t whole_pairs(int64_t k) {
   return std::is_same_v<E, c10::BFloat16> ? divide_up(k, 2) * 2 : k;
 }
 
-// A row-major copy (m, k) as the left operand of a product, filled up with zeros to whole pairs.
+// Returns a row-major copy of t (m, k) for use as a left operand. Its rows are padded with zeros to
+// whole pairs of elements.
 template <typename E>
 Tensor left_operand(const Tensor& t) {
   const int64_t k = t.size(1), width = whole_pairs<E>(k);
@@ -145,12 +150,12 @@ Tensor left_operand(const Tensor& t) {
   return copy;
 }
 
-// The right operand of a product: a matrix (k, n) with elements of type E.
+// The right operand of a matmul: a matrix (k, n) with elements of type E.
 template <typename E>
 struct RightOperand {
   Tensor memory;
 
-  // Reads t in place where it has rows of E, else a copy.
+  // Uses t in place if t has elements of type E and contiguous rows. Otherwise makes a copy.
   explicit RightOperand(const Tensor& t)
       : memory(t.scalar_type() == c10::CppTypeToScalarType<E>() && t.stride(1) == 1
                    ? t
@@ -159,7 +164,7 @@ struct RightOperand {
   MatrixView<const E> view() const { return const_view_of<E>(memory); }
 };
 
-// One tile of a PairedView from rows (rows, width).
+// Writes one tile of a PairedView from `rows` rows of `width` columns.
 inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, int64_t column_stride,
                       int64_t rows, int64_t width) {
   constexpr int64_t kColumns = PairedView::kTileColumns;
@@ -185,8 +190,8 @@ inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, in
   }
 }
 
-// One tile of a PairedView from columns that are contiguous in memory. Both values of a pair move
-// at once, a cache line of each column at a time.
+// Writes one tile of a PairedView from columns that are contiguous in memory. The loop copies both
+// elements of a pair at once, and one cache line of every column before the next cache line.
 inline void pair_transposed(uint16_t* to, const uint16_t* from, int64_t column_stride, int64_t rows,
                             int64_t width) {
   constexpr int64_t kColumns = PairedView::kTileColumns, kLine = 32;

@@ -1,4 +1,4 @@
-// Products of 16-bit operands in fp32, by torch. Host code of CUDA builds only.
+// Matmuls of 16-bit operands with an fp32 result, by torch. This is host code for CUDA builds only.
 #pragma once
 
 #include <ATen/ops/addmm.h>
@@ -9,8 +9,9 @@
 
 namespace torchweld {
 
-// to = a @ b, or to += a @ b, in fp32 for 16-bit operands. NOTE: torch has no such products of the
-// tensors without memory that a dry run has.
+// Computes to = a @ b, or to += a @ b, for 16-bit a and b and an fp32 result.
+// NOTE: returns at once in a dry run, whose tensors have no memory, because torch can't run these
+// matmuls on such tensors.
 inline void wide_product_into(Tensor& to, const Tensor& a, const Tensor& b, bool add = false) {
   if (is_dry_run()) return;
   if (add) {

@@ -1,5 +1,6 @@
-// The gradients of a row norm: the choice of the kernels, and dx of rows that are longer than a
-// block holds (backward_rows.cu) or not aligned.
+// Computes the gradients of LayerNorm and RMSNorm on CUDA. This file chooses the kernels. It also
+// has the kernel that computes dx if the rows are not aligned or are too long for the kernel of
+// backward_rows.cu.
 #include "core/device.h"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
@@ -8,7 +9,7 @@
 namespace torchweld {
 namespace {
 
-// An access of a row: g and xhat.
+// A thread's kElems columns of a row: g = dy * scale and xhat = (x - mean) * rstd.
 template <int kElems>
 struct RowAccess {
   float g[kElems], xhat[kElems];
@@ -33,7 +34,8 @@ struct RowAccess {
     }
   }
 
-  // `means` are those of g and of g * xhat; g_dsum may be nullptr.
+  // Stores dx. means.x is the row's mean of g and means.y its mean of g * xhat. g_dsum may be
+  // nullptr, which means zeros.
   template <typename T>
   __device__ __forceinline__ void store(T* g_to, const T* g_dsum, float2 means, float rstd) const {
     float dsum[kElems];
@@ -52,7 +54,8 @@ __device__ __forceinline__ float2 means_of(const NormBackwardParams& p, float2 s
   return make_float2(p.mean != nullptr ? sums.x / n : 0.f, sums.y / n);
 }
 
-// One block a row, which it reads twice. kElems is a 16-byte access or one element.
+// Each block computes dx of one row and reads dy and x twice: once for the sums, once for dx. A
+// thread loads kElems values at once, either 16 bytes or one element.
 template <typename T, int kElems>
 __global__ __launch_bounds__(kNormStreamThreads) void norm_backward_stream_kernel(
     const NormBackwardParams p, int64_t first_row) {
@@ -117,7 +120,7 @@ void launch_norm_backward(const NormBackwardParams& p, cudaStream_t stream) {
   if (plan.tile >= 0) {
     launch_norm_backward_rows(p, plan, stream);
   } else {
-    // NOTE: the sums first, because dx may be dy's memory.
+    // NOTE: dscale and dshift are computed before dx, because dx may overwrite dy.
     if (p.partials != nullptr) {
       launch_norm_vectors_backward({p.dy, p.x, p.mean, p.rstd, p.dscale, p.dshift, p.partials,
                                     p.rows, p.n, p.dy_row_stride, p.x_row_stride, p.dtype},

@@ -1,14 +1,17 @@
-// The gradients of a row norm in one pass over dy and x (and dsum), for rows that fit in a block:
+// Computes all gradients of LayerNorm and RMSNorm in a single read of dy, x and dsum, for rows that
+// fit in one block:
 //
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum
-//   dscale = sum over the rows of dy * xhat,  dshift = that of dy
+//   dscale = sum over the rows of dy * xhat,  dshift = sum over the rows of dy
 //   g = dy * (scale + scale_offset),  xhat = (x - mean) * rstd
 //
-// As many blocks run as fit on the GPU at once; each computes every gridDim-th row and keeps its
-// sums over the rows in registers. A second kernel adds the blocks' sums in a fixed order.
+// The grid has at most as many blocks as the GPU runs at once. Each block loops over the rows with
+// a stride of the grid's size and accumulates dscale and dshift in registers. A second kernel adds
+// the blocks' partial sums in a fixed order.
 //
-// cp.async copies the next rows into a ring of stages in shared memory. A thread reads only what
-// it has copied itself, so a row needs one barrier: that of its two sums.
+// cp.async prefetches the next rows into a ring of stages in shared memory. A thread reads only the
+// data that it has copied itself, so a row needs only one barrier, for the reduction of its two
+// sums.
 #include "core/device.h"
 #include "device/mma_sync.cuh"
 #include "device/sm90/dependent_launch.cuh"
@@ -31,28 +34,30 @@ struct BackwardConfig {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static constexpr int kSums = kCentred ? 2 : 1;
-  // The scale stays in registers, but for the longest rows with two sums, which would spill.
+  // The scale stays in registers, except for long rows of LayerNorm: there it would cause spills,
+  // so each use loads it again.
   static constexpr bool kKeepsScale = !kCentred || kThreads * kLoads < 2048;
 
-  // The first column of this thread's access i.
+  // Returns the first column of this thread's i-th 16-byte load of a row.
   static __device__ __forceinline__ int column(int i) {
     return (i * kThreadsPerRow + threadIdx.x % kThreadsPerRow) * kElems;
   }
 };
 
-// The ring of a thread: its accesses of dy, x and dsum for the rows on their way.
+// A thread's slots in the shared-memory ring that holds the prefetched values of dy, x and dsum.
 template <typename Config>
 struct Ring {
   using T = typename Config::T;
   const NormBackwardParams& p;
-  uint4* s_first;  // this thread's first access
+  uint4* s_first;  // the thread's first 16-byte slot
   int inputs;
 
   __device__ __forceinline__ uint4* at(int stage, int input, int i) const {
     return s_first + ((stage * inputs + input) * Config::kLoads + i) * Config::kThreads;
   }
 
-  // Starts the copies of a row, none where `row` is beyond the last, and commits them as a group.
+  // Starts the cp.async copies of a row into a stage and commits them as one group. The group is
+  // empty if the row does not exist.
   __device__ __forceinline__ void fetch(int64_t row, int stage) const {
     if (row < p.rows) {
       copy(static_cast<const T*>(p.dy) + row * p.dy_row_stride, stage, 0);
@@ -77,7 +82,7 @@ struct Ring {
   }
 };
 
-// Waits for the oldest of stages - 1 groups.
+// Waits for the oldest cp.async group, with stages - 1 groups in flight.
 __device__ __forceinline__ void wait_for_oldest(int stages) {
   static_assert(kMinNormStages == 2 && kMaxNormStages == 4);
   if (stages == 4) return copy_async_wait<2>();
@@ -85,8 +90,9 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
   copy_async_wait<0>();
 }
 
-// Writes the block's sums to its part of the partials, (kSums, n). Warps with rows of their own are
-// added first, in order, in s_sums.
+// Writes the block's sums over its rows to the workspace `partials`, a (kSums, n) matrix per block.
+// If each warp has a row of its own, the block first adds the warps' sums through s_sums, in the
+// order of the warps.
 template <typename Config>
 __device__ __forceinline__ void store_sums(
     const NormBackwardParams& p, float* s_sums,
@@ -102,7 +108,7 @@ __device__ __forceinline__ void store_sums(
 #pragma unroll
       for (int j = 0; j < kElems; ++j) r_values[j] = r_sums[s][i][j].value();
       if constexpr (Config::kRowsPerBlock > 1) {
-        // A slot for each thread of each group, in accesses of 16 bytes.
+        // Each thread of the block stores its values in slots of 16 bytes.
         __syncthreads();
         auto* s_to = reinterpret_cast<float4*>(s_sums) + threadIdx.x;
 #pragma unroll
@@ -142,7 +148,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
   constexpr int kElems = Config::kElems, kLoads = Config::kLoads;
   constexpr bool kExchanges = Config::kRowsPerBlock == 1;
   extern __shared__ uint4 s_ring[];
-  // Two exchanges take turns, so that one barrier a row is enough.
+  // The rows alternate between two exchange buffers, so that one barrier per row is enough.
   __shared__ PairExchange<Config::kThreadsPerRow> s_exchange[2];
   griddep_launch_dependents();
   const Ring<Config> ring = {p, s_ring + threadIdx.x, p.dsum != nullptr ? 3 : 2};
@@ -180,7 +186,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
     const float mean = next.x, rstd = next.y;
     next = statistics(row + step);
     wait_for_oldest(stages);
-    // The stage of the row before is free: its values have been used.
+    // The stage of the previous row is free now, because this thread has read all of its values.
     ring.fetch(row + (stages - 1) * step, free_stage);
 
     float2 sums = make_float2(0.f, 0.f);

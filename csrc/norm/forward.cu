@@ -1,13 +1,15 @@
-// The norm of rows, x read once where a row fits in registers.
+// Computes LayerNorm and RMSNorm on CUDA. If a row fits in registers, the kernel reads x once.
 //
-// Statistics by the corrected two-pass formula, all in fp32: a first mean, then the deviations d
-// from it; what rounding left in it is mean(d), and the variance is mean(d * d) - mean(d)^2. That
-// difference loses nothing, because mean(d) is a rounding error of the mean. With both means taken
-// off one after the other the result does not depend on |mean| / std.
+// The kernel computes the statistics in fp32 with the corrected two-pass algorithm. The first loop
+// computes first_mean, the second the deviations d = x - first_mean. mean(d) is the rounding error
+// of first_mean, and the variance is mean(d * d) - mean(d)^2. This subtraction cancels no digits,
+// because mean(d) is tiny. The kernel subtracts first_mean and mean(d) from x one after the other,
+// so the error of y does not grow with |mean| / std.
 // Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
 //
-// One block or one warp holds a row: load, two sums over its threads, store. A matmul that reads
-// the rows may begin its set-up at once (programmatic dependent launch).
+// One warp or one block holds a row in registers: it loads the row, reduces two sums over its
+// threads and stores y. With programmatic dependent launch, a matmul that reads y can start its
+// setup early.
 #include "device/sm90/dependent_launch.cuh"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
@@ -76,7 +78,8 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
       if (Config::column(i) >= p.n) continue;
       r_x[i] = rounded_sum(r_x[i], load_vec<T, kElems>(g_residual + Config::column(i)));
     }
-    // NOTE: a store before a load would keep that load from being issued early.
+    // NOTE: all loads of the residual come before the first store of the sum. The compiler can't
+    // move a load ahead of a store, so the loads would be issued late.
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       if (Config::column(i) < p.n) store_vec(g_sum + Config::column(i), r_x[i]);
@@ -123,7 +126,8 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
   }
 }
 
-// One block a row, which it reads again for every sum. kElems is a 16-byte access or one element.
+// Each block normalises one row, which it reads again for every reduction. A thread loads kElems
+// values at once, either 16 bytes or one element.
 template <typename T, int kElems>
 __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const NormParams p,
                                                                          int64_t first_row) {
@@ -134,7 +138,8 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
   if (p.residual != nullptr) {
-    // Every thread reads back only the columns that it has written.
+    // The loops below read the sum back without a barrier, because a thread reads only the columns
+    // that it has written.
     const T* g_residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
     T* g_sum = static_cast<T*>(p.sum) + row * p.n;
     for (int64_t column = start; column < p.n; column += kStep) {

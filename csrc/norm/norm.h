@@ -1,16 +1,21 @@
-// LayerNorm and RMSNorm of rows, and their gradients: what the host hands to the kernels.
+// The host's interface to the CUDA kernels of LayerNorm and RMSNorm and of their gradients.
 //
 //   y = (x - mean) * rstd * (scale + scale_offset) + shift
 //   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
-//   x, y (rows, n), scale and shift (n,), mean and rstd (rows,) in fp32; RMSNorm has mean 0
-// With a residual (rows, n), x is the sum of both, rounded to their dtype, and is stored too.
 //
-// The norm is a kernel of its own before a matmul, not the matmul's prologue: a prologue would
-// repeat it for every work tile along N, which only few and short rows are worth (gemm/rows). Nor
-// is the mean folded into the epilogue, which loses digits as |mean| / std grows. The normalised
-// rows are scratch that the matmul finds in L2.
-// Nor do idle warps of the Hopper matmul make it beside the products. layer_norm_linear with GELU
-// on an H200: (8192, 768, 3072) took 95 us so, 80 with this kernel; (512, 1024, 4096) 24 and 21.
+// x and y are (rows, n), scale and shift are (n,), mean and rstd are (rows,) in fp32. For RMSNorm,
+// the mean is 0. If a residual (rows, n) is given, the kernel normalises x + residual, rounded to
+// the dtype of x, and also stores this sum.
+//
+// In an op that runs a norm and a matmul, the norm is a separate kernel and not a prologue of the
+// matmul. A prologue would normalise the rows again for every output tile along N, which only pays
+// for few and short rows (gemm/rows). Folding the mean into the matmul's epilogue instead would
+// lose digits if the mean is large relative to the standard deviation. The matmul reads the
+// normalised rows from L2.
+//
+// Idle warps of the Hopper matmul could also normalise the rows during the matmul, but this is
+// slower. layer_norm_linear with GELU on an H200 took 95 us that way and 80 us with this kernel for
+// (M, K, N) = (8192, 768, 3072), and 24 us against 21 us for (512, 1024, 4096).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,18 +27,18 @@
 
 namespace torchweld {
 
-// Columns of a matrix are adjacent, vectors are contiguous.
+// The columns of a matrix are contiguous, and so are vectors.
 struct NormParams {
   const void* x;
-  const void* residual;     // nullptr: x is normalised as it is
-  const void* scale;        // nullptr: 1, without an offset
-  const void* shift;        // nullptr: 0
-  const float* saved_mean;  // statistics to use; nullptr where they are to be computed
+  const void* residual;     // nullptr: the kernel normalises x alone
+  const void* scale;        // nullptr: the scale is 1; scale_offset must be 0
+  const void* shift;        // nullptr: the shift is 0
+  const float* saved_mean;  // given statistics; nullptr: the kernel computes them
   const float* saved_rstd;
-  void* y;    // nullptr where only the statistics are asked for
-  void* sum;  // x + residual, contiguous
+  void* y;    // nullptr: the kernel computes only the statistics
+  void* sum;  // output x + residual, contiguous
   float* mean;
-  float* rstd;  // nullptr where not requested
+  float* rstd;  // mean and rstd are outputs; nullptr: not requested
   int64_t rows;
   int64_t n;
   int64_t x_row_stride;
@@ -41,24 +46,24 @@ struct NormParams {
   int64_t y_row_stride;
   float eps;
   float scale_offset;
-  bool centred;  // LayerNorm
+  bool centred;  // true for LayerNorm, false for RMSNorm
   DType dtype;
 };
 
 // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum
-// g = dy * (scale + scale_offset),  xhat = (x - mean) * rstd;  RMSNorm has no mean(g).
-// Where the rows fit in a block (norm_config.h) one kernel also computes what
-// NormVectorsBackwardParams asks for.
+// g = dy * (scale + scale_offset),  xhat = (x - mean) * rstd
+// RMSNorm does not subtract mean(g). If the rows fit in a block (norm_config.h), the kernel that
+// computes dx also computes dscale and dshift.
 struct NormBackwardParams {
   const void* dy;
   const void* x;
-  const void* dsum;   // nullptr: 0
-  const void* scale;  // nullptr: 1, without an offset
-  const float* mean;  // nullptr: RMSNorm
+  const void* dsum;   // the gradient of the stored sum x + residual; nullptr: 0
+  const void* scale;  // nullptr: the scale is 1; scale_offset must be 0
+  const float* mean;  // nullptr for RMSNorm
   const float* rstd;
-  void* dx;         // nullptr where not requested
-  void* dscale;     // nullptr where not requested
-  void* dshift;     // nullptr where not requested
+  void* dx;         // nullptr if not requested
+  void* dscale;     // nullptr if not requested
+  void* dshift;     // nullptr if not requested
   float* partials;  // plan_norm_backward(params).partials values; nullptr without dscale and dshift
   int64_t rows;
   int64_t n;
@@ -70,15 +75,16 @@ struct NormBackwardParams {
   DType dtype;
 };
 
-// dscale = sum over the rows of dy * xhat, dshift = that of dy: a pass of its own.
+// Parameters of the kernel that computes only dscale and dshift:
+// dscale = sum over the rows of dy * xhat,  dshift = sum over the rows of dy
 struct NormVectorsBackwardParams {
   const void* dy;
   const void* x;
-  const float* mean;  // nullptr: RMSNorm
+  const float* mean;  // nullptr for RMSNorm
   const float* rstd;
-  void* dscale;     // nullptr where not requested
-  void* dshift;     // nullptr where not requested
-  float* partials;  // 2 * column_partials(rows, n), see pointwise/column_split.h
+  void* dscale;     // nullptr if not requested
+  void* dshift;     // nullptr if not requested
+  float* partials;  // 2 * column_partials(rows, n) values, see pointwise/column_split.h
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;
@@ -86,13 +92,14 @@ struct NormVectorsBackwardParams {
   DType dtype;
 };
 
-// Sizes are at least 1.
+// Launches the forward kernel. rows and n must be at least 1.
 void launch_norm(const NormParams& params, cudaStream_t stream);
 
-// How the gradients of rows are computed on the current device.
+// Chooses the kernel of the gradients on the current device.
 NormBackwardPlan plan_norm_backward(const NormBackwardParams& params);
 void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream);
-// The kernels of launch_norm_backward: for rows of the plan's tile, and dx alone for longer ones.
+// The kernels that launch_norm_backward chooses from. The first computes all gradients, for rows
+// that fit in a tile. The second computes dx of longer rows, and the third their dscale and dshift.
 void launch_norm_backward_rows(const NormBackwardParams& params, const NormBackwardPlan& plan,
                                cudaStream_t stream);
 void launch_norm_backward_stream(const NormBackwardParams& params, cudaStream_t stream);

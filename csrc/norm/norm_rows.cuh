@@ -1,4 +1,5 @@
-// What the kernels of a row norm share: how a row maps to threads, its sums, and the launch.
+// Helpers that the row-norm kernels share: the mapping of a row to threads, the reductions over a
+// row, and the launch.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +17,7 @@ struct NormConfig {
   static constexpr int kThreadsPerRow = kNormTiles[kTile].threads;
   static constexpr int kLoads = kNormTiles[kTile].loads;
   static constexpr int kElems = kVectorBytes / sizeof(T);
-  // Single warps are independent: a block of four of them serves four rows.
+  // If one warp holds a row, a block has four independent warps and processes four rows.
   static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
   static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
@@ -25,13 +26,14 @@ struct NormConfig {
     return first_row + static_cast<int64_t>(blockIdx.x) * kRowsPerBlock +
            threadIdx.x / kThreadsPerRow;
   }
-  // The first column of this thread's access i.
+  // Returns the first column of this thread's i-th 16-byte load of a row.
   static __device__ __forceinline__ int column(int i) {
     return (i * kThreadsPerRow + threadIdx.x % kThreadsPerRow) * kElems;
   }
 };
 
-// Sums over the threads of a row. One object serves one call of each.
+// Adds values over the threads of a row. Each of the two overloads may be called only once per
+// object, because a second call would overwrite shared memory that other threads still read.
 template <int kThreadsPerRow>
 struct RowSums {
   BlockExchange<kThreadsPerRow> s_one;
@@ -49,7 +51,7 @@ struct RowSums {
   }
 };
 
-// A vector's access as fp32, `otherwise` where there is no vector.
+// Loads kElems values of a vector as fp32. If g_vector is nullptr, every value is `otherwise`.
 template <typename T, int kElems>
 __device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector, int64_t column,
                                         float otherwise) {
@@ -61,14 +63,16 @@ __device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector
   }
 }
 
-// Calls launch(first row, blocks) for as many rows at a time as one grid can hold.
+// Calls launch(first row, blocks) repeatedly, each time with at most as many rows as one grid can
+// hold, until all rows are processed.
 template <typename Launch>
 void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launch) {
   for_each_grid_of((rows + rows_per_block - 1) / rows_per_block,
                    [&](int64_t first, int64_t blocks) { launch(first * rows_per_block, blocks); });
 }
 
-// The scale of an access's columns in fp32: 1 where there is no vector, and then no offset.
+// Loads kElems values of the scale as fp32 and adds `offset`. If g_scale is nullptr, the values are
+// 1 + offset.
 template <typename T, int kElems>
 __device__ __forceinline__ void load_scale(float (&r_to)[kElems], const void* g_scale,
                                            int64_t column, float offset) {
@@ -77,8 +81,8 @@ __device__ __forceinline__ void load_scale(float (&r_to)[kElems], const void* g_
   for (int j = 0; j < kElems; ++j) r_to[j] += offset;
 }
 
-// Runs rows in the kernel of the problem's tile, `in_tile` of its index, or in `stream`, which
-// reads a row again for every sum.
+// Launches in_tile(config) if the problem has a tile. Otherwise launches `streams`, the kernel that
+// reads each row again for every reduction.
 template <typename T, typename Params, typename InTile>
 void launch_norm_rows(const NormProblem& problem, const Params& params, const InTile& in_tile,
                       void (*streams)(Params, int64_t), cudaStream_t stream) {

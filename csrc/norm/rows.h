@@ -1,41 +1,44 @@
-// The engines of rms_norm, layer_norm and their add_ ops (layers/norm_op.h).
+// The CPU and CUDA implementations of rms_norm, layer_norm, add_rms_norm and add_layer_norm, called
+// by layers/norm_op.h.
 #pragma once
 
 #include "core/check.h"
 
 namespace torchweld {
 
-// The rows are x, or where there is a residual x + residual, rounded to their dtype.
+// The inputs of a norm. The rows to normalise are x or, if a residual is given, x + residual
+// rounded to their dtype.
 struct NormInputs {
-  bool centred;             // LayerNorm
+  bool centred;             // true for LayerNorm, false for RMSNorm
   Tensor x;                 // (..., n)
-  OptionalTensor residual;  // like x
+  OptionalTensor residual;  // the shape of x
   OptionalTensor weight;    // (n,)
   OptionalTensor bias;      // (n,)
   double eps;
   double weight_offset;  // scale = weight + weight_offset
 };
 
-// Contiguous but for their statistics' shape; undefined ones are not requested.
+// The preallocated outputs of a norm, all contiguous. Outputs that are not requested are undefined.
 struct NormResults {
-  Tensor y;     // x's shape
-  Tensor sum;   // x's shape: the rows of an add_ op
-  Tensor mean;  // (...), fp32 or fp64
+  Tensor y;     // the shape of x
+  Tensor sum;   // the shape of x; x + residual of an add_ op
+  Tensor mean;  // mean and rstd: the shape of x without its last dim, fp32, or fp64 for fp64 inputs
   Tensor rstd;
 };
 
 struct NormUpstream {
   bool centred;
   Tensor dy;              // (..., n)
-  Tensor x;               // the rows that were normalised
+  Tensor x;               // the rows that the forward normalised
   OptionalTensor weight;  // (n,)
-  Tensor mean;            // (...); undefined: RMSNorm
+  Tensor mean;            // the shape of x without its last dim; undefined for RMSNorm
   Tensor rstd;
-  OptionalTensor dsum;  // a gradient to add to dx
+  OptionalTensor dsum;  // the gradient of the stored x + residual, which is added to dx
   double weight_offset;
 };
 
-// Contiguous; those of size (0,) are not requested.
+// The preallocated gradients of a norm, all contiguous. Gradients that are not requested have size
+// (0,).
 struct NormGradients {
   Tensor dx, dweight, dbias;
 };

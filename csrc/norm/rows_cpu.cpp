@@ -1,8 +1,9 @@
-// CPU. A task normalises a block of rows, or computes their gradients.
+// Computes row norms and their gradients on the CPU. Each task processes a block of rows.
 //
-// Sums of a row are added in fp64 over blocks of 2048 values. A task's sums over its rows move to
-// fp64 after 64 rows. How rows are split into tasks depends on the shape alone, so the results have
-// the same bits with any number of threads.
+// A sum over a row is added in fp32 (fp64 for fp64 inputs) within blocks of 2048 values, and in
+// fp64 over the blocks. A task adds dscale and dshift in fp32 over 64 rows and in fp64 over groups
+// of 64 rows. The split of the rows into tasks depends only on the shape, so the results have the
+// same bits with any number of threads.
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -30,7 +31,8 @@ constexpr int64_t kTaskCells = 16384;
 constexpr int64_t kChunkRows = 64, kMinChunks = 8, kMaxChunks = 64;
 constexpr int64_t kShortRows = 64;
 
-// A matrix (rows, n) whose columns are contiguous; a copy where they are not.
+// A (rows, n) view of a tensor with contiguous columns. The constructor copies the tensor if its
+// columns are not contiguous.
 struct CpuRows {
   Tensor tensor;
   int64_t rows, n, stride;
@@ -45,7 +47,8 @@ struct CpuRows {
   }
 };
 
-// The scale or shift of a norm in the dtype of sums; nullptr where there is none.
+// The scale or the shift, converted to the accumulation dtype A. data() is nullptr if the vector is
+// not given.
 template <typename A>
 struct CpuVector {
   Tensor tensor;
@@ -58,7 +61,8 @@ struct CpuVector {
   const A* data() const { return tensor.defined() ? tensor.const_data_ptr<A>() : nullptr; }
 };
 
-// A row in the dtype of sums: itself, or a copy in `buffer`.
+// Returns the row in the accumulation dtype A: the row itself if it has that dtype, otherwise a
+// copy in `buffer`.
 template <typename A, typename S>
 inline const A* widened(const S* row, int64_t n, A* buffer) {
   if constexpr (std::is_same_v<A, S>) {
@@ -69,21 +73,22 @@ inline const A* widened(const S* row, int64_t n, A* buffer) {
   }
 }
 
-// 64 bytes, which the compiler splits for narrower vectors.
-// NOTE: an array of lanes would be loaded and stored for every addition.
+// A vector type of 64 bytes, which the compiler splits if the CPU's vectors are narrower.
+// NOTE: with an array instead, the compiler would load and store the lanes for every addition.
 template <typename A>
 struct CpuLanes {
   typedef A Type __attribute__((vector_size(64)));
   static constexpr int kCount = 64 / sizeof(A);
 };
 
-// Loads a value, or the lanes from there on.
+// Loads one value if V is a scalar, or consecutive values if V is a vector.
 template <typename V, typename A>
 inline void load_lanes(V& to, const A* from) {
   std::memcpy(&to, from, sizeof(V));
 }
 
-// The sum over a row's columns; add(sum, j) adds column j, or the lanes from j on, to `sum`.
+// Returns a sum over the columns of a row. add(sum, j) adds column j to a scalar `sum`, or the
+// columns from j on to the lanes of a vector `sum`.
 template <typename A, typename F>
 inline double sum_columns(int64_t n, const F& add) {
   using V = typename CpuLanes<A>::Type;
@@ -109,8 +114,8 @@ inline double sum_columns(int64_t n, const F& add) {
   return total;
 }
 
-// The statistics of a row. The mean is first_mean + rest, taken off one after the other, so that
-// the result does not depend on |mean| / std (norm/forward.cu).
+// The statistics of a row. The mean is first_mean + rest. Callers subtract the two from x one after
+// the other, so that the error does not grow with |mean| / std (see norm/forward.cu).
 template <typename A>
 struct CpuStatistics {
   A first_mean = 0, rest = 0, rstd = 0;
@@ -191,14 +196,14 @@ void forward(const NormInputs& in, const NormResults& out) {
   });
 }
 
-// The sums over a task's rows of dy * xhat and of dy; nullptr: not wanted.
+// A task's sums over its rows: `scale` of dy * xhat, `shift` of dy. nullptr if not requested.
 template <typename A>
 struct VectorSums {
   A *scale, *shift;
 };
 
-// A row's dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum, with g = dy * scale, where it
-// is wanted; adds the row to `vectors`.
+// Adds the row's dy * xhat and dy to `vectors` and, unless dx is nullptr, computes the row's dx =
+// rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum with g = dy * scale.
 template <typename S, typename A>
 inline void row_gradient(S* dx, const A* dy, const A* x, const A* scale, const S* dsum, A mean,
                          A rstd, int64_t n, bool centred, const VectorSums<A>& vectors) {
@@ -251,7 +256,7 @@ inline void row_gradient(S* dx, const A* dy, const A* x, const A* scale, const S
   scale != nullptr ? write_g(scaled) : write_g(plain);
 }
 
-// to[j] = the sum of the chunks' sums (chunks, n).
+// Adds the tasks' sums, a (chunks, n) matrix, over the tasks and writes the result to `to`.
 template <typename S>
 void add_chunks(const Tensor& to, const double* sums, int64_t chunks, int64_t n) {
   S* out = to.mutable_data_ptr<S>();
@@ -274,7 +279,8 @@ void backward(const NormUpstream& in, const NormGradients& out) {
   const bool sums_rows = wants_scale || wants_shift;
   S* const dx = out.dx.numel() > 0 ? out.dx.mutable_data_ptr<S>() : nullptr;
   const int64_t block = std::max<int64_t>(1, kTaskCells / n);
-  // A chunk's sums are twice as wide as a row of float32, so few rows make few chunks.
+  // Every task keeps n fp64 sums, which take twice the memory of a float row. The code therefore
+  // aims at only one task per 64 rows, within limits of 8 and 64 tasks.
   const int64_t chunks = std::clamp(rows / kChunkRows, kMinChunks, kMaxChunks);
   const int64_t task_rows = sums_rows ? std::max(block, divide_up(rows, chunks)) : block;
   const int64_t tasks = divide_up(rows, task_rows);
@@ -315,7 +321,7 @@ void backward(const NormUpstream& in, const NormGradients& out) {
 
 void norm_forward_cpu(const NormInputs& in, const NormResults& out) {
   if (in.x.numel() == 0) {
-    // The mean of no values is NaN, as in torch.
+    // The mean of zero values is NaN, as in torch.
     for (const Tensor& t : {out.mean, out.rstd}) {
       if (t.defined()) t.fill_(std::numeric_limits<double>::quiet_NaN());
     }

@@ -1,4 +1,4 @@
-// CUDA. The engines of norm/rows.h.
+// Implements the interface of norm/rows.h on CUDA.
 #ifdef TORCHWELD_CUDA
 
 #include "norm/rows.h"

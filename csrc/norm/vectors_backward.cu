@@ -1,4 +1,5 @@
-// The gradients of a norm's scale and shift: sums over the rows of dy * xhat and of dy.
+// Computes the gradients of a norm's scale and shift: dscale is the sum over the rows of dy * xhat,
+// dshift the sum over the rows of dy.
 #include "norm/norm.h"
 #include "pointwise/column_pass.cuh"
 
@@ -12,7 +13,7 @@ struct NormVectorsOp {
   using Sum = ColumnSumOf<T>;
   const T* g_dy;
   const T* g_x;
-  const float* g_mean;  // nullptr: RMSNorm
+  const float* g_mean;  // nullptr for RMSNorm
   const float* g_rstd;
   int64_t dy_row_stride, x_row_stride;
 

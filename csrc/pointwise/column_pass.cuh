@@ -9,7 +9,6 @@
 // An Op has the members kElems, kSums and Sum. load(row, column) loads kElems columns; add(row,
 // column, loaded, sums) processes them. The kernel loads two rows before it processes them, because
 // the stores of add would otherwise separate the loads.
-// it loaded, sums). Two rows are on their way at a time, because stores stand between the loads.
 #pragma once
 
 #include "core/launch.h"
@@ -121,8 +120,9 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
   if (g_to != nullptr) g_to[i % n * sums.stride] = from_float<T>(sum);
 }
 
-// g_partials: (chunks, num_sums, n). With `overlaps` the kernel may begin before the one that
-// writes them ends.
+// Launches the kernel that adds g_partials (chunks, num_sums, n) over the chunks. If `overlaps` is
+// true, the kernel may start while the kernel that writes g_partials still runs. It then waits for
+// it (programmatic dependent launch).
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
                          const ColumnSums& sums, cudaStream_t stream, bool overlaps = false) {

@@ -1,4 +1,4 @@
-// Launches a matrix pass on tensors. Host code for CUDA builds only.
+// Launches a matrix pass on tensors. This is host code for CUDA builds only.
 #pragma once
 
 #include <ATen/ops/empty.h>

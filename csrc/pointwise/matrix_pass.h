@@ -55,7 +55,7 @@ struct MatrixPassParams {
   void* row_sums;     // (rows,)
   void* column_sums;  // (n,)
   float* scratch;     // plan_matrix_pass(params).scratch() values
-  int sms;            // of the device; needed only for sums
+  int sms;            // the number of SMs; needed only for sums
   int64_t rows;
   int64_t n;
   DType dtype;
@@ -72,9 +72,10 @@ struct MatrixTile {
 };
 
 // The index is the number of matrices that the op reads.
-// NOTE: 256 lanes along a row, few rows per thread, and small blocks in memory order. The running
-// blocks of an H200 then write one region of whole rows, close to the speed of a fill. Taller tiles
-// with fewer lanes, and blocks that process many rows, are 3 to 10 % slower.
+// NOTE: these tiles have 256 lanes along a row and few rows per thread, and the blocks run in
+// memory order. The running blocks of an H200 then write one region of whole rows, close to the
+// speed of a fill. Taller tiles with fewer lanes, and blocks that process many rows, are 3 to 10 %
+// slower.
 inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};
 // Two batches are in flight: one is loaded while the other is added up.
 inline constexpr MatrixTile kColumnSumTile = {8, 8, 2};

@@ -37,14 +37,15 @@ struct PartialSumsParams {
   DType dtype;
 };
 
-// dz (rows, 2n) of gate(left, right) from dy (rows, n) and z (rows, 2n), and its sums over the
-// rows: dbias and dbias_right (n,), or where interleaved dbias (2n,).
+// Parameters of the kernel that computes dz (rows, 2n), the gradient of z for y = gate(left,
+// right), from dy (rows, n) and z (rows, 2n). dbias and dbias_right (n,) receive the sums over the
+// rows of the left and the right half of dz. If interleaved, dbias (2n,) receives all sums.
 struct GateBackwardParams {
   const void* dy;
   const void* z;
   void* dz;
-  void *dbias, *dbias_right;  // nullptr where not requested
-  float* partials;            // 2 * column_partials(rows, n), nullptr without sums
+  void *dbias, *dbias_right;  // nullptr if not requested
+  float* partials;            // 2 * column_partials(rows, n) values, or nullptr without dbias
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;

@@ -68,7 +68,8 @@ inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxT
 // holds a chunk of x in the forward, or a chunk of y and one of dy in the backward.
 struct SoftmaxRing {
   int cluster;
-  // The longest row that prefers this ring, in 1024 columns: [backward][4-byte elements].
+  // The length of the longest row that prefers this ring, in units of 1024 columns. The indices are
+  // [backward][4-byte elements].
   int preferred[2][2];
 
   static constexpr int kGroups = 3;

@@ -32,7 +32,7 @@ struct RowArgs {
   int64_t n;
   int64_t x_row_stride;
   int64_t dy_row_stride;
-  int64_t first_row;  // of this launch, if the rows need several grids
+  int64_t first_row;  // the first row of this launch, if the rows need several grids
 };
 
 // Whether the `elems` columns from `first` on include a live column.

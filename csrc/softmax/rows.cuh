@@ -193,7 +193,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   constexpr bool kRecomputes = Config::kRecomputes;
   float r_x[kRecomputes ? 1 : kLoads][kElems];
   if (Mask::kMasked && exponent.sign < 0.f) r_edge = -r_edge;
-  // fmaxf, so that the maximum is not NaN.
+  // NOTE: fmaxf ignores NaN, so the maximum is not NaN.
   float max = Config::kPeel ? fmaxf(r_edge, -INFINITY) : -INFINITY;
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {

@@ -43,7 +43,7 @@ struct ThreadState {
   std::map<Key, Encoded> forced;
   bool observing = false;
   bool dry_run = false;              // observed calls launch nothing
-  DeviceFacts assumed = kH100Facts;  // of the GPU that a dry run assumes
+  DeviceFacts assumed = kH100Facts;  // the facts of the GPU that a dry run assumes
   std::string assumed_gpu;           // the name of that GPU, or "" if there is none
   const char* part = "";
   std::vector<Record> records;

@@ -1,4 +1,4 @@
-// The forward of attention for few query rows, as in a decode step. Its time is that of reading the
+// The forward of attention for few query rows, as in a decode step. It takes as long as reading the
 // keys and values once.
 //
 // The rows of the query heads that share a kv head are packed into one tile. The keys of a
@@ -9,15 +9,15 @@
 // splits and adds their sums from global memory in a fixed order, so that every run gives the same
 // bits.
 //
-// A block that reads two streams, keys and values, gets more memory throughput than one in which
-// every warp reads its own range of keys. With separate ranges, attention decode (16, 32, 8, 8192,
-// 128) bfloat16 took 141 us instead of 134, and (1, 32, 8, 65536, 128) 76 instead of 72.
+// A block that reads two streams, keys and values, gets more memory throughput than a block in
+// which every warp reads its own range of keys. With separate ranges, attention decode (16, 32, 8,
+// 8192, 128) bfloat16 took 141 us instead of 134, and (1, 32, 8, 65536, 128) 76 instead of 72.
 //
 // On Hopper the kernel starts while the previous kernel ends (PDL), and lets the next kernel start
-// once it has read its keys. To let it start earlier does not help: (16, 12, 12, 1024, 64) then
+// once it has read its keys. Letting it start earlier does not help: (16, 12, 12, 1024, 64) then
 // took 17.5 us, and 16.8 without PDL. Prefetching keys to L2 before the previous kernel has ended
-// only disturbs that kernel: two tiles a warp gained nothing, and 16 made (64, 32, 8, 2048, 128)
-// need 205 us instead of 137.
+// only slows that kernel down: two tiles per warp gained nothing, and with 16 (64, 32, 8, 2048,
+// 128) took 205 us instead of 137.
 //
 // A flag marks that the partial results of a split are stored. Flags need no reset; resetting
 // counters in a captured graph cost up to 4 us per call.

@@ -1,4 +1,4 @@
-// Makes the TMA tensor maps of attention's operands and gradients. Host code.
+// Makes the TMA tensor maps of attention's operands and gradients. This is host code.
 #pragma once
 
 #include "attention/params.h"

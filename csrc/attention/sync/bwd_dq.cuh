@@ -1,14 +1,14 @@
 // Computes a deterministic dQ. The blocks that see a query tile add to its dQ one after the other,
-// in the order of their keys, so every run gives the same bits. This is as fast as atomic additions
-// and needs no extra pass; the comparison is attention_backward (4, 16, 4096, 128) bfloat16 causal
-// with SDPA flash, which adds dQ atomically.
+// in the order of their keys, so every run gives the same bits. This needs no extra pass and is as
+// fast as atomic additions: attention_backward (4, 16, 4096, 128) bfloat16 causal was compared with
+// SDPA flash, which adds dQ atomically.
 //
 // A warp has the same slice of a query tile in every block, and each slice has its own semaphore.
 // The first block stores its slice without reading the sums, and the last block writes dQ.
 //
-// Under a general mask, the blocks that add to a query tile are those of the key tiles between the
-// first and the last key that the tile's group of rows sees (BlockMask). dq_order counts from the
-// first of these blocks. Other blocks may compute the tile, in which every score is hidden for
+// Under a general mask, the blocks that add to a query tile are the blocks of the key tiles between
+// the first and the last key that the tile's group of rows sees (BlockMask). dq_order counts from
+// the first of these blocks. Other blocks may compute the tile, in which every score is hidden for
 // them, but they neither add nor wait. So under a general mask, too, a block only waits for blocks
 // of lower key tiles.
 #pragma once

@@ -32,7 +32,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   using typename Base::Shared;
   using typename Base::T;
   static constexpr int kStripWarps = Config::kStripWarps;
-  // The last step along the rows that a warp holds.
+  // The first row of the last mma step (kDepth rows) among the rows whose scores this warp holds.
   static constexpr int kLastStep = kCols - Ops::kDepth;
 
   float r_sum[kStrips][kDimTiles][4] = {};  // sums of dV or dK

@@ -101,7 +101,7 @@ class EarlierTiles {
  private:
   alignas(8) float l_out[kTiles * kCols * 4];
   alignas(8) float l_sum[kTiles * 2];
-  alignas(8) float l_scale[kTiles * 2];  // from the maxima of l_out to the current maxima
+  alignas(8) float l_scale[kTiles * 2];  // the factors that rescale l_out to the current maxima
 
   static __device__ __forceinline__ void load(const float* l_from, float (&to)[2]) {
     asm volatile("ld.local.v2.f32 {%0, %1}, [%2];"

@@ -1,4 +1,5 @@
-// The description of a tensor in global memory that TMA needs. Host code that does not use torch.
+// The description of a tensor in global memory that TMA needs. This is host code that does not use
+// torch.
 // Source: CUDA driver API, "Tensor Map Object Management".
 #pragma once
 

@@ -141,7 +141,7 @@ class Sm90Epilogue {
     return kGated && p_.gemm.epilogue.interleaved;
   }
 
-  // The coordinates in y of the warp's first row of a tile.
+  // Returns the row and the column of y at which this warp's part of the tile starts.
   static __device__ __forceinline__ Place place_of(const WorkTile& work, int rank) {
     const int warpgroup = fresh_thread() / 128 - 1;
     const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // within the tile

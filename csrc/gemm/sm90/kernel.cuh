@@ -59,14 +59,16 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   };
   const int a_batch = p.a_batched ? int(work.batch) : 0,
             b_batch = p.b_batched ? int(work.batch) : 0;
-  // Coordinates in the tensor map of b: its halves are of the rows where gated, else of K.
+  // The coordinates of this k-block in the tensor map of b, which has a dim for the two halves of
+  // b. The halves split the rows of b in a gated product and the columns (K) of b otherwise.
   constexpr bool kSwapAb = kT.swap_ab();
   const bool second = !Config::kGated && k >= p.b_k_half;
   const int b_k = second ? k - p.b_k_half : k;
   const auto b_half = [&](int half) {
     return (Config::kGated ? half : int(second)) ^ p.b_reversed;
   };
-  // Both halves of a gated tile end at the same column of y.
+  // In a gated tile, the rows of the left and of the right half of b belong to the same columns of
+  // y.
   constexpr int kRowsA = kT.block_m / Config::kHalvesA;
   const int row = (int(work.tile_m) * kCluster + rank) * kRowsA;
   if constexpr (Config::kAKMajor) {

@@ -22,7 +22,8 @@ struct Maps {
 
   int block_k() const { return sm90_block_k(math); }  // elements of K in a k-block
 
-  // The box of an operand with `rows` rows (M or N) in each of `halves`, o.half_stride apart.
+  // The tensor box of an operand that consists of `halves` matrices with `rows` rows (M or N) each.
+  // o.half_stride is the distance from one matrix to the next.
   TensorBox operand(const GemmOperand& o, int64_t rows, int halves, int box_rows) const {
     const bool k_major = o.k_stride == 1;
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;

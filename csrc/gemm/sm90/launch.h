@@ -13,8 +13,10 @@ Sm90Params sm90_params(const GemmParams& params, cudaStream_t stream);
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// K-major copies of fp32 operands: bf16 matrices that add up to the values, or one fp32 matrix,
-// half_stride apart. In a gated product each is two matrices: the left half comes first.
+// K-major copies of fp32 operands. For exact fp32 a copy is three bf16 matrices that add up to the
+// values, for TF32 it is one fp32 matrix. In a gated product, each of these matrices of b is stored
+// as two: first the left half, then the right half. All matrices of an operand lie half_stride
+// apart.
 struct Sm90Written {
   GemmOperand a, b;
 };

@@ -22,12 +22,13 @@ TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
-  int64_t half_rows, k_half;  // rows or columns of a pair's first matrix, else all of them
-  int64_t second_half;        // what a row or a column of the second one adds to the offset
+  int64_t half_rows, k_half;  // a pair's first matrix ends at this row or column
+  int64_t second_half;        // added to the offset of a value in a pair's second matrix
   void* to;                   // (batch, terms, rows, padded_k(k))
-  uint32_t blocks;  // of one batch and one slice of K; 0 where the operand is read in place
+  // The number of blocks per batch and slice of K, or 0 if the kernel reads the operand in place.
+  uint32_t blocks;
 
-  // `gated`: b's halves have half of the rows each.
+  // If `gated` is true, the operand is a pair and each matrix has rows / 2 rows.
   Source(const GemmOperand& o, int64_t rows, int64_t batch, bool gated, GemmMath math, void* to)
       : data(static_cast<const float*>(o.data)),
         row_stride(o.row_stride),
@@ -46,7 +47,7 @@ struct Source {
                        : batch * bf16x3_terms(math) * rows * padded_k(k) * sm90_elem_bytes(math);
   }
 
-  // The offset of a value.
+  // Returns the offset of the value at (row, k) in elements.
   __device__ __forceinline__ int64_t at(int64_t row, int64_t k) const {
     return row * row_stride + k * k_stride + (row >= half_rows || k >= k_half ? second_half : 0);
   }

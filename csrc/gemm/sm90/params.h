@@ -11,19 +11,24 @@
 namespace torchweld {
 
 struct Sm90Params {
-  // Dims (k, M, 1, batch), or (M, k, 1, batch) if MN-major. With bf16x3: (k, M, terms, batch).
+  // The dims are (k, M, 1, batch), or (M, k, 1, batch) if a is MN-major. With bf16x3 they are (k,
+  // M, terms, batch).
   TensorMap a;
-  // (k, N, halves, batch), or (N, k, halves, batch); bf16x3: (k, N, terms * halves, batch). The
-  // halves of a pair side by side along K have b_k_half columns each.
+  // The dims are (k, N, halves, batch), or (N, k, halves, batch) if b is MN-major. With bf16x3 they
+  // are (k, N, terms * halves, batch). If b is a pair along K, its halves have b_k_half columns
+  // each.
   TensorMap b;
-  TensorMap y, preact;           // (N, M, halves, batch); y has one half
-  bool stores_y, stores_preact;  // by these maps; else rows have no 16-byte boundaries
-  bool a_batched, b_batched;     // one matrix a batch
-  // b_reversed is 1 where b's second half is at the lower address. A tensor map has no negative
-  // strides, so that half is the map's first one. A swap_ab tile has b's map as its a.
+  TensorMap y, preact;  // the dims are (N, M, halves, batch); y has one half
+  // Whether TMA stores the result. TMA can't store it if its rows don't start on 16-byte
+  // boundaries.
+  bool stores_y, stores_preact;
+  bool a_batched, b_batched;  // false if all batches read the same matrix
+  // 1 if the second half of b has the lower address, else 0. A tensor map can't have negative
+  // strides, so the map's first half is then the second half of b. In a swap_ab tile, the member
+  // `a` is the map of b.
   int b_reversed;
-  int b_k_half;           // INT_MAX where b's K is not in halves
-  GemmSchedule schedule;  // of clusters' tiles
+  int b_k_half;           // INT_MAX if b is not a pair along K
+  GemmSchedule schedule;  // the order of the tiles; a cluster computes a tile
   StreamKSchedule stream_k;
   Sm90Partials partials;
   GemmParams gemm;

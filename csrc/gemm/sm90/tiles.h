@@ -43,7 +43,7 @@ struct Sm90Tile {
   Sm90TileIndex index;
   // Rows of wgmma's operands; those of b count both halves of a gated product.
   int block_m, block_n;
-  int stages;   // of the pipeline in shared memory
+  int stages;   // stages of the pipeline in shared memory
   int cluster;  // CTAs, whose tiles lie below each other and which multicast their loads of b
   bool pingpong;
   int boxes;  // the boxes of results that each warp keeps for TMA stores; 0 for swap_ab tiles

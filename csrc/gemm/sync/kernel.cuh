@@ -124,7 +124,7 @@ class OperandLoader {
   using T = ElementOf<kMath>;
   static constexpr SyncTile kT = kSyncTiles[kTile];
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
-  static constexpr bool kPairs = kAKMajor && !kBKMajor;  // K may be in halves
+  static constexpr bool kPairs = kAKMajor && !kBKMajor;  // b may be a pair along K
 
  public:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
@@ -183,7 +183,9 @@ class OperandLoader {
 
   const GemmParams* p_;
   int k_blocks_;
-  int k_blocks_to_half_;  // of a pair side by side along K: until its second matrix; else 0 or less
+  // For b a pair along K, the number of k-blocks that remain before its second matrix. Otherwise 0
+  // or less.
+  int k_blocks_to_half_;
   TileLoader<T, kT.block_m, kT.threads(), kAKMajor> a_;
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
 };

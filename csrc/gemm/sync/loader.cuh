@@ -23,12 +23,12 @@ struct RowOrder {
 };
 
 struct TileSource {
-  const char* data;    // of this batch
-  int64_t row_bytes;   // from one row to the next
-  int64_t k_bytes;     // from one column of K to the next
-  int64_t half_bytes;  // from a row of the left half to its partner
-  int64_t first_row;   // of this block
-  int64_t rows;        // there are
+  const char* data;    // the start of this batch
+  int64_t row_bytes;   // from one row to the next row of the same half
+  int64_t k_bytes;     // from one element of K to the next
+  int64_t half_bytes;  // from a row of the left half to the same row of the right half
+  int64_t first_row;   // the first row of this block's tile
+  int64_t rows;        // the number of rows of the operand
   RowOrder order;
 };
 
@@ -98,16 +98,17 @@ class TileLoader {
     }
   }
 
-  // Moves the next loads by a number of elements.
+  // Moves the address of the next loads by `elems` elements.
   __device__ __forceinline__ void skip(int64_t elems) {
     from_ += elems * static_cast<int64_t>(sizeof(T));
   }
 
  private:
   const char* from_;  // this thread's next chunk
-  int64_t stride_bytes_,
-      wrap_bytes_;  // to the next chunk, and from the end of a k-block to the start of the next
-  int k_left_;      // elements of K that remain from this thread's first chunk on
+  // stride_bytes_ is the distance to this thread's next chunk, and wrap_bytes_ the distance from
+  // the end of a k-block to the start of the next.
+  int64_t stride_bytes_, wrap_bytes_;
+  int k_left_;  // elements of K that remain from this thread's first chunk on
   uint32_t valid_ = 0;
   uint32_t s_offset_;
 };

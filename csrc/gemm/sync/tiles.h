@@ -12,9 +12,9 @@ namespace torchweld {
 enum class SyncSize : int8_t { kLarge, kMedium, kSmall };
 
 struct SyncTile {
-  int block_m, block_n;  // of the product; block_n counts both halves of a gated product
+  int block_m, block_n;  // the tile of the product; block_n counts both halves of a gated product
   int warps_m, warps_n;
-  int stages;  // of the pipeline in shared memory
+  int stages;  // stages of the pipeline in shared memory
   int blocks_per_sm;
   float rate;        // tensor-core throughput of a full SM, relative to the first tile
   float rate_alone;  // throughput with one block on the SM
@@ -78,7 +78,7 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
 // Estimates the time: the tensor-core time of the busiest SM, plus the extra memory traffic of
 // split-K partials.
 inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int splits) {
-  constexpr double kMacsPerSecond = 0.9e12;  // of one SM, with 16-bit operands
+  constexpr double kMacsPerSecond = 0.9e12;  // the throughput of one SM, with 16-bit operands
   constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
   const double slower = p.math == GemmMath::kFloat32 ? 4.2 : p.math == GemmMath::kTf32 ? 1.2 : 1;
   const int64_t tiles =

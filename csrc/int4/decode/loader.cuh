@@ -17,7 +17,7 @@ struct Int4DecodeParams : Int4Operands {
   Int4DecodePlan plan;
 };
 
-// NOTE: volatile, so that the compiler does not move the load before griddep_wait.
+// NOTE: the load is volatile, so that the compiler does not move it before griddep_wait.
 __device__ __forceinline__ uint2 load_global_words_2(const void* g_from) {
   uint2 w;
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(w.x), "=r"(w.y) : "l"(g_from));

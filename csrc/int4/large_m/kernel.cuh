@@ -1,5 +1,5 @@
 // Computes y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, with wgmma.
-// mma.sync reaches half of its rate: int4 (4096, 4096, 4096) bfloat16.
+// mma.sync reaches only half of wgmma's rate, measured with int4 (4096, 4096, 4096) bfloat16.
 //
 // A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
 // weight is the register operand of wgmma: each warp unpacks a slice of 16 columns of its own rows

@@ -90,7 +90,7 @@ class Int4LargeMLoader {
   }
 
   const char* g_weight_;
-  int64_t tile_stride_;      // between two loads of the thread
+  int64_t tile_stride_;      // the distance between two loads of the thread
   int chunk_, chunks_left_;  // of the next k-block
   Int4XCopies<kInt4LargeMTiles, kTile, kElem> x_;
   ScaleCopy scale_;

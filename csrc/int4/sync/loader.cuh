@@ -115,7 +115,7 @@ class Int4Loader {
   }
 
   const char *g_weight_, *g_scale_ = nullptr;
-  int64_t tile_stride_;      // between two loads of the thread
+  int64_t tile_stride_;      // the distance between two loads of the thread
   int chunk_, chunks_left_;  // of the next k-block
   Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
   int units_left_;  // units of the split, from this thread's vector of its first chunk of x on

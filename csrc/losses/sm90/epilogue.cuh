@@ -1,5 +1,6 @@
-// From a warp's sums to exponentials: y = 2^(l - k) in bf16, and the sums of a tile's columns in
-// fp32. Every term of a sum is added before it is rounded.
+// The matmul epilogue that turns accumulators into exponentials. It stores y = 2^(l - k) in bf16,
+// and in fp32 each row's sum over the columns of a tile. The sums add the exponentials before they
+// are rounded to bf16.
 #pragma once
 
 #include "gemm/sm90/kernel.cuh"
@@ -23,7 +24,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
                                                   char* s_staging, float* s_bias, int warpgroup)
       : Base(p, s_staging, s_bias, warpgroup), e_(p.exponentials) {}
 
-  // Loads the references of the thread's rows, under the mainloop.
+  // Loads the reference exponents of this thread's rows, while the mainloop runs.
   __device__ __forceinline__ void fetch_rows(const WorkTile& work, int rank) {
     const int row = Base::place_of(work, rank).row + this->lane_ / 4;
 #pragma unroll
@@ -60,7 +61,8 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
   const ExponentialsParams& e_;
   float reference_[kMTiles][2];
 
-  using RowValues = float[kT.block_n / 2];  // of rows g and g + 8: pairs of columns, in turn
+  // pairs of columns, alternating between rows g and g + 8
+  using RowValues = float[kT.block_n / 2];
 
   static __device__ __forceinline__ float (&box_values(RowValues& v, int box))
       [Base::kValues] { return reinterpret_cast<float (&)[Base::kValues]>(v[box * Base::kValues]); }
@@ -73,7 +75,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
     }
   }
 
-  // Columns behind the last one of y.
+  // Sets the columns behind the last column of y to -inf, so that their exponentials are 0.
   __device__ __forceinline__ void hide_columns(RowValues& v, int column) const {
 #pragma unroll
     for (int j = 0; j < kT.block_n / 2; ++j) {
@@ -97,12 +99,13 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
       max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
       max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
       max *= e_.scale;
-      // NOTE: a reference that is NaN leaves it to the tile.
+      // NOTE: the comparison is false if the reference is NaN, so the tile chooses its own
+      // reference.
       k[half] = max <= reference[half] + kMaxAboveReference ? reference[half]
                 : max == -INFINITY                          ? 0.f
                                                             : rintf(max);
     }
-    // NOTE: whatever an ignored row holds, NaN too, becomes 0.
+    // NOTE: the exponentials of an ignored row are 0, even if the row holds NaN.
     const bool ignores = __any_sync(~0u, reference[0] == INFINITY || reference[1] == INFINITY);
     if (ignores) {
 #pragma unroll

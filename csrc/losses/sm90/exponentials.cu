@@ -1,4 +1,4 @@
-// Launches the product that ends in exponentials: bf16, both operands K-major.
+// Launches the matmul whose epilogue computes exponentials. The operands are bf16 and K-major.
 #include <type_traits>
 
 #include "losses/sm90/epilogue.cuh"

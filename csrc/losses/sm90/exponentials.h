@@ -1,4 +1,4 @@
-// The product that ends in exponentials, as its caller sees it. Torch-free.
+// The interface of the matmul whose epilogue computes exponentials. This header does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,23 +7,25 @@
 
 namespace torchweld {
 
-// z = x @ weight^T + bias, l = log2(e) / temperature * softcap(z). Row i of y is 2^(l - k) with the
-// reference exponent k of its row, or of a tile whose largest l is far above it.
+// The matmul computes l = log2(e) / temperature * softcap(x @ weight^T + bias) and stores y = 2^(l
+// - k). The integer k is the row's reference exponent. A tile whose largest l is far above the
+// reference uses its own k.
 struct ExponentialsParams {
-  const float* reference;  // (M,) integers; inf: the row is ignored
-  float* tile_reference;   // (tiles_n, M)
+  const float* reference;  // (M,) integers; inf for an ignored row
+  float* tile_reference;   // (tiles_n, M), the k of each tile and row
   float* tile_sum;         // (tiles_n, M) sums of 2^(l - k) over a tile's columns
-  float* tile_moment;      // (tiles_n, M) sums of 2^(l - k) * (l - k), where asked for
+  float* tile_moment;      // (tiles_n, M) sums of 2^(l - k) * (l - k), or nullptr
   float scale;             // log2(e) / temperature
-  float softcap;           // 0: none
+  float softcap;           // 0 if there is none
 };
 
-// p.y: bf16, or nullptr where only the sums are wanted.
+// Launches the matmul. p.y is bf16, or nullptr if only the sums are requested.
 void launch_sm90_exponentials(const GemmParams& p, const ExponentialsParams& exponentials,
                               cudaStream_t stream);
 
-// A tile whose largest l is this far above its row's reference has a reference of its own, so that
-// sums stay far from the largest and their inverses from the smallest number.
+// A tile chooses its own reference exponent if its largest l exceeds the row's reference by more
+// than this. The limit keeps the sums far below the largest float, and their inverses far above the
+// smallest.
 inline constexpr float kMaxAboveReference = 64;
 
 }  // namespace torchweld

@@ -1,4 +1,5 @@
-// What the host hands to the product that ends in exponentials. Torch-free.
+// The kernel parameters of the matmul whose epilogue computes exponentials. This header does not
+// use torch.
 #pragma once
 
 #include "gemm/sm90/launch.h"
@@ -6,7 +7,7 @@
 
 namespace torchweld {
 
-// kCapped: softcap is given. kMoment: tile_moment is asked for.
+// kCapped is true if there is a softcap, kMoment if tile_moment is requested.
 template <bool kCapped, bool kMoment>
 struct Sm90ExponentialsParams : Sm90Params {
   ExponentialsParams exponentials;

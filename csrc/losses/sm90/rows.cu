@@ -1,7 +1,9 @@
-// Rows around the product that ends in exponentials: the target's logit before it, the loss after
-// it, and what makes its result the logits' gradient.
+// The per-row kernels that run before and after the matmul whose epilogue computes exponentials.
+// Before it, a kernel computes the logits of the targets. After it, kernels compute the losses and
+// rescale y, so that factor * y is the gradient of the logits.
 //
-// NOTE: NDEBUG would turn off the assertion on targets, which the host can't check without waiting.
+// NOTE: NDEBUG would disable the assertion on the targets. The host can't check them instead,
+// because it would have to wait for the GPU.
 #undef NDEBUG
 #include <cassert>
 
@@ -17,9 +19,10 @@ namespace {
 using T = __nv_bfloat16;
 constexpr int kThreads = 256, kWarps = kThreads / kWarp, kElems = kVectorBytes / sizeof(T);
 
-// Bits between a row's target and the reference: a row's largest logit may be
-// kAboveTarget + kMaxAboveReference above the target's before a tile needs a reference of its own,
-// and what is 2^-60 of the target's exponential is still a normal number.
+// A row's reference exponent is the exponent of its target's logit plus kAboveTarget. A row's
+// largest exponent may then exceed the target's by kAboveTarget + kMaxAboveReference = 124 before a
+// tile needs its own reference. The target's y is 2^-60, and a y that is 2^-60 times smaller is
+// still a normal bf16 number.
 constexpr float kAboveTarget = 60;
 
 __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows p) {
@@ -55,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows
   p.reference[row] = fabsf(l) < INFINITY ? rintf(l) + kAboveTarget : NAN;
 }
 
-// Sums of 2^(l - reference), and of 2^(l - reference) * (l - reference), as columns are added.
+// Running sums over columns: `sum` of 2^(l - reference) and `moment` of 2^(l - reference) * (l -
+// reference). add() rescales both to the larger reference.
 struct ExponentialSums {
   float reference = -INFINITY, sum = 0, moment = 0;
 
@@ -76,14 +80,15 @@ struct ExponentialSums {
   }
 };
 
-// 1 + 2 z_loss lse: the gradient of the loss to the lse. Never 0, so that it can be divided by.
+// Returns 1 + 2 z_loss lse, the derivative of the loss with respect to the lse. The result is never
+// 0, because the caller divides by it.
 __device__ __forceinline__ float lse_slope(float z_loss, float lse) {
   constexpr float kTiny = 1e-10f;
   const float slope = fmaf(2.f * z_loss, lse, 1.f);
   return fabsf(slope) < kTiny ? kTiny : slope;
 }
 
-constexpr int kRows = 32, kGroups = 8;  // rows of a block, and threads of a row
+constexpr int kRows = 32, kGroups = 8;  // rows per block, and threads per row
 
 __global__ void __launch_bounds__(kRows* kGroups)
     exponential_rows_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {
@@ -130,11 +135,12 @@ __global__ void __launch_bounds__(kRows* kGroups)
   const double lse = log_sum + (sums.sum == 0 ? 0 : kLn2 * sums.reference);
   out.lse[row] = float(lse);
   out.loss[row] = float(lse - p.target_logit[row] + p.z_loss * lse * lse);
-  // lse - sum p z, both against the reference.
+  // The entropy lse - sum(p z), with lse and z relative to the reference.
   if (out.entropy != nullptr) out.entropy[row] = float(log_sum - kLn2 * sums.moment / sums.sum);
   if (out.y == nullptr) return;
   out.factor[row] = lse_slope(p.z_loss, float(lse)) / (sums.sum * p.temperature);
-  // The kernel behind this one rescales a row that has a reference here.
+  // NaN tells finish_exponentials_kernel that all tiles of the row have the same reference, so it
+  // need not rescale the row.
   if (!differs) out.row_reference[row] = NAN;
 }
 
@@ -155,7 +161,7 @@ __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
   static_cast<T*>(out.y)[row * out.y_row_stride + column] = from_float<T>(y);
 }
 
-// Multiplies tiles whose reference is not their row's, then stores the target's term.
+// Rescales the tiles whose reference differs from their row's, then writes y at the target.
 __global__ void __launch_bounds__(128)
     finish_exponentials_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {
   const int64_t row = blockIdx.x;

@@ -1,21 +1,23 @@
-// cross_entropy:  the cross entropy of z = softcap tanh(logits / softcap) / temperature
+// cross_entropy computes the cross entropy of z = softcap tanh(logits / softcap) / temperature.
 //   logits (..., N), target (...), loss () or (...)
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
-// A loss that is a scalar is trained with one read of the logits and one write:
-// cross_entropy_gradients_forward gives the gradient for dloss = 1 beside the loss, and
-// cross_entropy_gradients_backward multiplies it by dloss, in place where the graph alone owns it.
-// The device reads dloss, so nothing waits for it, and a dloss of 1 moves nothing. Another one
-// costs a second read and write.
+// For a scalar loss, training reads the logits once and writes their gradient once.
+// cross_entropy_gradients_forward computes the loss and its gradient for dloss = 1.
+// cross_entropy_gradients_backward multiplies this gradient by dloss, in place if only the graph
+// holds it. The kernel reads dloss on the device, so the host doesn't wait. If dloss is 1, the
+// kernel leaves the gradient as it is; otherwise it reads and writes the gradient once more.
 //
-// Reduction "none", float16 and calls whose gradient can't be scaled in place (torch.compile, saved
-// tensor hooks, transforms) read the logits twice: cross_entropy_forward also gives each row's lse,
-// 0 where the row is ignored, from which cross_entropy_backward computes the gradient. float16
-// can't hold gradients before the loss scale.
+// Calls with reduction "none", with float16, or whose gradient can't be scaled in place
+// (torch.compile, saved-tensor hooks, transforms) read the logits twice. cross_entropy_forward then
+// also returns each row's lse (0 for an ignored row), from which cross_entropy_backward computes
+// the gradient. float16 is excluded because a gradient without the loss scale would underflow.
 //
-// NOTE: nothing overwrites the logits. Forward can't know whether its caller reads them, and
-// backward can't know it either, because Python's object of a tensor outlives its variable while
-// the graph holds the tensor. The stored gradient has no such object.
+// NOTE: no kernel overwrites the logits with their gradient. The forward can't know whether the
+// caller still reads the logits. The backward can't know either, because the Python object of a
+// tensor stays alive as long as the graph holds the tensor, even after its last variable is gone.
+// The stored gradient has no Python object, so its reference count tells whether only the graph
+// holds it.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -28,7 +30,7 @@
 namespace torchweld::cross_entropy_op {
 namespace {
 
-// Checks logits and target; returns the shape of a result per token.
+// Checks logits and target. Returns the shape of a per-token result.
 std::vector<c10::SymInt> check_inputs(const char* op, const Tensor& logits, const Tensor& target,
                                       const LossOptions& options) {
   check_floating(op, "logits", logits);
@@ -101,7 +103,7 @@ Tensor zero_rows(const LogitInputs& in) {
   return at::zeros({in.targets.numel()}, in.logits.options().dtype(acc_dtype(in.logits)));
 }
 
-// The kernels of the ops on one engine.
+// The functions below implement the ops for a given engine.
 template <Engine engine>
 Tensor loss_on(const Tensor& logits, const Tensor& target, c10::string_view reduction,
                int64_t ignore_index, double label_smoothing, std::optional<double> softcap,
@@ -252,7 +254,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   }
 };
 
-// Refusals under cross_entropy's own name.
+// Runs the checks of a call that is recorded for autograd, so that errors name cross_entropy.
 void cross_entropy_checks(const char* op, const Tensor& logits, const Tensor& target,
                           c10::string_view reduction, int64_t ignore_index, double label_smoothing,
                           std::optional<double> softcap, double z_loss, int64_t shift,
@@ -262,8 +264,8 @@ void cross_entropy_checks(const char* op, const Tensor& logits, const Tensor& ta
                                      shift, temperature));
 }
 
-// NOTE: no autocast kernel. torch's autocast widens 16-bit logits to fp32, in which the statistics
-// are computed anyway.
+// NOTE: the op has no autocast kernel. torch's autocast would convert 16-bit logits to fp32, but
+// the kernels compute in fp32 anyway.
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   const std::string inputs = "Tensor logits, Tensor target, ";
   const std::string options =

@@ -1,5 +1,5 @@
-// The engines of cross_entropy: a pass over the rows of logits that gives statistics, the gradient,
-// or both.
+// The interface of the CPU and CUDA engines of cross_entropy. An engine computes the statistics of
+// the rows of logits, the gradient of the logits, or both.
 #pragma once
 
 #include "losses/loss.h"
@@ -8,14 +8,14 @@ namespace torchweld::cross_entropy_op {
 
 struct LogitInputs {
   Tensor logits;  // (..., N)
-  Tensor target;  // (...), as the caller gave it
+  Tensor target;  // (...), as the caller passed it
   LossOptions options;
   Tensor targets = target_of_rows(target, options);  // (rows,) int64
 };
 
-// Vectors over all rows are in the dtype of sums. The rows' loss is undefined where their lse is
-// given. dloss may have stride 0. dlogits is contiguous, and undefined where no gradient is
-// wanted. A row that is ignored keeps its statistics, and its dlogits are 0.
+// Vectors over all rows are in the accumulation dtype. If rows.loss is undefined, rows.lse is an
+// input. dloss may have stride 0. dlogits is contiguous, or undefined if no gradient is requested.
+// The engine does not write the loss and lse of an ignored row, and sets its dlogits to 0.
 using Engine = void (*)(const char* op, const LogitInputs& in, const LossRows& rows,
                         const Tensor& dloss, const Tensor& dlogits);
 

@@ -1,5 +1,5 @@
-// Launches cross_entropy: the ring for long rows whose loss and gradient are computed at once, else
-// the stream.
+// Launches the CUDA kernels of cross_entropy. If a call computes both the loss and the gradient of
+// long rows, it uses the ring kernel (ring.cuh), otherwise the stream kernel (stream.cuh).
 #include "core/device.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -10,10 +10,10 @@
 namespace torchweld {
 namespace {
 
-// The length from which a row is held in shared memory.
+// The minimum row length for the ring kernel, which holds a row in shared memory.
 constexpr int64_t kRingFrom = 16384;
 
-// Index of the ring that reads a row once, -1 where there is none.
+// Returns the index of a softmax ring that reads each row only once, or -1 if there is none.
 template <typename T>
 int choose_ring(const CrossEntropyParams& p) {
   const bool reads_twice_else = p.loss != nullptr && p.dlogits != nullptr;
@@ -55,7 +55,8 @@ void launch_ring(const CrossEntropyParams& p, const std::function<unsigned*()>& 
   launch_kernel(cross_entropy_ring_kernel<Config>, grid, stream, args, TargetMask{p}, counter());
 }
 
-// Threads of a row: at most 512, with at least 4 accesses each where the row has them.
+// Returns the number of threads per row: at most 512, and few enough that each thread makes at
+// least 4 loads if the row is long enough.
 template <typename T>
 int stream_threads(int64_t n) {
   const int64_t accesses = n / (kVectorBytes / static_cast<int>(sizeof(T)));

@@ -1,6 +1,7 @@
-// The formulas of a row on the device, shared by the kernels of cross_entropy.
+// The device code for one row that the kernels of cross_entropy share.
 //
-// NOTE: NDEBUG would turn off the assertion on targets, which the host can't check without waiting.
+// NOTE: NDEBUG would disable the assertion on the targets. The host can't check them instead,
+// because it would have to wait for the GPU.
 #pragma once
 
 #undef NDEBUG
@@ -12,15 +13,15 @@
 
 namespace torchweld {
 
-// exp(x). The approximation's error of 2 ulp and its lack of subnormal results are far below a
-// 16-bit gradient; fp32 rows use expf.
+// Returns exp(x). For 16-bit gradients, an approximation is enough: its error of 2 ulp and its
+// flush of subnormal results are far below 16-bit rounding. fp32 rows use expf.
 template <typename T>
 __device__ __forceinline__ float loss_exp(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(x * kLog2e);
   return expf(x);
 }
 
-// Exponentials relative to a maximum, as the reductions of device/reduce.cuh call them.
+// The functor that the reductions of device/reduce.cuh call for exponentials relative to a maximum.
 template <typename T>
 struct LossExponent {
   __device__ __forceinline__ float operator()(float z, float max) const {
@@ -29,7 +30,7 @@ struct LossExponent {
   __device__ __forceinline__ float rescale(float from, float to) const { return expf(from - to); }
 };
 
-// Whether the row counts for the loss.
+// Returns false if the row is ignored.
 __device__ __forceinline__ bool has_target(const CrossEntropyParams& p, int64_t target) {
   if (target == p.ignore_index) return false;
   assert(target >= 0 && target < p.n && "torchweld: target must be from 0 to N - 1");
@@ -47,11 +48,12 @@ __device__ __forceinline__ float target_logit(const CrossEntropyParams& p, int64
   return scaled_logit(p, to_float(static_cast<const T*>(p.logits)[row * p.row_stride + target]));
 }
 
-// The statistics of a row from its (max, sum) and the sum of z, which only label smoothing needs.
+// Returns the statistics of a row from its (max, sum of exponentials) and its sum of z. Only label
+// smoothing needs `total`, the sum of z.
 __device__ __forceinline__ LogitStatistics<float> row_statistics(const CrossEntropyParams& p,
                                                                  const MaxSum& found, float total,
                                                                  float z_target) {
-  // A row of only -inf is NaN, as in torch.
+  // A row whose logits are all -inf gives NaN, as in torch.
   const float max = found.max == -INFINITY ? NAN : found.max;
   return {max, logf(found.sum), z_target - max, total / static_cast<float>(p.n) - max, 0.f};
 }
@@ -61,7 +63,7 @@ __device__ __forceinline__ RowGradient<float> row_gradient(const CrossEntropyPar
   return RowGradient<float>::of_loss(p.dloss[row * p.dloss_stride], lse, p.terms, p.n);
 }
 
-// The gradient of the logit of column j, from z.
+// Returns the gradient of a logit from its z, without the term of the target.
 template <typename T>
 __device__ __forceinline__ float logit_gradient(const CrossEntropyParams& p,
                                                 const RowGradient<float>& row, float z) {

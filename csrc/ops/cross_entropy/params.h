@@ -1,4 +1,4 @@
-// Kernels over given logits, and their parameters. Torch-free.
+// The kernels of cross_entropy and their parameters. This header does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,10 @@
 
 namespace torchweld {
 
-// Rows of logits, and the vectors of all rows. A row that is ignored keeps its loss and lse, and
-// its dlogits become 0.
+// The rows of logits and the vectors over the rows. The kernels don't write the loss and lse of an
+// ignored row, and set its dlogits to 0.
 struct CrossEntropyParams {
-  const void* logits;  // (rows, n) of dtype
+  const void* logits;  // (rows, n) in `dtype`
   int64_t row_stride;
   int64_t rows;
   int64_t n;
@@ -22,16 +22,18 @@ struct CrossEntropyParams {
   const int64_t* targets;
   int64_t ignore_index;
   LogitScale<float> scale;
-  float inverse_temperature;  // NOTE: a division would take a third of a row's instructions
+  // NOTE: dividing by the temperature would take a third of all instructions
+  float inverse_temperature;
   CrossEntropyTerms<float> terms;
-  float* loss;  // nullptr: lse is given
+  float* loss;  // nullptr: lse is an input
   float* lse;
-  const float* dloss;    // nullptr without a gradient
+  const float* dloss;    // nullptr if no gradient is requested
   int64_t dloss_stride;  // 0 or 1
-  void* dlogits;         // (rows, n) of dtype, contiguous; nullptr: no gradient
+  void* dlogits;         // (rows, n) in `dtype`, contiguous; nullptr if no gradient is requested
 };
 
-// `counter` gives a counter that is 0, where a kernel needs one.
+// Launches the kernel. If the chosen kernel needs a counter, the function calls `counter`, which
+// returns one that is 0.
 void launch_cross_entropy(const CrossEntropyParams& params,
                           const std::function<unsigned*()>& counter, cudaStream_t stream);
 

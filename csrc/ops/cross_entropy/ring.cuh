@@ -1,5 +1,6 @@
-// Loss and gradient of long rows that a cluster holds in shared memory (softmax/ring_rows.cuh): one
-// read and one write. Without label smoothing and soft cap.
+// Computes the loss and the gradient of long rows in a single read of the logits. A thread block
+// cluster holds each row in shared memory (softmax/ring_rows.cuh). The kernel does not support
+// label smoothing and the soft cap.
 #pragma once
 
 #include "device/features.cuh"
@@ -8,8 +9,8 @@
 
 namespace torchweld {
 
-// The mask of a row of logits: no column of a row that is ignored is live, so that the ring neither
-// loads it nor computes it, and clears its gradient.
+// The mask that tells the ring which columns of a row are live. An ignored row has no live columns,
+// so the ring neither loads nor computes it, and writes zeros to its gradient.
 struct TargetMask {
   static constexpr bool kMasked = true, kCapped = false;
   CrossEntropyParams p;
@@ -31,7 +32,7 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
   using Row = typename Base::Row;
   using Base::Base;
 
-  // Loads this thread's scaled logits of a chunk; columns that are not live become -inf.
+  // Loads this thread's scaled logits of a chunk of the row. Columns that are not live become -inf.
   template <bool kFull>
   __device__ __forceinline__ void load(float (&r_z)[kCount], int slot, const Slice& p,
                                        int done) const {
@@ -102,7 +103,8 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
 };
 #endif
 
-// g_claims is 0 before and after the launch. There are at most as many clusters as rows.
+// g_claims must be 0; the kernel resets it to 0 at the end. The launch must not have more clusters
+// than rows.
 template <typename Config>
 __global__ __launch_bounds__(Config::kBlockThreads, 1) void cross_entropy_ring_kernel(
     const RowArgs<typename Config::T> args, const TargetMask mask, unsigned* g_claims) {

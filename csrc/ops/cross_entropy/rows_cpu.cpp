@@ -1,5 +1,5 @@
-// CPU. A row is computed a block at a time, which is converted to the dtype of sums in the L1
-// cache: once for the statistics, once for the gradient.
+// Computes cross_entropy on the CPU. Loops go through a row in blocks, which they convert to the
+// accumulation dtype in the L1 cache: one loop for the statistics, another for the gradient.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 
@@ -22,8 +22,9 @@ namespace torchweld::cross_entropy_op {
 namespace {
 
 #ifdef TW_SIMD_TARGETS
-// Convert whole vectors of float16 and return their count.
-// NOTE: the compiler makes no vector instructions of c10::Half's conversions.
+// Converts between float16 and float, 16 elements at a time. Returns the number of converted
+// elements; the caller converts the rest.
+// NOTE: the compiler does not vectorise the conversions of c10::Half.
 __attribute__((target("avx512f"))) int64_t convert_avx512(float* to, const at::Half* from,
                                                           int64_t n) {
   int64_t j = 0;
@@ -61,12 +62,13 @@ void convert_row(To* to, const From* from, int64_t n) {
   });
 }
 
-// The rows of a call. T is the dtype of sums.
+// The operands of a call, with pointers to the logits and to the vectors over all rows. T is the
+// accumulation dtype.
 template <typename scalar_t>
 struct RowsCpu {
   using T = at::opmath_type<scalar_t>;
   static constexpr T kInfinity = std::numeric_limits<T>::infinity();
-  static constexpr int64_t kBlock = 2048;  // logits that stay in the L1 cache
+  static constexpr int64_t kBlock = 2048;  // the number of logits that stay in the L1 cache
 
   const scalar_t* logits;
   int64_t n, row_stride;
@@ -103,7 +105,8 @@ struct RowsCpu {
   }
 
  private:
-  // Statistics relative to the maximum so far, a block at a time. Blocks are added in fp64.
+  // Returns the statistics of a row. Each block's sum is relative to the block's maximum; fp64 sums
+  // over the blocks are rescaled to the largest maximum so far.
   LogitStatistics<T> statistics(const scalar_t* from, T z_target) const {
     T z[kBlock], max = -kInfinity;
     double sum = 0, total = 0;
@@ -111,7 +114,7 @@ struct RowsCpu {
       const int64_t size = std::min(kBlock, n - first);
       convert_row(z, from + first, size);
       const T block_max = scale_row<T>(z, nullptr, size, scale);
-      // A maximum of -inf counts as 0, because -inf - (-inf) is NaN.
+      // If the maximum is -inf, the code subtracts 0 instead, because -inf - (-inf) is NaN.
       const T shift = block_max == -kInfinity ? T(0) : block_max;
       T block_sum = 0;
       with_vectors([&] {
@@ -131,13 +134,14 @@ struct RowsCpu {
       sum = sum * factor(max, raised) + block_sum * factor(block_max, raised);
       max = raised;
     }
-    // A row of only -inf is NaN, as in torch.
+    // A row whose logits are all -inf gives NaN, as in torch.
     if (max == -kInfinity) max = std::numeric_limits<T>::quiet_NaN();
     const T mean = static_cast<T>(total / static_cast<double>(n) - max);
     return {max, static_cast<T>(std::log(sum)), z_target - max, mean, T(0)};
   }
 
-  // exp(from - to): the factor of a sum relative to `from` in one relative to `to`.
+  // Returns exp(from - to), which rescales a sum relative to the maximum `from` to the maximum
+  // `to`.
   static double factor(T from, T to) {
     return from == -kInfinity ? 0 : std::exp(static_cast<double>(from) - static_cast<double>(to));
   }
@@ -187,7 +191,7 @@ void compute_rows(const LogitInputs& in, const LossRows& rows, const Tensor& dlo
       dloss.defined() ? dloss.const_data_ptr<T>() : nullptr,
       dloss.defined() ? dloss.stride(0) : 0,
       dlogits.defined() ? dlogits.mutable_data_ptr<scalar_t>() : nullptr};
-  // A task has at least 4096 logits.
+  // Each task gets at least about 4096 logits.
   const int64_t tasks = std::min({count, int64_t{64}, divide_up(count * n, 4096)});
   parallel_tasks(tasks, [&](int64_t task) {
     const int64_t end = (task + 1) * count / tasks;

@@ -1,4 +1,4 @@
-// CUDA. The engine of ops/cross_entropy/engine.h.
+// The CUDA engine of cross_entropy (ops/cross_entropy/engine.h).
 #ifdef TORCHWELD_CUDA
 
 #include "core/counters.h"

@@ -1,5 +1,6 @@
-// A block per row, which it reads once for the statistics and once more for the gradient. The
-// second read comes from the L2 cache: the rows that run at once are smaller than it.
+// A kernel of cross_entropy with one block per row. The block reads the row once for the statistics
+// and again for the gradient. The second read hits the L2 cache, because all rows that are in
+// progress fit in it.
 #pragma once
 
 #include "device/access.cuh"
@@ -10,7 +11,8 @@ namespace torchweld {
 
 inline constexpr int kCrossEntropyThreads = 512, kCrossEntropyLoads = 4;
 
-// A row as elements before its first 16-byte boundary, whole accesses and elements behind them.
+// The split of a row into single elements before the first 16-byte boundary, 16-byte accesses, and
+// the remaining elements.
 template <typename T>
 struct RowSpan {
   static constexpr int kElems = kVectorBytes / sizeof(T);
@@ -23,8 +25,8 @@ struct RowSpan {
     tail = n - head - accesses * kElems;
   }
 
-  // Calls each_access(column, words) and each_element(column, value) for this thread's part of the
-  // row, with several loads in flight.
+  // Calls each_access(column, words) for this thread's 16-byte accesses and each_element(column,
+  // value) for its single elements. Several loads are in flight at once.
   template <typename EachAccess, typename EachElement>
   __device__ __forceinline__ void visit(const T* g_row, const EachAccess& each_access,
                                         const EachElement& each_element) const {
@@ -64,7 +66,8 @@ __global__ __launch_bounds__(kCrossEntropyThreads) void cross_entropy_stream_ker
   const bool in_phase = reinterpret_cast<uintptr_t>(g_row) % kVectorBytes ==
                         reinterpret_cast<uintptr_t>(g_out) % kVectorBytes;
 
-  // Stores the gradients of an access.
+  // Stores the gradients of one 16-byte access. If the gradient's row is not aligned like the row
+  // of logits, they are stored one by one.
   const auto store = [&](int64_t column, const float (&r_d)[kElems]) {
     if (in_phase) {
       store_floats<T>(g_out + column, r_d);

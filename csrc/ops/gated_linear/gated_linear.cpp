@@ -1,10 +1,11 @@
-// gated_linear:  z = x @ weight.T + bias,  y = gate(left, right) of z's two halves
+// gated_linear computes z = x @ weight.T + bias and y = gate(left, right).
 //   x (..., K), weight (2N, K), bias (2N,), z (..., 2N), y (..., N)
-//   left is the first half of z and right the second (interleaved: the even and the odd columns)
+// left is the first half of the columns of z and right the second half. If `interleaved` is true,
+// left is the even columns and right the odd columns. The gates are:
 //   sigmoid_tanh: sigmoid(left) * tanh(right)     geglu, geglu_tanh: left * gelu(right)
 //   swiglu: silu(left) * right                    reglu: left * relu(right)
 //
-// gated_linear_forward also returns z, which the gradient needs.
+// gated_linear_forward also returns z, which the backward needs.
 #include "core/dispatch.h"
 #include "layers/donation.h"
 #include "layers/gate.h"
@@ -15,7 +16,7 @@ namespace {
 using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor>;
 
-// Returns z's sizes.
+// Checks the arguments. Returns the shape of z.
 std::vector<c10::SymInt> gated_linear_checks(const char* op, const Tensor& x, const Tensor& weight,
                                              const OptionalTensor& bias, c10::string_view gate,
                                              bool interleaved) {
@@ -122,7 +123,9 @@ Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor
   auto [dx, dweight, dbias] =
       gated_linear_backward_meta(dy, x, weight, z, gate, interleaved, output_mask);
   const OnDevice on(x.device());
-  // Interleaved sums are one vector; else left and right ones are its halves.
+  // gate_backward_into writes the sums for interleaved columns to one vector. Otherwise it writes
+  // the sums of the left columns to the first half of dbias and those of the right columns to the
+  // second.
   const int64_t left = interleaved ? dbias.numel() : dbias.numel() / 2;
   const Tensor dz =
       gate_backward_into(dbias.narrow(0, 0, left), dbias.narrow(0, left, dbias.numel() - left), dy,

@@ -1,9 +1,10 @@
-// gated_linear_pair:  y = gate(x @ left.T + left_bias, x @ right.T + right_bias)
-//   x (..., K), left and right (N, K), their biases (N,), y (..., N); gates as in gated_linear
-// Gradient:           dx = dz_left @ left + dz_right @ right,  dleft = dz_left^T @ x, and likewise
+// gated_linear_pair computes y = gate(x @ left.T + left_bias, x @ right.T + right_bias).
+//   x (..., K), left and right (N, K), left_bias and right_bias (N,), y (..., N)
+// The gates are those of gated_linear. The gradients are dx = dz_left @ left + dz_right @ right,
+// dleft = dz_left^T @ x and dright = dz_right^T @ x.
 //
-// gated_linear_pair_forward also returns z (..., 2N), the left and the right branch side by side.
-// The matmul reads the two weights in place, as it reads the halves of gated_linear's weight.
+// gated_linear_pair_forward also returns z (..., 2N), the results of the left and the right matmul
+// side by side. The matmul kernel reads the two weights in place, without concatenating them.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -18,7 +19,7 @@ using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Wanted = std::array<bool, 5>;
 
-// Returns y's sizes.
+// Checks x, the weights and the gate. Returns the shape of y.
 std::vector<c10::SymInt> check_inputs(const char* op, const Tensor& x, const Tensor& left,
                                       const Tensor& right, c10::string_view gate) {
   auto sizes = check_linear(op, x, "left", left, std::nullopt);
@@ -73,7 +74,7 @@ Grads gated_linear_pair_backward_meta(const Tensor& dy, const Tensor& x, const T
 }
 TW_OP(gated_linear_pair_backward);
 
-// CPU. The two branches (rows, N).
+// CPU: returns the results of the left and the right matmul, (rows, N) each.
 Halves branches(const Tensor& x, const Tensor& left, const Tensor& right,
                 const OptionalTensor& left_bias, const OptionalTensor& right_bias) {
   const Tensor rows = as_matrix(x);
@@ -105,8 +106,9 @@ Forward gated_linear_pair_forward_cpu(const Tensor& x, const Tensor& left, const
   return {apply_gate(computed, parsed).view(y.sizes()), z};
 }
 
-// CPU. to += a @ b.
-// NOTE: oneDNN computes float32 products twice as fast, but adds none to a matrix that is there.
+// CPU: computes to += a @ b.
+// NOTE: for float32, matmul_into_cpu runs oneDNN, which is twice as fast as addmm_ but can't add to
+// an existing matrix.
 void add_matmul_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   if (to.scalar_type() != at::kFloat) {
     to.addmm_(a, b);

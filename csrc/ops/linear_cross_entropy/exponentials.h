@@ -1,4 +1,4 @@
-// The ops of keep="exponentials". In addition to the loss, the forward returns y and factor
+// The ops behind keep="exponentials". In addition to the loss, the forward returns y and factor
 // (losses/exponentials.h), from which the backward computes the gradients.
 #pragma once
 

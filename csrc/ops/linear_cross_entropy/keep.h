@@ -1,4 +1,4 @@
-// What the forward stores for the backward.
+// Parses the argument `keep`, which selects what the forward stores for the backward.
 #pragma once
 
 #include "losses/exponentials.h"
@@ -7,8 +7,8 @@ namespace torchweld::linear_cross_entropy_op {
 
 enum class Keep { kExponentials, kGradients, kNothing };
 
-// NOTE: the stored gradients are those for dloss = 1, before the loss scale. In float16 the
-// gradients of a mean over many rows would become 0.
+// NOTE: with keep="gradients", the forward stores the gradients for dloss = 1, without the loss
+// scale. In float16, the gradients of a mean over many rows would underflow to 0.
 inline Keep parse_keep(const char* op, c10::string_view name, const LossOptions& options,
                        const Tensor& x, const Tensor& weight) {
   const bool reduced = options.reduction != Reduction::kNone;

@@ -1,4 +1,5 @@
-// linear_cross_entropy:  the cross entropy of z = softcap tanh(linear(x) / softcap) / temperature
+// linear_cross_entropy computes the cross entropy of z = softcap tanh(linear(x, weight, bias) /
+// softcap) / temperature.
 //   x (..., K), weight (N, K), bias (N,), target (...), loss () or (...)
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
@@ -7,8 +8,10 @@
 // backward's dlse is a gradient of lse, for example of a row whose target is in another shard of the
 // vocabulary.
 //
-// keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for
-// dloss = 1, and linear_cross_entropy_gradients_backward multiplies them by dloss.
+// keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for dloss =
+// 1, and linear_cross_entropy_gradients_backward multiplies them by dloss.
+//
+// keep="exponentials": see exponentials.h.
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
@@ -100,7 +103,7 @@ Tensor zero_rows(const LossInputs& in) {
   return at::zeros({in.targets.numel()}, in.x.options().dtype(acc_dtype(in.x)));
 }
 
-// The functions that compute the ops on one engine.
+// The functions below implement the ops for a given engine.
 template <LossEngine engine>
 Tensor loss_on(const Tensor& x, const Tensor& weight, const Tensor& target,
                const OptionalTensor& bias, c10::string_view reduction, int64_t ignore_index,

@@ -1,9 +1,10 @@
-// linear_token_logprobs:  logprob = z_t - lse(z),   entropy = lse(z) - sum(softmax(z) z)
+// linear_token_logprobs computes each token's log-probability and, on request, its entropy:
+//   logprob = z_t - lse(z),   entropy = lse(z) - sum(softmax(z) z)
 //   z = softcap tanh(linear(x, weight, bias) / softcap) / temperature
 //   x (..., K), weight (N, K), bias (N,), target t (...), logprob and entropy (...)
 //
-// linear_token_logprobs_forward also returns lse, with which linear_token_logprobs_backward
-// computes the logits again. entropy has size (0,) if it is not requested.
+// linear_token_logprobs_forward also returns the lse. linear_token_logprobs_backward uses the lse
+// and computes the logits again. entropy has shape (0,) if it is not requested.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -86,7 +87,7 @@ Triple logprobs_of(const char* op, const Tensor& x, const Tensor& weight, const 
   return results;
 }
 
-// The functions that compute the ops on one engine.
+// The functions below implement the ops for a given engine.
 template <LossEngine engine>
 Pair logprobs_on(const Tensor& x, const Tensor& weight, const Tensor& target,
                  const OptionalTensor& bias, double temperature, std::optional<double> softcap,

@@ -1,4 +1,5 @@
-// rms_norm, layer_norm, add_rms_norm and add_layer_norm; formulas and shapes: layers/norm_op.h.
+// Defines rms_norm, layer_norm, add_rms_norm and add_layer_norm. layers/norm_op.h has the formulas
+// and the shapes.
 #include "layers/norm_op.h"
 
 namespace torchweld::norms_op {

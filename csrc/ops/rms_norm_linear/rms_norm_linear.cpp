@@ -1,8 +1,8 @@
-// rms_norm_linear:  y = activation((x * rstd * norm_weight) @ weight.T + bias),
-//                   rstd = 1 / sqrt(mean(x * x) + eps)
+// rms_norm_linear computes y = activation((x * rstd * norm_weight) @ weight.T + bias) with rstd = 1
+// / sqrt(mean(x * x) + eps).
 //   x (..., K), weight (N, K), bias (N,), norm_weight (K,), y (..., N)
 //
-// layers/norm_linear_op.h defines the op. This file adds the CPU code of RMSNorm.
+// layers/norm_linear_op.h defines the op. This file adds RMSNorm on the CPU.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/linalg_vector_norm.h>
 
@@ -19,7 +19,7 @@ struct RmsNorm {
   using Vectors = NormVectors<1>;
   using Statistics = NormStatistics<1>;
 
-  // Returns x * rstd in the dtype of the statistics. norm_weight is applied later.
+  // Returns x * rstd in the dtype of the statistics. The caller multiplies by norm_weight.
   static Tensor scale_rows(const Tensor& x, const Tensor& rstd) {
     return x.to(rstd.scalar_type()) * rstd.unsqueeze(-1);
   }

@@ -1,9 +1,10 @@
-// rotary on CUDA: one launch rotates q and k.
+// Computes rotary position embedding on CUDA. One launch rotates both q and k.
 //
-// A thread has two chunks of 16 bytes of a position, which hold the two values of each of its
-// pairs, in kHeads heads. It reads cos and sin for its chunks once, then loads the chunks of all
-// its heads before it rotates the first. The threads of a position are consecutive, so its table
-// row comes from L1 for all but the first of them. Threads behind those of rotary_dim copy.
+// Each thread handles one position and kHeads heads. In each head it has two 16-byte chunks that
+// together hold both values of its pairs. It reads the cos and sin of its chunks once, and loads
+// the chunks of all its heads before it rotates any. The threads of a position are consecutive, so
+// only the first of them loads the position's row of the tables from L2; the others find it in L1.
+// Additional threads copy the values behind rotary_dim.
 #include "core/index.h"
 #include "core/launch.h"
 #include "device/access.cuh"
@@ -16,12 +17,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kHeads = 4;
 
-// How the threads of a position are assigned.
+// The assignment of threads to the values of a position. A lane is a thread's index within a head.
 struct RotaryThreads {
-  int rotating_lanes;  // threads of a head that rotate
-  int lanes;           // threads of a head
-  int copied_step;     // elements between the two chunks of a thread that copies
-  int64_t groups[2];   // groups of kHeads heads of q and of k
+  int rotating_lanes;  // the threads per head that rotate values
+  int lanes;           // the threads per head, including those that copy values
+  int copied_step;     // the distance in elements between the two chunks of a thread that copies
+  int64_t groups[2];   // the groups of kHeads heads in q and in k
 
   RotaryThreads(const RotaryParams& p, int elems) {
     rotating_lanes = p.rotary_dim / (2 * elems);
@@ -34,7 +35,7 @@ struct RotaryThreads {
   TW_HOST_DEVICE int64_t per_position() const { return (groups[0] + groups[1]) * lanes; }
 };
 
-// kElems values of a table in fp32.
+// Loads kElems values of a table as fp32.
 template <int kElems, typename Table>
 __device__ __forceinline__ void load_table(float (&r_to)[kElems], const Table* g_from) {
   if constexpr (kElems == 1) {
@@ -46,14 +47,15 @@ __device__ __forceinline__ void load_table(float (&r_to)[kElems], const Table* g
   }
 }
 
-// x * cos + rotate(x) * sin of a thread's two chunks.
+// Computes x * cos + rotate(x) * sin for a thread's two chunks.
 template <int kElems>
 struct Rotation {
   float cos[2][kElems], sin[2][kElems];
-  // Whether a chunk holds both values of its pairs.
+  // True if each chunk holds both values of its pairs. Otherwise, each pair has one value in each
+  // chunk.
   bool pairs_in_chunk;
 
-  // The transposed rotation exchanges the two sines of a pair and their signs.
+  // Changes the rotation to its transpose: exchanges the two sines of each pair and negates both.
   __device__ __forceinline__ void transpose() {
 #pragma unroll
     for (int i = 0; i < kElems; ++i) {
@@ -172,7 +174,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether all chunks of `elems` values start on 16-byte boundaries and hold whole pairs.
+// Returns true if all chunks of `elems` values start on 16-byte boundaries and the two chunks of a
+// thread hold whole pairs.
 template <typename T, typename Table>
 bool chunks_aligned(const RotaryParams& p, int elems) {
   bool aligned = p.rotary_dim % (2 * elems) == 0 && p.head_dim % elems == 0;

@@ -1,12 +1,14 @@
-// rotary position embedding of q and k:  out = x * cos + rotate(x) * sin
-// x is the first rotary_dim values of a head of q (batch, nheads, seqlen, head_dim) or of k
-// (batch, nheads_k, seqlen, head_dim); the values behind them are copied. cos and sin are
-// (batch or 1, seqlen, rotary_dim) or (seqlen, rotary_dim). rotate maps each pair (a, b) to
-// (-b, a). A pair is (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) where interleaved:
-//   out_a = a cos_a - b sin_a,  out_b = b cos_b + a sin_b
-// Gradient:  da = dout_a cos_a + dout_b sin_b,  db = dout_b cos_b - dout_a sin_a
+// Rotary position embedding of q and k: out = x * cos + rotate(x) * sin.
 //
-// The math is fp32 (fp64 for fp64), with one rounding. Results keep the memory order of q and k.
+// x stands for the first rotary_dim values of a head of q (batch, nheads, seqlen, head_dim) or of k
+// (batch, nheads_k, seqlen, head_dim). The op copies the values behind them. cos and sin are (batch
+// or 1, seqlen, rotary_dim) or (seqlen, rotary_dim). rotate maps each pair (a, b) to (-b, a). The
+// pairs are (x[i], x[i + rotary_dim / 2]) or, if `interleaved` is true, (x[2i], x[2i + 1]):
+//   out_a = a cos_a - b sin_a,  out_b = b cos_b + a sin_b
+// The gradient is da = dout_a cos_a + dout_b sin_b and db = dout_b cos_b - dout_a sin_a.
+//
+// The kernels compute in fp32 (fp64 for fp64 inputs) and round once. The results have the memory
+// order of q and k.
 // Source: Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -91,7 +93,8 @@ Pair rotary_backward_meta(const Tensor& dq_out, const Tensor& dk_out, const Tens
 }
 TW_OP(rotary_backward);
 
-// A call: what is rotated into what. A pair of undefined tensors is left out.
+// The operands of a call: from[i] is rotated into to[i], with i = 0 for q and 1 for k. Both are
+// undefined if that tensor is empty or its result is not requested.
 struct Rotation {
   std::array<Tensor, 2> from, to;
   Tensor cos, sin;  // (batch, seqlen, rotary_dim)
@@ -169,7 +172,7 @@ Pair rotary_backward_cpu(const Tensor& dq_out, const Tensor& dk_out, const Tenso
 void rotate_cuda(const Rotation& r) {
   if (r.empty()) return;
   const OnDevice on(r.cos.device());
-  // The stride of a size of 1 is never used, and must not decide about alignment.
+  // The stride of a dim of size 1 is never used, so it must not influence the alignment check.
   const auto stride = [](const Tensor& t, int d) { return t.size(d) == 1 ? 0 : t.stride(d); };
   RotaryParams p = {};
   for (int i = 0; i < 2; ++i) {
@@ -228,7 +231,8 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
                                         ctx->saved_data["k"].toBool() && grads[1].defined()};
     if (!wanted[0] && !wanted[1]) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
-    // The gradient that is not wanted is not read, so the other one can stand in for it.
+    // If one gradient is not needed, the other gradient is passed in its place, because it may be
+    // undefined. The op does not read the placeholder.
     auto [dq, dk] =
         call_rotary_backward(wanted[0] ? grads[0] : grads[1], wanted[1] ? grads[1] : grads[0],
                              saved[0], saved[1], ctx->saved_data["interleaved"].toBool(), wanted);
@@ -236,7 +240,7 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
   }
 };
 
-// Refusals of a recorded call.
+// Runs the checks of a call that is recorded for autograd.
 void rotary_checks(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos,
                    const Tensor& sin, bool) {
   check_inputs(op, "q", q, "k", k, cos, sin);

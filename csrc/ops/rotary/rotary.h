@@ -1,4 +1,4 @@
-// Parameters and launcher of the rotary kernel. Torch-free.
+// The parameters and the launcher of the rotary kernel. This header does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,9 @@
 
 namespace torchweld {
 
-// A tensor (batch, nheads, seqlen, head_dim) and where its rotated values go. Strides are those of
-// batch, head and position, in elements; the last stride is 1. nheads is 0 for an absent tensor.
+// A tensor (batch, nheads, seqlen, head_dim) to rotate, and the memory of its result. The strides
+// are those of the batch, head and position dims, in elements; head_dim is contiguous. nheads is 0
+// if the tensor is absent.
 struct RotaryTensor {
   const void* from;
   void* to;
@@ -19,7 +20,7 @@ struct RotaryTensor {
   int64_t to_strides[3];
 };
 
-// cos or sin (batch, seqlen, rotary_dim), with the strides of batch and position.
+// A table (batch, seqlen, rotary_dim), cos or sin, with the strides of its batch and position dims.
 struct RotaryTable {
   const void* data;
   int64_t strides[2];
@@ -31,11 +32,11 @@ struct RotaryParams {
   int64_t batch, seqlen;
   int head_dim, rotary_dim;
   bool interleaved;
-  bool transposed;  // multiplies by the transposed rotation: the gradient
+  bool transposed;  // true for the gradient, which multiplies by the transposed rotation
   DType dtype, table_dtype;
 };
 
-// batch and seqlen are at least 1.
+// Launches the kernel. batch and seqlen must be at least 1.
 void launch_rotary(const RotaryParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

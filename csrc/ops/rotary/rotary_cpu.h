@@ -1,5 +1,5 @@
-// rotary on the CPU: a task rotates all heads of some positions. It converts the rows of cos and
-// sin of a position once.
+// Computes rotary position embedding on the CPU. Each task rotates all heads of some positions and
+// converts each position's rows of cos and sin only once.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace torchweld::rotary_op {
 
-// Strides are those of batch, head and position, in elements; the last stride is 1.
+// A tensor to rotate, and the memory of its result. The strides are those of the batch, head and
+// position dims, in elements; head_dim is contiguous.
 template <typename T>
 struct RotaryOperand {
   const T* from = nullptr;
@@ -38,7 +39,7 @@ struct RotaryOperands {
   bool interleaved, transposed;
 };
 
-// to = from * cos + rotate(from) * sin; A is the dtype of the math.
+// Computes to = from * cos + rotate(from) * sin for one head. A is the dtype of the computation.
 template <typename T, typename A>
 void rotate_head_cpu(T* __restrict__ to, const T* __restrict__ from, const A* __restrict__ cos,
                      const A* __restrict__ sin, int64_t rotary_dim, bool interleaved) {
@@ -58,8 +59,8 @@ void rotate_head_cpu(T* __restrict__ to, const T* __restrict__ from, const A* __
   }
 }
 
-// The tables of a position; for the transposed rotation the sines of each pair are exchanged and
-// negated.
+// Loads the cos and sin of one position. For the transposed rotation, the function exchanges the
+// two sines of each pair and negates both.
 template <typename A, typename Table>
 void load_tables_cpu(A* __restrict__ cos, A* __restrict__ sin, const Table* from_cos,
                      const Table* from_sin, int64_t rotary_dim, bool interleaved, bool transposed) {

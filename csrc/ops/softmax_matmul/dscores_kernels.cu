@@ -26,7 +26,7 @@ struct DscoresConfig {
   static constexpr int kSteps = kChunk * sizeof(T) / kStepBytes;
   static constexpr int kPitch = kBlockN + kPitchPadBytes / sizeof(T);
   static constexpr int kStages = 2;
-  // The largest that does not spill.
+  // The largest unrolling that does not spill
   static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kMasked ? 2 : kSteps;
 
   struct Shared {

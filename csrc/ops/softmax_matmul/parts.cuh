@@ -62,8 +62,8 @@ __device__ __forceinline__ uint32_t pack_word(const float (&from)[kPerWord<T>]) 
   }
 }
 
-// The maximum of each pair of corresponding values in two words. If one value is NaN, the result is
-// the other.
+// Compares two words, each with one fp32 or two 16-bit values, and returns the larger of each two
+// corresponding values. If one of them is NaN, the result is the other one.
 template <typename T>
 __device__ __forceinline__ uint32_t max_of_words(uint32_t a, uint32_t b);
 template <>

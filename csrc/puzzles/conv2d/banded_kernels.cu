@@ -18,7 +18,7 @@ namespace torchweld {
 namespace {
 
 constexpr int kBandedThreads = kBandedWarps * kWarp;
-constexpr int kVector = 8;  // 16-bit elements in a 16-byte vector, and columns of a tile
+constexpr int kVector = 8;  // elements in a 16-byte vector, and also the columns of a tile
 constexpr int kTileRows = 16;
 constexpr int kBlockK = 16;  // columns of x that one mma multiplies
 
@@ -39,7 +39,7 @@ template <typename Config>
 struct BandedLayout {
   int steps;       // mma instructions along K per row of weights
   int before;      // vectors of x that windows need to the left of the outputs' columns
-  int halo;        // vectors of x that windows need beside the outputs' columns
+  int halo;        // vectors of x that windows need in addition to the outputs' columns
   int pitch;       // elements from one staged row to the next
   int rows;        // staged rows
   int band_words;  // words of all band matrices

@@ -27,7 +27,7 @@ struct ConvShape {
         kernel_width(weight.size(1)) {}
 
   int64_t strips() const { return (height + kStripRows - 1) / kStripRows; }
-  // The length of a row of the buffer: the width rounded up to groups of lanes, and the halo.
+  // The length of a row of the buffer: the width rounded up to groups of lanes, plus the halo.
   int64_t padded_width() const { return (width + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes); }
   int64_t pitch() const { return padded_width() + kernel_width - 1; }
   int64_t buffer() const { return (kStripRows + kernel_height - 1) * pitch(); }
