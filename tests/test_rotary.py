@@ -197,7 +197,7 @@ def test_dense_inputs_keep_their_strides(device):
         out, _ = rotary(q, k, *tables(device, F32, 5, 8))
         assert out.stride() == q.stride()
         (dq,) = torch.autograd.grad(out, q, torch.empty_like(q).normal_())
-        assert dq.stride() == q.stride()
+        assert dq.transpose(1, 2).is_contiguous()  # as a projection's backward reads it
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

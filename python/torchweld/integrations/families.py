@@ -113,7 +113,7 @@ FAMILIES = {
         ),
     ),
 }
-# Of these classes the parts differ from the family's: GLM-4's attention is not packed.
+# GLM-4 packs the weights of its MLP and not those of its attention.
 _UNPACKED = {"Glm4Attention"}
 
 
