@@ -24,7 +24,10 @@ WITHOUT = {
     "outer_add_backward", "outer_mul_relu",
     "outer_mul_relu_backward", "mul_relu", "mul_relu_backward", "scalar_attention",
     "scalar_attention_forward", "scalar_attention_backward", "fold_layer_norm", "int4_pack",
-    "int4_unpack", "int4_repack",
+    "int4_unpack", "int4_repack", "rms_norm", "rms_norm_forward", "rms_norm_backward",
+    "layer_norm", "layer_norm_forward", "layer_norm_backward", "add_rms_norm",
+    "add_rms_norm_forward", "add_rms_norm_backward", "add_layer_norm", "add_layer_norm_forward",
+    "add_layer_norm_backward",
 }  # fmt: skip
 
 

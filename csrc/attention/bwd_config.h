@@ -103,7 +103,8 @@ struct AttentionBackwardSm90Tile {
   int head_dim, head_dim_v;  // maximum
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
-  // Warps that add dQ of alternate tiles; 2-CTA tiles have one.
+  // The number of warps that take alternate tiles of dQ and add them to global memory. A block of a
+  // 2-CTA tile uses only one such warp.
   static constexpr int kDqStoreWarps = 2;
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 

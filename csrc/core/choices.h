@@ -43,7 +43,8 @@ typename KernelFamily::Choice pick(const typename KernelFamily::Problem& problem
   return chosen == heuristic_encoded ? heuristic : KernelFamily::make(problem, chosen);
 }
 
-// Labels the choices picked during its lifetime with a part of the call, e.g. "dx".
+// While it lives, labels every choice that is picked with the name of a part of the call, e.g.
+// "dx".
 class CallScope {
  public:
   explicit CallScope(const char* name) : before_(exchange(name)) {}

@@ -32,8 +32,8 @@ inline constexpr int64_t kMaxGrid = 2147483647;
 // A kernel that uses more shared memory, or a larger cluster, than these limits needs a function
 // attribute.
 inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
-// The limit also counts static shared memory, which launch_kernel does not know. No kernel that
-// uses dynamic shared memory has more static shared memory than this.
+// An upper bound on the static shared memory of every kernel that uses dynamic shared memory. The
+// default limit counts both kinds, but launch_kernel does not know the static size.
 inline constexpr int kMaxStaticBytes = 8 * 1024;
 
 struct Grid {

@@ -121,8 +121,8 @@ inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
 }
 
 // Computes the gradients of x, scale and shift from dy (rows, K), the gradient of the normalised
-// rows. dy and dx may share memory. dsum, if given, is added to dx. A gradient of size (0,) is not
-// requested.
+// rows. dy and dx may share memory. dsum, if given, is added to dx. A gradient
+// that is passed as a tensor of size (0,) is not computed.
 inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
                                const RowNorm& norm, const Tensor& dy, const Tensor& x,
                                const RowStatistics& saved,

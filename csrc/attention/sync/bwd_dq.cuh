@@ -30,7 +30,7 @@ struct DqAccumulator {
   using Ops = typename Config::Ops;
   using KeyTile = typename Config::KeyTile;
   using ScoreTile = typename Config::ScoreTile;
-  // Whether a warp's slice has 32 rows. It has 16 if with 32 rows it would have less than 16
+  // Whether a warp's slice has 32 rows rather than 16. A slice of 32 rows must have at least 16
   // columns.
   static constexpr bool kTall =
       Config::kRows >= 32 && Config::kRows * Config::kHeadDim >= 32 * 16 * Config::kWarps;

@@ -7,8 +7,8 @@
 
 namespace torchweld {
 
-// Returns the kernel parameters of a product whose choice is a tile of this engine. If an operand
-// needs rewriting (sm90_writes), launches the kernel that rewrites it.
+// Returns the kernel parameters of a product for which a tile of this engine was chosen. If an
+// operand needs rewriting (sm90_writes), launches the kernel that rewrites it.
 Sm90Params sm90_params(const GemmParams& params, cudaStream_t stream);
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);

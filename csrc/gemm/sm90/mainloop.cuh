@@ -24,8 +24,8 @@ struct Sm90Config {
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr bool kDbias = kDbias_;  // also sums the rows of a
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  // The number of halves in the rows of each wgmma operand: 2 for b of a gated product, which is
-  // operand A in a swap_ab tile.
+  // Into how many parts the rows of wgmma operands A and B are divided: b of a gated product has
+  // two halves, all other operands are one part. In a swap_ab tile b is operand A.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));

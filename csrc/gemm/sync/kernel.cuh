@@ -190,8 +190,9 @@ class OperandLoader {
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
 };
 
-// Computes acc = a @ b^T for a warp's rows and columns of the work tile whose first loads `loader`
-// has issued. Returns NaN if the tile must be computed again with kHandlesNonFinite.
+// Computes acc = a @ b^T for a warp's rows and columns of the work tile. `loader` has already
+// issued the first loads of the tile. Returns NaN if the tile must be computed again with
+// kHandlesNonFinite.
 template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, bool kHandlesNonFinite, int kM,
           int kN>
 __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],

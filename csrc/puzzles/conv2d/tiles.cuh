@@ -40,7 +40,7 @@ struct Conv2dArgs {
   bool aligned;         // every row of x and z starts and ends on a 16-byte boundary
   int64_t first_block;  // first block of this launch, if the call needs several grids
   Divider by_column_tiles;
-  Divider by_image;  // rows, or tiles of rows, of an image
+  Divider by_image;  // divides by the number of rows, or of row tiles, per image
 };
 
 template <typename T>
