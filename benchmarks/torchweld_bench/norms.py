@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, judged, two_roundings
+from torchweld_bench.common import dtype_text, in_turn, judged, two_roundings
 from torchweld_bench.results import Row, make_row
 
 _SHAPES = ((16384, 4096), (16384, 2048), (4096, 8192), (1024, 4096), (8192, 768))
@@ -107,7 +107,7 @@ def _forward(
     case = f"{op} {shape} {dtype_text(dtype)}"
     row = make_row(
         case,
-        interleaved(calls, device="cuda"),
+        interleaved({n: in_turn([c], 1) for n, c in calls.items()}, device="cuda"),
         against="copy",
         target=targets.get(case),
         **judged(got, eager(first, *vectors), reference),
@@ -169,7 +169,7 @@ def _backward(
     case = f"{op}_backward {shape} {dtype_text(dtype)}"
     row = make_row(
         case,
-        interleaved(calls, device="cuda"),
+        interleaved({n: in_turn([c], 1) for n, c in calls.items()}, device="cuda"),
         against="move",
         target=targets.get(case),
         **judged(
