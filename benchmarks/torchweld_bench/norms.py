@@ -7,6 +7,7 @@ three.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -116,6 +117,17 @@ def _forward(
     yield row.over("torch.compile", targets)
 
 
+@contextlib.contextmanager
+def _capture_stream() -> Iterator[None]:
+    """Runs its body on the stream that CUDA graphs are captured on."""
+    graph = torch.cuda.graph
+    graph.default_capture_stream = graph.default_capture_stream or torch.cuda.Stream()
+    graph.default_capture_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(graph.default_capture_stream):
+        yield
+    torch.cuda.current_stream().wait_stream(graph.default_capture_stream)
+
+
 def _backward(
     op: str, shape: tuple[int, int], dtype: torch.dtype, targets: dict[str, float]
 ) -> Iterator[Row]:
@@ -134,7 +146,8 @@ def _backward(
 
     def through(function: Callable[..., Tensor]) -> Call:
         leaves = [t.detach().requires_grad_() for t in (x, *vectors)]
-        y = function(*leaves)
+        with _capture_stream():  # backward runs on the stream of forward
+            y = function(*leaves)
 
         def backward() -> None:
             dx, *_ = torch.autograd.grad(y, leaves, dy, retain_graph=True)
