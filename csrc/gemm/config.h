@@ -1,8 +1,9 @@
 // Chooses the engine and the tile of a matmul. This is pure host code: the launchers,
 // torchweld.explain and the CPU tests read the same tables.
 //
-// For each tile, an engine reports why the tile can't run a problem (refusal) and an estimate of
-// its time (seconds). choose_gemm picks the fastest legal tile of all engines.
+// For each of its tiles, an engine has two functions: ..._refusal returns why the tile can't run a
+// problem, and ..._seconds estimates the tile's time. choose_gemm picks the fastest legal tile of
+// all engines.
 #pragma once
 
 #include "gemm/rows/tiles.h"
@@ -15,8 +16,8 @@ namespace torchweld {
 // products with up to 16 rows of a.
 enum class GemmEngine : int8_t { kSync, kSm90, kRows };
 
-// The number of floats in a workspace row of a split-K partial: y's columns rounded up to a
-// multiple of 8, doubled if the product is gated.
+// The number of floats in one row of a split-K partial in the workspace. It is the number of
+// columns of y rounded up to a multiple of 8. A gated product has twice as many.
 constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
   return (n + 7) / 8 * 8 * (gated ? 2 : 1);
 }
@@ -25,20 +26,20 @@ struct GemmChoice {
   GemmEngine engine;
   int tile;         // index into the engine's table of tiles
   int splits;       // the number of splits of K, or kStreamK; negative if no tile is legal
-  int64_t k_split;  // elements of K in a split, a multiple of a k-block
+  int64_t k_split;  // the number of elements of K in each split; a multiple of the k-block
 
   int64_t workspace_floats(const GemmProblem& p) const {
     if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
-  // The kernel can also sum the rows of a during the product. If a is dy^T of a weight gradient,
-  // these sums are the gradient of the bias. Returns how many partial sums the kernel writes per
-  // row, or 0 if it does not support this.
+  // Some kernels can also compute the sum of each row of a during the product. In the product for a
+  // weight gradient a is dy^T, so these sums are the gradient of the bias. Returns the number of
+  // partial sums that the kernel writes per row of a, or 0 if the kernel can't sum the rows.
   int64_t dbias_partials(const GemmProblem& p) const {
     if (engine != GemmEngine::kSm90 || !kSm90Tiles[tile].supports_dbias(p)) return 0;
     return kSm90Tiles[tile].tiles_n(p.m, p.width());
   }
-  // The number of ready flags: one per stream-K partial.
+  // The number of ready flags. Each stream-K partial has one flag; other products need none.
   int64_t flags(const GemmProblem& p) const {
     return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
   }

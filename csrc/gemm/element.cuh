@@ -1,4 +1,4 @@
-// The C++ type of a GemmMath.
+// Maps a GemmMath to the C++ type of the operands in global memory.
 #pragma once
 
 #include <type_traits>

@@ -1,9 +1,10 @@
-// The epilogue applied to groups of 8 accumulators: bias, pre-activation, activation or gate,
-// rounding and store. The matmul kernels and the kernel that sums split-K partials share it.
+// The epilogue for groups of 8 accumulators: it adds the bias, stores the pre-activation, applies
+// the activation or the gate, rounds, and stores the results. The matmul kernels and the kernel
+// that sums split-K partials share this code.
 //
-// The activation is a runtime switch, not a template parameter, so that one kernel serves every
-// activation and gate. The switch stands outside of the loop over 8 values, so it costs nothing:
-// the accumulators pass through shared memory anyway, to be stored in 16-byte chunks.
+// The activation is a runtime value, not a template parameter, so that one kernel serves every
+// activation and gate. The switch on it costs nothing, because it is outside of the loop over the 8
+// values.
 #pragma once
 
 #include "device/activation.cuh"
@@ -13,10 +14,10 @@
 
 namespace torchweld {
 
-constexpr int kGroup = 8;  // columns that a thread stores at once
+constexpr int kGroup = 8;  // the number of columns that a thread stores at once
 
-// store_sums writes 8 fp32 sums to the split-K workspace; add_sums reads 8 of them and adds them to
-// v.
+// store_sums writes 8 fp32 sums to the split-K workspace. add_sums reads 8 sums from the workspace
+// and adds them to v.
 __device__ __forceinline__ void store_sums(float* g_sums, const float (&v)[kGroup]) {
   __stwb(reinterpret_cast<float4*>(g_sums), make_float4(v[0], v[1], v[2], v[3]));
   __stwb(reinterpret_cast<float4*>(g_sums) + 1, make_float4(v[4], v[5], v[6], v[7]));
@@ -31,11 +32,12 @@ __device__ __forceinline__ void add_sums(float (&v)[kGroup], const float* g_sums
   }
 }
 
-// Stores up to 8 results in contiguous columns.
+// Rounds the first `columns` values of v and stores them at g_to, in contiguous columns.
 template <typename T>
 __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&v)[kGroup]) {
   if (columns == kGroup && reinterpret_cast<uintptr_t>(g_to) % 16 == 0) {
-    // NOTE: the function uses __stwb, because the compiler splits a plain store here into four.
+    // NOTE: __stwb is used because the compiler would split a plain 16-byte store here into four
+    // stores.
     if constexpr (sizeof(T) == 2) {
       __stwb(reinterpret_cast<uint4*>(g_to),
              make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]),
@@ -51,7 +53,8 @@ __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&
   }
 }
 
-// Stores results to every second element: one half of an interleaved pre-activation.
+// Stores the first `columns` values of v to every second element from g_to on. These values are one
+// half (left or right) of an interleaved pre-activation.
 template <typename T>
 __device__ __forceinline__ void store_every_other(T* g_to, int columns, const float (&v)[kGroup]) {
 #pragma unroll
@@ -60,7 +63,7 @@ __device__ __forceinline__ void store_every_other(T* g_to, int columns, const fl
   }
 }
 
-// Runs the epilogue of columns [column, column + 8) of y. column must be below n.
+// Runs the epilogue for columns [column, column + 8) of y. `column` must be less than n.
 template <typename T>
 class GroupWriter {
   static constexpr bool kExact = sizeof(T) == 4;
@@ -69,10 +72,11 @@ class GroupWriter {
   __device__ __forceinline__ GroupWriter(const GemmParams& p, int64_t batch, int64_t column)
       : p_(p), batch_(batch), column_(column), columns_(int(min(int64_t{kGroup}, p.n - column))) {}
 
-  // v holds kGroups groups of 8 columns, from rows that lie `row_step` apart. For a gated product,
-  // the first kGroups / 2 groups are the left halves of the rows and the others the right halves.
-  // Rows from `rows` on do not exist and are not stored.
-  // NOTE: processing several rows at once hides their load latencies.
+  // v holds kGroups groups of 8 columns. Consecutive groups belong to rows `row`, row + row_step,
+  // and so on. In a gated product, the first kGroups / 2 groups are the left halves of these rows,
+  // and the other groups are the right halves. Only the first `rows` of these rows exist in y; the
+  // others are not stored.
+  // NOTE: the function processes several rows at once to hide the latency of their loads.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
                                         float (&v)[kGroups][kGroup]) const {
@@ -103,8 +107,8 @@ class GroupWriter {
     return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
   }
 
-  // Adds the bias that starts at element `at`. If the halves are interleaved, reads every second
-  // element of the bias.
+  // Adds the 8 elements of the bias from element `at` on to groups kFirst to kLast - 1. If the left
+  // and right halves are interleaved, reads every second element of the bias instead.
   template <int kFirst, int kLast, int kGroups>
   __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
     const GemmEpilogue& e = p_.epilogue;
@@ -168,7 +172,8 @@ class GroupWriter {
       }
       return;
     }
-    // NOTE: all loads come before the first conversion, because each conversion waits for its load.
+    // NOTE: all values are loaded before the first one is converted, because a conversion waits for
+    // the load of its value.
     U raw[kGroup];
     const int stride = interleaved ? 2 : 1;
 #pragma unroll

@@ -2,8 +2,9 @@
 // torch.
 //
 // The shapes are a (M, K), b (N, K) and y (M, N). One of the two strides of each matrix is 1. b may
-// be a pair: two matrices with the same strides. These are the two halves (N, K) of a gated
-// product, or two matrices side by side along K.
+// be a pair, which is two matrices with the same strides. In a gated product the pair is the left
+// and the right half of b, each (N, K). Otherwise the matrices of the pair are concatenated along
+// K.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,67 +19,70 @@
 namespace torchweld {
 
 // NOTE: the data pointer, the batch stride, the half stride and the stride of the non-contiguous
-// dim are multiples of 16 bytes. The contiguous dim has whole 16-byte chunks. If that dim is K, the
-// last chunk holds zeros behind K. layers/matmul.cpp copies operands that don't meet this.
+// dim must be multiples of 16 bytes. The size of the contiguous dim is padded to a multiple of 16
+// bytes. If the contiguous dim is K, the padding must hold zeros. layers/matmul.cpp copies operands
+// that don't meet these conditions.
 struct GemmOperand {
   const void* data;
-  int64_t row_stride;       // elements from one row (M or N) to the next
-  int64_t k_stride;         // elements from one column (K) to the next
-  int64_t batch_stride;     // 0: every batch reads the same matrix
-  int64_t half_stride = 0;  // elements from a pair's first matrix to its second; may be negative
-  // For a pair side by side along K, the number of columns of each matrix, a multiple of a k-block;
-  // otherwise 0. The kernels support such a pair only as an MN-major b with a K-major a.
+  int64_t row_stride;       // distance between rows (M or N), in elements
+  int64_t k_stride;         // distance between columns (K), in elements
+  int64_t batch_stride;     // 0 if every batch reads the same matrix
+  int64_t half_stride = 0;  // distance between a pair's two matrices, in elements; may be < 0
+  // If the operand is a pair concatenated along K, the number of columns of each of the two
+  // matrices, which is a multiple of the k-block; otherwise 0. The kernels support such a pair only
+  // for b, and only if b is MN-major and a is K-major.
   int64_t k_half = 0;
 
-  // Returns the number of elements to add to the offset k * k_stride if column k lies in the second
-  // matrix of a pair along K.
+  // For a pair concatenated along K: column k lies at offset k * k_stride in the first matrix. In
+  // the second matrix it lies at k * k_stride + half_jump().
   TW_HOST_DEVICE int64_t half_jump() const { return half_stride - k_half * k_stride; }
 };
 
 struct GemmEpilogue {
   const void* bias = nullptr;  // (N,), or (2N,) if gated
-  bool bias_fp32 = false;      // the bias is fp32 whatever the dtype of the operands
+  bool bias_fp32 = false;      // whether the bias is fp32 even if the operands are 16-bit
   Activation activation = Activation::kNone;
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;  // if gated: left and right values alternate in bias and preact
-  // If not null, the epilogue also stores z = a @ b^T + bias, (M, N) or (M, 2N). Its rows are
-  // contiguous and its batch stride is y's.
+  bool interleaved = false;  // if gated: whether left and right values alternate in bias and preact
+  // If not null, the epilogue also stores z = a @ b^T + bias here. z is (M, N), or (M, 2N) if
+  // gated. The rows of preact are contiguous, and it has the batch stride of y.
   void* preact = nullptr;
 };
 
-// A norm of the rows of a before the product, see norm/norm.h. Only the engine for few rows
-// supports it. scale and shift have the dtype of the operands, and a row of K elements is a
-// multiple of 16 bytes.
+// A norm (norm/norm.h) that is applied to the rows of a before the product. Only the engine for few
+// rows supports it. scale and shift have the dtype of the operands. K elements must be a multiple
+// of 16 bytes.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0;
-  const void* scale = nullptr;  // (K,) on a 16-byte boundary; nullptr: ones
-  const void* shift = nullptr;  // (K,) on a 16-byte boundary; nullptr: zeros
+  const void* scale = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the scale is 1
+  const void* shift = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the shift is 0
   float* mean = nullptr;        // (M,), or nullptr if not requested
   float* rstd = nullptr;
 };
 
 struct GemmParams {
-  int64_t m, n, k, batch;  // n is the number of columns of y: half of b's rows if gated
+  int64_t m, n, k, batch;  // n is the number of columns of y; a gated product has 2n rows of b
   GemmOperand a, b;
   void* y;
-  int64_t y_row_stride, y_batch_stride;  // the columns of y are contiguous
+  int64_t y_row_stride, y_batch_stride;  // the elements of a row of y are contiguous
   DType dtype;
-  bool tf32;  // fp32 operands may be rounded to TF32
+  bool tf32;  // whether fp32 operands may be rounded to TF32
   GemmNorm norm;
   GemmEpilogue epilogue;
   GemmChoice choice;
   float* workspace;  // choice.workspace_floats(...) floats, or nullptr if that is 0
   uint64_t* flags;   // choice.flags(...) flags, or nullptr if that is 0
-  void* written;  // gemm_written_bytes(...) bytes for rewritten operands, or nullptr if that is 0
-  // Partial sums over the rows of a in fp32, (choice.dbias_partials(...), M), or nullptr if they
-  // are not requested.
+  // Memory for copies of operands: gemm_written_bytes(...) bytes, or nullptr if that is 0.
+  void* written;
+  // The fp32 partial sums of each row of a, of shape (choice.dbias_partials(...), M), or nullptr if
+  // the sums are not requested.
   float* dbias_partials;
 };
 
-// The bytes of scratch memory for operands that the chosen engine copies to another format, or 0 if
-// the engine reads the operands as they are.
+// The chosen engine may have to copy an operand to another format. Returns the number of bytes of
+// scratch memory for these copies, or 0 if the engine reads all operands in place.
 int64_t gemm_written_bytes(const GemmParams& params);
 
 // Throws std::runtime_error if the launch fails. All sizes must be at least 1.

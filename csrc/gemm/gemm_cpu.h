@@ -26,8 +26,8 @@ void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k,
 }
 
 #ifdef CPUBLAS_BRGEMM_F32F32F32
-// NOTE: oneDNN compiles and caches one kernel for each set of sizes, so callers should use few
-// different sizes.
+// NOTE: oneDNN compiles and caches a kernel for every new combination of m, n and k, so callers
+// should use few combinations.
 template <>
 inline void block_matmul(float* c, const float* a, const float* b, int64_t m, int64_t n, int64_t k,
                          bool add) {
@@ -36,8 +36,8 @@ inline void block_matmul(float* c, const float* a, const float* b, int64_t m, in
     if (!add) std::fill_n(c, m * n, 0.0f);
     return;
   }
-  // The rounding error of one chain of fp32 additions grows with k, so a long chain is split into
-  // blocks of equal size.
+  // The rounding error of a chain of fp32 additions grows with its length k. Therefore K is split
+  // into blocks of equal size, and the sums of the blocks are added.
   constexpr int64_t kMaxChain = 192;
   const int64_t blocks = divide_up(k, kMaxChain);
   for (int64_t i = 0; i < blocks; ++i) {

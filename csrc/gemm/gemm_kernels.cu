@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Each thread adds up the split-K partials of 8 columns in a fixed order and applies the epilogue.
+// Each thread handles 8 columns of one row of y. It adds up their split-K partials in a fixed order
+// and applies the epilogue.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     split_sum_kernel(const __grid_constant__ GemmParams p, int64_t groups) {

@@ -8,8 +8,8 @@
 
 namespace torchweld {
 
-// How the operands are multiplied. kFloat32 writes each operand as three bf16 terms, which gives
-// fp32 accuracy on the tensor cores.
+// The arithmetic of a product. kFloat32 splits each fp32 value into three bf16 terms, so that the
+// tensor cores compute products with fp32 accuracy.
 enum class GemmMath : int8_t { kFloat16, kBFloat16, kTf32, kFloat32 };
 
 // `tf32` says whether fp32 operands may be rounded to TF32.
@@ -23,15 +23,16 @@ constexpr int gemm_elem_size(GemmMath math) {
   return math == GemmMath::kFloat16 || math == GemmMath::kBFloat16 ? 2 : 4;
 }
 
-// A k-block has 128 bytes of every operand row: 64 elements of 16 bits or 32 elements of fp32.
+// A k-block is a slice of K that has 128 bytes per operand row: 64 16-bit elements or 32 fp32
+// elements.
 inline constexpr int kKBlockBytes = 128;
 
 struct GemmProblem {
-  int64_t m, n, k, batch;  // n is the number of columns of y: half of b's rows if gated
-  bool gated, pointwise;   // pointwise: the epilogue has a gate or an activation
+  int64_t m, n, k, batch;  // n is the number of columns of y; a gated product has 2n rows of b
+  bool gated, pointwise;   // pointwise: whether the epilogue has a gate or an activation
   GemmMath math;
-  bool a_k_major, b_k_major;  // each combination of layouts has a kernel of its own
-  bool normed;                // the rows of a are normalised before the product
+  bool a_k_major, b_k_major;  // each of the four layouts has its own kernel
+  bool normed;                // whether the rows of a are normalised before the product
   DeviceFacts device;
 
   constexpr int64_t width() const { return gated ? 2 * n : n; }  // the rows of b
@@ -41,8 +42,9 @@ struct GemmProblem {
   }
 };
 
-// The supported numbers of splits of K. The partials of the splits are added in a fixed order. With
-// kStreamK the schedule splits K wherever this gives all CTAs the same work.
+// The supported numbers of splits of K. The partials of the splits are added in a fixed order.
+// kStreamK stands for stream-K: the schedule splits the K of some tiles so that all CTAs get the
+// same amount of work.
 inline constexpr int kGemmSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
 inline constexpr int kStreamK = 0;
 

@@ -7,12 +7,12 @@
 
 namespace torchweld {
 
-// The rows of y in a band. A band is a group of tile rows that the schedule finishes before it
-// begins the next band.
+// The number of rows of y in a band. A band is a group of adjacent rows of tiles. The schedule
+// finishes a band before it begins the next band.
 inline constexpr int kBandRows = 2048;
 
-// The schedule visits the tiles of one band before the next band, all bands of one split before the
-// next split, and all splits of one batch before the next batch.
+// The order of the work items, from the innermost loop to the outermost: the tiles of a band, the
+// bands of a split, the splits of a batch, the batches.
 struct GemmSchedule {
   uint32_t tiles_m, tiles_n, items, band_tiles;
   FastDivisor tiles, splits, band_items, band_height, last_height;

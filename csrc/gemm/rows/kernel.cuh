@@ -1,16 +1,19 @@
 // Computes y = epilogue(a @ b^T) for up to 16 rows of a, for example the tokens of a decode step.
-// The kernel takes as long as reading b once; if b is small, its start and end dominate the time.
+// The time of the kernel is the time to read b once. If b is small, the start and the end of the
+// kernel dominate its time.
 //
-// A block computes some columns of y over the whole of K. Warp w multiplies k-blocks w, w + kWarps,
-// ... and loads them asynchronously into its own ring, so that no warp waits for another. a is the
-// 16-row A operand of mma.sync. At the end the block adds up the accumulators of its warps through
-// shared memory, in the order of the warps.
+// Each block computes a few columns of y and processes all of K for them. Warp w multiplies
+// k-blocks w, w + kWarps, ... Each warp loads its k-blocks asynchronously into a ring of stages of
+// its own, so no warp waits for another warp. a is the 16-row A operand of mma.sync. At the end the
+// block adds up the accumulators of its warps through shared memory, in the order of the warps.
 //
-// If the rows are short, a norm may precede the product: every block computes the statistics of all
-// rows while its first k-blocks arrive, and normalises the fragments of a.
+// If the rows of a are short, the kernel can apply a norm to them before the product. Every block
+// computes the statistics of all rows while the block's first k-blocks arrive. Later it normalises
+// the fragments of a in registers.
 //
-// On Hopper the kernel starts while the previous kernel ends (PDL). Prefetching b into L2 before
-// griddep_wait does not help: (16, 2048, 6144) took 10.8 us with the prefetch and 9.9 us without.
+// On Hopper the kernel starts while the previous kernel ends (programmatic dependent launch, PDL).
+// Prefetching b into L2 before griddep_wait does not help: (16, 2048, 6144) took 10.8 us with the
+// prefetch and 9.9 us without.
 #pragma once
 
 #include "core/launch.h"
@@ -42,15 +45,15 @@ struct RowsConfig {
   struct Shared {
     union {
       Stage rings[kWarps][kStages];
-      // The 4 extra columns put neighbouring rows in different banks.
+      // The 4 padding columns put consecutive rows in different banks.
       float sums[kWarps][kRows][kColumns + 4];
     };
     RowNormaliser norm[kRows];
   };
 };
 
-// The swizzled position of a 16-byte chunk in a matrix whose rows have kRowChunks chunks. With this
-// swizzle an ldmatrix reads every bank once.
+// Returns the swizzled index of a 16-byte chunk in a shared-memory matrix with kRowChunks chunks
+// per row. With this swizzle ldmatrix has no bank conflicts.
 template <int kRowChunks>
 __device__ __forceinline__ int rows_chunk(int row, int chunk) {
   return row * kRowChunks + (chunk ^ (row / (8 / kRowChunks) & (kRowChunks - 1)));
@@ -62,8 +65,8 @@ class RowsLoader {
   using T = typename Config::T;
   using Stage = typename Config::Stage;
   static constexpr int kChunk = Config::kChunk, kBlockK = Config::kBlockK, kOwn = Config::kOwn;
-  // The 16-byte chunks of a row of b's tile in shared memory. The row runs along K if b is K-major,
-  // else along the columns of y.
+  // The number of 16-byte chunks in a row of b's tile in shared memory. If b is K-major, such a row
+  // runs along K; otherwise it runs along the columns of y.
   static constexpr int kRowChunks = Config::kBKMajor ? 8 : Config::kColumns / kChunk;
   static constexpr int kTileRows = Config::kBKMajor ? Config::kColumns : kBlockK;
   static constexpr int kRowStep = kWarp / kRowChunks, kLoads = kTileRows / kRowStep;
@@ -89,8 +92,8 @@ class RowsLoader {
     rows_left_ = int(p.m) - lane / 8;
   }
 
-  // Loads a k-block into a stage of the ring. Behind the last k-block it only commits an empty
-  // cp.async group.
+  // Loads a k-block into a stage of the ring and commits the loads as one cp.async group. If
+  // k_block is past the end of K, the group is empty.
   __device__ __forceinline__ void load(int k_block, Stage& s) const {
     const int first = k_block * kBlockK;
     if (first < k_) {
@@ -139,13 +142,14 @@ class RowsLoader {
 
   const GemmParams& p_;
   int lane_, k_;
-  const T* from_[2];  // this lane's first chunk of b, in the left and the right half
+  const T* from_[2];  // this lane's first chunk of b in the left half and in the right half
   const T* from_a_;
   int64_t row_stride_ = 0;
   int left_, rows_left_;
 };
 
-// Computes the statistics of all rows of a. Each warp holds kOf rows in registers.
+// Computes the norm's statistics of all rows of a. Each warp handles kOf rows, which it holds in
+// registers.
 template <typename Config>
 class RowsStatistics {
   using T = typename Config::T;
@@ -200,7 +204,7 @@ class RowsStatistics {
   static __device__ __forceinline__ int column(int j) {
     return (j * kWarp + int(threadIdx.x) % kWarp) * kChunk;
   }
-  // Calls add(i, value) for every value of row i that this lane holds.
+  // Calls add(i, value) for every value that this lane holds; i is the row of the value.
   template <typename Add>
   __device__ __forceinline__ void each(const GemmParams& p, const Add& add) const {
 #pragma unroll
@@ -217,8 +221,8 @@ class RowsStatistics {
   Vec<T, kChunk> x_[kOf][kChunks];
 };
 
-// Reads a fragment of a, 16 rows by 16 elements along K, in the layout of mma's A operand, and
-// normalises it.
+// Reads fragments of a from shared memory and normalises them. A fragment has 16 rows and 16
+// elements along K, in the layout of mma's A operand.
 template <typename Config>
 class RowsFragments {
   using T = typename Config::T;
@@ -233,15 +237,15 @@ class RowsFragments {
     }
   }
 
-  // `left` is the number of elements of K from the start of the k-block on. Elements behind K are
-  // not normalised, so they stay 0.
+  // `left` is the number of elements from the start of the k-block to the end of K. Elements past
+  // the end of K are not normalised, so they stay 0.
   __device__ __forceinline__ void read(uint32_t (&r)[4], const typename Config::Stage& s, int slice,
                                        int left) const {
     const int row = lane_ % 16;
     load_matrix_4(r, shared_address(s.a) + rows_chunk<8>(row, slice * 2 + lane_ / 16) * 16);
     if (!norm_.given) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // half of the 16 elements along K
+    for (int half = 0; half < 2; ++half) {  // each half has 8 of the 16 elements along K
       if (slice * 16 + half * 8 >= left) continue;
       const uint32_t at = (slice * 16 + half * 8 + lane_ % 4 * 2) * uint32_t(sizeof(T));
       float2 scale = make_float2(1.f, 1.f), shift = make_float2(0.f, 0.f);
@@ -318,7 +322,7 @@ __global__ __launch_bounds__(RowsTile::kThreads, Config::kT.blocks_per_sm) void 
     if (++stage == kStages) stage = 0;
   }
   copy_async_wait<0>();
-  __syncthreads();  // all warps have read their rings, whose memory now receives the sums
+  __syncthreads();  // all warps have read their rings; the sums reuse that memory
   griddep_launch_dependents();
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n) {

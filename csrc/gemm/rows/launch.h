@@ -9,7 +9,7 @@ namespace torchweld {
 
 void launch_rows_gemm(const GemmParams& params, cudaStream_t stream);
 
-// Launches a kernel of one dtype. csrc/instantiations.py lists the instantiations.
+// Launches the kernel for the dtype of kMath. csrc/instantiations.py lists the instantiations.
 template <GemmMath kMath>
 void launch_rows_tiles(const GemmParams& params, cudaStream_t stream);
 

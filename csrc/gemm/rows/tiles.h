@@ -1,5 +1,5 @@
 // The tiles of the engine for up to 16 rows of a. They need sm_80 or newer and 103 KiB of shared
-// memory per block, which the A100, the H100 and newer GPUs of that class have. This is pure host
+// memory per block. The A100, the H100 and newer data-centre GPUs have that much. This is pure host
 // code.
 #pragma once
 
@@ -11,25 +11,25 @@
 
 namespace torchweld {
 
-// A block multiplies all rows of a by `columns` rows of b. Its warps compute the k-blocks in
-// round-robin order.
+// A block multiplies all rows of a by `columns` rows of b. The k-blocks are assigned to the warps
+// of the block in round-robin order.
 struct RowsTile {
-  int columns;  // rows of b per block; a gated product counts both halves
-  int stages;   // stages of each warp's ring in shared memory
+  int columns;  // the number of rows of b per block, over both halves if gated
+  int stages;   // the number of stages in each warp's ring
   int blocks_per_sm;
-  float bytes_per_ns;  // memory throughput of one SM in the time model
+  float bytes_per_ns;  // memory throughput of one SM, for rows_seconds
 
   static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
-  // The largest K for which the kernel can normalise the rows of a.
+  // The kernel can normalise the rows of a only if K is at most kMaxNormed.
   static constexpr int kMaxNormed = 1536;
-  // The bytes of a k-block: of b, of a, and of the scale and shift of the norm.
+  // The number of bytes that a k-block of b, of a, and of the norm's scale and shift has in total.
   constexpr int stage_bytes() const { return (columns + kRows + 2) * kKBlockBytes; }
-  // The bytes of all stages of all warps, and of the statistics of 16 rows.
+  // The number of bytes of shared memory: all stages of all warps, and the statistics of 16 rows.
   constexpr int shared_bytes() const { return kWarps * stages * stage_bytes() + kRows * 16; }
   constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
 };
 
-// The fields of a row are columns, stages, blocks_per_sm and bytes_per_ns.
+// Each entry lists columns, stages, blocks_per_sm and bytes_per_ns.
 inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64, 2, 1, 70}};
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
@@ -54,10 +54,10 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
                                                                       : "more than 2^31 - 1 tiles";
 }
 
-// Estimates the time without the launch and the first loads. It is the time to read all operands
-// from memory, where b may be in L2, or the time in which the busiest SM reads its operands,
-// whichever is longer. A norm adds a constant for every block that an SM runs. The model was fitted
-// on an H200 together with sm90_seconds.
+// Estimates the time of the kernel without its launch and its first loads. Two times are computed:
+// the time to read all operands from memory (b may be in L2), and the time in which the busiest SM
+// reads its operands. The estimate is the longer of the two. A norm adds a constant for every block
+// that an SM runs. The constants were fitted on an H200, together with those of sm90_seconds.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;

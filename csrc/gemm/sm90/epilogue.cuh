@@ -1,12 +1,13 @@
-// The epilogue of wgmma's fp32 accumulators: bias, pre-activation, activation or gate, and
-// rounding. Each warp writes boxes of 16 rows to shared memory, from where TMA stores them to y.
+// The epilogue of wgmma's fp32 accumulators: it adds the bias, stores the pre-activation, applies
+// the activation or the gate, rounds, and stores y. Each warp writes boxes of 16 rows of results to
+// shared memory. TMA then copies the boxes to global memory.
 //
-// In ping-pong the epilogue of one warpgroup runs while the other warpgroup multiplies, which takes
-// 512 clocks a k-block. The tensor cores have priority at the register file, so a warp of the
-// epilogue needs 5 to 8 clocks an instruction. For (8192, 768) times (768, 3072) with GELU in bf16
-// on an H200, the mainloop of a tile needs 6100 clocks and its epilogue 6500 to 8500 (9500 at
-// first). Plain stores instead of TMA make the products a tenth slower. Twice as many boxes, or
-// bias loads that are issued earlier, change nothing.
+// In ping-pong tiles the epilogue of one warpgroup runs while the other warpgroup multiplies. A
+// k-block of the multiplication takes 512 clocks. The tensor cores have priority at the register
+// file, so a warp in the epilogue needs 5 to 8 clocks per instruction. For (8192, 768) times (768,
+// 3072) with GELU in bf16 on an H200, the mainloop of a tile needs 6100 clocks and its epilogue
+// needs 6500 to 8500 (9500 in its first version). Plain stores instead of TMA make the product a
+// tenth slower. Neither twice as many boxes nor earlier loads of the bias change the time.
 #pragma once
 
 #include "device/activation.cuh"
@@ -19,20 +20,20 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// With t = lane % 4 and g = lane / 4, a thread holds columns 2t and 2t + 1 of every group of 8
-// columns, in rows g and g + 8 of a box. Group j is v[4 j] to v[4 j + 3]: two values of row g, then
-// two of row g + 8.
+// A box is divided into groups of 8 columns. With t = lane % 4 and g = lane / 4, a thread holds
+// columns 2t and 2t + 1 of every group, in rows g and g + 8 of the box. Its values of group j are
+// v[4 j] and v[4 j + 1] of row g, and v[4 j + 2] and v[4 j + 3] of row g + 8.
 template <typename T, int kTile, bool kGated>
 class Sm90Epilogue {
  protected:
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
-  static constexpr int kValues = kGroups * 4;  // of one thread and box
+  static constexpr int kValues = kGroups * 4;  // the number of values of one thread in a box
   static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
   static constexpr int kBiases = (kT.block_n + 127) / 128;  // of one thread
   static constexpr int kSlots = kT.boxes;
-  // Columns of y in one tile.
+  // The number of columns of y in one tile.
   static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
 
  public:
@@ -40,8 +41,8 @@ class Sm90Epilogue {
   static constexpr bool kLoadsRows = false;
   static constexpr bool kLoadsBias = true;
 
-  // s_staging holds the boxes of all warps. s_bias holds the bias of the warpgroup's tile in fp32;
-  // for a gated tile it holds the bias of both halves.
+  // s_staging holds the boxes of all warps. s_bias holds the bias of the warpgroup's tile in fp32.
+  // For a gated tile this is the bias of both halves.
   __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, char* s_staging, float* s_bias,
                                           int warpgroup)
       : p_(p),
@@ -66,15 +67,15 @@ class Sm90Epilogue {
         const int64_t from = !kGated         ? column
                              : e.interleaved ? 2 * column + right
                                              : column + (right ? p.n : 0);
-        // NOTE: bias_ keeps raw bits, because a conversion here would wait for the load.
+        // NOTE: bias_ holds the loaded bits. A conversion to fp32 here would wait for the load.
         bias_[i] = e.bias_fp32 || sizeof(T) == 4 ? static_cast<const uint32_t*>(e.bias)[from]
                                                  : static_cast<const uint16_t*>(e.bias)[from];
       }
     }
   }
 
-  // Writes the bias that fetch_bias loaded to shared memory. The caller must synchronise the
-  // warpgroup before and after the call.
+  // Writes the bias to shared memory from the registers that fetch_bias filled. The caller must
+  // synchronise the warpgroup before and after the call.
   __device__ __forceinline__ void share_bias() const {
 #pragma unroll
     for (int i = 0; i < kBiases; ++i) {
@@ -101,7 +102,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Waits until TMA has written all boxes to global memory. Must be called before the CTA ends.
+  // Waits until TMA has written all boxes to global memory. Every warp must call this before the
+  // CTA ends.
   __device__ __forceinline__ void wait() const {
     if (lane_ == 0) tma_wait_all();
   }
@@ -109,16 +111,16 @@ class Sm90Epilogue {
  protected:
   using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
   static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side
-  // The number of boxes stored for each 16 rows and kColumns columns of y: one for y, and one or
-  // two for the pre-activation.
+  // The number of boxes that are stored for a part of y with 16 rows and kColumns columns. One box
+  // is for y; the pre-activation, if stored, has one box, or two in a gated product.
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
 
-  // Where the first row of the warp's part of the tile starts in y.
+  // The coordinates in y at which the warp's part of the tile starts.
   struct Place {
     int row, column, batch;
   };
   struct Box : Place {
-    int right;  // half of a gated product
+    int right;  // 1 for the right half of a gated product, else 0
     bool preact;
   };
   template <bool kPreact>
@@ -136,7 +138,7 @@ class Sm90Epilogue {
   }
 
   // Whether the left and right columns of the pre-activation alternate in memory. If so, a box of
-  // the pre-activation covers half as many columns of each half as a box of y.
+  // the pre-activation holds kColumns / 2 left and kColumns / 2 right columns.
   __device__ __forceinline__ bool stores_pairs() const {
     return kGated && p_.gemm.epilogue.interleaved;
   }
@@ -150,12 +152,12 @@ class Sm90Epilogue {
             int(work.tile_n) * kTileColumns, int(work.batch)};
   }
 
-  // Issues the TMA store of the box that was written last, if there is one, and returns the slot
-  // for the next box.
+  // Issues the TMA store of the previous box of this tile, if there is a previous box. Returns the
+  // slot for the next box.
   template <bool kPreact>
   __device__ __forceinline__ int send_last_box(const Place& place, int& result) const {
     if (result == 0) {
-      wait_for_slots<0>();  // the boxes of the previous tile
+      wait_for_slots<0>();  // wait for the boxes of the previous tile
     } else {
       send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
       wait_for_slots<kSlots - 1>();
@@ -163,8 +165,8 @@ class Sm90Epilogue {
     return result++ % kSlots;
   }
 
-  // An iteration of the loop in finish_boxes handles kIterationValues accumulators: those of one
-  // box or, in a gated product, of all columns of 16 rows.
+  // Each iteration of the loop in finish_boxes handles kIterationValues accumulators of a thread.
+  // They belong to one box. In a gated product they belong to 16 rows and all columns of the tile.
   static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
   static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
   static constexpr int kIterations = kAccumulators / kIterationValues,
@@ -172,8 +174,8 @@ class Sm90Epilogue {
   using IterationValues = float[kIterationValues];
 
   // Sets `v` to the accumulators of one iteration.
-  // NOTE: the function branches on the iteration, because selecting among all accumulators takes
-  // more instructions.
+  // NOTE: the function branches on `iteration`, because it would take more instructions to select
+  // each value from all accumulators.
   template <int kIndex = 0>
   static __device__ __forceinline__ void copy_values(IterationValues& v, const Flat& sums,
                                                      int iteration) {
@@ -190,10 +192,11 @@ class Sm90Epilogue {
     }
   }
 
-  // NOTE: this loop is not unrolled. It copies the accumulators of each iteration to the same
-  // registers, because fetching the instructions of the unrolled code would limit the speed. The
-  // TMA store of a box is issued after the next box has been written, because the fence before a
-  // store waits until its box is in shared memory.
+  // NOTE: with an activation, a gate or a pre-activation the loop is not unrolled, because
+  // instruction fetch would limit the speed of the unrolled code. Every iteration copies its
+  // accumulators to the same registers. The TMA store of a box is issued only after the next box
+  // has been written, because the fence before the store waits until the writes of the box have
+  // reached shared memory.
   template <bool kPreact>
   __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
     const GemmEpilogue& e = p_.gemm.epilogue;
@@ -203,7 +206,8 @@ class Sm90Epilogue {
     const auto next_slot = [&] { return send_last_box<kPreact>(place, result); };
     const auto put = [&](const float (&values)[kValues]) { stage(values, next_slot()); };
     if (!kGated && !kPreact && e.activation == Activation::kNone) {
-      // With no activation there is little to compute, so the accumulators are not copied.
+      // Without an activation the loop body is short, so this loop is unrolled and the accumulators
+      // are not copied.
 #pragma unroll
       for (int iteration = 0; iteration < kIterations; ++iteration) {
         auto& v = reinterpret_cast<float (&)[kValues]>(sums[iteration * kIterationValues]);
@@ -218,7 +222,7 @@ class Sm90Epilogue {
 #pragma unroll
         for (int c = 0; c < kIterationBoxes; ++c) {
           auto& v = values_of(values, c * kColumns);
-          // Column within the tile.
+          // The column of the first value, relative to the tile.
           const int from = kGated ? c * kColumns : iteration % kAcross * kColumns;
           if (e.bias != nullptr) add_bias(v, from);
           if constexpr (!kGated) {
@@ -259,8 +263,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Waits until TMA has read all but the last kPending boxes from shared memory, so that their
-  // slots are free.
+  // Waits until TMA has read all boxes except the last kPending ones, so that their slots are free.
   template <int kPending>
   __device__ __forceinline__ void wait_for_slots() const {
     if (lane_ == 0) tma_wait_read<kPending>();
@@ -283,7 +286,7 @@ class Sm90Epilogue {
 
   __device__ __forceinline__ uint32_t box_at(int slot) const { return s_boxes_ + slot * kBoxBytes; }
 
-  // The position of a 16-byte chunk in a row of a box under the swizzle of the tensor map.
+  // Returns the swizzled position of 16-byte chunk `chunk` in row `row` of a box.
   static __device__ __forceinline__ int chunk_of(int row, int chunk) {
     return kBoxRowBytes == 128 ? swizzled_chunk(row, chunk) : chunk ^ ((row >> 1) & 3);
   }
@@ -311,8 +314,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Writes kGroups / 2 groups, from group kFirst on, as interleaved pairs of a left and a right
-  // value.
+  // Writes kGroups / 2 groups, starting at group kFirst, to a box. Each left value is followed by
+  // the right value of the same column.
   template <int kFirst>
   __device__ __forceinline__ void stage_pairs(const float (&left)[kValues],
                                               const float (&right)[kValues], int slot) const {
@@ -356,7 +359,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Stores a box element by element, for results whose rows don't start on 16-byte boundaries.
+  // Stores a box element by element. TMA can't store results whose rows don't start on 16-byte
+  // boundaries.
   __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
@@ -389,7 +393,7 @@ class Sm90Epilogue {
   uint32_t s_boxes_;
   float* s_bias_;
   int lane_;
-  uint32_t bias_[kBiases];  // raw bits from memory
+  uint32_t bias_[kBiases];  // the bits of the bias, as loaded from memory
 };
 #endif
 

@@ -3,14 +3,16 @@
 //
 // CTAs are persistent. One lane of the producer warp fills the stages of a pipeline, one k-block
 // per stage, and two consumer warpgroups multiply. In cooperative tiles each warpgroup computes
-// half of the rows of a tile. In ping-pong tiles the warpgroups alternate tiles, so that one runs
-// its epilogue (epilogue.cuh) while the other uses the tensor cores. The CTAs of a cluster compute
-// tiles that lie below each other: each CTA loads a slice of b's rows and multicasts it to all of
-// them. The tile scheduler visits tiles in bands of rows, so that the running CTAs cover a square
-// of y and share operands in L2. The last tiles may be split along K by stream-K
-// (tile_scheduler.cuh). For up to 64 rows of y, swap_ab tiles compute b @ a^T: the reads of b
-// dominate there, and a CTA then holds many rows of b and few of a. A cluster may split the K of a
-// swap_ab tile.
+// half of the rows of a tile. In ping-pong tiles the warpgroups compute alternate tiles. One
+// warpgroup then runs its epilogue (epilogue.cuh) while the other warpgroup uses the tensor cores.
+// The CTAs of a cluster compute tiles in the same columns of y, so they need the same rows of b.
+// Each CTA loads a slice of these rows and multicasts the slice to all CTAs of the cluster. The
+// tile scheduler visits tiles in bands of rows, so that the running CTAs cover roughly a square of
+// y and share operands in L2. Stream-K (tile_scheduler.cuh) may split the last tiles along K.
+//
+// If y has up to 64 rows, the time is dominated by reads of b. For such products swap_ab tiles
+// compute b @ a^T, so that a CTA holds many rows of b and few rows of a. A cluster may split the K
+// of a swap_ab tile.
 //
 // Source: PTX ISA. The optimisations of the mainloop follow P. Shah, "Outperforming cuBLAS on H100"
 // (2024).
@@ -59,16 +61,17 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   };
   const int a_batch = p.a_batched ? int(work.batch) : 0,
             b_batch = p.b_batched ? int(work.batch) : 0;
-  // The coordinates of this k-block in the tensor map of b, which has a dim for the two halves of
-  // b. The halves split the rows of b in a gated product and the columns (K) of b otherwise.
+  // b may consist of two halves, and its tensor map has a dim for them. In a gated product the
+  // halves contain different rows of b; otherwise they contain different columns (K). b_k and
+  // b_half are the coordinates of this k-block in the tensor map.
   constexpr bool kSwapAb = kT.swap_ab();
   const bool second = !Config::kGated && k >= p.b_k_half;
   const int b_k = second ? k - p.b_k_half : k;
   const auto b_half = [&](int half) {
     return (Config::kGated ? half : int(second)) ^ p.b_reversed;
   };
-  // In a gated tile, the rows of the left and of the right half of b belong to the same columns of
-  // y.
+  // A gated swap_ab tile has kRowsA rows of the left half of b, and the same rows of the right
+  // half.
   constexpr int kRowsA = kT.block_m / Config::kHalvesA;
   const int row = (int(work.tile_m) * kCluster + rank) * kRowsA;
   if constexpr (Config::kAKMajor) {
@@ -137,8 +140,9 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   }
 }
 
-// Selects the epilogue of a kernel with parameters `Params`, a class that derives from Sm90Params.
-// Specialisations of this struct add epilogues.
+// Maps the parameter class of a kernel to the class of its epilogue. `Params` is Sm90Params or a
+// class that derives from it. A derived class may specialise this struct to use an epilogue of its
+// own.
 template <class Config, class Params>
 struct Sm90EpilogueOf {
   using Type =
@@ -147,18 +151,18 @@ struct Sm90EpilogueOf {
                          Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
 };
 
-// Runs a consumer warpgroup. For each work tile it runs the mainloop, then either stores its
-// partial sums or runs the epilogue.
+// The code of a consumer warpgroup. For each work tile, the warpgroup runs the mainloop. It then
+// stores its partial sums or runs the epilogue.
 template <class Config, class Params>
 __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>& s, int rank,
                                              int warpgroup) {
   using Epilogue = typename Sm90EpilogueOf<Config, Params>::Type;
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
-  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // rows of one warpgroup
+  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // the number of rows of one warpgroup
   using Sums = typename Epilogue::Sums;
-  // The values of a thread that are stored as a stream-K partial if another worker finishes the
-  // tile.
+  // All sums of a thread. If another worker runs the epilogue of the tile, they are stored as a
+  // stream-K partial.
   struct Partials : Sm90DbiasSums<Config> {
     Sums acc;
   };
@@ -172,7 +176,8 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
     }
   };
-  // The workspace slot that holds the partial sums of worker `of` for this warpgroup's rows.
+  // Returns the index of the workspace slot for this warpgroup's rows in the partial of worker
+  // `of`.
   const auto slot = [&](uint32_t of) {
     return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
            (kT.pingpong ? 0 : warpgroup);
@@ -241,8 +246,8 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       });
     }
     if (loads_bias) {
-      // Wait until all warps have read the bias of the previous tile. In ping-pong they already
-      // have.
+      // Wait until all warps have read the bias of the previous tile. Ping-pong tiles need no wait
+      // here: an earlier barrier guarantees it.
       if (!kT.pingpong) named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
       epilogue.share_bias();
       named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
@@ -282,13 +287,13 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     prefetch_tensor_map(p.a);
     prefetch_tensor_map(p.b);
     prefetch_tensor_map(p.y);
-    // Every warpgroup that reads a stage releases it, in every CTA of the cluster.
+    // A stage is released by every warpgroup that reads it, in every CTA of the cluster.
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
   if constexpr (Config::kDbias) {
-    // A kernel that sums the rows of a has no bias, so the memory of the bias holds the ones for
-    // that sum.
+    // The kernel sums the rows of a by multiplying them with a matrix of ones. Such a kernel has no
+    // bias, so the ones are stored in the memory of the bias.
     static_assert(sizeof(s.bias) >= kSameValuesBytes && sizeof(T) == 2);
     const T one = from_float<T>(1.f);
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
@@ -318,8 +323,8 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     __syncwarp();
   }
   if constexpr (kT.cluster > 1) {
-    // Wait for the other CTAs of the cluster, which may still multicast to this CTA or arrive at
-    // its barriers.
+    // Wait for the other CTAs of the cluster. They may still write to the shared memory of this CTA
+    // (multicast) or arrive at its barriers.
     cluster_arrive();
     cluster_wait();
   }

@@ -11,8 +11,8 @@
 namespace torchweld {
 namespace {
 
-// Returns a stride that TMA accepts. A dimension with one element may have any stride, so its
-// stride is replaced.
+// Returns a stride that TMA accepts. The stride of a dimension with one element has no effect, so
+// it is replaced by a valid value.
 int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 : stride; }
 
 struct Maps {
@@ -20,10 +20,10 @@ struct Maps {
   const Sm90Tile& tile;
   GemmMath math;
 
-  int block_k() const { return sm90_block_k(math); }  // elements of K in a k-block
+  int block_k() const { return sm90_block_k(math); }  // the number of elements along K in a k-block
 
-  // The tensor box of an operand that consists of `halves` matrices with `rows` rows (M or N) each.
-  // o.half_stride is the distance from one matrix to the next.
+  // Returns the tensor box of an operand. The operand consists of `halves` matrices at distance
+  // o.half_stride; each matrix has `rows` rows (M or N).
   TensorBox operand(const GemmOperand& o, int64_t rows, int halves, int box_rows) const {
     const bool k_major = o.k_stride == 1;
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
@@ -47,8 +47,8 @@ struct Maps {
     return box;
   }
 
-  // The tensor box of a result that has `halves` matrices with `columns` columns each, side by
-  // side.
+  // Returns the tensor box of a result. The result consists of `halves` matrices side by side; each
+  // matrix has `columns` columns.
   TensorBox result(void* data, int64_t columns, int64_t row_stride, int halves,
                    int64_t batch_stride) const {
     const int elem = gemm_elem_size(math), box_columns = tile.box_columns(elem);
@@ -67,8 +67,8 @@ struct Maps {
   }
 };
 
-// Makes the tensor map of a result. Returns false if TMA can't store it; the kernel then stores it
-// element by element.
+// Makes the tensor map of a result. Returns false if TMA can't store the result; the kernel then
+// stores it element by element.
 bool map_result(TensorMap& map, const TensorBox& box) {
   if (tensor_box_refusal(box)) return false;
   map = make_tensor_map("matmul", box);
@@ -94,7 +94,8 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const bool swap_ab = tile.swap_ab();
   const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
-  const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;  // in rows of y
+  // The number of rows of y that a cluster computes at a time.
+  const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
   const int64_t k_blocks = divide_up(p.k, maps.block_k());
   const Sm90Stream stream =
@@ -135,7 +136,8 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
     params.stores_y = p.y != nullptr && map_result(params.y, maps.result(p.y, p.n, p.y_row_stride,
                                                                          1, p.y_batch_stride));
     if (e.preact != nullptr) {
-      const int apart = pairs ? 1 : halves;  // the number of halves that are separate matrices
+      // The number of halves that are stored as separate matrices.
+      const int apart = pairs ? 1 : halves;
       const TensorBox box =
           maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, p.y_batch_stride);
       params.stores_preact = map_result(params.preact, box);

@@ -13,19 +13,20 @@ Sm90Params sm90_params(const GemmParams& params, cudaStream_t stream);
 
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
-// K-major copies of fp32 operands. For exact fp32 a copy is three bf16 matrices that add up to the
-// values, for TF32 it is one fp32 matrix. In a gated product, each of these matrices of b is stored
-// as two: first the left half, then the right half. All matrices of an operand lie half_stride
-// apart.
+// K-major copies of fp32 operands. For TF32, the copy of an operand is one fp32 matrix. For exact
+// fp32, the copy is three bf16 matrices, whose sum is the operand. In a gated product, every matrix
+// of b is stored as two matrices: the left half, then the right half. The matrices of an operand
+// follow one another at distance half_stride.
 struct Sm90Written {
   GemmOperand a, b;
 };
 
-// Writes the operands for which sm90_writes is true to params.written. At least one operand must
-// need it.
+// Writes copies of the operands to params.written. Copies only the operands for which sm90_writes
+// is true. There must be at least one such operand.
 Sm90Written write_sm90_operands(const GemmParams& params, cudaStream_t stream);
 
-// Launches a kernel of one tile and dtype. csrc/instantiations.py lists the instantiations.
+// Launches the kernel for one tile and one GemmMath. csrc/instantiations.py lists the
+// instantiations.
 template <GemmMath kMath, int kTile>
 void launch_sm90_tile(const Sm90Params& params, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// The mainloop of the matmul on wgmma and TMA: a consumer warpgroup multiplies the k-blocks of a
-// work tile from the stages that the producer fills (kernel.cuh).
+// The mainloop of the matmul on wgmma and TMA. The producer loads k-blocks into stages of shared
+// memory (kernel.cuh). In the mainloop a consumer warpgroup multiplies the k-blocks of a work tile.
 #pragma once
 
 #include <type_traits>
@@ -22,28 +22,29 @@ struct Sm90Config {
   // Element type of the wgmma operands.
   using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
-  static constexpr bool kDbias = kDbias_;  // also sums the rows of a
+  static constexpr bool kDbias = kDbias_;  // whether the kernel also sums the rows of a
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  // Into how many parts the rows of wgmma operands A and B are divided: b of a gated product has
-  // two halves, all other operands are one part. In a swap_ab tile b is operand A.
+  // The number of halves of wgmma's operands A and B. It is 2 for b of a gated product, which has a
+  // left and a right half, and 1 otherwise. b is operand A in a swap_ab tile and operand B in every
+  // other tile.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
-  // A swizzle row of an MN-major tile has kSwizzleRowElems elements of M or N. The next
-  // kSwizzleRowElems elements of M or N lie kLeadingBytes further.
+  // In an MN-major tile, each swizzle row of shared memory has kSwizzleRowElems elements along M or
+  // N. The next kSwizzleRowElems elements along M or N are kLeadingBytes further on.
   static constexpr int kSwizzleRowElems = kBlockK, kLeadingBytes = kBlockK * kSwizzleRowBytes;
 };
 
-// bf16x3 multiplies six pairs of terms. The mainloop multiplies kTermKBlocks k-blocks of one pair,
-// then the same k-blocks of the next pair. Bits 2i and 2i + 1 of kTermOfA and kTermOfB are the
-// terms of pair i.
+// bf16x3 computes six products of a term of a and a term of b. The mainloop multiplies kTermKBlocks
+// k-blocks of one pair of terms, then the same k-blocks of the next pair. Bits 2i and 2i + 1 of
+// kTermOfA hold the index of a's term in pair i; kTermOfB holds the index of b's term.
 inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
 #if TW_HAS_WGMMA
-// The sums of the rows of a that a warpgroup multiplies: accumulators of a wgmma whose operand B is
-// an (8, K) matrix of ones. All 8 columns of the result are equal, so each of four threads holds a
-// sum twice.
+// The sums of the rows of a that a warpgroup multiplies. They are the accumulators of a wgmma whose
+// operand B is an (8, K) matrix of ones. All 8 columns of its result are equal. Four threads share
+// a row, and each of them holds the row's sum twice.
 template <class Config, bool kDbias = Config::kDbias>
 struct Sm90DbiasSums {
   float sums[Config::kT.wgmma_m_tiles()][4];
@@ -52,9 +53,9 @@ template <class Config>
 struct Sm90DbiasSums<Config, false> {};
 
 // Computes acc = (scale_d ? acc : 0) + a @ b^T over k_blocks k-blocks, for the rows of one
-// warpgroup. s_a and s_b are the addresses of the warpgroup's operands in stage 0. With kDbias,
-// also adds the sums of a's rows to `dbias`; s_ones is the address of the matrix of ones. Calls
-// `issued` after the last wgmma has been issued.
+// warpgroup. s_a and s_b are the addresses of the warpgroup's operands in stage 0. If kDbias is
+// true, also adds the sums of a's rows to `dbias`, with the matrix of ones at address s_ones. Calls
+// `issued` when all wgmmas have been issued.
 template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_mainloop(
     Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
@@ -63,7 +64,8 @@ __device__ __forceinline__ void sm90_mainloop(
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
-  // Bytes from one slice of 32 bytes along K to the next.
+  // The distance in bytes between slices along K. A slice has 32 bytes of each row: the K of one
+  // wgmma.
   constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleRowBytes;
   constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleRowBytes;
   const auto descriptor = [](bool k_major, uint32_t s_at) {
@@ -102,11 +104,12 @@ __device__ __forceinline__ void sm90_mainloop(
   release(before);
 }
 
-// Computes sums = a @ b^T over k_blocks k-blocks, for fp32 operands as bf16x3 terms.
-// NOTE: tensor cores truncate when they accumulate, so the chains of accumulations are short, and
-// fp32 additions with rounding add them to `sums`. If a value is inf or NaN, its smaller terms are
-// 0 and their products may be NaN. Therefore, if the sum of the products of the largest terms is
-// not finite, that sum is the result.
+// Computes sums = a @ b^T over k_blocks k-blocks. The operands are fp32 values, stored as three
+// bf16 terms (bf16x3).
+// NOTE: tensor cores truncate when they accumulate. Therefore acc accumulates only a few k-blocks,
+// and fp32 additions with rounding add acc to `sums`. If a value is inf or NaN, its two smaller
+// terms are 0, and 0 * inf would be NaN. Therefore, if the products of the largest terms have a
+// non-finite sum, that sum is the result and the other products are not added.
 template <class Config, class Sums, class Release>
 __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
                                                      PipelineBarriers<Config::kT.stages>& pipeline,
@@ -132,16 +135,18 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   }
 }
 
-// Runs sm90_mainloop and also sums the rows of a (dbias). All tiles in one row of tiles read the
-// same rows of a, so each of these tiles sums a's rows over its own range of K only.
+// Runs sm90_mainloop and also sums a's rows (dbias). All tiles in a row of tiles read the same rows
+// of a. Therefore K is divided among these tiles, and each tile sums a's rows only over its range
+// of K.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_dbias_mainloop(
     const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,
     Sm90DbiasSums<Config>& dbias, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
-  // NOTE: the accumulators are cleared here, before the three mainloops. If each mainloop could be
-  // the first one, which clears them, ptxas would copy the accumulators and wait for every wgmma.
+  // NOTE: the accumulators are set to 0 here, before the three mainloops. Any of these may be
+  // empty. If each mainloop decided at run time whether to clear the accumulators, ptxas would copy
+  // the accumulators and wait for every wgmma.
 #pragma unroll
   for (auto& tile : dbias.sums) {
     tile[0] = tile[1] = tile[2] = tile[3] = 0.f;

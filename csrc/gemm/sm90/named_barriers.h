@@ -3,12 +3,12 @@
 
 namespace torchweld {
 
-// Barriers 3 and 4 have two uses, because a swap_ab tile is never a ping-pong tile.
+// Barriers 3 and 4 have one use in ping-pong tiles and another in swap_ab tiles. No tile is both.
 enum GemmSm90Barrier : int {
-  kWarpgroupWg0 = 1,      // 1 and 2: the threads of one warpgroup
+  kWarpgroupWg0 = 1,      // 1 and 2: synchronise the threads of one warpgroup
   kWarpSchedulerWg0 = 3,  // 3 and 4: the warpgroup may issue its wgmmas (ping-pong)
   kSwapAbRightFull = 3,   // the right halves of gated results are in shared memory
-  kSwapAbRightEmpty = 4   // the left halves' warpgroup has read the right halves
+  kSwapAbRightEmpty = 4   // the warpgroup of the left halves has read the right halves
 };
 
 }  // namespace torchweld

@@ -1,9 +1,9 @@
-// Makes K-major copies of fp32 operands for wgmma. For exact fp32 the copy is three bf16 terms, the
-// largest first, that add up to the value; for TF32 the copy is the fp32 value. One kernel writes
-// all operands that need it.
+// Makes K-major copies of fp32 operands for wgmma. For TF32 the copy holds the fp32 values. For
+// exact fp32 the copy holds three bf16 terms of each value, the largest first; the sum of the terms
+// is the value. One kernel launch copies both operands, if both need a copy.
 //
-// NOTE: the smaller terms of inf and NaN are 0, and a value that would round to inf in bf16 is
-// truncated instead. sm90_bf16x3_mainloop handles them.
+// NOTE: the two smaller terms of inf and NaN are 0; sm90_bf16x3_mainloop handles such terms. A
+// finite value that would round to inf in bf16 is truncated instead.
 #include "core/fast_divide.h"
 #include "core/index.h"
 #include "core/launch.h"
@@ -14,21 +14,22 @@
 namespace torchweld {
 namespace {
 
-constexpr int kThreads = 256, kTile = 64;  // a block copies 64 rows by 64 elements along K
+// A block copies a tile of 64 rows and 64 elements along K.
+constexpr int kThreads = 256, kTile = 64;
 
-// K rounded up to a multiple of eight.
+// Returns K, rounded up to a multiple of eight.
 TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
-  int64_t half_rows, k_half;  // a pair's first matrix ends at this row or column
-  int64_t second_half;        // added to the offset of a value in a pair's second matrix
+  int64_t half_rows, k_half;  // the row and the column at which a pair's second matrix begins
+  int64_t second_half;        // what `at` adds to the offset of a value in a pair's second matrix
   void* to;                   // (batch, terms, rows, padded_k(k))
-  // The number of blocks per batch and slice of K, or 0 if the kernel reads the operand in place.
+  // The number of blocks that copy one slice of K of one batch, or 0 if the operand needs no copy.
   uint32_t blocks;
 
-  // If `gated` is true, the operand is a pair and each matrix has rows / 2 rows.
+  // If `gated` is true, the operand is a pair of matrices with rows / 2 rows each.
   Source(const GemmOperand& o, int64_t rows, int64_t batch, bool gated, GemmMath math, void* to)
       : data(static_cast<const float*>(o.data)),
         row_stride(o.row_stride),
@@ -47,7 +48,7 @@ struct Source {
                        : batch * bf16x3_terms(math) * rows * padded_k(k) * sm90_elem_bytes(math);
   }
 
-  // Returns the offset of the value at (row, k) in elements.
+  // Returns the offset of the value at (row, k), in elements.
   __device__ __forceinline__ int64_t at(int64_t row, int64_t k) const {
     return row * row_stride + k * k_stride + (row >= half_rows || k >= k_half ? second_half : 0);
   }
@@ -57,10 +58,11 @@ struct Params {
   Source a, b;
   int64_t k;
   FastDivisor k_slices;  // the number of slices of kTile elements along K
-  uint32_t a_blocks;     // the blocks of the grid that copy a
+  uint32_t a_blocks;     // the number of blocks that copy a
 };
 
-// Writes the bf16 terms of eight values of a row.
+// Writes the bf16 terms of eight adjacent values of a row. to_next is the distance to the next
+// term.
 __device__ __forceinline__ void write_bf16x3_terms(const float (&v)[8], __nv_bfloat16* g_to,
                                                    int64_t to_next) {
   uint32_t terms[3][4];
@@ -88,7 +90,7 @@ __device__ __forceinline__ void write_values(const float (&v)[8], float* g_to) {
 
 template <bool kBf16x3>
 __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
-  // The extra element puts the values of a column in different banks.
+  // The padding element puts the values of a column in different banks.
   constexpr int kPitch = kTile + 1;
   __shared__ float s_tile[kTile * kPitch];  // [k][row]
   griddep_launch_dependents();
@@ -112,7 +114,8 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   };
   const bool k_major = from.k_stride == 1;
   if (!k_major) {
-    // Load four contiguous rows at a time: the number of rows is a multiple of four.
+    // The source is contiguous along the rows, so a thread loads the values of four rows at once.
+    // The number of rows is a multiple of four.
 #pragma unroll
     for (int i = threadIdx.x; i < kTile * kTile / 4; i += kThreads) {
       const int row = i % (kTile / 4) * 4, k = i / (kTile / 4);

@@ -11,24 +11,24 @@
 namespace torchweld {
 
 struct Sm90Params {
-  // The dims are (k, M, 1, batch), or (M, k, 1, batch) if a is MN-major. With bf16x3 they are (k,
-  // M, terms, batch).
+  // The tensor map of a. Its dims are (K, M, 1, batch), or (M, K, 1, batch) if a is MN-major. For
+  // bf16x3 they are (K, M, terms, batch).
   TensorMap a;
-  // The dims are (k, N, halves, batch), or (N, k, halves, batch) if b is MN-major. With bf16x3 they
-  // are (k, N, terms * halves, batch). If b is a pair along K, its halves have b_k_half columns
-  // each.
+  // The tensor map of b. Its dims are (K, N, halves, batch), or (N, K, halves, batch) if b is
+  // MN-major. For bf16x3 they are (K, N, terms * halves, batch). If b is a pair concatenated along
+  // K, each of its halves has b_k_half columns.
   TensorMap b;
-  TensorMap y, preact;  // the dims are (N, M, halves, batch); y has one half
-  // Whether TMA stores the result. TMA can't store it if its rows don't start on 16-byte
-  // boundaries.
+  TensorMap y, preact;  // the dims are (N, M, halves, batch); `halves` is 1 for y
+  // Whether TMA stores y and the pre-activation. TMA can't store a matrix whose rows don't start on
+  // 16-byte boundaries.
   bool stores_y, stores_preact;
   bool a_batched, b_batched;  // false if all batches read the same matrix
-  // 1 if the second half of b has the lower address, else 0. A tensor map can't have negative
-  // strides, so the map's first half is then the second half of b. In a swap_ab tile, the member
-  // `a` is the map of b.
+  // 1 if the second half of b has a lower address than the first half, else 0. A tensor map can't
+  // have negative strides. Therefore, if b_reversed is 1, the first half of the tensor map is the
+  // second half of b. In a swap_ab tile, the member `a` holds the tensor map of b.
   int b_reversed;
   int b_k_half;           // INT_MAX if b is not a pair along K
-  GemmSchedule schedule;  // the order of the tiles; a cluster computes a tile
+  GemmSchedule schedule;  // the order of the tiles; all tiles of a cluster count as one
   StreamKSchedule stream_k;
   Sm90Partials partials;
   GemmParams gemm;

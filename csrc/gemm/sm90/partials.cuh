@@ -1,6 +1,7 @@
-// Partial sums of CTAs that split the K of a tile. In stream-K a CTA stores its partial in the
-// workspace, and the CTA that runs the epilogue adds it to its own sums. If a cluster splits the K
-// of a tile, its CTAs reduce their partials so that each CTA receives one slice of the output.
+// Adds up the partial sums of CTAs that split the K of a tile. In stream-K a CTA stores its partial
+// sums in the workspace. The CTA that runs the epilogue of the tile adds them to its own sums. If a
+// cluster splits the K of a tile, its CTAs exchange their partial sums, and each CTA computes the
+// final sums of one slice of the output.
 #pragma once
 
 #include "device/block_flags.cuh"
@@ -10,15 +11,16 @@
 
 namespace torchweld {
 
-// The workspace for the partial sums of stream-K. A warpgroup of a CTA stores the partial of at
-// most one tile.
+// The workspace for the partial sums of stream-K. A warpgroup stores the partial sums of at most
+// one tile.
 struct Sm90Partials {
   static constexpr int kThreads = 128;
 
   float* sums;
   BlockFlags flags;
 
-  // Stores v and sets the ready flag of the slot. `barrier` is the named barrier of the warpgroup.
+  // Stores v in `slot` and sets the ready flag of the slot. `barrier` is a named barrier for the
+  // threads of the warpgroup.
   template <int kValues>
   __device__ __forceinline__ void store_partial(const float (&v)[kValues], int64_t slot, int thread,
                                                 int barrier) const {
@@ -54,18 +56,18 @@ struct Sm90Partials {
 };
 
 #if TW_HAS_CLUSTERS
-// The range [first, first + count) of a thread's values that this CTA of the cluster reduces and
-// stores.
+// The range [first, first + count) of the values of each thread. This CTA of the cluster computes
+// the final sums of these values and stores them.
 struct Sm90OutputSlice {
   int first, count;
 };
 
-// Sums v over the CTAs of a cluster, in the order of their k-ranges. Each CTA receives the sums of
-// its output slice. g_sums is a workspace with kThreads * kValues floats for each CTA of the grid.
-// kThreads threads must call this; the other warps of the CTA must arrive at the cluster barrier
-// and wait for it themselves.
-// NOTE: the partials go through global memory, because distributed shared memory made a product of
-// 64 x 4096 x 4096 3 us slower on an H200.
+// Sums v over the CTAs of a cluster, in the order of their ranges of K. Each CTA receives only the
+// sums of its output slice, in v. g_sums is a workspace with kThreads * kValues floats for each CTA
+// of the grid. kThreads threads of the CTA must call this function. The CTA's other warps must
+// meanwhile arrive at the cluster barrier and wait for it.
+// NOTE: the partial sums go through global memory. With distributed shared memory, the product (M,
+// K, N) = (64, 4096, 4096) took 3 us longer on an H200.
 template <int kSplitCluster, int kThreads, int kValues>
 __device__ __forceinline__ Sm90OutputSlice sm90_cluster_reduce(float (&v)[kValues], float* g_sums,
                                                                int thread) {

@@ -1,5 +1,6 @@
-// The epilogue of a swap_ab tile, whose rows are columns of y: bias, pre-activation, activation or
-// gate, rounding. It stores single elements, which are few because y has few rows.
+// The epilogue of a swap_ab tile. The rows of such a tile are columns of y. The epilogue adds the
+// bias, stores the pre-activation, applies the activation or the gate, and rounds. It stores the
+// results one element at a time, because y has few rows and therefore few elements.
 #pragma once
 
 #include "device/activation.cuh"
@@ -14,9 +15,9 @@ namespace torchweld {
 
 #if TW_HAS_WGMMA
 // A warp holds 16 columns of y. With g = lane / 4 and t = lane % 4, a thread holds columns g and g
-// + 8 of them, in rows 2t and 2t + 1 of every group of 8 rows. In a gated tile the first warpgroup
-// holds the left halves, receives the right halves from the second warpgroup and applies the gate.
-// If a cluster splits the K of the tile, each CTA stores the output slice that it reduced.
+// + 8 of these, in rows 2t and 2t + 1 of every group of 8 rows. In a gated tile the first warpgroup
+// holds the left halves. It receives the right halves from the second warpgroup and applies the
+// gate. If a cluster splits the K of the tile, each CTA stores only its output slice.
 template <typename T, int kTile, bool kGated>
 class Sm90SwapAbEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
@@ -28,7 +29,8 @@ class Sm90SwapAbEpilogue {
   static constexpr bool kLoadsRows = false;
   static constexpr bool kLoadsBias = false;
 
-  // s_staging holds the values of 128 threads.
+  // s_staging is shared memory with space for the values of 128 threads. A gated tile uses it for
+  // the right halves.
   __device__ __forceinline__ Sm90SwapAbEpilogue(const Sm90Params& p, char* s_staging, float*,
                                                 int warpgroup)
       : p_(p.gemm), s_right_(reinterpret_cast<float*>(s_staging)), warpgroup_(warpgroup) {
@@ -101,7 +103,8 @@ class Sm90SwapAbEpilogue {
     });
   }
 
-  // Stores the values of this CTA's output slice. at(row, column) is the address of an element.
+  // Stores the values of this CTA's output slice. at(row, column) returns the address of an
+  // element.
   template <typename At>
   __device__ __forceinline__ void store(const float (&v)[kValues], int64_t row, int64_t first,
                                         const At& at) const {

@@ -1,5 +1,4 @@
-// Assigns the tiles and k-blocks to the workers of the grid. A worker is a cluster of kCluster
-// CTAs.
+// Assigns tiles and k-blocks to the workers. A worker is a cluster of kCluster CTAs.
 #pragma once
 
 #include "core/fast_divide.h"
@@ -7,15 +6,15 @@
 
 namespace torchweld {
 
-// The workers compute the first whole_tiles tiles in rounds, one worker per tile. The k-blocks of
-// all other tiles form one sequence, which the workers split into ranges of equal length
-// (stream-K).
+// The workers compute the first whole_tiles tiles in rounds: in each round, a worker computes one
+// tile. All other tiles are stream-K tiles: their k-blocks form one sequence, which is divided into
+// one range per worker. The lengths of these ranges differ by at most one k-block.
 struct StreamKSchedule {
   uint32_t tiles, whole_tiles, workers;
   FastDivisor k_blocks;          // of one tile
   uint32_t k_blocks_per_worker;  // the length of a worker's range
-  uint32_t longer_workers;       // the first workers, whose ranges are one k-block longer
-  uint32_t split_cluster;        // how many workers of a cluster split the K of one tile, or 1
+  uint32_t longer_workers;       // the number of workers whose range has one k-block more
+  uint32_t split_cluster;        // the number of workers that split the K of a tile, or 1
 
   StreamKSchedule(uint32_t tiles, int64_t k_blocks, const Sm90Stream& stream)
       : tiles(tiles),
@@ -27,25 +26,29 @@ struct StreamKSchedule {
         split_cluster(uint32_t(stream.split_cluster)) {}
 };
 
-// A worker first computes whole tiles in rounds; all workers stay at the same k-block and share
-// loads in L2. The worker then computes its k-range of the stream-K tiles, last tile first. The
-// worker that has the last k-block of a tile adds up the partials of that tile. It waits only for
-// workers with lower numbers, which start no later and store their partials without waiting. If
-// split_cluster > 1, the CTAs of a cluster split the K of one tile and wait for each other.
-// kSplitsK says whether split_cluster may exceed 1.
+// A worker first computes whole tiles in rounds. In a round all workers are at about the same
+// k-block, so they share loads in L2. The worker then computes its range of k-blocks of the
+// stream-K tiles, the last tile first. The worker that computes the last k-block of a tile adds up
+// the partial sums of that tile. There is no deadlock: this worker waits only for workers with
+// lower numbers, which start no later, and a worker stores its partial sums before it waits for
+// others.
+//
+// If split_cluster > 1, the CTAs of a cluster split the K of one tile and wait for each other.
+// split_cluster may exceed 1 only if kSplitsK is true.
 template <int kCluster, bool kSplitsK>
 class Sm90TileScheduler {
  public:
   uint32_t tile;
-  int first_k_block, k_blocks;  // of the current work
+  int first_k_block, k_blocks;  // the range of k-blocks in `tile`
 
   explicit __device__ __forceinline__ Sm90TileScheduler(const StreamKSchedule& stream_k)
       : stream_k_(stream_k), end_(begin(stream_k, worker() + 1)), next_(worker()) {}
 
-  // NOTE: this is a function, not a member, because registers are scarce: each use recomputes it.
+  // NOTE: the index of the worker is a function, not a data member. Every use computes it again,
+  // because registers are scarce.
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / kCluster; }
 
-  // The first k-block of a worker's range.
+  // Returns the first k-block of a worker's range.
   static __device__ __forceinline__ uint32_t begin(const StreamKSchedule& stream_k,
                                                    uint32_t worker) {
     if (kSplitsK && stream_k.split_cluster > 1) {
@@ -56,7 +59,7 @@ class Sm90TileScheduler {
     return worker * stream_k.k_blocks_per_worker + min(worker, stream_k.longer_workers);
   }
 
-  // Advances to the next work. Returns false if there is none.
+  // Advances to the worker's next tile, or part of a tile. Returns false if there is none.
   __device__ __forceinline__ bool next() {
     const uint32_t tile_k_blocks = stream_k_.k_blocks.divisor();
     if (next_ < stream_k_.whole_tiles) {
@@ -77,15 +80,16 @@ class Sm90TileScheduler {
     return true;
   }
 
-  // Whether the current work includes the last k-block of its tile, so that this worker runs the
-  // epilogue.
+  // Whether the current range of k-blocks includes the last k-block of the tile. If it does, this
+  // worker runs the epilogue of the tile.
   __device__ __forceinline__ bool ends() const {
     return first_k_block + k_blocks == int(stream_k_.k_blocks.divisor());
   }
   __device__ __forceinline__ bool begins() const { return first_k_block == 0; }
 
-  // Calls body(peer) for every other worker that has k-blocks of this tile, in descending order.
-  // The current work must include the tile's last k-block and not its first.
+  // Calls body(peer) for every other worker that computes k-blocks of the current tile, in
+  // descending order of their numbers. The current range must include the tile's last k-block and
+  // must not include its first.
   template <typename Body>
   __device__ __forceinline__ void for_each_peer(const Body& body) const {
     const uint32_t start = (tile - stream_k_.whole_tiles) * stream_k_.k_blocks.divisor();
@@ -97,7 +101,7 @@ class Sm90TileScheduler {
 
  private:
   const StreamKSchedule& stream_k_;
-  uint32_t end_;   // the end of the part of the worker's k-range that is not computed yet
+  uint32_t end_;   // the end of those k-blocks of the worker's range that are not computed yet
   uint32_t next_;  // the next whole tile
 };
 

@@ -9,9 +9,10 @@
 
 namespace torchweld {
 
-// wgmma multiplies 16-bit values and TF32. fp32 operands must be K-major. For TF32, TMA rounds
-// while it loads, and operands.cu first transposes MN-major operands. For exact fp32, operands.cu
-// first writes each value as three bf16 terms.
+// wgmma multiplies 16-bit values or TF32 values, and TF32 operands must be K-major. For TF32,
+// operands.cu makes K-major copies of MN-major operands before the product, and TMA rounds the
+// values while it loads them. For exact fp32, operands.cu writes K-major copies with three bf16
+// terms per value.
 constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
 constexpr int bf16x3_terms(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
 constexpr bool sm90_needs_k_major(GemmMath math) { return gemm_elem_size(math) == 4; }
@@ -24,7 +25,7 @@ constexpr int64_t sm90_k_blocks(const GemmProblem& p) {
   return divide_up(p.k, sm90_block_k(p.math));
 }
 
-// The indices of kSm90Tiles. csrc/instantiations.py names the kernels by them.
+// The indices of the tiles in kSm90Tiles. csrc/instantiations.py uses their names.
 enum Sm90TileIndex : int {
   kPingPong128x128Cluster2,
   kPingPong128x128,
@@ -36,51 +37,52 @@ enum Sm90TileIndex : int {
 };
 
 // A CTA has a producer warp and two consumer warpgroups. In ping-pong tiles each warpgroup computes
-// its own tile and runs its epilogue while the other warpgroup multiplies. In cooperative tiles the
-// warpgroups share one tile. A swap_ab tile is a tile of the transposed product b @ a^T, for few
-// rows of a.
+// a tile of its own, and one warpgroup runs its epilogue while the other warpgroup multiplies. In
+// cooperative tiles the warpgroups share one tile. A swap_ab tile is a tile of the transposed
+// product b @ a^T, for few rows of a.
 struct Sm90Tile {
   Sm90TileIndex index;
-  // Rows of wgmma's operands; those of b count both halves of a gated product.
+  // The number of rows of wgmma's operands A and B in a tile. In a gated product, the number for b
+  // includes the rows of both halves.
   int block_m, block_n;
-  int stages;   // stages of the pipeline in shared memory
-  int cluster;  // CTAs, whose tiles lie below each other and which multicast their loads of b
+  int stages;   // the number of pipeline stages in shared memory
+  int cluster;  // the number of CTAs per cluster, which share rows of b by multicast
   bool pingpong;
-  int boxes;  // the boxes of results that each warp keeps for TMA stores; 0 for swap_ab tiles
-  // Times in microseconds, measured on an H200 (tiles of clusters: on an H100). k_block_us is the
-  // time of a k-block of the mainloop, and tile_us the time of a tile without its k-blocks.
-  // pointwise_us is what an activation adds to tile_us; in ping-pong the mainloop of the other tile
-  // hides the rest. stream_us is the time of stream-K, and partial_us the time of each partial of a
-  // tile.
+  int boxes;  // the number of boxes per warp for TMA stores; 0 for swap_ab tiles
+  // Times in microseconds, measured on an H200 (for tiles with clusters, on an H100). k_block_us is
+  // the time of one k-block. tile_us is the time of a tile in addition to its k-blocks. An
+  // activation adds pointwise_us to tile_us; in ping-pong tiles this is only the part that the
+  // other warpgroup's mainloop does not hide. Stream-K adds stream_us once, and partial_us for each
+  // partial of a tile.
   float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
-  bool fp32 = false;  // a tile for kFloat32, which needs two sets of accumulators
+  bool fp32 = false;  // whether the tile is for kFloat32, which needs two sets of accumulators
 
   static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups;
   static constexpr int kThreads = 128 + kConsumerThreads;
 
-  // How many wgmmas of 64 rows cover a warpgroup's rows of a tile.
+  // The number of wgmmas, of 64 rows each, that cover a warpgroup's rows of a tile.
   constexpr int wgmma_m_tiles() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
-  // The columns of a box: 128 bytes of a row, or 64 bytes if block_n is not a multiple of 64
-  // columns.
+  // The number of columns of a box. A row of the box has 128 bytes. If block_n is not a multiple of
+  // 64, a row of 16-bit elements has 64 bytes.
   constexpr int box_columns(int elem_bytes) const {
     return elem_bytes == 2 && block_n % 64 == 0 ? 64 : 32;
   }
   constexpr int stage_bytes() const { return (block_m + block_n) * kKBlockBytes; }
   constexpr int box_bytes() const { return 16 * box_columns(2) * 2; }
   constexpr bool swap_ab() const { return boxes == 0; }
-  // The bytes of the boxes of all warps. In a swap_ab tile the staging holds the right halves of
-  // gated results instead.
+  // The number of bytes of the staging memory. It holds the boxes of all warps. In a swap_ab tile
+  // it holds the right halves of gated results instead.
   constexpr int staging_bytes() const {
     return swap_ab() ? 64 * block_n * 4 : 8 * boxes * box_bytes();
   }
-  // The bytes of the stages and their barriers, of the staging and of the bias of two tiles,
-  // rounded up to whole KiB.
+  // The number of bytes of shared memory, rounded up to whole KiB. It holds the stages and their
+  // barriers, the staging memory and the bias of two tiles.
   constexpr int shared_bytes() const {
     const int bytes = stages * (stage_bytes() + 16) + staging_bytes() + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
-  // The tile rows and tile columns of a product with m rows of a and `width` rows of b. The tiles
-  // of one cluster count as one tile.
+  // tiles_m and tiles_n return the number of rows and columns of tiles in a product. The product
+  // has m rows of a and `width` rows of b. The tiles of a cluster count as one tile.
   constexpr int64_t tiles_m(int64_t m, int64_t width) const {
     const int64_t rows = int64_t{block_m} * cluster;
     return ((swap_ab() ? width : m) + rows - 1) / rows;
@@ -91,17 +93,17 @@ struct Sm90Tile {
   constexpr int64_t tiles(const GemmProblem& p) const {
     return tiles_m(p.m, p.width()) * tiles_n(p.m, p.width()) * p.batch;
   }
-  // How many CTAs of a cluster may split the K of one tile. Each CTA must finish at least four
-  // values of every thread.
+  // The maximum number of CTAs of a cluster that may split the K of one tile. Every CTA must have
+  // an output slice of at least four values per thread.
   constexpr int max_split_cluster() const { return swap_ab() ? block_n / 8 : 1; }
-  // How many warpgroups of a CTA compute one tile together.
+  // The number of warpgroups of a CTA that compute a tile together.
   constexpr int warpgroups_per_tile() const { return pingpong ? 1 : kWarpgroups; }
-  // Whether this tile has kernels for the dtype of the operands.
+  // Whether there are kernels of this tile for the arithmetic `math`.
   constexpr bool supports_dtype(GemmMath math) const {
     if (math == GemmMath::kTf32) return !fp32 && !swap_ab() && block_n % 64 == 0;
     return fp32 == (math == GemmMath::kFloat32);
   }
-  // Why this tile has no kernel for a layout, or null if it has one.
+  // Returns why there is no kernel of this tile for a layout, or null if there is a kernel.
   constexpr const char* unsupported_reason(bool a_k_major, bool b_k_major, bool gated) const {
     if (swap_ab()) {
       return a_k_major ? nullptr : "swap_ab tiles need a K-major first operand";
@@ -115,14 +117,14 @@ struct Sm90Tile {
     if (gated && !a_k_major) return "a gated product needs a K-major first operand";
     return nullptr;
   }
-  // Whether this tile has kernels that also sum the rows of a. These kernels exist for the layout
-  // of a weight gradient, dy^T @ x, where the sums are the gradient of the bias.
+  // Whether this tile has kernels that also sum the rows of a. Such kernels exist only for the
+  // layout of a weight gradient, dy^T @ x. In that product the sums are the gradient of the bias.
   constexpr bool supports_dbias(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
     return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_needs_k_major(math) &&
            unsupported_reason(a_k_major, b_k_major, gated) == nullptr;
   }
-  // NOTE: tensor cores truncate when they add. If a sum of values of one sign went over more than
-  // kMaxKBlocks k-blocks, it would lose a digit that a 16-bit result has.
+  // NOTE: tensor cores truncate when they add. If more than kMaxKBlocks k-blocks of values with the
+  // same sign were summed, the truncation would change digits of a 16-bit result.
   constexpr bool supports_dbias(const GemmProblem& p) const {
     constexpr int64_t kMaxKBlocks = 2048;
     return p.batch == 1 && supports_dbias(p.math, p.a_k_major, p.b_k_major, p.gated) &&
@@ -130,8 +132,8 @@ struct Sm90Tile {
   }
 };
 
-// The fields of a row are index, block_m, block_n, stages, cluster, pingpong, boxes, k_block_us,
-// tile_us, pointwise_us, stream_us, partial_us and fp32.
+// Each entry lists index, block_m, block_n, stages, cluster, pingpong, boxes, k_block_us, tile_us,
+// pointwise_us, stream_us, partial_us and fp32.
 inline constexpr Sm90Tile kSm90Tiles[] = {
     {kPingPong128x128Cluster2, 128, 128, 6, 2, true, 2, 0.338f, 0.8f, 0.15f, 2.4f, 3.2f},
     {kPingPong128x128, 128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.0f},
@@ -151,16 +153,16 @@ constexpr bool sm90_tiles_are_in_order() {
 }
 static_assert(sm90_tiles_are_in_order());
 
-// The stream-K part of the schedule: the k-blocks of `tiles` tiles are distributed evenly over all
-// workers, so that no worker is idle during the last round. Source: M. Osama et al., "Stream-K",
-// 2023.
+// The stream-K part of the schedule. The k-blocks of the last `tiles` tiles are distributed evenly
+// over all workers, so that no worker is idle during the last round. Source: M. Osama et al.,
+// "Stream-K", 2023.
 struct Sm90Stream {
   int64_t tiles = 0, workers = 1;
-  int split_cluster = 1;  // how many workers of a cluster split the K of one tile
+  int split_cluster = 1;  // the number of workers of a cluster that split the K of one tile
 };
 
-// Returns the stream-K schedule of a product. Stream-K covers the tiles of the last round, in which
-// there are fewer tiles than workers, and the tiles of the round before.
+// Returns the stream-K schedule of a product. If the last round has fewer tiles than there are
+// workers, stream-K covers the tiles of the last round and of the round before it.
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blocks,
                               const DeviceFacts& device, bool streams) {
   constexpr int64_t kMinKBlocks = 4;  // per worker
@@ -168,7 +170,8 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blo
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
   const int64_t max_workers = std::clamp<int64_t>(tiles * k_blocks / kMinKBlocks, 1, workers);
-  // If the k-ranges are longer, the CTAs of a cluster drift apart and wait for each other.
+  // A cluster splits the K of a tile only into ranges of at most this many k-blocks. In longer
+  // ranges the CTAs of the cluster drift apart and wait for each other.
   constexpr int64_t kMaxSplitClusterKBlocks = 32;
   for (const int split_cluster : {8, 4, 3, 2}) {
     if (!device.clusters || split_cluster > tile.max_split_cluster()) continue;
@@ -177,17 +180,17 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blo
     if (k_blocks <= kMaxSplitClusterKBlocks * split_cluster)
       return {tiles, split_cluster * tiles, split_cluster};
   }
-  // If possible, choose the number of workers so that no worker has k-blocks of two tiles.
+  // If possible, choose a number of workers with which no worker has k-blocks of two tiles.
   int64_t splits = max_workers / tiles;
   while (splits > 1 && k_blocks % splits != 0) --splits;
   return {tiles, splits > 1 ? splits * tiles : max_workers};
 }
 
-// The number of floats of all workers' partials.
+// Returns the number of floats in the partial sums of all workers.
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, true);
   if (stream.tiles == 0) return 0;
-  // The sums of a's rows come from a wgmma with N = 8.
+  // A wgmma with N = 8 sums the rows of a, so these sums need 8 columns of accumulators.
   const int dbias_columns = tile.supports_dbias(p) ? 8 : 0;
   return stream.workers * tile.cluster * tile.block_m * (tile.block_n + dbias_columns);
 }
@@ -222,8 +225,8 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   return grid_fits(tiles) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// Estimates the time of the rounds of the busiest SM. The launch and the first loads are left out,
-// because they are the same for every engine.
+// Estimates the time of the busiest SM, over all its rounds. The estimate leaves out the launch and
+// the first loads, because they take the same time in every engine.
 inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
   const double k_blocks = static_cast<double>(sm90_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
@@ -236,30 +239,32 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   if (stream.tiles > 0) {
     const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
     const double partials = std::max(1.0, 1 / share);
-    // CTAs that work at different k-blocks share no loads. This costs nothing while L2 holds the
-    // operands. The longer K is, the further the CTAs drift apart: (8192, 16384) x (16384, 4096)
-    // needs 1507 us with stream-K and 1403 us with whole tiles.
+    // In stream-K the CTAs work on different k-blocks, so they share no loads. A product is slower
+    // for it only if its operands don't fit in L2. The CTAs drift further apart the longer K is:
+    // (8192, 16384) x (16384, 4096) needs 1507 us with stream-K and 1403 us with whole tiles.
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
     const double drift = std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift);
     const double kBeyondL2 = tile.fp32 ? 1.45 : 1.12 + drift;
     const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
     const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
-    // If K is a single k-block, no tile has partials.
+    // The factor (k_blocks - 1) / k_blocks is 0 if K is a single k-block, because no tile then has
+    // partials.
     us += share * (k_blocks * k_block_us + beside_us) + std::max(0.0, 1 - share) * beside_us;
     constexpr double kClusterReduceUs = 1.5;
     us += stream.split_cluster > 1
               ? kClusterReduceUs
               : (tile.stream_us + tile.partial_us * partials) * (k_blocks - 1) / k_blocks;
   }
-  // During a sequence of long products the GPU lowers its clock to limit its power. CTAs that share
-  // no loads draw more power, unless their tiles are half empty. This was measured over 20 to 50 ms
-  // of products, as in the layers of a model.
+  // During a sequence of long products, as in the layers of a model, the GPU lowers its clock to
+  // limit its power. Tiles without clusters share no loads, so they draw more power, unless they
+  // are half empty. This was measured over 20 to 50 ms of products.
   constexpr double kLongUs = 20, kLonger = 1.1;
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
   if (draws_power && tile.cluster == 1 && us > kLongUs) us *= kLonger;
-  // For each result, ping-pong tiles load 1.5 times the bytes that tiles of 256 columns load, and
-  // they draw more power. On an H100 4096^3 needs 201 us with ping-pong tiles and 183 us with the
-  // wider tiles; (8192, 4096, 16384) needs 1637 us and 1397 us.
+  // Ping-pong tiles are smaller than tiles of 256 columns: they load 1.5 times as many bytes per
+  // element of y, and draw more power. On an H100 a product of size (4096, 4096, 4096) needs 201 us
+  // with ping-pong tiles and 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us
+  // and 1397 us.
   constexpr double kPingPongLongUs = 100;
   if (draws_power && tile.pingpong && us > kPingPongLongUs) us *= kLonger;
   const double written =

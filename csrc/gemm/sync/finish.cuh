@@ -1,5 +1,6 @@
-// The end of a work tile. The accumulators of each warp go through shared memory, where they become
-// groups of 8 contiguous columns. These go to the epilogue or, if K is split, to the workspace.
+// The end of a work tile. Each warp writes its accumulators to shared memory and reads them back as
+// groups of 8 contiguous columns. It then runs the epilogue on these groups. If K is split, it
+// stores the groups in the workspace instead.
 #pragma once
 
 #include "gemm/element.cuh"
@@ -8,16 +9,16 @@
 
 namespace torchweld {
 
-// The swizzled position of 4-float chunk c of a row in a warp's staging memory.
-// NOTE: with this swizzle neither the 8-byte writes of fragments nor the reads of every second
-// chunk have bank conflicts.
+// Returns the swizzled position of chunk c, which is 4 floats of a row, in a warp's staging memory.
+// NOTE: with this swizzle there are no bank conflicts, neither in the 8-byte writes of fragments
+// nor in the 16-byte reads of every second chunk.
 template <int kColumns>
 __device__ __forceinline__ int staged_chunk(int row, int c) {
   return c ^ (row & 3) << 1 ^ (row * (kColumns / 4) + c) / 8 % 2;
 }
 
-// Stores groups of sums in the split-K workspace. The groups are in the order of
-// GroupWriter::write.
+// Stores groups of 8 sums in the split-K workspace. v holds the groups in the order that
+// GroupWriter::write describes.
 template <int kGroups>
 __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile& work, int64_t row,
                                             int row_step, int rows, int64_t column,
@@ -33,23 +34,23 @@ __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile&
   }
 }
 
-// Writes the accumulators of a warp to y or to the workspace. 16 rows at a time pass through shared
-// memory.
+// Writes the accumulators of a warp to y, through the epilogue, or to the split-K workspace. The
+// accumulators pass through shared memory, 16 rows at a time.
 template <GemmMath kMath, int kTile, int kM, int kN>
 __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
                                        const WorkTile& work, float* s_staging) {
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kColumns = kT.warp_n();
-  // Groups of 8 sums that a thread handles at once.
+  // The number of groups of 8 sums that a thread handles at once.
   constexpr int kGroups = 16 * kColumns / 32 / kGroup;
   const int thread = fresh_thread();
   const int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
   const int warp_m = warp % kT.warps_m, warp_n = warp / kT.warps_m;
   float* s_sums = s_staging + warp * 16 * kColumns;
   const bool gated = p.epilogue.gated, split = p.choice.splits > 1;
-  // A thread handles 8 columns of rows that lie `row_step` apart; in a gated product 8 left columns
-  // and the 8 right ones.
+  // A thread handles 8 columns of every row_step-th row. In a gated product it handles 8 left
+  // columns and the 8 right columns that belong to them.
   constexpr int kLanes = kColumns / 8;
   const int row_in = gated ? lane / (kLanes / 2) : lane / kLanes;
   const int column_in = gated ? lane % (kLanes / 2) * kGroup : lane % kLanes * kGroup;
@@ -95,8 +96,8 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
       writer.write(row, row_step, rows, v);
     }
     rows_left -= 16;
-    // NOTE: the loop over i is not unrolled, because its code is long. Instead, the next
-    // accumulators move to the front of acc.
+    // NOTE: the loop over i is not unrolled, because its code is long. Every iteration uses acc[0],
+    // so the accumulators of later iterations move forward by one here.
 #pragma unroll
     for (int next = 1; next < kM; ++next) {
 #pragma unroll

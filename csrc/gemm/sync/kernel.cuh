@@ -1,20 +1,22 @@
 // Computes y = epilogue(a @ b^T) on the tensor cores of sm_80 and newer.
 //
 // A persistent block computes a sequence of work tiles. A work tile is a tile of y and one split of
-// K. cp.async fills the `stages` stages of the pipeline with one k-block each. In the mainloop
-// every warp multiplies its rows and columns of the tile with mma.sync. The accumulators go through
-// shared memory, 16 rows of a warp at a time, so that each thread receives 8 contiguous columns of
-// a row and stores 16 bytes. Meanwhile the first k-blocks of the next work tile arrive in the other
-// stages, which made linear (8192, 768, 3072) a third faster. Work tiles are scheduled in bands of
-// kBandRows rows, so that the running blocks cover a square of y and share operands in L2.
+// K. The pipeline has `stages` stages, and cp.async loads one k-block into each stage. In the
+// mainloop every warp multiplies its rows and columns of the tile with mma.sync. The accumulators
+// go through shared memory, 16 rows of a warp at a time, so that each thread receives 8 contiguous
+// columns of a row and stores 16 bytes. Meanwhile the first k-blocks of the next work tile arrive
+// in the other stages. This overlap made linear (8192, 768, 3072) a third faster. Work tiles are
+// scheduled in bands of kBandRows rows, so that the running blocks cover roughly a square of y and
+// share operands in L2.
 //
-// The compiler schedules the instructions of the mainloop. Variants with fewer address
-// instructions, or with ldmatrix spread evenly between the mma instructions, were 4 to 6 % slower
-// on linear (4096, 4096, 4096) bfloat16.
+// The order of the instructions in the mainloop is left to the compiler. Two variants were 4 to 6 %
+// slower on linear (4096, 4096, 4096) bfloat16: one with fewer address instructions, and one with
+// ldmatrix spread evenly between the mma instructions.
 //
-// Each fp32 operand is split into three bf16 terms. Their six products need as many instructions as
-// three TF32 products and are exact (device/mma_sync.cuh). If a block meets inf, NaN or a value
-// that rounds to inf, it computes its work tile again with kHandlesNonFinite.
+// Each fp32 value is split into three bf16 terms. The product of two values is computed as six
+// products of terms, which are exact (device/mma_sync.cuh) and need as many instructions as three
+// TF32 products. If a block meets inf, NaN or a value that rounds to inf, it computes its work tile
+// again with kHandlesNonFinite.
 #pragma once
 
 #include <type_traits>
@@ -32,7 +34,7 @@ namespace torchweld {
 template <int kIndex>
 using Part = std::integral_constant<int, kIndex>;
 
-// A slice along K of a warp's operands: kM * 16 rows of a and kN * 8 rows of b.
+// The fragments of a warp's operands in one slice along K: kM * 16 rows of a and kN * 8 rows of b.
 template <int kM, int kN>
 struct Slice {
   uint32_t a[kM][4], b[kN / 2][4];
@@ -54,10 +56,12 @@ struct OperandB {
   static constexpr bool is_a = false;
 };
 
-// Computes acc += a @ b^T for two fp32 slices as one slice of 16-bit terms. Elements t and t + 4 of
-// a slice become elements 2t and 2t + 1: K may have any order, as long as a and b have the same
-// order. kHandlesNonFinite admits inf, NaN and values that round to inf; without it, such values
-// set `check` to NaN. read(r, operand, i, second) reads 16 rows of the first or the second slice.
+// Computes acc += a @ b^T for two slices of fp32 values, which become one slice of 16-bit terms.
+// Elements t and t + 4 of a slice of values become elements 2t and 2t + 1 of the slice of terms.
+// This changes the order of K in a and in b alike, so the product stays the same. If
+// kHandlesNonFinite is true, the values may be inf, NaN or values that round to inf. Otherwise such
+// values set `check` to NaN. read(r, operand, i, second) reads 16 rows of the first or the second
+// slice.
 template <bool kHandlesNonFinite, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {
@@ -124,7 +128,8 @@ class OperandLoader {
   using T = ElementOf<kMath>;
   static constexpr SyncTile kT = kSyncTiles[kTile];
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
-  static constexpr bool kPairs = kAKMajor && !kBKMajor;  // b may be a pair along K
+  // Whether b may be a pair concatenated along K.
+  static constexpr bool kPairs = kAKMajor && !kBKMajor;
 
  public:
   __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
@@ -133,7 +138,7 @@ class OperandLoader {
 
   __device__ __forceinline__ int k_blocks() const { return k_blocks_; }
 
-  // Loads the given parts of the next k-block into a stage of the ring.
+  // Loads parts of the next k-block into a stage of the ring. `Parts` names the parts.
   template <class... Parts>
   __device__ __forceinline__ void load(uint32_t s_stage, Parts...) {
     (a_.template load<Parts::value>(s_stage), ...);
@@ -143,7 +148,7 @@ class OperandLoader {
     }
   }
 
-  // Loads the first k-blocks into all stages but the last.
+  // Loads the first k-blocks of the work tile, one into each stage except the last.
   __device__ __forceinline__ void start(uint32_t s_ring) {
 #pragma unroll
     for (int stage = 0; stage < kT.stages - 1; ++stage) {
@@ -183,8 +188,8 @@ class OperandLoader {
 
   const GemmParams* p_;
   int k_blocks_;
-  // For b a pair along K, the number of k-blocks that remain before its second matrix. Otherwise 0
-  // or less.
+  // If b is a pair concatenated along K, the number of k-blocks to load before b's second matrix
+  // begins. The value is 0 or less if the second matrix has begun or b is not a pair.
   int k_blocks_to_half_;
   TileLoader<T, kT.block_m, kT.threads(), kAKMajor> a_;
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
@@ -201,11 +206,11 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kStages = kT.stages, kBytesA = kT.block_m * kKBlockBytes;
-  // The warp reads the next slice while it multiplies the current one. fp32 has too few registers
-  // for that.
+  // Whether the warp reads the next slice while it multiplies the current slice. For fp32 there are
+  // too few registers for two slices.
   constexpr bool kAhead = kMath != GemmMath::kFloat32;
-  // NOTE: whether threadIdx.x or fresh_thread() leads to spills depends on the compiler; make
-  // kernel-check reports it.
+  // NOTE: the compiler spills registers in some kernels with threadIdx.x and in others with
+  // fresh_thread(). `make kernel-check` reports spills.
   constexpr bool kFresh = sizeof(T) == 4 && kT.blocks_per_sm < 3;
   const int thread = kFresh ? fresh_thread() : threadIdx.x;
   const int lane = thread % 32, warp = thread / 32;
@@ -221,7 +226,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   };
 
   const int k_blocks = loader.k_blocks();
-  // Waits until the next k-block has arrived and every warp has read the previous one.
+  // Waits until the next k-block has arrived and every warp has read the previous k-block.
   const auto advance = [] {
     copy_async_wait<kStages - 2>();
     __syncthreads();
@@ -278,7 +283,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
     stage = next;
   }
   copy_async_wait<0>();
-  __syncthreads();  // all warps have read the ring, so its memory may be reused
+  __syncthreads();  // all warps have read the ring; its memory may be reused
   return check;
 }
 
@@ -320,13 +325,14 @@ void launch_sync_kernel(const GemmParams& p, cudaStream_t stream) {
   const auto kernel = sync_gemm_kernel<kMath, kTile, kAKMajor, kBKMajor>;
   const int64_t width = p.epilogue.gated ? 2 * p.n : p.n;
   const int64_t tiles_m = (p.m + kT.block_m - 1) / kT.block_m;
-  // NOTE: both halves of a gated tile end at n, so the tiles are counted in columns of y.
+  // NOTE: a gated tile has block_n / 2 columns of each half, so ceil(2n / block_n) tiles cover the
+  // n columns of y.
   const int64_t tiles_n = (width + kT.block_n - 1) / kT.block_n;
   const int64_t at_once = int64_t{kT.blocks_per_sm} * device_facts().sms;
   const int64_t band_tiles = std::min(tiles_m, int64_t{kBandRows / kT.block_m});
   const GemmSchedule grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
-  // NOTE: if there are only a few rounds of work items, each item is a block, because the
-  // hardware's scheduler distributes the last round better.
+  // NOTE: if the work items need only a few rounds, every item gets a block of its own, because the
+  // GPU's block scheduler then balances the last round better. Otherwise the blocks are persistent.
   constexpr int kFewRounds = 3;
   const int64_t blocks = grid.items < kFewRounds * at_once ? int64_t{grid.items} : at_once;
   launch_kernel(kernel, {blocks, kT.threads(), kT.shared_bytes()}, stream, p, grid);

@@ -9,7 +9,8 @@ namespace torchweld {
 
 void launch_sync_gemm(const GemmParams& params, cudaStream_t stream);
 
-// Launches a kernel of one tile size and dtype. csrc/instantiations.py lists the instantiations.
+// Launches the kernel for one tile size and one GemmMath. csrc/instantiations.py lists the
+// instantiations.
 template <GemmMath kMath, SyncSize kSize>
 void launch_sync_size(const GemmParams& params, cudaStream_t stream);
 

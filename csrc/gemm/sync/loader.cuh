@@ -1,10 +1,11 @@
-// Loads operand tiles from global memory into the ring, and fragments from the ring.
+// Loads tiles of the operands from global memory into the ring of stages in shared memory, and
+// reads fragments from the ring.
 //
-// A tile has kRows rows (M or N) of one k-block. Its layout in shared memory depends on which dim
-// is contiguous in global memory:
+// A tile has kRows rows (M or N) of one k-block. The dim that is contiguous in global memory
+// determines the layout of the tile in shared memory:
 //   K-major   [row][k], 128 bytes a row; 16-byte chunk c of row r lies at c ^ (r % 8)
 //   MN-major  [k][row]; chunk c of column k lies at c ^ (k % 8), for fp32 at c ^ (k % 4 * 2)
-// With this swizzle, ldmatrix and the 4-byte reads of MN-major fp32 access every bank once.
+// With these swizzles, neither ldmatrix nor the 4-byte reads of MN-major fp32 have bank conflicts.
 #pragma once
 
 #include "device/mma_sync.cuh"
@@ -12,8 +13,9 @@
 
 namespace torchweld {
 
-// Maps row r of the tile to a row of the operand. In a gated product every second group of 8 rows
-// of b comes from the right half, so that one warp holds both halves of a column.
+// Maps row r of a tile to a half of the operand (`half`) and to a row of that half (`column`). In a
+// gated product, groups of 8 rows of b come alternately from the left and the right half. One warp
+// thus computes both halves of the same columns of y.
 struct RowOrder {
   bool gated;
   __device__ __forceinline__ int64_t column(int r) const {
@@ -23,32 +25,32 @@ struct RowOrder {
 };
 
 struct TileSource {
-  const char* data;    // the start of this batch
-  int64_t row_bytes;   // from one row to the next row of the same half
-  int64_t k_bytes;     // from one element of K to the next
-  int64_t half_bytes;  // from a row of the left half to the same row of the right half
+  const char* data;    // the address of the batch in global memory
+  int64_t row_bytes;   // distance between rows of the same half, in bytes
+  int64_t k_bytes;     // distance between elements along K, in bytes
+  int64_t half_bytes;  // distance from the left half to the right half, in bytes
   int64_t first_row;   // the first row of this block's tile
   int64_t rows;        // the number of rows of the operand
   RowOrder order;
 };
 
-// The loads of a k-block are issued in kParts parts, between the multiplications of an earlier
-// k-block.
+// The loads of a k-block are divided into kParts parts. The parts are issued between the
+// multiplications of an earlier k-block.
 constexpr int kParts = 4;
 
-// Issues the 16-byte loads of one thread into the ring.
+// Issues a thread's loads of a tile into the ring. Each load copies a chunk of 16 bytes.
 template <typename T, int kRows, int kThreads, bool kKMajor>
 class TileLoader {
   static constexpr int kChunkElems = 16 / sizeof(T);
   static constexpr int kBlockK = kKBlockBytes / sizeof(T);
-  // The tile's extent along its contiguous dim in chunks, and along the other dim in elements. The
-  // other dim is M or N if the operand is K-major, else K.
+  // The size of the tile along its contiguous dim, in chunks, and along its strided dim, in
+  // elements. The contiguous dim is K if the operand is K-major; otherwise it is M or N.
   static constexpr int kContiguousChunks = kKMajor ? 8 : kRows / kChunkElems;
   static constexpr int kStrided = kKMajor ? kRows : kBlockK;
   static constexpr int kStridedStep = kThreads / kContiguousChunks;
   static constexpr int kLoads = kStrided / kStridedStep;
-  // All chunks of a thread have the same swizzle, because their rows lie a multiple of this period
-  // apart.
+  // The swizzle repeats with this period, in rows of shared memory. The rows of a thread's chunks
+  // differ by multiples of the period, so all chunks of a thread have the same swizzle.
   static constexpr int kSwizzlePeriod = kKMajor || sizeof(T) == 2 ? 8 : 4;
   static_assert(kThreads % kContiguousChunks == 0 && kStrided % kStridedStep == 0 && kLoads <= 32);
   static_assert(kStridedStep % (kKMajor ? 16 : kSwizzlePeriod) == 0);
@@ -79,8 +81,8 @@ class TileLoader {
     s_offset_ = strided * kContiguousChunks * 16 + ((chunk ^ swizzle) << 4);
   }
 
-  // Loads part kPart of the next k-block into a stage of the ring. The parts must be loaded in
-  // order.
+  // Loads part kPart of the next k-block into a stage of the ring. The caller must load parts 0 to
+  // kParts - 1 in order.
   template <int kPart>
   __device__ __forceinline__ void load(uint32_t s_stage) {
     constexpr int kFirst = kPart * kLoads / kParts, kLast = (kPart + 1) * kLoads / kParts;
@@ -98,37 +100,39 @@ class TileLoader {
     }
   }
 
-  // Moves the address of the next loads by `elems` elements.
+  // Adds `elems` elements to the global-memory address of the next loads.
   __device__ __forceinline__ void skip(int64_t elems) {
     from_ += elems * static_cast<int64_t>(sizeof(T));
   }
 
  private:
   const char* from_;  // this thread's next chunk
-  // stride_bytes_ is the distance to this thread's next chunk, and wrap_bytes_ the distance from
-  // the end of a k-block to the start of the next.
+  // stride_bytes_ is the distance between chunks of this thread in a k-block. wrap_bytes_ is added
+  // to the address after the last chunk of a k-block, so that it points to the next k-block.
   int64_t stride_bytes_, wrap_bytes_;
-  int k_left_;  // elements of K that remain from this thread's first chunk on
+  int k_left_;  // the number of elements from this thread's chunk to the end of K
   uint32_t valid_ = 0;
   uint32_t s_offset_;
 };
 
-// Reads the fragments of one slice along K (16 16-bit or 8 fp32 elements: two chunks) of a warp's
-// rows. The rows start at a multiple of 32. Every address is an offset plus (the lane's swizzle ^ a
-// constant).
+// Reads fragments of a warp's rows from the ring. A fragment covers one slice along K: two chunks,
+// which are 16 16-bit elements or 8 fp32 elements. The warp's first row is a multiple of 32, so
+// every address is offset_ + (swizzle_ ^ constant) plus a constant.
 template <typename T, int kRows, bool kKMajor>
 class FragmentReader {
   static constexpr int kSharedRowBytes = kKMajor ? 128 : kRows * int(sizeof(T));
-  static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;  // ldmatrix can load the fragment
+  // Whether ldmatrix can load the fragment.
+  static constexpr bool kMatrix = kKMajor || sizeof(T) == 2;
 
  public:
-  // If kForA, the four registers are a fragment of mma's A operand. Otherwise r[0..1] and r[2..3]
-  // are two fragments of mma's B operand.
+  // If kForA is true, `load` reads one fragment of mma's A operand into r[0] to r[3]. Otherwise it
+  // reads two fragments of mma's B operand: r[0] and r[1] are the first one, r[2] and r[3] the
+  // second one.
   template <bool kForA>
   static __device__ __forceinline__ FragmentReader make(int lane, int first_row) {
     const int q = lane >> 3, in = lane & 7, g = lane >> 2, t = lane & 3;
-    // ldmatrix loads four 8 x 8 blocks. row_bit selects the 8 rows of a lane's block, k_bit its
-    // chunk in the slice.
+    // ldmatrix loads four 8 x 8 matrices. A lane passes the address of a row of one of them.
+    // row_bit selects the matrix's group of 8 rows, and k_bit selects its chunk in the slice.
     const int row_bit = kForA ? q & 1 : q >> 1, k_bit = kForA ? q >> 1 : q & 1;
     FragmentReader reader;
     if constexpr (kKMajor) {
@@ -144,7 +148,7 @@ class FragmentReader {
     return reader;
   }
 
-  // Loads the fragment of one slice and 16 rows, from row 16 * i of the warp on.
+  // Loads the fragment of slice `slice` of the 16 rows that start at row 16 * i of the warp.
   template <bool kForA>
   __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t s_tile, int i, int slice) const {
     if constexpr (kKMajor) {

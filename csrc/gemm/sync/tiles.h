@@ -8,21 +8,24 @@
 
 namespace torchweld {
 
-// Each size of tiles is compiled in a file of its own.
+// The size class of a tile. The kernels of each size class are compiled in a file of their own.
 enum class SyncSize : int8_t { kLarge, kMedium, kSmall };
 
 struct SyncTile {
-  int block_m, block_n;  // the tile of the product; block_n counts both halves of a gated product
+  int block_m, block_n;  // tile size; block_n counts both halves of a gated product
   int warps_m, warps_n;
-  int stages;  // stages of the pipeline in shared memory
+  int stages;  // the number of pipeline stages in shared memory
   int blocks_per_sm;
-  float rate;        // tensor-core throughput of a full SM, relative to the first tile
-  float rate_alone;  // throughput with one block on the SM
-  // The time of a tile without its mainloop, measured in k-blocks. fixed_k_blocks covers the start
-  // and the stores, pointwise_k_blocks an activation or a gate. Both are smaller for tiles with
-  // several blocks on an SM, which hide each other's time.
+  // The tensor-core throughput of an SM with blocks_per_sm blocks, relative to that of the first
+  // tile.
+  float rate;
+  float rate_alone;  // `rate` with one block per SM
+  // The time of a tile outside of its mainloop, as a multiple of the time of one k-block.
+  // fixed_k_blocks is the time of the start and the stores. pointwise_k_blocks is the time of an
+  // activation or a gate. Both times are smaller if several blocks run on an SM, because one block
+  // then multiplies while another block is outside of its mainloop.
   float fixed_k_blocks, pointwise_k_blocks;
-  bool fp32;  // a tile for kFloat32, which leaves registers for the bf16 terms
+  bool fp32;  // whether the tile is for kFloat32; it leaves registers for bf16 terms
 
   constexpr bool supports_dtype(GemmMath math) const {
     return fp32 == (math == GemmMath::kFloat32);
@@ -42,8 +45,8 @@ struct SyncTile {
   }
 };
 
-// The fields of a row are block_m, block_n, warps_m, warps_n, stages, blocks_per_sm, rate,
-// rate_alone, fixed_k_blocks, pointwise_k_blocks and fp32.
+// Each entry lists block_m, block_n, warps_m, warps_n, stages, blocks_per_sm, rate, rate_alone,
+// fixed_k_blocks, pointwise_k_blocks and fp32.
 inline constexpr SyncTile kSyncTiles[] = {
     {256, 128, 4, 2, 3, 1, 1.00f, 1.00f, 3.2f, 2.4f, false},
     {128, 128, 2, 2, 3, 2, 0.94f, 0.60f, 2.3f, 1.8f, false},
@@ -75,8 +78,8 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
   return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// Estimates the time: the tensor-core time of the busiest SM, plus the extra memory traffic of
-// split-K partials.
+// Estimates the time of the kernel: the time of the tensor cores of the busiest SM, plus the time
+// to write and read the split-K partials.
 inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int splits) {
   constexpr double kMacsPerSecond = 0.9e12;  // the throughput of one SM, with 16-bit operands
   constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
@@ -85,7 +88,8 @@ inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int split
       (p.m + tile.block_m - 1) / tile.block_m * ((p.width() + tile.block_n - 1) / tile.block_n);
   const int64_t k_blocks = (p.k_blocks() + splits - 1) / splits;
   const int64_t blocks = tiles * splits * p.batch;
-  const int64_t load = (blocks + p.device.sms - 1) / p.device.sms;  // blocks on the busiest SM
+  // Number of blocks on the busiest SM.
+  const int64_t load = (blocks + p.device.sms - 1) / p.device.sms;
   const double rate = load >= tile.blocks_per_sm
                           ? tile.rate
                           : tile.rate_alone + (tile.rate - tile.rate_alone) * (load - 1) /
