@@ -1,21 +1,21 @@
 // Loads and stores of global memory that the compiler neither splits nor moves.
 //
-// NOTE: they are volatile assembly. The compiler would move ordinary loads next to the use of their
-// values, so that only one load at a time is in flight, and would split stores under a condition.
-// That made a matrix pass with sums 2.3 times slower: outer_mul_relu_backward (16384, 16384)
-// float32.
+// NOTE: the loads and stores are volatile assembly. The compiler would move ordinary loads next to
+// the uses of their values, so that only one load is in flight at a time. It would also split
+// stores under a condition. With ordinary accesses outer_mul_relu_backward (16384, 16384) float32
+// took 2.3 times as long.
 #pragma once
 
 #include "device/vec.cuh"
 
 namespace torchweld {
 
-// The type that holds the bits of one access to kElems values: an access is 16 bytes or a single
-// value.
+// The type that holds the bits of one access. An access loads or stores kElems values: a single
+// value, or 16 bytes of values.
 template <int kElems>
 using AccessOf = std::conditional_t<kElems == 1, uint32_t, uint4>;
 
-// Loads the bits of a value if `holds`, else returns 0.
+// If `holds` is true, loads the value at g_from and returns its bits; otherwise returns 0.
 template <typename T>
 __device__ __forceinline__ uint32_t load_bits_if(const T* g_from, bool holds) {
   uint32_t bits = 0;
@@ -40,7 +40,7 @@ __device__ __forceinline__ float float_of_bits(uint32_t bits) {
   }
 }
 
-// Loads 16 bytes if `holds`, else returns zeros.
+// If `holds` is true, loads 16 bytes; otherwise returns zeros.
 __device__ __forceinline__ uint4 load_words_if(const void* g_from, bool holds) {
   uint4 words = make_uint4(0, 0, 0, 0);
   asm volatile("{.reg .pred p; setp.ne.b32 p, %5, 0;\n@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
@@ -49,7 +49,7 @@ __device__ __forceinline__ uint4 load_words_if(const void* g_from, bool holds) {
   return words;
 }
 
-// Loads 4 floats that another block has stored if `holds`, else returns zeros.
+// If `holds` is true, loads 4 floats that another block has stored; otherwise returns zeros.
 // NOTE: the load bypasses the L1 cache, which does not see the stores of other SMs.
 __device__ __forceinline__ float4 load_sent_if(const float* g_from, bool holds) {
   float4 x = make_float4(0.f, 0.f, 0.f, 0.f);

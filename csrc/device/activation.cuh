@@ -27,11 +27,13 @@ __device__ __forceinline__ float sigmoid(float x) {
   return one_over_one_plus_exp2(x * -kLog2e);
 }
 
-// NOTE: the comparison is x < 0 and not x > 0, so that NaN stays NaN.
+// NOTE: the condition must be x < 0. With x > 0 ? x : 0, the result for NaN would be 0 instead of
+// NaN.
 __device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
 
 // gelu(x) = x Phi(x) = max(x, 0) - |x| Phi(-|x|). Phi(-|x|) is computed as e^(-x^2 / 2) times a
-// polynomial in 1 / (1 + p |x|), which is fitted to relative errors below 2^-15.
+// polynomial in 1 / (1 + p |x|). The coefficients were fitted so that the relative error is below
+// 2^-15.
 // Source: the form is 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical Functions".
 template <bool kExact>
 __device__ __forceinline__ float gelu(float x) {
@@ -43,12 +45,13 @@ __device__ __forceinline__ float gelu(float x) {
   tail = fmaf(t, tail, 0.15906724f);
   tail = fmaf(t, tail, 0.14672485f) * t;
   tail *= exp2_approx_ftz(x * x * (-0.5f * kLog2e));
-  // NOTE: fminf keeps the tail of inf at 0, so inf stays inf; -inf and NaN give NaN, as in torch.
+  // NOTE: without fminf, x = inf would give inf * 0 = NaN; with it the result is inf. The results
+  // for -inf and NaN are NaN, as in torch.
   return fmaf(-fmaxf(-x, fminf(x, 16.f)), tail, relu(x));
 }
 
-// Returns 2u, where gelu_tanh(x) = x * sigmoid(2u). This form equals x / 2 * (1 + tanh(u)), which
-// would lose digits by cancellation at negative u.
+// Returns 2u for gelu_tanh(x) = x * sigmoid(2u). The usual formula x / 2 * (1 + tanh(u)) has the
+// same value, but its sum loses digits if u is negative.
 __device__ __forceinline__ float gelu_tanh_argument(float x) {
   constexpr float kTwoSqrt2OverPi = 1.5957691216057308f;
   return kTwoSqrt2OverPi * (x + 0.044715f * x * x * x);
@@ -61,8 +64,8 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return x * one_over_one_plus_exp2(x * fmaf(x * x, kCubic, kLinear));
 }
 
-// Computes tanh(x) = 2 sigmoid(2x) - 1. Near 0, where this difference loses digits, uses two terms
-// of the series.
+// Computes tanh(x) = 2 sigmoid(2x) - 1. If x is near 0, this difference would lose digits, so the
+// function returns the first two terms of the Taylor series instead.
 template <bool kExact>
 __device__ __forceinline__ float tanh_of(float x) {
   if constexpr (kExact) return tanhf(x);
@@ -112,8 +115,8 @@ __device__ __forceinline__ ValueAndSlope silu_and_slope(float x) {
   return {x * s.of_x, s.of_x * (1.f + x * s.complement)};
 }
 
-// NOTE: the switch is outside of the loop over a thread's values, because a switch for every value
-// would cost more than the function itself.
+// NOTE: the switch is outside of the loop over the values. A switch in the loop would cost more
+// than the activation itself.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void activate(float (&z)[kCount], Activation activation) {
   const auto each = [&](auto f) {
@@ -134,7 +137,7 @@ __device__ __forceinline__ void activate(float (&z)[kCount], Activation activati
   }
 }
 
-// Computes dy *= activation'(z). For relu, z may be y itself.
+// Computes dy *= activation'(z). For relu, y may be passed as z, because it has the same sign.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void activation_grad(float (&dy)[kCount], const float (&z)[kCount],
                                                 Activation activation) {
@@ -180,7 +183,8 @@ __device__ __forceinline__ void apply_gate(float (&left)[kCount], const float (&
   }
 }
 
-// Overwrites left and right by their gradients. dy is the gradient of gate(left, right).
+// Overwrites `left` and `right` by their gradients. dy is the gradient of the result gate(left,
+// right).
 template <bool kExact, int kCount>
 __device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[kCount],
                                           const float (&dy)[kCount], Gate gate) {

@@ -1,5 +1,5 @@
-// Flags in global memory with which one block of a launch tells another block that its data is in
-// memory.
+// Flags in global memory. With a flag, a block tells another block of the same launch that it has
+// stored its data.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,20 +8,23 @@
 
 namespace torchweld {
 
-// A flag counts as set if it holds the number of this launch, so flags need no clearing before a
-// launch (block_flags in core/counters.h).
-// NOTE: the block that waits for a flag then sets it to 0, so that a captured launch can be
-// replayed.
+// A flag is set if it holds the number of this launch. A number of an earlier launch does not
+// count, so the flags need no clearing before a launch. block_flags in core/counters.h allocates
+// the flags.
+// NOTE: the block that has waited for a flag sets the flag to 0. A captured launch has the same
+// number in every replay, so its flags must not stay set.
 struct BlockFlags {
   uint64_t* flags;
-  uint64_t number;  // next_launch_number()
+  uint64_t number;  // the number of this launch, from next_launch_number()
 
-  // Sets flag i. One thread calls this, after a barrier of the threads that have stored the data.
+  // Sets flag i. One thread must call this after the threads that stored the data have passed a
+  // barrier.
   __device__ __forceinline__ void raise(int64_t i) const {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + i), "l"(number) : "memory");
   }
 
-  // Waits for flag i. One thread calls this, before a barrier of the threads that load the data.
+  // Waits until flag i is set. One thread must call this before the threads that load the data pass
+  // a barrier.
   __device__ __forceinline__ void wait(int64_t i) const {
     uint64_t flag;
     do {

@@ -1,4 +1,4 @@
-// Converts runtime dtypes and indices into compile-time ones.
+// Converts dtypes and indices that are known at run time to template arguments.
 #pragma once
 
 #include <initializer_list>
@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// Calls body with a default value of the element type.
+// Calls body(T{}) with the C++ element type T of the dtype.
 template <typename Body>
 void dispatch_dtype(DType dtype, const Body& body) {
   switch (dtype) {
@@ -22,7 +22,7 @@ void dispatch_dtype(DType dtype, const Body& body) {
   }
 }
 
-// Calls body with `index` as a compile-time constant. index must be below kCount.
+// Calls body with `index` as a std::integral_constant. `index` must be less than kCount.
 template <int kCount, int kIndex = 0, typename Body>
 void dispatch_index(int index, const Body& body) {
   if constexpr (kIndex < kCount) {
@@ -42,9 +42,9 @@ struct MatrixRows {
   int64_t row_stride;
 };
 
-// Calls body with a value of the element type and the number of elements in one access. An access
-// is 16 bytes if all rows of all matrices, with n columns each, start on 16-byte boundaries, else
-// one element.
+// Calls body(T{}, elems) with the element type T and the number of elements in one access. n is the
+// number of columns of each matrix. An access is 16 bytes if n columns are a multiple of 16 bytes
+// and all rows start on 16-byte boundaries; otherwise an access is one element.
 template <typename Body>
 void dispatch_access(DType dtype, int64_t n, std::initializer_list<MatrixRows> matrices,
                      const Body& body) {

@@ -1,4 +1,5 @@
-// Queries the features of the current device that the code compiled for it may use.
+// Queries the features of the current device. A feature counts only if the code that was compiled
+// for the device can use it.
 #include "core/device.h"
 
 #include <atomic>
@@ -9,15 +10,16 @@
 
 namespace torchweld {
 
-// The facts that a dry run assumes, or nullptr outside of a dry run.
+// Returns the facts of the GPU that a dry run assumes, or nullptr outside of a dry run.
 const DeviceFacts* assumed_device_facts();
 
 namespace {
 
 constexpr int kOtherThreads = 32, kWarpgroupThreads = 128;
 
-// NOTE: the launch bound of this kernel tells the host whether the code that runs on this device
-// was compiled with wgmma. The PTX version can't tell, because it is the same for sm_90a and sm_90.
+// NOTE: the host reads the launch bound of this kernel to find out whether the code that runs on
+// this device was compiled with wgmma. The PTX version does not help, because sm_90a and sm_90 have
+// the same one.
 __global__ void __launch_bounds__(TW_HAS_WGMMA ? kWarpgroupThreads : kOtherThreads)
     target_probe_kernel() {}
 
@@ -47,7 +49,8 @@ int active_clusters(int blocks, int shared) {
 }
 
 // NOTE: the compute capability of the device is not enough. A GPU that is newer than the compiled
-// code may run PTX of an older architecture, which lacks everything under TW_HAS_CLUSTERS.
+// code may run PTX of an older architecture. Such code contains nothing that is under
+// TW_HAS_CLUSTERS.
 DeviceFacts ask(int device) {
   DeviceFacts facts;
   facts.sms = attribute(cudaDevAttrMultiProcessorCount, device);
@@ -63,7 +66,7 @@ DeviceFacts ask(int device) {
     facts.active_clusters[blocks] = active_clusters(blocks, facts.shared_limit);
   }
   facts.clusters_of_16 = facts.active_clusters[16] > 0;
-  (void)cudaGetLastError();  // a failed query counts as 0, and the launch reports the error
+  (void)cudaGetLastError();  // the result of a failed query is 0; the launch reports the error
   return facts;
 }
 
@@ -83,8 +86,8 @@ const DeviceFacts& device_facts() {
   if (const DeviceFacts* facts = known[device].load(std::memory_order_acquire)) return *facts;
   const std::lock_guard<std::mutex> lock(mutex);
   const DeviceFacts* facts = known[device].load(std::memory_order_relaxed);
-  // NOTE: the facts are never destroyed, because threads may still run kernels while the process
-  // ends.
+  // NOTE: the object is never deleted, because other threads may still launch kernels while the
+  // process ends.
   if (facts == nullptr) known[device].store(facts = new DeviceFacts(ask(device)));
   return *facts;
 }

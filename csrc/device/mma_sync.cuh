@@ -13,14 +13,15 @@
 
 namespace torchweld {
 
-// Copies `bytes` bytes from global to shared memory and fills up to 16 bytes with zeros.
+// Copies `bytes` bytes, at most 16, from global to shared memory. Fills the rest of the 16 bytes at
+// s_to with zeros.
 __device__ __forceinline__ void copy_async_16(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
 }
 
-// Copies 16 bytes from global to shared memory, or writes zeros if `there` is false. Then g_from is
-// not read and may be invalid.
+// Copies 16 bytes from global to shared memory if `there` is true. Otherwise writes 16 zero bytes
+// and does not read g_from, which may be invalid.
 __device__ __forceinline__ void copy_async_16_if(uint32_t s_to, const void* g_from, bool there) {
   asm volatile(
       "{ .reg .pred ignore; setp.eq.u32 ignore, %2, 0;\n"
@@ -86,7 +87,8 @@ __device__ __forceinline__ void mma_16816<__nv_bfloat16>(float (&d)[4], const ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Computes d += a @ b for one m16n8k8 tile. The operands are the first half of m16n8k16 fragments.
+// Computes d += a @ b for one m16n8k8 tile. a0, a1 and b are the first half of the registers of an
+// m16n8k16 fragment.
 template <typename T>
 __device__ __forceinline__ void mma_1688(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b);
 template <>
@@ -117,19 +119,20 @@ __device__ __forceinline__ void mma_1688(float (&d)[4], const uint32_t (&a)[4], 
 }
 
 // Rounds x to TF32 and returns it as the bits of an fp32 value.
-// NOTE: a NaN whose only set mantissa bits are among the low 13 would become inf. No instruction
-// produces such a NaN.
+// NOTE: a NaN whose set mantissa bits are all among the low 13 bits would become inf. No
+// instruction produces such a NaN.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
   return bits;
 }
 
-// Splits x into two TF32 values: x = big + small up to 2^-22 of x. Source: Ootomo and Yokota,
-// "Recovering single precision accuracy from Tensor Cores", 2022.
-// NOTE: products with the other operand's small value use `cross` instead of big. cross is 0 if x
-// is inf or NaN: big * big already propagates inf and NaN, and inf * 0 would turn an inf result
-// into NaN. A finite x that would round to inf is truncated instead.
+// Splits x into two TF32 values, so that x = big + small with a relative error of at most 2^-22.
+// Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022.
+// NOTE: the product with `small` of the other operand uses `cross` instead of `big`. cross is 0 if
+// x is inf or NaN, and equals big otherwise. The product big * big already propagates inf and NaN,
+// and inf * 0 would turn an inf result into NaN. A finite x that would round to inf is truncated
+// instead.
 struct SplitTf32 {
   uint32_t big, small, cross;
   __device__ __forceinline__ explicit SplitTf32(float x) {
@@ -142,8 +145,8 @@ struct SplitTf32 {
   }
 };
 
-// copy_async_4 and copy_async_8 copy `bytes` bytes from global to shared memory and fill up to 4 or
-// 8 bytes with zeros.
+// copy_async_4 and copy_async_8 copy `bytes` bytes, at most 4 or 8, from global to shared memory.
+// They fill the rest of the 4 or 8 bytes at s_to with zeros.
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
@@ -153,13 +156,14 @@ __device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, 
                : "memory");
 }
 
-// Splits two fp32 values into pairs of bf16 terms: high + middle + low equals the value. The tensor
-// core accumulates products of these terms exactly, which it does not do for products of TF32
-// halves.
-// NOTE: products with the other operand's smaller terms use `cross` instead of high. With
-// kHandlesNonFinite, cross is 0 if the value is inf or NaN, because high * high already propagates
-// them and inf * 0 would turn an inf result into NaN; a finite value that would round to inf is
-// truncated instead. Without kHandlesNonFinite, such values set `check` to NaN.
+// Splits the fp32 values x and y into three bf16 terms each: high + middle + low equals the value.
+// Each member holds the terms of x and y as a pair. The tensor core accumulates products of bf16
+// terms exactly. It does not do so for products of TF32 terms.
+// NOTE: products with the smaller terms of the other operand use `cross` instead of `high`. If
+// kHandlesNonFinite is true, cross is 0 for a value that is inf or NaN, and equals high otherwise:
+// the product high * high already propagates inf and NaN, and inf * 0 would turn an inf result into
+// NaN. A finite value that would round to inf is truncated instead. If kHandlesNonFinite is false,
+// inf, NaN and values that would round to inf set `check` to NaN.
 template <bool kHandlesNonFinite>
 struct SplitBf16 {
   uint32_t high, middle, low, cross;
@@ -184,7 +188,8 @@ struct SplitBf16 {
 
  private:
   static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
-  // Returns `rounded`, or two copies of x's upper 16 bits if x is finite but rounds to inf.
+  // Returns `rounded`, unless x is finite but rounds to inf. In that case returns two copies of the
+  // upper 16 bits of x.
   static __device__ __forceinline__ uint32_t cut(float x, uint32_t rounded) {
     constexpr float kRoundsToInf = 3.3961775e38f;  // 2^128 - 2^119
     const uint32_t upper = __float_as_uint(x) >> 16;
@@ -192,8 +197,8 @@ struct SplitBf16 {
   }
 };
 
-// A fragment of m16n8k16 with fp32 values, stored as their bf16 terms. kPairs, the number of pairs
-// of values, is 4 for A and 2 for B.
+// An m16n8k16 fragment of fp32 values, which are stored as bf16 terms. kPairs is the number of
+// pairs of values: 4 for operand A and 2 for operand B.
 template <int kPairs, bool kHandlesNonFinite>
 struct SplitFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs], cross[kPairs];
@@ -207,10 +212,11 @@ struct SplitFragment {
   }
 };
 
-// Computes d += a @ b with fp32 accuracy as six products of terms.
-// NOTE: tensor cores truncate when they accumulate. Therefore the exact products of the largest
-// terms and the products of the other terms have separate accumulators, and fp32 additions with
-// rounding add both to d.
+// Computes d += a @ b with fp32 accuracy. Each product of two values is the sum of six products of
+// terms.
+// NOTE: tensor cores truncate when they accumulate. Therefore the products of the largest terms,
+// which are exact, have an accumulator of their own. The products of the other terms have a second
+// accumulator. fp32 additions with rounding add the two accumulators to d.
 template <bool kHandlesNonFinite>
 __device__ __forceinline__ void mma_split(float (&d)[4],
                                           const SplitFragment<4, kHandlesNonFinite>& a,
@@ -227,8 +233,8 @@ __device__ __forceinline__ void mma_split(float (&d)[4],
   for (int i = 0; i < 4; ++i) d[i] += sum[i] + rest[i];
 }
 
-// The bf16 terms of the fp32 values of a fragment. The values may be inf or NaN: mma_terms handles
-// them.
+// A fragment of fp32 values, which are stored as bf16 terms. The values may be inf or NaN;
+// mma_terms handles such values.
 template <int kPairs>
 struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
@@ -242,11 +248,12 @@ struct TermFragment {
   }
 };
 
-// Computes partial = a @ b with fp32 accuracy for kM x 2 kPairs tiles, whose chains of products are
-// interleaved. The products of the largest terms come last: the sum of the other products is
-// already in the accumulator then, and its truncation error is negligible.
-// NOTE: handles_non_finite must be true if a fragment has inf or NaN, whose smaller terms are 0.
-// Products of inf and 0 are NaN, so the products of the largest terms alone are then the result.
+// Computes partial = a @ b with fp32 accuracy for kM x 2 kPairs tiles. The instructions of the
+// tiles are interleaved. In each tile the products of the largest terms are added last. The sum of
+// the other products is small, so the truncation errors of the first additions are negligible.
+// NOTE: handles_non_finite must be true if a fragment contains inf or NaN. The smaller terms of inf
+// are 0, and inf * 0 would be NaN. Results that are not finite are then computed from the products
+// of the largest terms alone.
 template <int kM, int kPairs>
 __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
                                           const TermFragment<4> (&a)[kM],
@@ -279,9 +286,9 @@ __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
   }
 }
 
-// Computes to(i, j) += a[i] @ b_j for kM fragments of A and kPairs pairs of fragments of B. load(b,
-// j / 2) reads a pair. While kAtOnce pairs are multiplied, the next pairs are loaded and the
-// results of the previous pairs are added.
+// Computes to(i, j) += a[i] @ b_j for kM fragments of A and 2 kPairs fragments of B. load(b, p)
+// reads fragments 2p and 2p + 1 of B. The loop is pipelined: while it multiplies kAtOnce pairs, it
+// loads the next pairs and adds the results of the previous pairs.
 template <int kPairs, int kAtOnce, int kM, typename Load, typename To>
 __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
                                                bool handles_non_finite, const Load& load,
@@ -312,7 +319,7 @@ __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
     if (group + 1 < kGroups) read(group + 1);
     mma_terms(partial[group % 2], a, b[group % 2], handles_non_finite);
     if (group > 0) add(group - 1);
-    // NOTE: without this barrier the compiler postpones the additions until registers spill.
+    // NOTE: without this barrier the compiler moves the additions so late that registers spill.
     if (kGroups > 1) __syncwarp();
   }
   add(kGroups - 1);

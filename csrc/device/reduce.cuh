@@ -26,14 +26,14 @@ __device__ __forceinline__ float2 warp_sum(float2 x) {
   return make_float2(warp_sum(x.x), warp_sum(x.y));
 }
 
-// 2^x with an error of 2 ulp, including subnormal results.
+// Returns 2^x with an error of at most 2 ulp, even if the result is subnormal.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 2^x in one instruction. Subnormal results become 0.
+// Returns 2^x, computed in one instruction. A subnormal result becomes 0.
 __device__ __forceinline__ float exp2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -47,14 +47,16 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
   return z;
 }
 
-// A softmax in progress: the maximum of the values seen so far, and the sum of 2^((x - max) * c).
+// The state of an online softmax: the maximum of the values x so far, and the sum of 2^((x - max) *
+// c) over them. c is the scale of the exponent.
 struct MaxSum {
   float max;
   float sum;
 };
 
-// The sum of `partial` rescaled to a larger maximum: the factor is exponent.rescale(partial.max,
-// max). An empty partial stays 0 even if the scale of the exponent is 0.
+// Returns the sum of `partial` relative to `max`, which must be at least partial.max. The sum is
+// multiplied by exponent.rescale(partial.max, max). The sum of an empty partial stays 0, even if
+// the scale of the exponent is 0.
 template <typename Exponent>
 __device__ __forceinline__ float rescaled_sum(MaxSum partial, float max, const Exponent& exponent) {
   return partial.sum == 0.f ? 0.f : partial.sum * exponent.rescale(partial.max, max);
@@ -66,10 +68,10 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
   return {max, warp_sum(rescaled_sum(x, max, exponent))};
 }
 
-// Reduces one value of each warp over a block of at most kThreads threads. With kGroups > 0,
-// reduces over each group of kThreads threads, and each group has a barrier of its own. Every
-// thread receives the result, which has the same bits in every run. An object serves one call; a
-// loop must alternate two objects.
+// Reduces one value per warp over a block of at most kThreads threads. If kGroups > 0, the block
+// consists of groups of kThreads threads; the reduction is over each group, and each group has its
+// own barrier. Every thread receives the result. The result has the same bits in every run. An
+// object may be used for one call only, so a loop must alternate between two objects.
 template <int kThreads, int kGroups = 0>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
@@ -103,8 +105,8 @@ struct BlockExchange {
   }
 
  private:
-  // With at most this many partials every thread reads all of them, which is faster than five
-  // shuffles.
+  // If there are at most this many partial results, every thread reads all of them, because this is
+  // faster than five shuffles.
   static constexpr int kFewWarps = 8;
 
   __device__ __forceinline__ void publish(float2 value, float2 neutral) {
@@ -131,8 +133,8 @@ struct BlockExchange {
   }
 };
 
-// Sums two values of each warp over a block of kThreads threads. Every thread receives the result,
-// which has the same bits in every run. An object serves one call.
+// Sums two values per warp over a block of kThreads threads. Every thread receives both sums. The
+// sums have the same bits in every run. An object may be used for one call only.
 template <int kThreads>
 struct PairExchange {
   float2 s_partials[kThreads / kWarp];

@@ -1,4 +1,4 @@
-// Makes tensor maps with the CUDA driver, whose function is looked up at the first call.
+// Makes tensor maps with the CUDA driver. The driver's function is looked up at the first call.
 #include "device/sm90/tensor_map.h"
 
 #include <cuda_runtime_api.h>
@@ -30,8 +30,9 @@ Encode encoder() {
   return found;
 }
 
-// NOTE: the driver's functions need a current context, which the first runtime call of a thread
-// creates. An autograd thread whose memory comes from torch's cache may have made no such call.
+// NOTE: a function of the driver needs a current context in its thread. The first CUDA runtime call
+// of a thread makes a context current. An autograd thread may have made no such call, if all its
+// memory came from torch's cache.
 bool make_context_current() {
   int device;
   return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;

@@ -5,9 +5,9 @@
 
 namespace torchweld {
 
-// Returns threadIdx.x as a value that the compiler can't reuse.
-// NOTE: values that depend on it are recomputed at every use. In a loop that has no registers to
-// spare they would otherwise occupy registers throughout.
+// Returns threadIdx.x. The compiler can't reuse the result of an earlier call.
+// NOTE: a value that is computed from fresh_thread() is computed again at every use, so it does not
+// occupy a register between the uses. This matters in loops that need all registers.
 __device__ __forceinline__ int fresh_thread() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));

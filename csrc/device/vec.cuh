@@ -12,7 +12,7 @@ namespace torchweld {
 
 constexpr int kVectorBytes = 16;
 
-// The 32-bit shared-memory address of a pointer, for PTX instructions.
+// Returns the 32-bit shared-memory address of a pointer, for use in PTX instructions.
 __device__ __forceinline__ uint32_t shared_address(const void* s_pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(s_pointer));
 }
@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// low_half and high_half return the two values of a bf16 pair, with one instruction each. A generic
-// conversion of the high value needs two.
+// low_half and high_half return the low and the high value of a bf16 pair. Each needs one
+// instruction. The conversion function of CUDA needs two instructions for the high value.
 __device__ __forceinline__ float low_half(uint32_t bf16_pair) {
   return __uint_as_float(bf16_pair << 16);
 }
@@ -71,14 +71,15 @@ __device__ __forceinline__ float2 unpack_pair<__nv_bfloat16>(uint32_t pair) {
   return {low_half(pair), high_half(pair)};
 }
 
-// kElems values that one access loads or stores: a single element or 16 bytes (LDG.128).
+// The values that one access loads or stores: a single value, or 16 bytes of values (LDG.128).
+// kElems is the number of values.
 template <typename T, int kElems>
 struct alignas(sizeof(T) * kElems) Vec {
   T values[kElems];
 };
 
-// NOTE: the load is a plain cached load. Streaming hints (ld.cs, st.cs) made softmax 5 to 7 %
-// slower on an H200.
+// NOTE: the load has no streaming hint. Streaming hints (ld.cs, st.cs) made softmax 5 to 7 % slower
+// on an H200.
 template <typename T, int kElems>
 __device__ __forceinline__ Vec<T, kElems> load_vec(const T* g_from) {
   return *reinterpret_cast<const Vec<T, kElems>*>(g_from);
@@ -90,8 +91,8 @@ __device__ __forceinline__ void store_vec(T* g_to, const Vec<T, kElems>& value) 
 }
 
 // Loads 16 bytes as four words.
-// NOTE: if a Vec of 16-bit values changes under a condition, the compiler splits it into halves of
-// registers and needs an instruction for each half. It does not split words.
+// NOTE: if a Vec of 16-bit values is modified under a condition, the compiler needs an instruction
+// for each 16-bit value. For words it needs only one instruction per word.
 __device__ __forceinline__ uint4 load_words(const void* from) {
   return *static_cast<const uint4*>(from);
 }
@@ -128,7 +129,8 @@ __device__ __forceinline__ uint4 negated(uint4 words) {
   return make_uint4(words.x ^ kSigns, words.y ^ kSigns, words.z ^ kSigns, words.w ^ kSigns);
 }
 
-// The maximum of the values of kCount accesses, ignoring NaN; -inf if all are NaN.
+// Returns the maximum of all values in r_of. Each of its kCount elements holds 16 bytes of values.
+// NaN values are ignored. If all values are NaN, returns -inf.
 template <typename T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
   float r_x[16 / sizeof(T)];
@@ -158,7 +160,8 @@ __device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
   }
 }
 
-// The maximum of the values of one access, ignoring NaN; -inf if all are NaN.
+// Returns the maximum of the values in `words`. NaN values are ignored. If all values are NaN,
+// returns -inf.
 template <typename T>
 __device__ __forceinline__ float largest(uint4 words) {
   const uint4 r_of[1] = {words};
@@ -177,7 +180,7 @@ __device__ __forceinline__ uint4 words_of(const float* r_from) {
   }
 }
 
-// Rounds and stores 16 bytes of results.
+// Rounds the values at r_from to T and stores 16 bytes of them.
 // NOTE: the function uses __stwb, because the compiler splits a plain store under a condition into
 // one store per value.
 template <typename T>

@@ -8,8 +8,8 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// Copies `bytes` bytes to shared memory. The addresses and `bytes` must be multiples of 16. The
-// barrier counts the bytes that arrive.
+// Copies `bytes` bytes from global to shared memory. Both addresses and `bytes` must be multiples
+// of 16. s_barrier counts the bytes that arrive.
 __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32_t bytes,
                                           uint64_t* s_barrier) {
   asm volatile(
@@ -19,8 +19,9 @@ __device__ __forceinline__ void bulk_load(void* s_to, const void* g_from, uint32
       : "memory");
 }
 
-// Multicast: copies to the address s_to in every CTA of the cluster whose bit is set in `ranks`.
-// The barrier of each such CTA counts the bytes that arrive there.
+// Copies `bytes` bytes from global memory to the shared memory of several CTAs of the cluster
+// (multicast). A CTA receives a copy at s_to if the bit of its rank is set in `ranks`. s_barrier of
+// each such CTA counts the bytes that arrive in that CTA.
 __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from, uint32_t bytes,
                                                  uint64_t* s_barrier, uint16_t ranks) {
   asm volatile(
@@ -32,9 +33,9 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "memory");
 }
 
-// Copies or adds shared memory to global memory. Addresses and `bytes` must be multiples of 16. An
-// async_fence must separate earlier stores to the source from this call. This thread's next
-// tma_commit covers the operation.
+// bulk_store copies shared memory to global memory; bulk_add adds it. Both addresses and `bytes`
+// must be multiples of 16. There must be an async_fence between earlier stores to the source and
+// this call. The next tma_commit of this thread commits the operation.
 __device__ __forceinline__ void bulk_store(float* g_to, const float* s_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :
@@ -54,9 +55,9 @@ __device__ __forceinline__ void global_async_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Copies shared memory of this CTA to the shared memory of the CTA with rank `rank`, in which
-// `s_barrier` counts the bytes. An async_fence must separate earlier stores to the source from this
-// call.
+// Copies shared memory of this CTA to the shared memory of the CTA with rank `rank`. s_barrier of
+// that CTA counts the bytes that arrive. There must be an async_fence between earlier stores to the
+// source and this call.
 __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_from, uint32_t bytes,
                                                    uint64_t* s_barrier, uint32_t rank) {
   asm volatile(
@@ -67,8 +68,8 @@ __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_fro
       : "memory");
 }
 
-// Stores a pair in the shared memory of the CTA with rank `rank`, whose `s_barrier` counts the
-// bytes.
+// Stores a pair of floats in the shared memory of the CTA with rank `rank`. s_barrier of that CTA
+// counts the bytes that arrive.
 __device__ __forceinline__ void send_to_block(float2* s_to, float2 value, uint64_t* s_barrier,
                                               uint32_t rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"

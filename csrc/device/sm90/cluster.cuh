@@ -22,8 +22,8 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// rank_in_cluster is the rank of the CTA in its cluster; cluster_index is the index of the cluster
-// along the first dimension of the grid.
+// rank_in_cluster returns the rank of the CTA in its cluster. cluster_index returns the index of
+// the cluster along the first dimension of the grid.
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -35,14 +35,14 @@ __device__ __forceinline__ uint32_t cluster_index() {
   return index;
 }
 
-// The shared::cluster address of `s_at` in the CTA with rank `rank`.
+// Returns the shared::cluster address of the variable `s_at` in the CTA with rank `rank`.
 __device__ __forceinline__ uint32_t address_in_block(const void* s_at, uint32_t rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(s_at)), "r"(rank));
   return there;
 }
 
-// Loads the value at `s_from` from the shared memory of the CTA with rank `rank`.
+// Loads the pair at `s_from` from the shared memory of the CTA with rank `rank`.
 __device__ __forceinline__ float2 load_from_block(const float2* s_from, uint32_t rank) {
   float2 value;
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"

@@ -7,8 +7,8 @@
 
 namespace torchweld {
 
-// Lets the CTAs of the next kernel start as soon as SMs have space, if that kernel was launched
-// with PDL.
+// Lets the CTAs of the next kernel start as soon as SMs have space for them. This has an effect
+// only if the next kernel was launched with PDL.
 __device__ __forceinline__ void griddep_launch_dependents() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -16,9 +16,9 @@ __device__ __forceinline__ void griddep_launch_dependents() {
 }
 
 // Waits until all earlier kernels have ended. Before this wait, a thread must not access memory
-// that they use.
-// NOTE: every thread must call this, so that the end of this kernel implies the end of the earlier
-// ones.
+// that the earlier kernels use.
+// NOTE: every thread must call this. Only then have all earlier kernels ended when this kernel
+// ends.
 __device__ __forceinline__ void griddep_wait() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -26,7 +26,8 @@ __device__ __forceinline__ void griddep_wait() {
 }
 
 // Prefetches the cache line at an address into L2.
-// NOTE: all SMs share L2, so the prefetch is safe even if another kernel writes the line later.
+// NOTE: the prefetch is safe even if another kernel writes the line later, because all SMs share
+// L2.
 __device__ __forceinline__ void prefetch_line(const void* g_at) {
   asm volatile("prefetch.global.L2 [%0];" : : "l"(g_at));
 }

@@ -1,5 +1,6 @@
-// The pipeline of shared-memory stages between a producer and its consumers: the position of a
-// thread in it, and the full and empty barrier of each stage.
+// The pipeline of shared-memory stages between a producer and its consumers. PipelineState is the
+// position of a thread in the pipeline. PipelineBarriers holds a full barrier and an empty barrier
+// for each stage.
 #pragma once
 
 #include "device/features.cuh"
@@ -7,7 +8,7 @@
 
 namespace torchweld {
 
-// The current stage, and the parity of that stage's phase.
+// The current stage of a thread, and the parity of the current phase of the stage's barriers.
 template <int kStages>
 struct PipelineState {
   int stage = 0;
@@ -26,27 +27,29 @@ struct PipelineState {
   }
 };
 
-// NOTE: the parity is one bit, so it can't distinguish phase n from phase n + 2. A thread that
-// waits on a barrier must observe every phase of it.
+// NOTE: the parity is one bit, so it can't distinguish phase n of a barrier from phase n + 2.
+// Therefore a thread that waits on a barrier must wait for every one of its phases.
 template <int kStages>
 struct PipelineBarriers {
   uint64_t full[kStages], empty[kStages];
 
 #if TW_HAS_CLUSTERS
-  // `releases` is the number of arrivals that release a stage.
+  // Initialises the barriers. `releases` is the number of arrivals on an empty barrier that release
+  // its stage.
   __device__ __forceinline__ void init(uint32_t releases) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&full[i], 1);
       mbarrier_init(&empty[i], releases);
     }
   }
-  // The producer waits until the consumers have released the stage, and expects `bytes`.
+  // For the producer: waits until the consumers have released the stage, then lets its full barrier
+  // expect `bytes` bytes. Returns the full barrier.
   __device__ __forceinline__ uint64_t* acquire(const PipelineState<kStages>& at, uint32_t bytes) {
     mbarrier_wait(&empty[at.stage], at.parity ^ 1);
     mbarrier_arrive_expect_tx(&full[at.stage], bytes);
     return &full[at.stage];
   }
-  // A consumer waits until the stage is full.
+  // For a consumer: waits until the stage is full.
   __device__ __forceinline__ void wait(const PipelineState<kStages>& at) {
     mbarrier_wait(&full[at.stage], at.parity);
   }

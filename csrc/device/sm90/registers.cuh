@@ -1,7 +1,7 @@
 // Changes the register count of the threads of a warpgroup (setmaxnreg).
-// NOTE: the kernel must have __launch_bounds__(threads, 1), and every warpgroup must reach one call
-// in a single branch; otherwise ptxas ignores the instruction (C7508). setmaxnreg_inc waits until
-// other warpgroups have released enough registers.
+// NOTE: ptxas ignores the instruction (warning C7508) unless the kernel has
+// __launch_bounds__(threads, 1) and every warpgroup executes one setmaxnreg, in a branch of its
+// own. setmaxnreg_inc waits until other warpgroups have released enough registers.
 #pragma once
 
 #include "device/features.cuh"

@@ -1,5 +1,5 @@
-// The description of a tensor in global memory that TMA needs. This is host code that does not use
-// torch.
+// Makes tensor maps. A tensor map describes a tensor in global memory to TMA. This is host code
+// that does not use torch.
 // Source: CUDA driver API, "Tensor Map Object Management".
 #pragma once
 
@@ -13,20 +13,20 @@ namespace torchweld {
 
 using TensorMap = CUtensorMap;
 
-// A tensor with four dimensions, the contiguous one first, and the box of it that one TMA copy
-// moves.
+// A tensor with four dimensions, and the box of elements that one TMA copy moves. The contiguous
+// dimension is the first one.
 struct TensorBox {
   const void* data;
   int elem_size;       // bytes: 2 or 4
   int64_t sizes[4];    // elements
-  int64_t strides[4];  // elements; strides[0] is 1; the stride of a repeated dimension is 0
+  int64_t strides[4];  // in elements; strides[0] is 1; the stride of an expanded dimension is 0
   int box[4];          // elements
   bool bfloat16 = false;
-  bool tf32 = false;  // 4-byte values are rounded to TF32 during the copy
-  int swizzle = 128;  // bytes in a row of a box: 128 or 64
+  bool tf32 = false;  // whether 4-byte values are rounded to TF32 during the copy
+  int swizzle = 128;  // the number of bytes in a row of a box: 128 or 64
 };
 
-// Why TMA does not support a box; empty if it does.
+// Returns why TMA does not support a tensor and its box. The refusal is empty if TMA supports them.
 inline Refusal tensor_box_refusal(const TensorBox& t) {
   constexpr int64_t kMaxSize = int64_t{1} << 31;  // TMA coordinates are signed
   constexpr int64_t kMaxStride = int64_t{1} << 40;

@@ -1,7 +1,8 @@
-// Copies boxes of a tensor between global and shared memory by TMA (tensor maps). Coordinates count
-// elements, the contiguous dimension first. A load fills elements outside of the tensor with zeros,
-// which the barrier counts; a store skips them. Source: PTX ISA, "Data Movement and Conversion
-// Instructions: Tensor copy".
+// Copies boxes of a tensor between global and shared memory by TMA (tensor maps). Coordinates are
+// in elements; the coordinate x of the contiguous dimension comes first. A box may extend beyond
+// the tensor. A load fills elements outside of the tensor with zeros, and the barrier counts their
+// bytes too. A store skips elements outside of the tensor. Source: PTX ISA, "Data Movement and
+// Conversion Instructions: Tensor copy".
 #pragma once
 
 #include "device/features.cuh"
@@ -11,7 +12,7 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// Returns true in one lane of the warp and false in the others.
+// Returns true in one lane of the warp and false in the other lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(
@@ -28,7 +29,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Loads a box. The barrier counts the bytes that arrive.
+// Loads a box from global to shared memory. s_barrier counts the bytes that arrive.
 __device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, uint64_t* s_barrier,
                                          int x, int y, int z, int w) {
   asm volatile(
@@ -39,8 +40,9 @@ __device__ __forceinline__ void tma_load(uint32_t s_to, const TensorMap& map, ui
       : "memory");
 }
 
-// Multicast: copies the box to the address s_to in every CTA of the cluster whose bit is set in
-// `ranks`. The barrier of each such CTA counts the bytes that arrive there.
+// Loads a box into the shared memory of several CTAs of the cluster (multicast). A CTA receives the
+// box at s_to if the bit of its rank is set in `ranks`. s_barrier of each such CTA counts the bytes
+// that arrive in that CTA.
 __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMap& map,
                                                    uint64_t* s_barrier, int x, int y, int z, int w,
                                                    uint16_t ranks) {
@@ -53,7 +55,8 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t s_to, const TensorMa
       : "memory");
 }
 
-// Stores a box. An async_fence must separate earlier stores to its shared memory from this call.
+// Stores a box from shared to global memory. There must be an async_fence between earlier stores to
+// the box in shared memory and this call.
 __device__ __forceinline__ void tma_store(const TensorMap& map, uint32_t s_from, int x, int y,
                                           int z, int w) {
   asm volatile(
@@ -67,8 +70,8 @@ __device__ __forceinline__ void tma_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all but the last kPending committed stores of this thread have read their shared
-// memory.
+// Waits until the committed stores of this thread, except the last kPending groups, have read their
+// shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

@@ -26,26 +26,27 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that the accumulators change here, so that it does not move reads of them to
-// before this point.
+// Tells the compiler that the accumulators change at this point, so that it does not move later
+// reads of the accumulators to an earlier point.
 template <int kSums>
 __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Tells the compiler that the values of the accumulators are dead, because the next wgmma has
-// scale_d = 0. Without this, the values of the last loop iteration would occupy registers until
-// then.
+// Tells the compiler that the values of the accumulators are no longer needed, because the next
+// wgmma overwrites them (scale_d = 0). Without this call, the values of the last loop iteration
+// would occupy registers until that wgmma.
 template <int kSums>
 __device__ __forceinline__ void discard_accumulators(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// Computes d = (scale_d ? d : 0) + a @ b^T for 64 rows, N columns and K = 16 16-bit values.
-// multiply<kA, kB>(d, a, b, scale_d) reads descriptors of both operands; multiply<kB>(d, a, b,
-// scale_d) reads a from registers. kA and kB say whether an operand is MN-major.
+// Computes d = (scale_d ? d : 0) + a @ b^T for 64 rows, N columns and K = 16 values of 16 bits. In
+// multiply<kA, kB>(d, a, b, scale_d), a and b are descriptors of operands in shared memory. In
+// multiply<kB>(d, a, b, scale_d), a is in registers. kA is 1 if a is MN-major, and kB is 1 if b is
+// MN-major; otherwise they are 0.
 template <typename T, int N>
 struct Wgmma;
 
@@ -124,8 +125,8 @@ TW_WGMMA_16_BITS(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 TW_WGMMA_16_BITS(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 #undef TW_WGMMA_16_BITS
 
-// A TF32 wgmma multiplies K = 8 values, needs K-major operands and ignores the low 13 bits of each
-// fp32 value.
+// The TF32 wgmma has K = 8. It needs K-major operands, so kA and kB must be 0. It ignores the low
+// 13 bits of each fp32 value.
 #define TW_WGMMA_TF32(N, SUMS, A, B, C)                                                         \
   template <>                                                                                   \
   struct Wgmma<float, N> {                                                                      \
