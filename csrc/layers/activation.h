@@ -28,13 +28,14 @@ inline Activation parse_activation(const char* op, std::string_view name) {
            name, "'");
 }
 
-// Whether the gradient needs the pre-activation z. The gradient of relu needs only y, and the
-// gradient of Activation::kNone needs neither.
+// Whether the gradient of the activation is computed from the pre-activation z. The gradient of
+// relu is computed from y instead, and the gradient of kNone needs neither z nor y.
 inline bool saves_preact(Activation activation) {
   return activation != Activation::kNone && activation != Activation::kRelu;
 }
 
-// Whether the backward op receives a tensor `preact`: z, or y for relu.
+// Whether the backward op receives a tensor `preact`. The tensor is y for relu, and z for other
+// activations.
 inline bool needs_preact(Activation activation) { return activation != Activation::kNone; }
 
 // Computes y = activation(z). y may be z itself.
@@ -64,8 +65,8 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
   }
 }
 
-// Returns dz = dy * activation'(z), computed from z (from y for relu); without an activation
-// returns dy itself. If z is donated, dz overwrites it.
+// Returns dz = dy * activation'(z). `preact` is y for relu, and z for other activations. Without an
+// activation, returns dy itself. If `preact` is donated (layers/donation.h), dz overwrites it.
 inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
                                   Activation activation) {
   if (activation == Activation::kNone) return dy;

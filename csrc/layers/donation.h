@@ -1,9 +1,9 @@
-// A donated buffer: the backward overwrites a tensor that the forward has saved, because nothing
-// reads it afterwards. For example, dz overwrites the pre-activation z. z is as large as y; without
-// the donation, z and dz would both be in memory.
+// Donation saves memory in the backward. The backward may overwrite a saved tensor that is not read
+// afterwards; the tensor is then called donated. For example, dz overwrites the pre-activation z. z
+// is as large as y, and without the donation both z and dz would be in memory.
 //
-// An autograd Function creates a Donation around the call of its backward op. The kernels of that
-// op then write dz to the memory that `over` returns.
+// The backward of an autograd Function creates a Donation object before it calls its backward op.
+// The kernels of that op write dz to the memory that `over` returns.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -18,19 +18,20 @@ namespace torchweld {
 
 class Donation {
  public:
-  // The forward of a Function calls this when it saves the tensor. If a saved-tensor hook is
-  // active, nothing is donated, because the hook may keep the tensor.
+  // The forward of a Function must call this when it saves the tensor. If a saved-tensor hook is
+  // active, the tensor is not donated, because the hook may keep a reference to it.
   static void prepare(torch::autograd::AutogradContext* ctx) {
     ctx->saved_data["donates"] = !has_hooks();
   }
 
-  // Whether a Function may donate a tensor that it computes from t and saves. The forward calls
-  // this before it decides what to save.
+  // Whether the backward may overwrite a tensor that the forward computes from t and saves. The
+  // forward calls this before it decides what to save.
   static bool is_possible(const Tensor& t) { return !has_hooks() && runs_once(t, t); }
 
   // The backward of a Function creates this object. `saved` comes from get_saved_variables(), so
-  // the graph and the caller hold references to it. It is donated only if nothing else does, the
-  // graph is freed afterwards, and the backward op runs exactly once.
+  // the graph and the caller hold one reference each. `saved` is donated if three conditions hold:
+  // there is no third reference, the graph is freed after the backward, and the backward op runs
+  // exactly once.
   Donation(torch::autograd::AutogradContext* ctx, const Tensor& saved, const Tensor& grad) {
     const bool alone = saved.defined() && saved.use_count() == 2 && saved.has_storage() &&
                        saved.storage().use_count() == 1;
@@ -47,15 +48,16 @@ class Donation {
   Donation& operator=(const Donation&) = delete;
 
   static bool gives(const Tensor& t) { return donated() == t.unsafeGetTensorImpl(); }
-  // The memory for dz: `t` itself if it is donated, else a new tensor with the same strides, so
-  // that the gradients have the same bits either way.
+  // Returns the memory for dz: `t` itself if it is donated, else a new tensor. The new tensor has
+  // the strides of t, so that a donation does not change the bits of the gradients.
   static Tensor over(const Tensor& t) { return gives(t) ? t : at::empty_like(t); }
 
  private:
   static bool has_hooks() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
 
-  // True if the call reaches a CPU or CUDA kernel directly. A transform (vmap over a batch of
-  // gradients), a dispatch mode or a tensor subclass may run the backward op several times.
+  // Whether the backward op runs exactly once. This is so if a call of the op goes directly to a
+  // CPU or CUDA kernel. A transform (vmap over a batch of gradients), a dispatch mode or a tensor
+  // subclass may run the op several times.
   static bool runs_once(const Tensor& saved, const Tensor& grad) {
     using c10::DispatchKey;
     static const c10::DispatchKeySet plain = c10::autograd_dispatch_keyset_with_ADInplaceOrView |

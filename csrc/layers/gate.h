@@ -1,5 +1,5 @@
-// Helpers of gated_linear and gated_linear_pair: two linear layers whose results z (..., 2N) =
-// (left, right) a gate combines to y (..., N) = gate(left, right).
+// Helpers of gated_linear and gated_linear_pair. Two linear layers compute the left and the right
+// half of z (..., 2N). A gate combines the halves: y (..., N) = gate(left, right).
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -88,8 +88,8 @@ inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
 }
 
 #ifdef TORCHWELD_CUDA
-// Computes y = gate(left, right) of z = x @ weight.T + bias. `weight` is a pair of matrices. If z
-// is defined, it receives x @ weight.T + bias.
+// Computes z = x @ weight.T + bias and y = gate(left, right), where left and right are the halves
+// of z. `weight` is a pair of matrices. z is stored only if the tensor z is defined.
 inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
                               const Matrix& weight, const OptionalTensor& bias, Gate gate,
                               bool interleaved) {
@@ -98,9 +98,10 @@ inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
               {bias, Activation::kNone, /*gated=*/true, gate, interleaved, z});
 }
 
-// Returns dz (rows, 2N), the gradient of z. If z is donated (layers/donation.h), dz overwrites it.
-// dbias and dbias_right (N,) receive the sums over the rows of the left and the right half of dz.
-// If interleaved, dbias (2N,) receives all sums. A result of size (0,) is not requested.
+// Returns dz (rows, 2N), the gradient with respect to z. If z is donated (layers/donation.h), dz
+// overwrites z. dbias (N,) receives the sum over the rows of the left half of dz, and dbias_right
+// (N,) that of the right half. If interleaved, dbias (2N,) receives the sums of both halves. A
+// gradient that is passed as a tensor of size (0,) is not computed.
 inline Tensor gate_backward_into(const Tensor& dbias, const Tensor& dbias_right, const Tensor& dy,
                                  const Tensor& z, Gate gate, bool interleaved) {
   const Tensor dz = matrix_over(z);

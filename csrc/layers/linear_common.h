@@ -1,5 +1,5 @@
-// Argument checks and allocations of the ops with one matmul: x (..., K), weight (N, K), bias (N,),
-// y (..., N).
+// Argument checks and allocations for the ops with one matmul. The shapes are x (..., K), weight
+// (N, K), bias (N,) and y (..., N).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -10,7 +10,8 @@
 
 namespace torchweld {
 
-// The number of rows of a tensor (..., n). n may be 0.
+// Returns the number of rows of a tensor (..., n): the product of all sizes but the last. n may be
+// 0.
 inline int64_t count_rows(const Tensor& t) {
   int64_t rows = 1;
   for (int64_t d = 0; d + 1 < t.dim(); ++d) rows *= t.size(d);
@@ -24,14 +25,15 @@ inline Tensor empty_result(const Tensor& like, c10::SymIntArrayRef sizes) {
   return at::empty_symint(sizes, like.options());
 }
 
-// Allocates the gradient of x, contiguous, or a tensor of size (0,) if it is not requested.
+// Allocates the gradient of x as a contiguous tensor. Returns a tensor of size (0,) if the gradient
+// is not requested.
 inline Tensor empty_input_grad(const Tensor& x, bool wanted) {
   return wanted ? at::empty_symint(x.sym_sizes(), x.options()) : at::empty({0}, x.options());
 }
 
-// Allocates the gradient of a weight, or a tensor of size (0,) if it is not requested. The gradient
-// has the weight's strides if the weight is dense, so that the gradient of a transposed weight has
-// the layout of the parameter.
+// Allocates the gradient of a weight. Returns a tensor of size (0,) if the gradient is not
+// requested. If the weight is dense, the gradient has the strides of the weight. A weight may be
+// the transpose of a parameter; its gradient then has the memory layout of that parameter.
 inline Tensor empty_weight_grad(const Tensor& weight, bool wanted) {
   return wanted ? at::empty_like(weight) : at::empty({0}, weight.options());
 }
@@ -40,7 +42,7 @@ inline Tensor empty_vector_grad(const Tensor& like, const c10::SymInt& size, boo
   return at::empty_symint({wanted ? size : c10::SymInt(0)}, like.options());
 }
 
-// Checks a statistic of the rows of x that a forward op saved. Errors call x by the name x_name.
+// Checks t, a statistic of the rows of x that the forward op saved. Error messages call x `x_name`.
 inline void check_statistic(const char* op, const char* name, const Tensor& t, const Tensor& x,
                             const char* x_name = "x") {
   check_device(op, name, t, x_name, x);
@@ -52,8 +54,8 @@ inline void check_eps(const char* op, double eps) {
   TW_CHECK(std::isfinite(eps) && eps >= 0, op, "eps must be finite and at least 0, but got ", eps);
 }
 
-// Checks an optional vector of `size` values, which must have the dtype and device of x. Errors
-// call x by the name x_name.
+// Checks an optional vector. It must have `size` values and the dtype and device of x. Error
+// messages call x `x_name`.
 inline void check_vector(const char* op, const char* name, const OptionalTensor& t,
                          const c10::SymInt& size, const char* layout, const Tensor& x,
                          const char* x_name = "x") {
@@ -62,7 +64,7 @@ inline void check_vector(const char* op, const char* name, const OptionalTensor&
   check_shape(op, name, *t, {size}, layout);
 }
 
-// Checks x and weight of a matmul and returns the sizes of y.
+// Checks x, weight and bias, and returns the sizes of y.
 inline std::vector<c10::SymInt> check_linear(const char* op, const Tensor& x,
                                              const char* weight_name, const Tensor& weight,
                                              const OptionalTensor& bias) {
@@ -77,7 +79,7 @@ inline std::vector<c10::SymInt> check_linear(const char* op, const Tensor& x,
   return with_last(x, weight.sym_size(0));
 }
 
-// Checks dy (..., N), whose shape must be `sizes`, the shape of y.
+// Checks dy (..., N). `sizes` is the shape of y, which dy must have.
 inline void check_dy(const char* op, const Tensor& dy, c10::SymIntArrayRef sizes, const Tensor& x) {
   check_like(op, "dy", dy, "x", x);
   check_shape(op, "dy", dy, sizes, "(..., N)");

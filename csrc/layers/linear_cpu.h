@@ -1,5 +1,5 @@
-// CPU code of y = activation(x @ weight.T + bias) and its gradients. Uses oneDNN where that is
-// faster.
+// CPU code of y = activation(x @ weight.T + bias) and its gradients. It uses oneDNN if that is
+// faster than torch's matmul.
 #pragma once
 
 #include <ATen/Context.h>
@@ -15,9 +15,10 @@
 
 namespace torchweld {
 
-// oneDNN's name for an activation that it can fuse into a linear layer, or nullptr.
-// NOTE: relu and gelu are not fused, and torch computes them separately, because oneDNN's relu of
-// NaN is 0 and its gelu of inf is NaN.
+// Returns oneDNN's name of an activation, or nullptr if the activation must not be fused into
+// oneDNN's linear layer.
+// NOTE: relu and gelu are computed by torch after the linear layer. In oneDNN, relu(NaN) is 0 and
+// gelu(inf) is NaN.
 inline const char* onednn_activation(Activation activation) {
   switch (activation) {
     case Activation::kNone:
@@ -31,19 +32,20 @@ inline const char* onednn_activation(Activation activation) {
   }
 }
 
-// How many chains of additions a product with x (M, K) is split into.
-// NOTE: oneDNN adds up all of K in one chain, whose error grows with K, so chains of float32 sums
-// are kept short. 16-bit results don't show that error, and must not be rounded between two chains.
+// Returns the number of chains of additions into which the K of a product with x (M, K) is split.
+// NOTE: oneDNN adds up all of K in one chain, and the error of a chain grows with its length.
+// Therefore a float32 product is split into short chains. A 16-bit product has one chain: rounding
+// to 16 bits hides the error of a long chain, and each further chain would round the result again.
 inline int64_t onednn_chains(const Tensor& x) {
   constexpr int64_t kMaxChain = 256;
   if (x.scalar_type() != at::kFloat) return 1;
   return std::max<int64_t>(1, divide_up(x.size(1), kMaxChain));
 }
 
-// Returns x (M, K) @ weight (N, K).T + bias as a new tensor, or nullopt if torch's matmul must run
-// instead: for small sizes, where looking up oneDNN's kernel takes longer than the product, and if
-// torch was built without oneDNN. An activation other than "none" requires that onednn_chains(x) is
-// 1.
+// Returns activation(x (M, K) @ weight (N, K).T + bias) as a new tensor. Returns nullopt if the
+// caller must use torch's matmul instead. Examples are a torch without oneDNN and small products,
+// because finding oneDNN's kernel takes longer than a small product. If onednn_chains(x) is more
+// than 1, the activation must be "none".
 inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
                                     const OptionalTensor& bias, const char* activation = "none") {
   constexpr int64_t kMinProducts = 1 << 20;
@@ -67,18 +69,18 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
     return std::nullopt;
   }
   const int64_t k = x.size(1), chains = onednn_chains(x);
-  // With several chains, each chain copies its block of the weight and makes a call. For few rows
-  // or results this costs more than it saves.
+  // Each of several chains copies its block of the weight and calls oneDNN. If x has few rows or
+  // the result is small, this takes longer than torch's matmul.
   const bool pays = x.size(0) >= 32 && x.size(0) * weight.size(0) >= 1 << 14;
   if (chains > 1 && !pays) return std::nullopt;
   const bool rows = x.stride(1) == 1 && x.stride(0) >= k;
   const bool columns = x.stride(0) == 1 && x.stride(1) >= x.size(0);
   const Tensor a = rows || columns ? x : x.contiguous();
-  // NOTE: if the rows of a weight have gaps between them, oneDNN is 900 times slower.
+  // NOTE: if the rows of the weight are not adjacent in memory, oneDNN is 900 times slower.
   const auto without_gaps = [](const Tensor& t) {
     return t.t().is_contiguous() ? t : t.contiguous();
   };
-  // NOTE: oneDNN reads the bias as contiguous, whatever its strides are.
+  // NOTE: oneDNN ignores the stride of the bias and reads it as contiguous.
   const OptionalTensor values = is_given(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
   Tensor y;
   for (int64_t i = 0; i < chains; ++i) {
@@ -91,8 +93,8 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
   return y;
 }
 
-// Computes z (..., N) = activation(x @ weight.T + bias). z is contiguous; the function may replace
-// it by another tensor.
+// Computes z (..., N) = activation(x @ weight.T + bias). z must be contiguous. The function may
+// assign another tensor to z.
 inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, Activation activation = Activation::kNone) {
   const Tensor rows = as_matrix(x);
@@ -111,8 +113,8 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
   activate_into(z, z, activation);
 }
 
-// Computes `to` (M, N) = a @ b. The function may replace `to` by another tensor with the same
-// strides. 16-bit products need no special case, because torch runs them on oneDNN.
+// Computes `to` (M, N) = a @ b. The function may assign another tensor with the same strides to
+// `to`. For 16-bit operands it calls torch, which uses oneDNN itself.
 inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   if (to.scalar_type() != at::kFloat) {
     at::mm_out(to, a, b);
@@ -132,9 +134,9 @@ inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   at::mm_out(to, a, b);
 }
 
-// Computes the gradients of linear_into from dz (rows, N) and x (rows, K). The results are tensors
-// from the functions in linear_common.h; `wanted` says which of dx, dweight and dbias to compute,
-// and the others stay unchanged.
+// Computes the gradients of linear_into from dz (rows, N) and x (rows, K). The functions in
+// linear_common.h allocate the gradients. `wanted` says which of dx, dweight and dbias are
+// computed. The other gradients stay unchanged.
 inline void linear_backward_into(Tensor& dx, Tensor& dweight, Tensor& dbias,
                                  const std::array<bool, 3>& wanted, const Tensor& dz,
                                  const Tensor& x, const Tensor& weight) {

@@ -1,6 +1,7 @@
-// Runs a matmul of tensors on the engine. Operands that cp.async can't read in whole 16-byte chunks
-// are copied first: those with odd K, odd strides or a misaligned base. Reading them in place would
-// need a variable copy size, which costs ten more instructions per chunk in every product.
+// Runs a matmul of tensors on the matmul engine (gemm/gemm.h). The kernels read operands in 16-byte
+// chunks. An operand is copied first if its K, its strides or its address are not multiples of 16
+// bytes. Kernels that read such operands in place would need a variable copy size, which costs ten
+// more instructions per chunk in every product.
 #include "layers/matmul.h"
 
 #ifdef TORCHWELD_CUDA
@@ -25,17 +26,18 @@
 namespace torchweld {
 namespace {
 
-// The number of elements in 16 bytes, the size of the kernels' loads.
+// Returns the number of elements in a chunk of 16 bytes.
 int64_t chunk_of(const Tensor& t) { return 16 / t.element_size(); }
 
-// A matrix (batch, rows, K) with strides that the kernels support. If the given matrix has other
-// strides, it is copied to a K-major matrix whose rows are padded with zeros to whole chunks.
+// An operand (batch, rows, K) of the kernels. If the kernels don't support the strides of the given
+// matrix, the operand is a K-major copy of it. The rows of the copy are padded with zeros to a
+// multiple of 16 bytes.
 struct Operand {
   Matrix matrix;
   bool k_major = true;
 
-  // The kernels read an operand that is a pair along K in place only if the other operand is
-  // K-major.
+  // other_k_major says whether the other operand is K-major. Only then do the kernels support a
+  // pair that is concatenated along K.
   explicit Operand(const Matrix& t, bool other_k_major = true) : matrix(t) {
     const int64_t rows = t.rows, k = t.columns, chunk = chunk_of(t.tensor);
     const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&
@@ -44,8 +46,8 @@ struct Operand {
         (rows == 1 || t.row_stride % chunk == 0) && t.pair != Pair::kColumns) {
       return;
     }
-    // From an MN-major operand, the kernels load 8 rows and a k-block of columns at once. If the
-    // operand is a pair, these must belong to the same matrix of the pair.
+    // The kernels load tiles of 8 rows and a k-block of columns from an MN-major operand. If the
+    // operand is a pair, each such tile must lie in one of the two matrices.
     const int64_t k_block = kKBlockBytes / t.tensor.element_size();
     const bool whole = t.pair == Pair::kNone ? rows % chunk == 0 || t.zero_padded
                        : t.pair == Pair::kRows
@@ -59,7 +61,7 @@ struct Operand {
   }
 
   GemmOperand params(int64_t batch) const {
-    // The stride of a dim with one element has no meaning, so the kernels receive 0.
+    // A dim with one element may have any stride, so the kernels receive 0 as its stride.
     const int64_t row_stride = k_major ? (matrix.rows == 1 ? 0 : matrix.row_stride) : 1;
     const int64_t k_stride = k_major ? 1 : (matrix.columns == 1 ? 0 : matrix.column_stride);
     const bool shared = batch == 1 || matrix.batch == 1;
@@ -74,8 +76,8 @@ struct Operand {
  private:
   using Pair = Matrix::Pair;
 
-  // Returns a K-major copy (batch, rows, columns). For a pair along K, the copy holds the columns
-  // of both matrices.
+  // Returns a K-major copy (batch, rows, columns). If t is a pair concatenated along K, the copy
+  // holds the columns of both matrices.
   static Tensor copy_of(const Matrix& t) {
     const int64_t k = t.all_columns(), chunk = chunk_of(t.tensor);
     const int64_t width = (k + chunk - 1) / chunk * chunk;
@@ -86,7 +88,8 @@ struct Operand {
     return copy;
   }
 
-  // Returns a K-major copy of a pair along its rows, with the second matrix right behind the first.
+  // Returns a K-major copy of a pair that is concatenated along its rows. In the copy, the second
+  // matrix follows directly after the first.
   static Matrix copy_of_halves(const Matrix& t) {
     const int64_t k = t.columns, chunk = chunk_of(t.tensor);
     const int64_t width = (k + chunk - 1) / chunk * chunk;
@@ -98,7 +101,8 @@ struct Operand {
   }
 };
 
-// Returns the vector with a 16-byte aligned start, copied if necessary.
+// Returns the vector, or a copy of it if it is not contiguous or does not start on a 16-byte
+// boundary.
 OptionalTensor aligned_vector(const OptionalTensor& t) {
   if (!is_given(t)) return std::nullopt;
   const Tensor dense = t->contiguous();
@@ -118,7 +122,7 @@ Matrix Matrix::halves(const Tensor& weight, bool interleaved) {
 }
 
 Matrix Matrix::pair_of(const Tensor& left, const Tensor& right) {
-  constexpr intptr_t kMaxBytes = intptr_t{1} << 40;  // the limit of a stride in a tensor map
+  constexpr intptr_t kMaxBytes = intptr_t{1} << 40;  // the upper limit of strides in a tensor map
   const auto address = [](const Tensor& t) {
     return reinterpret_cast<intptr_t>(const_data<char>(t));
   };
@@ -150,8 +154,9 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   const int64_t batch = y.batch, m = y.rows, n = y.columns;
   const Tensor& out = y.tensor;
   if (n > 1 && y.column_stride != 1) {
-    // A column-major y is computed as y^T = b @ a^T, which writes its memory row by row. This is
-    // not possible with a bias or a norm, which would then apply to the wrong dims.
+    // If y is column-major, the transposed product y^T = b @ a^T is computed, because y^T is
+    // row-major. This is possible only without an epilogue and a norm: a bias, for example, would
+    // be added along the wrong dim.
     const bool plain = !is_given(epilogue.bias) && epilogue.activation == Activation::kNone &&
                        !epilogue.gated && !epilogue.preact.defined() && norm == nullptr &&
                        b.pair == Matrix::Pair::kNone;

@@ -1,5 +1,5 @@
-// Helpers of the CUDA ops with one matmul: the norm of the rows of x, and the gradients that a
-// backward computes before and after its matmuls. This is host code for CUDA builds only.
+// Helpers for the CUDA ops with one matmul. They compute the norm of the rows of x, and the
+// gradients of the norm, the activation and the matmul. This is host code for CUDA builds only.
 #pragma once
 
 #include <limits>
@@ -15,22 +15,22 @@
 
 namespace torchweld {
 
-// Allocates a scratch matrix whose rows start on 16-byte boundaries, so that the matmul needs no
-// copy.
+// Allocates a scratch matrix (rows, n). Its rows start on 16-byte boundaries, so that the matmul
+// need not copy it.
 inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
   const int64_t chunk = 16 / like.element_size();
   return at::empty({rows, (n + chunk - 1) / chunk * chunk}, like.options()).narrow(1, 0, n);
 }
 
-// A scratch matrix with the shape of x's rows, aligned for the kernels. It uses the memory of dx if
-// dx is requested and its rows are aligned.
+// Returns a scratch matrix with the shape of x, whose rows start on 16-byte boundaries. It uses the
+// memory of dx if dx is requested and the rows of dx start on 16-byte boundaries.
 inline Tensor matrix_under(const Tensor& dx, const Tensor& x) {
   const bool reuses_dx = dx.numel() > 0 && x.size(-1) * x.element_size() % 16 == 0;
   return reuses_dx ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
 }
 
-// A scratch matrix for dz. It uses the memory of the pre-activation (..., N) if that is donated and
-// its rows are aligned.
+// Returns a scratch matrix for dz. It uses the memory of the pre-activation (..., N) if the
+// pre-activation is donated and its rows start on 16-byte boundaries.
 inline Tensor matrix_over(const Tensor& preact) {
   const bool reuses_preact = Donation::gives(preact) && preact.is_contiguous() &&
                              preact.size(-1) * preact.element_size() % 16 == 0;
@@ -42,16 +42,17 @@ inline Tensor empty_floats(int64_t count, const Tensor& like) {
   return at::empty({count}, like.options().dtype(at::kFloat));
 }
 
-// The address of a result, or nullptr if the result is not requested: undefined or of size (0,).
+// Returns the address of a result. Returns nullptr if the result is not requested, which means that
+// the tensor is undefined or has size (0,).
 template <typename T = void>
 T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// Normalises the rows of x or, if a residual is given, of x + residual rounded to the dtype of x.
-// In that case `sum` (contiguous) receives the rounded sum. The statistics are read from `saved` if
-// given there, otherwise computed and stored in `out`. If y (rows, K) is defined, it receives the
-// normalised rows.
+// Normalises the rows of x. If a residual is given, normalises the rows of x + residual, rounded to
+// the dtype of x, and stores these rows in `sum` (contiguous). If `saved` has statistics, uses
+// them; otherwise computes the statistics and stores them in `out`. If y (rows, K) is defined, it
+// receives the normalised rows.
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
                      const RowStatistics& saved, const Tensor& y,
                      const OptionalTensor& residual = std::nullopt, const Tensor& sum = {}) {
@@ -92,8 +93,8 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
   launch_norm(p, current_stream());
 }
 
-// Returns the normalised rows (rows, K) in the dtype of x. The tensors in `out` that are given
-// receive the statistics.
+// Returns the normalised rows (rows, K) in the dtype of x. If `out` has tensors, they receive the
+// statistics.
 inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
                         const RowStatistics& out = {}) {
   const Tensor y = empty_matrix(count_rows(x), x.size(-1), x);
@@ -101,8 +102,8 @@ inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
   return y;
 }
 
-// Computes y (rows, N) = epilogue(norm(x) @ weight.T), in one kernel if the matmul supports the
-// norm.
+// Computes y (rows, N) = epilogue(norm(x) @ weight.T). It uses a single kernel if the matmul
+// supports the norm.
 inline void norm_matmul_into(const Matrix& y, const RowNorm& norm, const Tensor& x, double eps,
                              const Tensor& weight, const MatmulEpilogue& epilogue,
                              const RowStatistics& out = {}) {
@@ -120,9 +121,9 @@ inline void row_statistics(const RowNorm& norm, const Tensor& x, double eps,
   run_norm(norm, x, eps, out, {}, {});
 }
 
-// Computes the gradients of x, scale and shift from dy (rows, K), the gradient of the normalised
-// rows. dy and dx may share memory. dsum, if given, is added to dx. A gradient
-// that is passed as a tensor of size (0,) is not computed.
+// Computes the gradients of a norm with respect to x, scale and shift. dy (rows, K) is the gradient
+// with respect to the normalised rows. dy and dx may share memory. If dsum is given, it is added to
+// dx. A gradient that is passed as a tensor of size (0,) is not computed.
 inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Tensor& dshift,
                                const RowNorm& norm, const Tensor& dy, const Tensor& x,
                                const RowStatistics& saved,
@@ -158,8 +159,9 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
   if (p.dx != nullptr || floats > 0) launch_norm_backward(p, current_stream());
 }
 
-// Returns dz (rows, N) = dy * activation'(z), computed from z (from y for relu). If z is donated,
-// dz overwrites it. dbias receives the sum of dz over the rows, unless it has size (0,).
+// Returns dz (rows, N) = dy * activation'(z). `preact` is y for relu, and z for other activations.
+// If `preact` is donated, dz overwrites it. dbias receives the sum of dz over the rows, unless
+// dbias has size (0,).
 inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
                                        const OptionalTensor& preact, Activation activation) {
   const bool writes = needs_preact(activation);
@@ -183,12 +185,12 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
 }
 
 // Whether the matmul of the weight gradient should also compute the bias gradient. It should if
-// there is no activation: dz is then dy, and a separate kernel would read dy only for dbias.
+// there is no activation: dz is then dy, so no other kernel needs to read dy.
 inline bool bias_beside_weight(bool wants_weight, Activation activation) {
   return wants_weight && activation == Activation::kNone;
 }
 
-// Computes dweight = dz^T @ rows, and dbias unless it has size (0,).
+// Computes dweight = dz^T @ rows. Computes dbias too, unless dbias has size (0,).
 inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, const Tensor& dz,
                                  const Matrix& rows) {
   const CallScope part("dweight");
@@ -198,8 +200,8 @@ inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, con
   if (!sums) activation_backward_into(dbias, dz, std::nullopt, Activation::kNone);
 }
 
-// Computes the gradients of z = x @ weight.T with respect to x (..., K) and weight from dz (rows,
-// N), and dbias unless it has size (0,).
+// Computes the gradients of z = x @ weight.T with respect to x (..., K) and weight. dz (rows, N) is
+// the gradient with respect to z. Computes dbias too, unless dbias has size (0,).
 inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                  bool wants_x, bool wants_weight, const Tensor& dz, const Tensor& x,
                                  const Tensor& weight) {
@@ -210,9 +212,9 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
   if (wants_weight) weight_backward_into(dweight, dbias, dz, rows_of(x));
 }
 
-// Computes the gradients of z = norm(x) @ weight.T with respect to x, weight, scale and shift.
-// dscale and dshift have size (0,) if they are not requested. The normalised rows and later their
-// gradient use the same memory.
+// Computes the gradients of z = norm(x) @ weight.T with respect to x, weight, scale and shift. A
+// gradient that is passed as a tensor of size (0,) is not computed. The normalised rows and, later,
+// their gradient are in the same memory.
 inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                                       const Tensor& dscale, const Tensor& dshift, bool wants_x,
                                       bool wants_weight, const RowNorm& norm, const Tensor& dz,

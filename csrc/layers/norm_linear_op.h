@@ -2,9 +2,10 @@
 //   y = activation(norm(x) @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
-// <op>_forward also returns what the gradient needs: the pre-activation (or a (0,) tensor, see
-// linear), and the statistics of the rows, with shape (...), in fp32 (fp64 for fp64). The backward
-// recomputes the normalised rows from the statistics, so that they need not be kept in memory.
+// <op>_forward also returns what the gradient needs. This is the pre-activation (a tensor of size
+// (0,) if the gradient does not need it, as in linear) and the statistics of the rows. The
+// statistics have shape (...) and are fp32, or fp64 for fp64 inputs. The backward computes the
+// normalised rows again from the statistics, so the normalised rows are not kept in memory.
 #pragma once
 
 #include "core/dispatch.h"
@@ -16,8 +17,8 @@
 
 namespace torchweld {
 
-// The vectors (K,) of a norm, scale before shift, and its statistics (...), mean before rstd.
-// LayerNorm has both vectors and both statistics, RMSNorm only scale and rstd.
+// The vectors (K,) and the statistics (...) of a norm. LayerNorm has the vectors scale and shift
+// and the statistics mean and rstd, in these orders. RMSNorm has only scale and rstd.
 template <size_t kCount>
 using NormVectors = std::array<OptionalTensor, kCount>;
 template <size_t kCount>
@@ -52,7 +53,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     return sizes;
   }
 
-  // Checks the arguments and returns the sizes of y.
+  // Checks the arguments of an op and returns the sizes of y.
   static std::vector<c10::SymInt> check(const char* op, const Tensor& x, const Tensor& weight,
                                         const OptionalTensor& bias,
                                         Repeat<const OptionalTensor&, v>... vectors, double eps,
@@ -112,7 +113,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     Forward results = forward_meta(x, weight, bias, vectors..., eps, activation);
     auto &y = std::get<0>(results), &preact = std::get<1>(results);
     const auto [normalised, statistics] = Norm::normalise(x, {vectors...}, eps);
-    const Statistics from = statistics;  // a fold expression can't use a structured binding
+    const Statistics from = statistics;  // a fold expression can't name a structured binding
     (std::get<2 + s>(results).copy_(from[s]), ...);
     if (y.numel() == 0) return results;
     const Activation act = parse_activation(Norm::kForward, activation);
@@ -241,7 +242,8 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& dys) {
-      // Two more than the tensors: autograd also counts eps and activation.
+      // The gradients of all inputs of `forward`: the tensors, eps and activation. Autograd expects
+      // an entry for eps and activation too.
       variable_list inputs(5 + sizeof...(v));
       if (!dys[0].defined()) return inputs;
       const auto saved = ctx->get_saved_variables();
@@ -262,7 +264,8 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>> {
     }
   };
 
-  // Registers the three ops and the autocast kernels of the first two.
+  // Registers the ops <op>, <op>_forward and <op>_backward, and the autocast kernels of <op> and
+  // <op>_forward.
   static void define(torch::Library& m, const char* op, const char* forward, const char* backward) {
     define_op(m, op, TW_KERNELS(op), recorded_by<Function>(Call(), check));
     define_op(m, forward, TW_KERNELS(forward), recorded_by<Function>(ForwardCall()));

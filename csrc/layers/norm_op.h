@@ -4,7 +4,8 @@
 // r is x or, for an add_ op, x + residual rounded to their dtype. RMSNorm has mean 0 and no bias.
 // LayerNorm has no weight_offset.
 //
-// An add_ op also returns r as `sum`. dx is the gradient of both x and the residual:
+// An add_ op also returns r as `sum`, and dsum is the gradient with respect to `sum`. dx is the
+// gradient with respect to x and also with respect to the residual:
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum,  g = dy * (weight + weight_offset)
 // <op>_forward also returns the statistics (...) in fp32, or in fp64 for fp64 inputs.
 #pragma once
@@ -34,8 +35,9 @@ template <typename Norm, typename = std::make_index_sequence<Norm::kAdds>,
           typename = std::make_index_sequence<!Norm::kCentred>>
 struct NormOp;
 
-// Each index pack has one index if the op has certain arguments, otherwise none: r for the residual
-// and the sum, c for the bias and the mean of LayerNorm, o for weight_offset.
+// Each of the index packs r, c and o has one index or none. r has an index if the op has a residual
+// and a sum. c has an index if the op is a LayerNorm, which has a bias and a mean. o has an index
+// if the op has a weight_offset.
 template <typename Norm, size_t... r, size_t... c, size_t... o>
 struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
               std::index_sequence<o...>> {
@@ -219,10 +221,10 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-      variable_list inputs(3 + kAdds + kCentred + !kCentred);  // includes eps and weight_offset
+      variable_list inputs(3 + kAdds + kCentred + !kCentred);  // also counts eps and weight_offset
       const Tensor dsum = kAdds ? grads[1] : Tensor();
       if (!grads[0].defined()) {
-        // Without a gradient of y, the gradient of x and of the residual is dsum.
+        // If y has no gradient, dsum is the gradient with respect to x and to the residual.
         inputs[0] = dsum;
         ((inputs[1 + r] = dsum), ...);
         return inputs;
@@ -243,8 +245,9 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     }
   };
 
-  // Under autocast, the op keeps the dtype of x and casts weight and bias to it. If x and residual
-  // have different dtypes, the op uses the wider one, as torch does for x + residual.
+  // Under autocast, the op computes in the dtype of x and casts weight and bias to this dtype. If x
+  // and residual have different dtypes, the op uses the wider dtype, as torch does for x +
+  // residual.
   template <at::DeviceType device>
   static torch::CppFunction autocast() {
     return torch::CppFunction([](const Tensor& x, Repeat<const Tensor&, r>... residual,

@@ -1,4 +1,4 @@
-// CPU loops that compute silu(left) * right, or its gradients, in a single read of the operands.
+// CPU loops that compute silu(left) * right, or its gradients. They read every operand only once.
 // silu(x) = x s with s = 1 / (1 + e^-x).
 #pragma once
 
@@ -22,8 +22,8 @@ inline bool supports_swiglu(const Tensor& left, const Tensor& right) {
          right.stride(1) == 1;
 }
 
-// Calls body(row) for each of `rows` rows in parallel. A row has n elements; a task gets enough
-// rows for about 16384 elements.
+// Calls body(row) for each of `rows` rows in parallel. n is the number of elements of a row. The
+// rows are grouped into tasks of about 16384 elements.
 template <typename Body>
 void for_each_row(int64_t rows, int64_t n, const Body& body) {
   constexpr int64_t kElemsPerTask = 1 << 14;
@@ -84,7 +84,8 @@ std::pair<Tensor, Tensor> swiglu_backward_of_dtype(const Tensor& dy, const Tenso
   return {dleft, dright};
 }
 
-// Returns the gradients of left and right from dy (rows, N).
+// Returns the gradients with respect to left and right. dy (rows, N) is the gradient with respect
+// to the result.
 inline std::pair<Tensor, Tensor> swiglu_backward(const Tensor& dy, const Tensor& left,
                                                  const Tensor& right) {
   return left.scalar_type() == at::kFloat ? swiglu_backward_of_dtype<float>(dy, left, right)
