@@ -1,5 +1,6 @@
-// Argument checks. An error is one sentence: torchweld::<op>: <argument> must be <expected>, but
-// got <got>; <fix>. All checks work on symbolic sizes, so eager, Meta and torch.compile share them.
+// Argument checks. An error message is one sentence of the form "torchweld::<op>: <argument> must
+// be <expected>, but got <got>; <fix>". All checks also work on symbolic sizes, so eager mode, the
+// Meta kernels and torch.compile share them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -64,7 +65,7 @@ inline std::string describe(const Tensor& t) {
   return dtype_name(t.scalar_type()) + " " + shape_text(t.sym_sizes()) + " on " + t.device().str();
 }
 
-// The dtype of statistics and accumulators: fp64 if t is fp64, else fp32.
+// Returns the dtype of statistics and accumulators of an op on t: fp64 if t is fp64, else fp32.
 inline at::ScalarType acc_dtype(const Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -109,8 +110,8 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
            name, ".to(", like_name, ".dtype)");
 }
 
-// Checks that t has the shape `expected`. `layout` names the sizes in the error message, e.g. "(N,
-// K)".
+// Checks that t has the shape `expected`. The error message contains `layout`, for example "(N,
+// K)", and the expected sizes.
 inline void check_shape(const char* op, const char* name, const Tensor& t,
                         c10::SymIntArrayRef expected, const char* layout) {
   bool same = t.dim() == static_cast<int64_t>(expected.size());
@@ -119,8 +120,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
            describe(t));
 }
 
-// Returns the fix to suggest in an error message: .t() if a weight was passed as (K, N), the layout
-// of GPT-2's Conv1D, instead of (N, K).
+// Returns the fix that an error message suggests for a weight of the wrong shape. If the weight was
+// passed as (K, N), the layout of GPT-2's Conv1D, instead of (N, K), the fix is .t().
 inline std::string transpose_fix(const char* name, const Tensor& weight, const c10::SymInt& k) {
   const bool transposed = weight.sym_size(1) != k && weight.sym_size(0) == k;
   return transposed ? std::string("; use ") + name + ".t()" : "";
@@ -130,9 +131,9 @@ inline void check_finite(const char* op, const char* name, double value) {
   TW_CHECK(std::isfinite(value), op, name, " must be finite, but got ", value);
 }
 
-// leftpad must be int32 (batch,) on the device of `like`. Only shape and dtype are checked; the
-// values stay on the device. A tensor of another rank, or of bool, is probably an attention_mask,
-// so the error suggests leftpad_from_mask.
+// Checks leftpad, which must be int32 (batch,) on the device of `like`. The function does not check
+// the values, because it would have to wait for the GPU. If leftpad has another rank or is bool, it
+// is probably an attention mask, so the error suggests leftpad_from_mask.
 inline void check_leftpad(const char* op, const OptionalTensor& leftpad, const c10::SymInt& batch,
                           const char* like_name, const Tensor& like) {
   if (!is_given(leftpad)) return;
@@ -146,14 +147,14 @@ inline void check_leftpad(const char* op, const OptionalTensor& leftpad, const c
                    : std::string("leftpad.to(") + like_name + ".device, torch.int32)");
 }
 
-// The sizes of x, with the last size replaced by `last`.
+// Returns the sizes of x, with the last size replaced by `last`.
 inline std::vector<c10::SymInt> with_last(const Tensor& x, const c10::SymInt& last) {
   std::vector<c10::SymInt> sizes(x.sym_sizes().begin(), x.sym_sizes().end());
   sizes.back() = last;
   return sizes;
 }
 
-// The sizes of x without the last size.
+// Returns the sizes of x without the last size.
 inline std::vector<c10::SymInt> without_last(const Tensor& x) {
   return {x.sym_sizes().begin(), x.sym_sizes().end() - 1};
 }

@@ -1,6 +1,8 @@
-// Picks the configuration of a call: the one that tune forces on this thread, else a remembered
-// one, else the heuristic choice. If no choice is forced or remembered and no thread observes,
-// pick() needs one load to find out. This header includes no torch header.
+// Picks the kernel configuration of a call. If tune forces a configuration on this thread, pick()
+// returns that one. Otherwise, if a configuration is remembered for the problem, pick() returns
+// that one. Otherwise it returns the heuristic choice. A single load tells pick() whether any
+// choice is forced or remembered, or any thread observes choices. This header includes no torch
+// header.
 #pragma once
 
 #include <optional>
@@ -10,12 +12,12 @@
 
 namespace torchweld {
 
-// Returns the choice that is forced or remembered, else `heuristic`. Throws if the forced choice is
-// illegal.
+// Returns the choice that is forced or remembered for the problem, or `heuristic` if there is none.
+// Throws an error if the forced choice is illegal.
 Encoded resolve_choice(const char* family, const Encoded& problem, const Encoded& heuristic);
 
-// Returns the heuristic choice. Each thread caches the latest choices, because a matmul compares a
-// hundred configurations, which takes longer than a launch.
+// Returns the heuristic choice for a problem. Each thread caches its latest heuristic choices. For
+// a matmul, the heuristic compares a hundred configurations, which takes longer than a launch.
 template <typename KernelFamily>
 typename KernelFamily::Choice heuristic_choice(const Encoded& encoded,
                                                const typename KernelFamily::Problem& problem) {

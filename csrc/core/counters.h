@@ -1,5 +1,5 @@
-// Workspaces that are cached between calls: counters, which are zero before and after every kernel,
-// and partial sums. This is host code for CUDA builds only.
+// Workspaces that are cached between calls: counters, flags and memory for partial sums. The
+// counters are zero before and after every kernel. This is host code for CUDA builds only.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -22,17 +22,18 @@ inline bool under_capture() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-// Allocates at least `count` zeros of a type with cudaMalloc.
-// NOTE: torch's allocator can't be used. While torch.compile warms up the memory pool of a graph,
-// before the capture, that allocator allocates from the pool; keeping a tensor of the pool raises
-// an error, or its memory is reused.
+// Allocates at least `count` zeros of dtype `type` with cudaMalloc.
+// NOTE: torch's allocator can't be used. Before torch.compile captures a graph, it runs the graph
+// once as a warm-up. During the warm-up torch's allocator allocates from the memory pool of the
+// graph. A tensor from this pool can't be cached: torch raises an error or reuses the tensor's
+// memory.
 inline at::Tensor driver_zeros(int64_t count, at::ScalarType type, const at::Tensor& like,
                                cudaStream_t stream) {
   constexpr int64_t kGranularity = 1 << 20;
   const auto elem = static_cast<int64_t>(c10::elementSize(type));
   const int64_t bytes = divide_up(count * elem, kGranularity) * kGranularity;
-  // Another thread may be capturing a graph, which would forbid cudaMalloc in the default capture
-  // mode.
+  // If another thread is capturing a graph, the default capture mode would forbid cudaMalloc in
+  // this thread.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   void* data = nullptr;
   if (cudaMalloc(&data, bytes) != cudaSuccess) {
@@ -46,16 +47,16 @@ inline at::Tensor driver_zeros(int64_t count, at::ScalarType type, const at::Ten
   const auto free = [](void* memory) {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    (void)cudaFree(memory);  // waits for the kernels that use it
+    (void)cudaFree(memory);  // cudaFree waits for the kernels that use the memory
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
   };
   return at::from_blob(data, {bytes / elem}, free, like.options().dtype(type));
 }
 
-// Returns zeros that all calls of this thread on the current stream share. Returns an undefined
-// tensor if this thread already uses `max_streams` other streams.
-// NOTE: the cache key is the thread and the stream, because calls that share the memory must not
-// overlap.
+// Returns at least `count` zeros. All calls of this thread on the current stream share them. If
+// this thread already has such memory for `max_streams` other streams, returns an undefined tensor.
+// NOTE: every thread has its own cache, with one entry per stream. Kernels that share the memory
+// must not overlap, and kernels of one stream do not.
 template <at::ScalarType type>
 at::Tensor cached_zeros(int64_t count, const at::Tensor& like, size_t max_streams = SIZE_MAX) {
   thread_local std::map<std::pair<c10::DeviceIndex, cudaStream_t>, at::Tensor> cache;
@@ -71,8 +72,8 @@ at::Tensor cached_zeros(int64_t count, const at::Tensor& like, size_t max_stream
   return zeros;
 }
 
-// Returns `count` uninitialised floats of workspace for one kernel. The memory is cached, as cuBLAS
-// does with its workspace, so that a call allocates only its results.
+// Returns at least `count` uninitialised floats as a workspace for one kernel. The memory is
+// cached, like the workspace of cuBLAS, so that a call allocates only its results.
 inline at::Tensor cached_floats(int64_t count, const at::Tensor& like) {
   constexpr size_t kMaxStreams = 4;
   at::Tensor floats;
@@ -81,10 +82,10 @@ inline at::Tensor cached_floats(int64_t count, const at::Tensor& like) {
   return floats.defined() ? floats : at::empty({count}, like.options().dtype(at::kFloat));
 }
 
-// Returns `count` counters that are zero when the kernel starts. The kernel resets them to zero, so
-// the next call on this stream needs no memset.
-// NOTE: a captured graph allocates and clears its own counters, because its replays may overlap any
-// kernel.
+// Returns at least `count` counters that are zero when the kernel starts. The kernel must reset
+// them to zero before it ends, so that the next call on this stream needs no memset.
+// NOTE: during a graph capture, the counters are a new tensor that the graph itself clears. A
+// replay of the graph may overlap any other kernel, so it can't share the cached counters.
 inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
   if (is_dry_run() || under_capture()) {
     return at::zeros({count}, like.options().dtype(at::kInt));
@@ -92,10 +93,11 @@ inline at::Tensor zero_counters(int64_t count, const at::Tensor& like) {
   return cached_zeros<at::kInt>(count, like);
 }
 
-// Returns `count` flags with which the blocks of a kernel signal each other. A flag is set if it
-// holds the number of the launch (next_launch_number), which uninitialised memory does not hold.
-// The kernel resets each flag to 0.
-// NOTE: a captured graph allocates its own flags, which for the same reason need no memset.
+// Returns at least `count` flags, with which the blocks of a kernel signal each other. A flag is
+// set if it holds the number of the launch (next_launch_number). Uninitialised memory does not hold
+// this number. The kernel must reset each flag to 0.
+// NOTE: during a graph capture, the flags are a new tensor. It needs no memset, because
+// uninitialised memory does not hold the number of the launch.
 inline at::Tensor block_flags(int64_t count, const at::Tensor& like) {
   if (is_dry_run() || under_capture()) {
     return at::empty({count}, like.options().dtype(at::kLong));
@@ -103,8 +105,8 @@ inline at::Tensor block_flags(int64_t count, const at::Tensor& like) {
   return cached_zeros<at::kLong>(count, like);
 }
 
-// Returns a functor that allocates one zero counter when it is called, and owns it. `like` must
-// outlive the functor.
+// Returns a functor. A call of the functor allocates one counter that is zero; the functor owns the
+// counter. `like` must outlive the functor.
 inline auto lazy_zero_counter(const at::Tensor& like) {
   return [&like, counter = at::Tensor()]() mutable {
     counter = zero_counters(1, like);

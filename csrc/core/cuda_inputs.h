@@ -13,7 +13,8 @@
 
 namespace torchweld {
 
-// Makes `device` the current device during its lifetime. Does nothing in a dry run.
+// While an object of this class exists, `device` is the current CUDA device. In a dry run the class
+// does nothing.
 class OnDevice {
  public:
   explicit OnDevice(const c10::Device& device) {
@@ -28,9 +29,9 @@ inline cudaStream_t current_stream() {
   return is_dry_run() ? nullptr : c10::cuda::getCurrentCUDAStream().stream();
 }
 
-// The address of a tensor's elements. In a dry run tensors have no memory. Then this returns the
-// address of a placeholder, which is never read, because nullptr would tell a launcher that the
-// tensor is absent.
+// Returns the address of a tensor's elements. In a dry run tensors have no memory, so the function
+// returns the address of a placeholder that is never read. It does not return nullptr, because
+// nullptr tells a launcher that the tensor is absent.
 template <typename T>
 T* mutable_data(const at::Tensor& t) {
   alignas(16) static char placeholder[16];
@@ -52,7 +53,8 @@ inline DType dtype_of(const at::Tensor& t) {
   }
 }
 
-// A contiguous copy of an optional vector. data() is nullptr if the vector is absent.
+// An optional vector with contiguous elements. A vector that is not contiguous is copied. data() is
+// nullptr if the vector is absent.
 struct Vector {
   Tensor tensor;
 
@@ -64,7 +66,8 @@ struct Vector {
   }
 };
 
-// The row stride of a tensor (..., n), or nullopt if the rows have no common stride.
+// Returns the distance between consecutive rows of a tensor (..., n), in elements. Returns nullopt
+// if the distance is not the same for all rows.
 inline std::optional<int64_t> row_stride_of(const at::Tensor& t) {
   int64_t stride = t.size(-1), expected = -1;
   for (int64_t d = t.dim() - 2; d >= 0; --d) {
@@ -79,8 +82,8 @@ inline std::optional<int64_t> row_stride_of(const at::Tensor& t) {
   return stride;
 }
 
-// A tensor as a matrix (rows, n) with contiguous columns and one row stride. Copies the tensor only
-// if its strides don't allow that.
+// A tensor (..., n) as a matrix (rows, n). The elements of a row are contiguous, and all rows have
+// the same distance. The constructor copies the tensor only if its strides don't allow this.
 struct Rows {
   at::Tensor tensor;
   int64_t rows = 0;

@@ -8,25 +8,26 @@ namespace torchweld {
 
 struct DeviceFacts {
   int sms = 0;
-  int shared_limit = 0;         // max shared memory of a block in bytes
-  bool clusters = false;        // thread-block clusters
-  bool clusters_of_16 = false;  // a 16-CTA cluster fits on this GPU
-  bool tma = false;             // bulk copies and tensor maps
-  bool wgmma = false;           // warpgroup matrix multiply
-  // For each cluster size, how many clusters run at once with one block per SM, or 0 if the size
-  // was not queried.
-  // NOTE: a cluster stays within one GPC, and GPCs differ in the number of usable SMs.
+  int shared_limit = 0;         // the maximum shared memory of a block, in bytes
+  bool clusters = false;        // whether thread-block clusters are supported
+  bool clusters_of_16 = false;  // whether a cluster of 16 CTAs fits on this GPU
+  bool tma = false;             // whether bulk copies and tensor maps are supported
+  bool wgmma = false;           // whether warpgroup matrix multiply is supported
+  // active_clusters[size] is the number of clusters of `size` blocks that can run at once with one
+  // block per SM. It is 0 if this size was not queried.
+  // NOTE: this is less than sms / size, because all blocks of a cluster run on one GPC, and the
+  // GPCs of a GPU have different numbers of usable SMs.
   int active_clusters[17] = {};
 
-  // active_clusters of a cluster size, but at least 1.
+  // Returns active_clusters[size], but at least 1.
   int max_active_clusters(int size) const { return std::max(active_clusters[size], 1); }
 };
 
-// The facts of the current device, which are queried once per device. In a dry run, the facts of
-// the assumed GPU. All zeros without a GPU.
+// Returns the facts of the current device. They are queried once per device. In a dry run, returns
+// the facts of the GPU that the dry run assumes. Without a GPU, all facts are 0.
 const DeviceFacts& device_facts();
 
-// The GPU that explain assumes on a machine without one.
+// The facts of an H100. torchweld.explain assumes this GPU on a machine without a GPU.
 inline constexpr DeviceFacts kH100Facts = {
     132, 232448, true, true, true, true, {0, 132, 66, 42, 32, 0, 0, 0, 15, 0, 0, 0, 0, 0, 0, 0, 6}};
 

@@ -1,10 +1,11 @@
-// Registers an op: its kernels for every dispatch key, its handle, autograd and autocast. <op>.cpp
-// defines <op>_meta, followed by TW_OP(<op>), then <op>_cpu and <op>_cuda, and registers them with
-// define_op.
+// Helpers to register an op: its kernels for every dispatch key, its handle, its autograd and its
+// autocast kernels. The file <op>.cpp first defines the function <op>_meta, then writes
+// TW_OP(<op>), then defines <op>_cpu and <op>_cuda. It registers the op with define_op.
 //
-// For ops with a matmul, autocast casts all tensors to the autocast dtype, so the norm of
-// layer_norm_linear reads a rounded x. softmax, causal_softmax, the pointwise ops and sums have no
-// autocast kernel and keep their dtype.
+// If an op has a matmul, its autocast kernel casts all tensors to the autocast dtype. For example,
+// the norm in layer_norm_linear reads an x that is rounded to this dtype. softmax, causal_softmax,
+// the pointwise ops and the sums have no autocast kernel, so they compute in the dtype of their
+// inputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,8 +26,8 @@ namespace torchweld {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Returns the dispatcher's handle of torchweld::<name>. Store the handle in a function-local
-// static.
+// Returns the dispatcher's handle of the op torchweld::<name>. The caller should store the handle
+// in a static local variable, because the lookup is slow.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   const std::string full = std::string("torchweld::") + name;
@@ -43,15 +44,15 @@ struct OpCall<Op, Result(Args...)> {
     static const auto op = find_op<Result(Args...)>(Op::kName);
     return op.call(std::forward<Args>(args)...);
   }
-  // Calls the op below autograd, as the forward of an autograd Function must.
+  // Calls the op without autograd. The forward of an autograd Function must call an op in this way.
   Result below(Args... args) const {
     at::AutoDispatchBelowADInplaceOrView guard;
     return (*this)(std::forward<Args>(args)...);
   }
 };
 
-// Defines call_<op>, a function object with the signature of <op>_meta. <op>_meta is a function or
-// a pointer to one.
+// Defines call_<op>, a function object that calls the op. It has the signature of <op>_meta, which
+// is a function or a pointer to a function.
 #define TW_OP(op)                                                                              \
   constexpr struct op##_call : OpCall<op##_call, std::remove_pointer_t<decltype(op##_meta)>> { \
     static constexpr const char* kName = #op;                                                  \
@@ -65,7 +66,7 @@ bool needs_grad(const T&) {
 inline bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool needs_grad(const OptionalTensor& t) { return is_given(t) && needs_grad(*t); }
 
-// Whether autograd must record the call.
+// Whether autograd must record a call with these arguments.
 template <typename... Args>
 bool any_needs_grad(const Args&... args) {
   return at::GradMode::is_enabled() && (needs_grad(args) || ...);
@@ -80,8 +81,9 @@ inline bool has_tangent(const Tensor& t) {
 }
 inline bool has_tangent(const OptionalTensor& t) { return is_given(t) && has_tangent(*t); }
 
-// Raises an error if a tensor has a forward-mode tangent. Forward mode is independent of grad mode,
-// so calls that autograd does not record are checked too; otherwise they would drop the tangent.
+// Raises an error if a tensor has a forward-mode tangent. Every call must be checked, even one that
+// autograd does not record: forward mode does not depend on grad mode, and the op would drop the
+// tangent.
 template <typename... Args>
 void check_no_tangent(const char* op, const Args&... args) {
   TORCH_CHECK_NOT_IMPLEMENTED(!(has_tangent(args) || ...), "torchweld::", op,
@@ -89,8 +91,8 @@ void check_no_tangent(const char* op, const Args&... args) {
                               "reverse mode, such as torch.autograd.grad or torch.func.jacrev");
 }
 
-// Converts an undefined tensor back to nullopt. Autograd returns an undefined tensor if nullopt was
-// saved.
+// Converts an undefined tensor to nullopt. If a forward saves nullopt, autograd gives the backward
+// an undefined tensor.
 inline OptionalTensor optional(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
@@ -100,28 +102,29 @@ inline Tensor or_undefined(const OptionalTensor& t) { return t.value_or(Tensor()
 // undefined tensor instead.
 inline Tensor if_wanted(bool wanted, const Tensor& grad) { return wanted ? grad : Tensor(); }
 
-// The CUDA kernel of an op that has none in this build: it raises an error and does not fall back
-// to another device.
+// The CUDA kernel of an op in a build without CUDA kernels. It raises an error.
 void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 inline torch::CppFunction no_cuda_kernel_function() {
   return torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>();
 }
 
-// The Autograd kernel of an op without a gradient: backpropagating through the op raises an error.
+// Returns the Autograd kernel for ops that are not differentiable. Backpropagating through such an
+// op raises an error.
 inline torch::CppFunction no_gradient_function() {
   return torch::autograd::autogradNotImplementedFallback();
 }
 
-// Marks all outputs of a Function except the first as non-differentiable, because only the backward
-// reads them.
+// Marks all outputs of an autograd Function as non-differentiable, except the first output. The
+// other outputs exist only for the backward.
 inline variable_list outputs_of(AutogradContext* ctx, variable_list outputs) {
   ctx->mark_non_differentiable({outputs.begin() + 1, outputs.end()});
   ctx->set_materialize_grads(false);
   return outputs;
 }
 
-// Converts the first outputs of a Function to the result type of the op.
+// Converts the outputs of an autograd Function to the result type of the op. The Function may have
+// more outputs than the op; only the first ones are used.
 template <typename Result>
 Result first_outputs(const variable_list& outputs) {
   if constexpr (std::is_same_v<Result, Tensor>) {
@@ -133,8 +136,8 @@ Result first_outputs(const variable_list& outputs) {
   }
 }
 
-// Clears the list of non-differentiable outputs of a node, because compiled autograd asserts that
-// it is empty. Only apply() reads the list.
+// Clears the list of non-differentiable outputs of an autograd node. Compiled autograd asserts that
+// this list is empty. The list is no longer needed, because only apply() reads it.
 template <typename Function>
 void clear_non_differentiable(const Tensor& output) {
   using Node = torch::autograd::CppNode<Function>;
@@ -147,9 +150,10 @@ void clear_non_differentiable(const variable_list& outputs) {
   for (const Tensor& output : outputs) clear_non_differentiable<Function>(output);
 }
 
-// The Autograd kernel of an op that is differentiated by Function. A recorded call applies
-// Function, any other call dispatches below autograd. `check(name, args...)` runs before Function,
-// so that errors name this op and not the <op>_forward that Function calls.
+// Returns the Autograd kernel of an op whose gradient is the autograd Function `Function`. If
+// autograd must record a call, the kernel applies Function; otherwise it calls the op without
+// autograd. Before Function, the kernel calls check(name, args...). Error messages then name this
+// op instead of <op>_forward, which Function calls.
 template <typename Function, typename Op, typename Result, typename... Args, typename Check>
 torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) {
   return torch::CppFunction([check](Args... args) -> Result {
@@ -172,8 +176,8 @@ torch::CppFunction recorded_by(const Op& call) {
   return recorded_by<Function>(call, [](const auto&...) {});
 }
 
-// The autograd Function of an op with two tensors. Its backward op has the signature backward(dy,
-// a, b) or backward(dy, a, b, output_mask).
+// The autograd Function of an op with two tensor arguments, a and b. The signature of the backward
+// op is backward(dy, a, b) or backward(dy, a, b, output_mask).
 template <typename Call, typename BackwardCall>
 struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCall>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
@@ -195,14 +199,14 @@ struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCal
   }
 };
 
-// These functions are defined in a .cpp file, because torch's autocast header includes every
-// operator.
+// dispatch.cpp defines these functions, so that this header need not include torch's autocast
+// header, which includes every operator.
 c10::DispatchKey autocast_key(at::DeviceType device);
 at::ScalarType autocast_dtype(at::DeviceType device);
 Tensor autocast_cast(const Tensor& t, at::ScalarType dtype, at::DeviceType device);
 
-// A function object that casts floating-point tensors to the autocast dtype and returns other
-// arguments unchanged. Autocast is off during its lifetime.
+// A function object that casts floating-point tensors to the autocast dtype. It returns all other
+// arguments unchanged. While the object exists, autocast is off.
 template <at::DeviceType device>
 struct Autocast {
   c10::impl::ExcludeDispatchKeyGuard off{c10::DispatchKeySet(autocast_key(device))};
@@ -218,7 +222,7 @@ struct Autocast {
   }
 };
 
-// The autocast kernel of an op: it casts all tensors of the call.
+// Returns the autocast kernel of an op. The kernel casts all tensor arguments, then calls the op.
 template <at::DeviceType device, typename Op, typename Result, typename... Args>
 torch::CppFunction autocast_kernel(const OpCall<Op, Result(Args...)>&) {
   return torch::CppFunction([](Args... args) -> Result {
@@ -234,7 +238,8 @@ void define_autocast(torch::Library& m, const Op& call) {
          torch::dispatch(c10::DispatchKey::AutocastCUDA, autocast_kernel<at::kCUDA>(call)));
 }
 
-// The kernels of an op. TW_KERNELS(softmax) lists softmax_meta, softmax_cpu and softmax_cuda.
+// The kernels of an op. For example, TW_KERNELS(softmax) is the set softmax_meta, softmax_cpu and
+// softmax_cuda.
 struct Kernels {
   torch::CppFunction meta, cpu, cuda;
 };

@@ -1,12 +1,13 @@
-// A KernelFamily encodes the problem and the choice of one kind of kernel as integers, for tune,
-// the remembered choices and explain. This is pure host code.
+// A KernelFamily is a group of kernels that solve one kind of problem. It encodes problems and
+// choices (engine, tile and splits) as integers. tune, explain and the remembered choices use these
+// codes. This is pure host code.
 //
 // A family is a struct with these static members:
 //   kName, kFields, kEngines        its name, the bounds of a problem's fields, the engines' names
-//   kFirstLegal                     choose() returns the first legal candidate
+//   kFirstLegal                     whether choose() returns the first legal candidate
 //   Problem, Choice                 the argument and the result of choose()
-//   encode_fields(problem), decode_fields(encoded)   a problem without its device, and back
-//   shape_class(encoded)            the problem that stands for all that share a remembered choice
+//   encode_fields(problem), decode_fields(encoded)   convert all but the device
+//   shape_class(encoded)            the problem under which tune remembers its choice
 //   choose(problem)                 the heuristic choice
 //   encode(choice)                  the engine, then the tile and the number of splits
 //   candidates(problem)             every choice, legal or not
@@ -14,7 +15,7 @@
 //   make(problem, encoded)          the Choice of a legal candidate
 //   tile(encoded)                   the tile's name with its splits; unique within an engine
 //   columns(problem, encoded)       the columns of tune's table
-//   kernel(problem, encoded), why(problem, encoded)   explain's sentences
+//   kernel(problem, encoded), why(problem, encoded)   the sentences of explain
 #pragma once
 
 #include <cstdint>
@@ -57,7 +58,7 @@ struct Encoded {
     return false;
   }
 
-  // An FNV-1a hash over whole integers.
+  // Returns an FNV-1a hash that processes whole integers instead of bytes.
   uint64_t hash() const {
     uint64_t hash = 0xcbf29ce484222325;
     for (int i = 0; i < count; ++i)
@@ -72,8 +73,9 @@ struct Encoded {
   }
 };
 
-// Why a choice does not support a problem; empty if it does. Each {} in the sentence stands for the
-// next value. Only text() builds the string, so that choose() can test many refusals at no cost.
+// The reason why a choice does not support a problem. It is empty if the choice supports the
+// problem. Each {} in `sentence` stands for the next of `values`. Only text() builds the full
+// string, so it costs nothing that choose() tests many choices.
 struct Refusal {
   const char* sentence = nullptr;
   int64_t values[2] = {};
@@ -93,15 +95,15 @@ struct Refusal {
   }
 };
 
-// A field of a problem. The bounds make sure that values read from a file don't overflow later
-// arithmetic.
+// A field of an encoded problem. Values that are read from a file must lie within the bounds, so
+// that later arithmetic does not overflow.
 struct Field {
   const char* name;
   int64_t min, max;
 };
 inline constexpr int64_t kMaxSize = int64_t{1} << 40;
 
-// Every problem ends with these fields.
+// The last fields of every encoded problem.
 inline constexpr Field kDeviceFields[] = {{"sms", 1, 1 << 14}, {"shared_limit", 0, 1 << 24},
                                           {"clusters", 0, 1},  {"clusters_of_16", 0, 1},
                                           {"tma", 0, 1},       {"wgmma", 0, 1}};
@@ -109,14 +111,15 @@ inline constexpr int kDeviceFieldCount = sizeof(kDeviceFields) / sizeof(Field);
 
 using Columns = std::vector<std::pair<const char*, int64_t>>;
 
-// Rounds a size that varies between calls, such as the number of rows, up to a power of two.
+// Rounds a size up to a power of two. This is for sizes that vary between calls, such as the number
+// of rows.
 constexpr int64_t size_class(int64_t size) {
   int64_t power = 1;
   while (power < size) power *= 2;
   return size == 0 ? 0 : power;
 }
 
-// Base class of the families whose problems have a first field that varies between calls.
+// Base class of the families whose first problem field is a size that varies between calls.
 struct FirstSizeByClass {
   static Encoded shape_class(Encoded x) {
     x[0] = size_class(x[0]);
@@ -124,7 +127,7 @@ struct FirstSizeByClass {
   }
 };
 
-// Whether a grid can have this many blocks. `blocks` is a double, because products of sizes
+// Whether a grid can have `blocks` blocks. `blocks` is a double, because a product of sizes can
 // overflow int64.
 inline bool grid_fits(double blocks) { return blocks <= 2147483647.0; }
 
@@ -163,14 +166,14 @@ typename KernelFamily::Problem decode_problem(const Encoded& encoded) {
   return problem;
 }
 
-// The name of a choice in files and messages: the engine and the tile.
+// Returns the name of a choice in files and messages. The name consists of the engine and the tile.
 template <typename KernelFamily>
 std::string name_of(const Encoded& choice) {
   const std::string tile = KernelFamily::tile(choice);
   return KernelFamily::kEngines[choice[0]] + (tile.empty() ? "" : " " + tile);
 }
 
-// Why `encoded` is not a problem of the family, or "" if it is.
+// Returns why `encoded` is not a valid problem of the family, or "" if it is valid.
 template <typename KernelFamily>
 std::string problem_refusal(const Encoded& encoded) {
   if (encoded.count != field_count<KernelFamily>()) {
@@ -186,7 +189,7 @@ std::string problem_refusal(const Encoded& encoded) {
   return "";
 }
 
-// The text of a tile: "64x128", or "64x128 /4" with four splits of K.
+// Returns the text of a tile, for example "64x128", or "64x128 /4" with four splits of K.
 inline std::string tile_text(int64_t rows, int64_t columns, int64_t splits = 1) {
   return std::to_string(rows) + "x" + std::to_string(columns) +
          (splits > 1 ? " /" + std::to_string(splits) : "");
@@ -196,7 +199,7 @@ inline Refusal too_much_shared_memory(int64_t bytes, int64_t limit) {
   return {"too much shared memory: {} bytes a block, the GPU has {}", bytes, limit};
 }
 
-// The sentences that why() returns in several kernel families.
+// Sentences that the function why() of several kernel families returns.
 inline constexpr const char* kWhyFirstLegal = "the first tile that holds the sizes";
 inline constexpr const char* kWhyFastest = "the shortest time by the model beside the tiles";
 

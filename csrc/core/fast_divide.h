@@ -1,4 +1,5 @@
-// Division by a divisor that the host knows: on the device it is a multiplication and a shift.
+// Division by a divisor that is known on the host. On the device the division is a multiplication
+// and a shift.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace torchweld {
 
-// The quotient is exact for dividends below 2^31 and divisors in [1, 2^31).
+// The quotient is exact if the dividend is less than 2^31 and the divisor is in [1, 2^31).
 // Source: Granlund and Montgomery, "Division by invariant integers using multiplication", 1994.
 class FastDivisor {
  public:

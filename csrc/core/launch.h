@@ -1,5 +1,5 @@
-// Launches kernels and turns launch errors into sentences. .cu files include this header, so it
-// includes no torch header.
+// Launches kernels and reports launch errors as sentences. This header includes no torch header,
+// because .cu files include it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,8 +29,8 @@ inline void check_launch(const char* op) {
 // The largest number of blocks along a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;
 
-// A kernel that uses more shared memory, or a larger cluster, than these limits needs a function
-// attribute.
+// If a kernel uses more shared memory or a larger cluster than these limits, a function attribute
+// must be set before its launch.
 inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
 // An upper bound on the static shared memory of every kernel that uses dynamic shared memory. The
 // default limit counts both kinds, but launch_kernel does not know the static size.
@@ -39,16 +39,18 @@ inline constexpr int kMaxStaticBytes = 8 * 1024;
 struct Grid {
   dim3 blocks, threads;
   int shared_bytes = 0;
-  int cluster = 1;        // blocks of a cluster, along the first dimension
-  bool overlaps = false;  // programmatic dependent launch (device/sm90/dependent_launch.cuh)
+  int cluster = 1;        // the number of blocks per cluster, along the first dimension
+  bool overlaps = false;  // whether to use programmatic dependent launch
 
   // `blocks` must be at most kMaxGrid.
   Grid(int64_t blocks, dim3 threads, int shared_bytes = 0)
       : blocks(static_cast<unsigned>(blocks)), threads(threads), shared_bytes(shared_bytes) {}
 };
 
-// Launches a kernel. Call check_launch afterwards, which reports a failure.
-// NOTE: function attributes belong to the current device, so they are set at every launch.
+// Launches a kernel. The caller must call check_launch afterwards, which reports an error of the
+// launch.
+// NOTE: the function attributes are set at every launch, because an attribute applies only to the
+// current device.
 template <typename... Params, typename... Args>
 void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream,
                    Args&&... args) {
@@ -82,8 +84,8 @@ void launch_kernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t str
   (void)cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
 }
 
-// Returns a number that memory does not hold by chance: splitmix64 of a counter. Block flags use it
-// (device/block_flags.cuh).
+// Returns a new number for each launch. It is the splitmix64 of a counter, so memory is very
+// unlikely to hold it by chance. Block flags use this number (device/block_flags.cuh).
 inline uint64_t next_launch_number() {
   static std::atomic<uint64_t> launches{0};
   uint64_t x = ++launches * 0x9e3779b97f4a7c15;
@@ -92,8 +94,8 @@ inline uint64_t next_launch_number() {
   return x ^ (x >> 31);
 }
 
-// Splits `items` blocks into ranges that each fit into one grid, and calls body(first, count) for
-// each range.
+// Splits `items` blocks into ranges of at most kMaxGrid blocks, the limit of a grid. Calls
+// body(first, count) for each range.
 template <typename Body>
 void for_each_grid_of(int64_t items, const Body& body) {
   for (int64_t first = 0; first < items; first += kMaxGrid) {

@@ -1,21 +1,22 @@
-// A thread can observe its choices and launches (for tune), or start a dry run (for explain). A dry
-// run executes the host code of a call on tensors without memory and launches no kernel.
+// A thread can observe its own choices and launches, for tune. It can also start a dry run, for
+// explain. A dry run executes the host code of a call, but its tensors have no memory and no kernel
+// is launched.
 #pragma once
 
 #include <atomic>
 
 namespace torchweld {
 
-// The number of threads that force choices or observe, plus 1 if any choices are remembered.
+// The number of threads that force or observe choices, plus 1 if any choices are remembered.
 extern std::atomic<int> choices_in_use;
 
 inline bool is_observed() { return choices_in_use.load(std::memory_order_relaxed) != 0; }
 
-// Whether this thread is in a dry run: it records its launches instead of making them.
+// Whether this thread is in a dry run. In a dry run it records launches but does not execute them.
 bool thread_is_dry_run();
 inline bool is_dry_run() { return is_observed() && thread_is_dry_run(); }
 
-// Records a launch if this thread observes.
+// Records a launch if this thread observes its launches.
 void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes);
 
 }  // namespace torchweld

@@ -11,14 +11,14 @@ void parallel_tasks(int64_t tasks, c10::function_ref<void(int64_t)> body) {
     if (tasks == 1) body(0);
     return;
   }
-  // `marks` has one byte per task. The offset of a byte from the first one is the index of its
-  // task.
+  // `marks` has one byte per task. The index of a task is the index of its byte in `marks`.
   at::Tensor marks = at::empty({tasks}, at::kByte);
   const char* const base = static_cast<const char*>(marks.const_data_ptr());
   auto loop = at::TensorIterator::nullary_op(marks);
   loop.for_each(
       [&](char** data, const int64_t* strides, int64_t inner, int64_t outer) {
-        // The dispatch state is thread-local, so every thread of the pool sets it.
+        // The guard is needed in every thread of the pool, because the state of the dispatcher is
+        // thread-local.
         const at::AutoDispatchBelowADInplaceOrView below;
         for (int64_t j = 0; j < outer; ++j) {
           for (int64_t i = 0; i < inner; ++i) {

@@ -1,5 +1,6 @@
-// CPU loops that the compiler vectorises. The library is built for any x86-64 CPU; with_vectors
-// compiles a loop again for AVX2 and for AVX-512 and selects a version at run time.
+// CPU loops that the compiler vectorises. The library is built for any x86-64 CPU. Loops in
+// with_vectors are also compiled for AVX2 and for AVX-512, and one of the versions is selected at
+// run time.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -42,8 +43,8 @@ inline int simd_level() {
 }
 #endif
 
-// Calls body(), a lambda with loops over plain arrays, in the version for the widest vectors of
-// this CPU. Every function that body calls must be inline.
+// Calls body(), in the version that is compiled for the widest vectors of this CPU. `body` is a
+// lambda with loops over plain arrays. Every function that it calls must be inline.
 template <typename Body>
 void with_vectors(const Body& body) {
 #ifdef TW_SIMD_TARGETS
@@ -119,11 +120,12 @@ inline double exp_in_vectors(double x) {
   return e * first * second;
 }
 
-// Returns exp(x) for x <= 0, faster than exp_in_vectors and with an error of at most 2 ulp. x may
-// exceed 0 by a rounding error. A result below the smallest normal number is replaced by 0.
+// Returns exp(x) for x <= 0 with an error of at most 2 ulp. It is faster than exp_in_vectors. x may
+// exceed 0 by a rounding error. If the result would be less than the smallest normal number, the
+// function returns 0.
 inline float exp_of_negative(float x) {
   constexpr float kRound = 12582912.0f;
-  x = x < -88.03f ? -88.03f : x;  // at -88.03, n is -127 and the bits of 2^n become those of 0
+  x = x < -88.03f ? -88.03f : x;  // at -88.03, n is -127, for which 2^n is computed as 0
   const float shifted = x * 1.44269504f + kRound;
   const float n = shifted - kRound;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -136,7 +138,7 @@ inline float exp_of_negative(float x) {
 }
 inline double exp_of_negative(double x) { return exp_in_vectors(x); }
 
-// tanh(x) with an error of at most 3 ulp. Source: the polynomial of Cephes' tanhf.
+// Returns tanh(x) with an error of at most 3 ulp. Source: the polynomial of Cephes' tanhf.
 inline float tanh_in_vectors(float x) {
   const float z = x * x;
   float p = -5.70498872745e-3f;
@@ -163,7 +165,7 @@ T round_to(A x) {
   }
 }
 
-// 16 independent accumulators, one per vector lane; total() adds them as a tree.
+// 16 independent accumulators, one for each lane. total() adds them up in a tree.
 template <typename T>
 struct LaneSums {
   static constexpr int kLanes = 16;
@@ -179,7 +181,7 @@ struct LaneSums {
   }
 };
 
-// Returns sum_i a[i] * b[i], accumulated in T. a and b may have any dtypes.
+// Returns the dot product of a and b, accumulated in T. a and b may have different dtypes.
 template <typename T, typename A, typename B>
 T dot(const A* a, const B* b, int64_t n) {
   LaneSums<T> sums;
@@ -205,8 +207,8 @@ T sum_of(const T* x, int64_t n) {
   return sums.total();
 }
 
-// Returns the maximum of n values. If one of them is NaN, the result is unspecified; any result
-// will do, because exp(NaN - max) is NaN.
+// Returns the maximum of n values. If a value is NaN, the maximum is unspecified. Callers that
+// compute exp(x - max) still get NaN for that value.
 template <typename T>
 T max_of(const T* x, int64_t n) {
   constexpr int kLanes = LaneSums<T>::kLanes;
