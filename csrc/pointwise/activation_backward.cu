@@ -1,5 +1,5 @@
 // Computes dz = dy * activation'(z) and the sum of dz over the rows, in one pass over the matrix.
-// Also adds up partial sums that other kernels have stored.
+// This file also has the launcher of a kernel that adds up the partial sums of other kernels.
 #include "device/activation.cuh"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/pointwise.h"
@@ -47,7 +47,7 @@ struct ActivationOp {
   }
 };
 
-// The op without an activation: it only sums dy and writes no matrix.
+// The op for a layer without an activation. It only sums dy over the rows and stores no matrix.
 template <typename T, int kElems_>
 struct SumOp {
   static constexpr int kElems = kElems_;

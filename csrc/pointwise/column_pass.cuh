@@ -1,14 +1,14 @@
-// A kernel that makes one pass over a (rows, n) matrix and can compute up to two sums for each
+// A kernel that makes one pass over a (rows, n) matrix. It can compute up to two sums for each
 // column.
 //
-// A block processes a tile of columns and a chunk of rows: 32 lanes with kElems contiguous columns
-// each, and 8 rows at a time. The block stores its sums in the scratch memory as (chunk, sum,
-// column), and add_partials adds up the chunks. Both add in a fixed order, so the sums have the
-// same bits in every run.
+// A block processes a tile of columns and a chunk of rows. It processes 8 rows at a time, with one
+// warp per row; each lane handles kElems contiguous columns. The block stores its partial sums in
+// scratch memory, whose layout is (chunk, sum, column). A second kernel (add_partials) adds up the
+// chunks. Both kernels add in a fixed order, so the sums have the same bits in every run.
 //
-// An Op has the members kElems, kSums and Sum. load(row, column) loads kElems columns; add(row,
-// column, loaded, sums) processes them. The kernel loads two rows before it processes them, because
-// the stores of add would otherwise separate the loads.
+// An Op has the members kElems, kSums and Sum. Its function load(row, column) loads kElems columns
+// of a row, and add(row, column, loaded, sums) processes and stores them. The kernel loads two rows
+// before it processes the first one, so that both loads are in flight together.
 #pragma once
 
 #include "core/launch.h"
@@ -24,8 +24,9 @@ constexpr int kColumnThreads = kRowGroups * kWarp;
 constexpr int kPartialGroups = 16;
 constexpr int kPartialThreads = kPartialGroups * kWarp;
 
-// A running sum. In fp32 it also keeps the rounding errors of its additions, so that a long column
-// loses little accuracy. 16-bit results would not show these errors.
+// A running sum. If kKeepsRest is true, `rest` is the sum of the rounding errors of all additions,
+// so that the sum of a long column stays accurate. This is for fp32 results; a 16-bit result is too
+// coarse to show these errors.
 template <bool kKeepsRest>
 struct ColumnSum {
   float sum, rest;
@@ -89,7 +90,8 @@ __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_k
   }
 }
 
-// Where add_partials stores the sums: column c of sum s goes to to[s][c * stride].
+// The addresses at which add_partials stores the sums. Column c of sum s is stored at to[s][c *
+// stride].
 struct ColumnSums {
   void* to[2];  // nullptr if not requested
   int64_t stride;
@@ -121,8 +123,8 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
 }
 
 // Launches the kernel that adds g_partials (chunks, num_sums, n) over the chunks. If `overlaps` is
-// true, the kernel may start while the kernel that writes g_partials still runs. It then waits for
-// it (programmatic dependent launch).
+// true, the launch is a programmatic dependent launch: this kernel may start while the kernel that
+// writes g_partials still runs, and then waits until that kernel has ended.
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
                          const ColumnSums& sums, cudaStream_t stream, bool overlaps = false) {
@@ -131,7 +133,8 @@ void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, 
   launch_kernel(add_partials_kernel<T>, grid, stream, g_partials, chunks, num_sums, n, sums);
 }
 
-// Runs the op over all rows. If g_partials is not nullptr, also computes the column sums.
+// Runs the op over all rows of the matrix. Also computes the column sums, unless g_partials is
+// nullptr.
 template <typename T, typename Op>
 void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials,
                         const ColumnSums& sums, cudaStream_t stream) {

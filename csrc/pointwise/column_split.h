@@ -1,6 +1,6 @@
-// How a sum over the rows of a (rows, n) matrix is split among blocks. This is pure host code. The
-// split does not depend on alignment and dtype, so that a caller knows the size of the scratch
-// memory before the kernel is chosen.
+// Decides how a sum over the rows of a (rows, n) matrix is split among blocks. This is pure host
+// code. The split depends only on rows and n. A caller therefore knows the size of the scratch
+// memory before it knows the alignment and the dtype of the matrix.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,10 @@ struct ColumnSplit {
   int64_t chunks;
 };
 
-// NOTE: the number of chunks must not grow with n, because a pass over 2n columns relies on it.
+// NOTE: the number of chunks must not grow with n. Callers of a pass over 2n columns allocate
+// scratch memory for twice column_partials(rows, n).
 constexpr ColumnSplit split_rows(int64_t rows, int64_t n) {
-  constexpr int64_t kTileColumns = 256;  // the columns of a block if elements have 16 bits
+  constexpr int64_t kTileColumns = 256;  // the number of columns per block if elements have 16 bits
   constexpr int64_t kTargetBlocks = 2112;
   constexpr int64_t kMaxChunks = 256;  // one block adds up all chunks of a column
   constexpr int64_t kMinRowsInChunk = 32;
@@ -28,7 +29,7 @@ constexpr ColumnSplit split_rows(int64_t rows, int64_t n) {
   return {rows_per_chunk, (rows + rows_per_chunk - 1) / rows_per_chunk};
 }
 
-// How many fp32 values of scratch memory one sum over the rows needs.
+// Returns the number of fp32 values of scratch memory that one sum over the rows needs.
 constexpr int64_t column_partials(int64_t rows, int64_t n) {
   return split_rows(rows, n).chunks * n;
 }

@@ -1,5 +1,5 @@
-// Computes dz, the gradient of z for y = gate(left, right), and the sum of dz over the rows, in one
-// pass over the matrix.
+// Computes dz and the sum of dz over the rows, in one pass over the matrix. dz is the gradient with
+// respect to z, whose halves are the operands of y = gate(left, right).
 #include "device/activation.cuh"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/pointwise.h"
@@ -16,7 +16,7 @@ struct GateArgs {
   Gate gate;
 };
 
-// Overwrites the left and right halves of z by the halves of dz.
+// Overwrites `left` and `right`, values of the two halves of z, by the corresponding values of dz.
 template <typename T, int kCount>
 __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount],
                                              const T (&dy)[kCount], Gate gate) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCoun
   }
 }
 
-// The op for vectors of kElems columns of dy. left and right are n columns apart in z, or
-// interleaved if an access is one element.
+// The op that processes kElems columns of dy at a time. In z, the left and the right value of a
+// column are n columns apart. If kElems is 1, they may also be adjacent (interleaved).
 template <typename T, int kElems_>
 struct GateOp : GateArgs<T> {
   static constexpr int kElems = kElems_;
@@ -68,9 +68,10 @@ struct GateOp : GateArgs<T> {
   }
 };
 
-// The op for vectors of columns of z, in which left and right alternate.
-// NOTE: with vectors of columns of dy, a warp's accesses to z would skip every second 16 bytes,
-// which took 1.3 times as long.
+// The op for an interleaved z, in which left and right values alternate. It processes kElems
+// columns of z, which belong to kElems / 2 columns of dy.
+// NOTE: if an access were kElems columns of dy instead, each load of z by a warp would skip every
+// second chunk of 16 bytes. This took 1.3 times as long.
 template <typename T, int kElems_>
 struct PairedGateOp : GateArgs<T> {
   static constexpr int kElems = kElems_, kPairs = kElems / 2;

@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// Adds up the partial sums of each row: one warp per row, or one block per row if a row has many
-// partial sums.
+// Adds up the partial sums of each row. One warp processes a row. If a row has many partial sums, a
+// whole block processes it.
 template <typename T, int kThreadsPerRow, int kThreads>
 __global__ __launch_bounds__(kThreads) void add_row_parts_kernel(const float* g_parts, int64_t rows,
                                                                  int64_t parts, T* g_sums) {

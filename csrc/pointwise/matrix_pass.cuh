@@ -1,13 +1,13 @@
-// The kernel that makes one pass over a (rows, n) matrix (matrix_pass.h). It computes cells from up
-// to two matrices, one value per row and one value per column. It writes the cells, sums them along
-// rows or columns, or both.
+// The kernel that makes one pass over a (rows, n) matrix (matrix_pass.h). It computes each cell
+// from the cells of up to two matrices, a value of the row and a value of the column. It stores the
+// cells, or sums them along rows or columns, or does both.
 //
-// A thread has one 16-byte access in each of a few rows, and all these accesses are in flight
-// together. The thread keeps the same columns for all rows, so the values and sums of its columns
-// stay in registers. The sum of a row is reduced over a warp and then, for many rows at a time,
-// over the block in shared memory. The sums of columns are reduced at the end of the block. The
-// kernels of matrix_launch.cuh add the partial sums of different blocks in a fixed order, so the
-// sums have the same bits in every run.
+// A thread makes one 16-byte access in each of a few rows, and all these accesses are in flight
+// together. A thread processes the same columns in all rows, so the values and the sums of its
+// columns stay in registers. Row sums are first reduced over each warp. They are then reduced over
+// the block through shared memory, for many rows at once. The sums of columns are reduced at the
+// end of the block. The kernels of matrix_launch.cuh add the partial sums of different blocks in a
+// fixed order, so the sums have the same bits in every run.
 #pragma once
 
 #include "device/access.cuh"
@@ -31,18 +31,18 @@ struct MatrixArgs {
   MatrixPlan plan;
 };
 
-// If kEdges, the lanes process the elements of a row that no 16-byte access covers: the first
-// kWholeElems lanes those before the first access, the others those behind the last access, from
-// the end of the row on.
+// If kEdges is true, the lanes process the elements of a row that no 16-byte access covers. The
+// first kWholeElems lanes process the elements before the first access. The other lanes process the
+// elements after the last access, in backward order from the end of the row.
 template <typename T_, int kElems_, typename F, bool kEdges_ = false>
 struct MatrixConfig {
   using T = T_;
-  static constexpr int kElems = kElems_;  // elements of an access
+  static constexpr int kElems = kElems_;  // the number of elements in an access
   static constexpr bool kEdges = kEdges_;
   static constexpr int kWholeElems = 16 / sizeof(T);
   static constexpr MatrixTile kTile = matrix_tile(F::kReads, F::kColumnSums);
   static constexpr int kRows = kTile.rows_of(kElems > 1 || kEdges);
-  // Row sums that are held in shared memory.
+  // The number of values for row sums that shared memory holds.
   static constexpr int kWaiting = kRows * kMatrixThreads;
   static constexpr bool kKeepsColumns = F::kColumnValues || F::kColumnSums;
   using Edges = MatrixConfig<T, 1, F, true>;
@@ -50,17 +50,19 @@ struct MatrixConfig {
 
 template <typename Config, typename F>
 struct MatrixShared {
-  // Row sums as (batches, rows, warps of a row). One half is filled while the other half is added
-  // up.
+  // The row sums of each warp, in the layout (batches, rows, warps of a row). The array has two
+  // halves. One half is filled while the other half is added up.
   float rows[2][F::kRowSums ? Config::kWaiting : 1];
-  float columns[F::kColumnSums ? kMatrixThreads * Config::kElems : 1];  // (groups, lanes, elems)
+  // The column sums of each thread, in the layout (groups, lanes, elems).
+  float columns[F::kColumnSums ? kMatrixThreads * Config::kElems : 1];
 };
 
 __device__ __forceinline__ int log2_of(int power_of_two) { return __ffs(power_of_two) - 1; }
 
-// The work of a block: one tile of columns, and the rows of one phase with index k in [begin, end).
+// The work of a block: one tile of columns, and some rows of one phase. The indices of these rows
+// within the phase are [begin, end).
 struct MatrixBlock {
-  int64_t tile, begin, end, part;  // part: the index of this block's partial sums of columns
+  int64_t tile, begin, end, part;  // part: the index of the block's partial column sums
   int phase;
 
   __device__ __forceinline__ explicit MatrixBlock(const MatrixPlan& plan) {
@@ -83,7 +85,8 @@ struct MatrixWork {
   static constexpr int kWholeElems = Config::kWholeElems;
   using Access = AccessOf<kElems>;
 
-  // What a thread loads in a batch of rows. Its rows are group, group + groups, ... of the batch.
+  // The values that a thread loads from a batch of rows. It loads rows group, group + groups, ...
+  // of the batch.
   struct Batch {
     Access in[kReads > 0 ? kReads : 1][kRows];
     uint32_t y[kRows];
@@ -96,11 +99,11 @@ struct MatrixWork {
   float* s_columns;
   int lanes, lane, group, groups;
   int batch;             // rows in a batch
-  int64_t column;        // column of the thread's access in a row whose head is 0
-  int last_head;         // the longest head of a row that still has this access, or -1
-  int kept_head;         // the head of all rows of the block, if columns are kept
+  int64_t column;        // the column of the thread's access in a row whose head is 0
+  int last_head;         // the access lies within a row if the head of the row is at most this
+  int kept_head;         // if kKeepsColumns is true: the head of all rows of the block
   int64_t waiting_from;  // the first row whose sum is still in shared memory
-  int waiting = 0;       // the number of rows of every group whose sums are in shared memory
+  int waiting = 0;       // the number of rows per group whose sums are in shared memory
   int half = 0;
   float r_x[kElems];
   ColumnSumOf<T> r_columns[kElems] = {};
@@ -131,7 +134,7 @@ struct MatrixWork {
     return (block.tile * lanes + of_lane) * kElems;
   }
   // Whether a row has an edge element for lane `of_lane`. `head` is the number of elements of the
-  // row before its first access.
+  // row that precede its first access.
   __device__ __forceinline__ bool has_edge(int of_lane, int head) const {
     const int tail = (static_cast<int>(args.plan.n) - head) & (kWholeElems - 1);
     return of_lane < kWholeElems ? of_lane < head : of_lane - kWholeElems < tail;
@@ -146,7 +149,7 @@ struct MatrixWork {
     if constexpr (Config::kKeepsColumns) return kept_head;
     return args.plan.head(row);
   }
-  // How many elements the head of a row shifts its accesses.
+  // Returns by how many elements the accesses of a row are shifted, if the row has this head.
   __device__ __forceinline__ unsigned moved(int head) const { return Config::kEdges ? 0 : head; }
 
   __device__ __forceinline__ void run() {
@@ -189,8 +192,8 @@ struct MatrixWork {
     }
   }
 
-  // The end of the block's rows in this batch, relative to the thread's first row; the thread's
-  // next row is `groups` further.
+  // Returns the number of rows of this batch from the thread's first row to the end of the block's
+  // rows. The thread processes every groups-th of these rows.
   __device__ __forceinline__ int rows_left(int64_t base) const {
     return static_cast<int>(min(block.end - base, static_cast<int64_t>(batch))) - group;
   }
@@ -222,8 +225,8 @@ struct MatrixWork {
     const int left = rows_left(base);
     const int64_t first = row_of(base + group), step = groups * args.plan.phases;
     T* g_out = F::kWrites ? args.g_out + first * args.plan.n + column : nullptr;
-    // The rows of a batch are added up before they are added to the compensated sums, whose
-    // additions need six operations.
+    // The rows of a batch are added up first, and their sum is then added to the compensated column
+    // sum. An addition to a compensated sum needs six operations.
     float r_batch[kElems] = {}, r_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -258,8 +261,8 @@ struct MatrixWork {
     if constexpr (F::kRowSums) leave_rows(r_rows);
   }
 
-  // Adds up the row sums over the lanes of a warp and keeps them in shared memory, so that the sums
-  // of several batches are reduced together.
+  // Adds up the row sums over the lanes of each warp and stores the results in shared memory.
+  // join_rows later reduces the results of several batches at once.
   __device__ __forceinline__ void leave_rows(float (&r_rows)[kRows]) {
     const int in_warp = min(lanes, kWarp);
 #pragma unroll 1
@@ -278,10 +281,10 @@ struct MatrixWork {
     if (waiting * width == Config::kWaiting) join_rows();
   }
 
-  // Adds up, over the warps of a row, the row sums in shared memory.
+  // Adds up the row sums in shared memory over the warps of each row, and stores the total sums.
   __device__ __forceinline__ void join_rows() {
-    // This barrier is also why two halves suffice: all threads have read the other half before they
-    // arrive here.
+    // After this barrier, the other half may be overwritten: all threads read it before they
+    // arrived here. Therefore two halves suffice.
     __syncthreads();
     const int warps = lanes <= kWarp ? 1 : lanes / kWarp, rows = waiting * groups;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {

@@ -1,10 +1,11 @@
-// One pass over a (rows, n) matrix: the parameters of the kernels, what an op computes in a cell,
-// and how the matrix is divided among blocks. This is pure host code that is tested without a GPU.
+// The description of one pass over a (rows, n) matrix. It consists of the parameters of the
+// kernels, the computation of a cell, and the plan that divides the matrix among blocks. This is
+// pure host code, which is tested without a GPU.
 //
-// An op is a functor on a Cell, with a MatrixPass that says what it reads and writes. The kernel
-// may also call it for cells outside of the matrix. There `in` is zero, x is zero if the column
-// does not exist, and y is zero if the row does not exist. For such a cell the op must add 0 to the
-// sums of the row or column that exists, whatever the other value is.
+// An op is a functor that computes a Cell. Its base class MatrixPass says what the op reads and
+// writes. The kernel may also call the op for cells outside of the matrix. In such a cell `in` is
+// zero, x is zero if the column does not exist, and y is zero if the row does not exist. If only
+// the row or only the column exists, the op must add 0 to its sum, whatever the value of y or x.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +23,10 @@ struct Cell {
   F x;  // the value of the column
   F y;  // the value of the row
   F out;
-  F to_row, to_column;  // what the cell adds to the sum of its row and of its column
+  F to_row, to_column;  // the terms that the cell adds to the sums of its row and its column
 };
 
-// What a pass reads and writes besides the matrices that it reads.
+// Flags for what a pass reads in addition to its input matrices, and for what it writes.
 namespace pass {
 enum Part : unsigned {
   row_values = 1,
@@ -38,7 +39,7 @@ enum Part : unsigned {
 
 template <int reads, unsigned parts>
 struct MatrixPass {
-  static constexpr int kReads = reads;  // number of matrices, 0 to 2
+  static constexpr int kReads = reads;  // the number of input matrices, 0 to 2
   static constexpr bool kRowValues = parts & pass::row_values;
   static constexpr bool kColumnValues = parts & pass::column_values;
   static constexpr bool kWrites = parts & pass::writes;
@@ -47,7 +48,7 @@ struct MatrixPass {
 };
 
 struct MatrixPassParams {
-  const void* in[2];  // (rows, n) with contiguous columns; nullptr if the op reads fewer
+  const void* in[2];  // (rows, n) with contiguous columns; nullptr if not read
   int64_t in_row_stride[2];
   const void* x;      // (n,)
   const void* y;      // (rows,)
@@ -55,48 +56,50 @@ struct MatrixPassParams {
   void* row_sums;     // (rows,)
   void* column_sums;  // (n,)
   float* scratch;     // plan_matrix_pass(params).scratch() values
-  int sms;            // the number of SMs; needed only for sums
+  int sms;            // the number of SMs; read only if there are sums
   int64_t rows;
   int64_t n;
   DType dtype;
 };
 
-// How many rows a thread loads at a time, with one access per row. An access is 16 bytes (`rows`),
-// or one element (`element_rows`) if the matrices are aligned differently to 16-byte boundaries.
+// The number of rows that a thread loads at a time, with one access per row. `rows` is this number
+// if an access is 16 bytes. `element_rows` is this number if an access is one element, which is so
+// if the matrices differ in their alignment to 16-byte boundaries.
 struct MatrixTile {
   int rows;
   int element_rows;
-  int blocks_per_sm;  // the register limit of the kernel allows this many
+  int blocks_per_sm;  // the number of blocks that the kernel's register limit allows
 
   constexpr int rows_of(bool vector) const { return vector ? rows : element_rows; }
 };
 
-// The index is the number of matrices that the op reads.
+// The index into kMatrixTiles is the number of matrices that the op reads.
 // NOTE: these tiles have 256 lanes along a row and few rows per thread, and the blocks run in
-// memory order. The running blocks of an H200 then write one region of whole rows, close to the
-// speed of a fill. Taller tiles with fewer lanes, and blocks that process many rows, are 3 to 10 %
-// slower.
+// memory order. The running blocks of an H200 thus write one region of whole rows, nearly as fast
+// as a fill. Tiles with more rows and fewer lanes are 3 to 10 % slower, and so are blocks that
+// process many rows.
 inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};
-// Two batches are in flight: one is loaded while the other is added up.
+// The tile of passes with column sums. A thread holds two batches of rows: it loads one batch while
+// it adds up the other.
 inline constexpr MatrixTile kColumnSumTile = {8, 8, 2};
 
 constexpr MatrixTile matrix_tile(int reads, bool column_sums) {
   return column_sums ? kColumnSumTile : kMatrixTiles[reads];
 }
 
-// The tile of passes that only sum rows of 16-bit matrices. If a row is longer than a tile of
-// kMatrixTiles, one block of up to `threads` threads processes the whole row, with `loads` accesses
-// per thread at a time, and no partial sums are stored.
-// NOTE: relative to the time that the memory needs, an H200 needs 1.007 to 1.021 at 2304 to 32768
-// columns, instead of 1.04 to 1.26 with tiles. With few rows, such as (512, 4096), it needs 1.07
-// instead of 1.37.
+// The tile of passes that only sum the rows of 16-bit matrices. It is used for rows that are longer
+// than a tile of kMatrixTiles. One block processes a whole row, so there are no partial sums. The
+// block has up to `threads` threads, and each thread makes `loads` accesses at a time.
+// NOTE: the measurements on an H200 are multiples of the time that the memory traffic alone needs.
+// For 2304 to 32768 columns, whole rows need 1.007 to 1.021 and tiles need 1.04 to 1.26. For few
+// rows, such as (512, 4096), whole rows need 1.07 and tiles need 1.37.
 struct MatrixRowTile {
   int threads;
   int loads;
-  int blocks_per_sm;  // the register limit of the kernel allows this many
+  int blocks_per_sm;  // the number of blocks that the kernel's register limit allows
 
-  // The number of threads for a row of `accesses` accesses, with `loads` accesses per thread: whole
-  // warps, at most `threads`.
+  // Returns the number of threads for a row with `accesses` accesses, if a thread makes `loads`
+  // accesses. The result is a multiple of 32 and at most `threads`.
   constexpr int threads_for(int64_t accesses) const {
     const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
     return wanted < threads ? static_cast<int>(wanted) : threads;
@@ -104,36 +107,39 @@ struct MatrixRowTile {
   constexpr int64_t accesses() const { return int64_t{threads} * loads; }
 };
 inline constexpr MatrixRowTile kMatrixRowTile = {512, 4, 2};
-// If a row has more accesses than a block loads at a time, whole rows are used only if there are at
-// least this many rounds of blocks. With fewer rounds, most of the device would wait for the blocks
-// of the last round. Relative to the memory's time, 8 rounds took 1.057 instead of 1.046 with
-// tiles, and 31 rounds took 1.021 instead of 1.044. Nothing is measured in between.
+// If a row has more accesses than a block loads at a time, a block processes a whole row only if
+// the blocks need at least this many rounds. With fewer rounds, most SMs would be idle in the last
+// round. Measured in multiples of the time of the memory traffic, 8 rounds took 1.057 with whole
+// rows and 1.046 with tiles; 31 rounds took 1.021 with whole rows and 1.044 with tiles. No number
+// in between was measured.
 inline constexpr int kMatrixRowRounds = 16;
 
 inline constexpr int kMatrixThreads = 256;
-// Rows that need not start on 16-byte boundaries are peeled only if they are at least this many
-// accesses long.
+// If rows don't start on 16-byte boundaries, the elements at both ends of a row are processed
+// separately (peeled). This is done only for rows of at least this many accesses.
 inline constexpr int kMinPeeledAccesses = 8;
 
-// `lanes` threads share a row, and a block has `groups` such groups of threads. A block processes a
-// tile of `lanes` accesses along the rows, in a chunk of rows. If rows start anywhere, the accesses
-// of a row start at its first 16-byte boundary, and the block of tile 0 also processes the elements
-// before the first and behind the last access.
+// The division of a matrix among blocks. A group of `lanes` threads processes a row, and a block
+// has `groups` such groups. A block processes one tile, which is `lanes` accesses wide, in a chunk
+// of rows. If rows don't start on 16-byte boundaries, the first access of a row is at the row's
+// first 16-byte boundary. The block of tile 0 then also processes the elements before the first
+// access and after the last access of each row.
 //
-// If threads keep values or sums of columns, all rows of a block must have the same distance from
-// the boundary. The rows phase, phase + phases, ... have the same distance and form a phase.
+// If threads keep values or sums of columns in registers, the same element of all rows of a block
+// must have the same offset from a 16-byte boundary. Rows i, i + phases, i + 2 phases, ... have the
+// same offset. They form phase i, and a block processes rows of one phase only.
 struct MatrixPlan {
   bool vector;
-  bool whole_rows;  // a block processes a row: tiles is 1, rows_per_chunk 1
-  bool peeled;      // some elements lie before the first or behind the last access of a row
-  int elems;        // elements of an access
+  bool whole_rows;  // each block processes one row; tiles and rows_per_chunk are 1
+  bool peeled;      // whether rows have elements before the first or after the last access
+  int elems;        // the number of elements in an access
   int lanes;
   int groups;
   int phases;
-  int shift;       // elements from a 16-byte boundary to row 0
-  int shift_step;  // how much the shift grows from one row to the next
+  int shift;       // the offset of row 0 from a 16-byte boundary, in elements
+  int shift_step;  // the increase of this offset from one row to the next
   int64_t tiles;
-  int64_t rows_per_chunk;  // of one phase
+  int64_t rows_per_chunk;  // the number of rows of one phase in a chunk
   int64_t chunks;
   bool row_sums;
   bool column_sums;
@@ -141,8 +147,8 @@ struct MatrixPlan {
   int64_t n;
 
   int64_t blocks() const { return tiles * phases * chunks; }
-  // The number of partial sums of a row and of a column. If it is 1, the block stores the sum
-  // itself.
+  // row_parts is the number of partial sums of a row, and column_parts that of a column. If the
+  // number is 1, the partial sum is the sum, and the block stores it as the result.
   TW_HOST_DEVICE int64_t row_parts() const { return tiles + peeled; }
   int64_t column_parts() const { return phases * chunks; }
   int64_t row_scratch() const { return row_sums && row_parts() > 1 ? rows * row_parts() : 0; }
@@ -151,15 +157,15 @@ struct MatrixPlan {
   }
   int64_t scratch() const { return row_scratch() + column_scratch(); }
 
-  // The number of elements of a row before its first access.
+  // Returns the number of elements of a row that precede its first access.
   TW_HOST_DEVICE int head(int64_t row) const {
     const int from_boundary = shift + static_cast<int>(row & (elems - 1)) * shift_step;
     return -from_boundary & (elems - 1);
   }
 };
 
-// How the matrices are aligned to 16-byte boundaries. `vector` is false if they are aligned
-// differently.
+// The alignment of the rows to 16-byte boundaries. `vector` is true if all matrices have the same
+// alignment, so that the kernel can make 16-byte accesses.
 struct MatrixAlignment {
   bool vector = true;
   int shift = 0;
@@ -186,8 +192,8 @@ struct MatrixAlignment {
   }
 };
 
-// Returns the number of lanes of a row: the power of two that covers all accesses, or fewer lanes
-// if that leaves far fewer of them idle.
+// Returns the number of lanes per row, a power of two. It is large enough for all accesses of the
+// row, up to kMatrixThreads. Fewer lanes are chosen if far fewer of them are then idle.
 inline int choose_matrix_lanes(int64_t accesses) {
   constexpr int kMin = 64;
   int lanes = 1;
@@ -199,9 +205,10 @@ inline int choose_matrix_lanes(int64_t accesses) {
   return lanes;
 }
 
-// Returns into how many chunks the batches of a phase are split. Of the numbers that fill whole
-// rounds of blocks, this is the one with the shortest time, if the start and end of a block take as
-// long as two batches.
+// Returns the number of chunks into which the batches of a phase are split. The candidates are the
+// numbers with which the blocks fill whole rounds. The function returns the candidate with the
+// shortest time by a model in which the start and the end of a block together last as long as two
+// batches.
 inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t blocks_at_once) {
   constexpr int kStart = 2, kMaxRounds = 8;
   int64_t chosen = 1, least = -1;
@@ -257,7 +264,7 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   }
   plan.lanes = choose_matrix_lanes(accesses);
   plan.tiles = divide_up(accesses, plan.lanes);
-  // A block has at most as many groups as there are rows, but at least a whole warp.
+  // A block has no more groups than there are rows, unless it needs them to fill a warp.
   const int64_t phase_rows = divide_up(p.rows, plan.phases);
   plan.groups = plan.lanes < 32 ? 32 / plan.lanes : 1;
   while (plan.groups < phase_rows && plan.groups * plan.lanes < kMatrixThreads) plan.groups *= 2;

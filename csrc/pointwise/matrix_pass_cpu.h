@@ -1,10 +1,10 @@
-// The CPU version of one pass over a (rows, n) matrix. It computes the same cells as the GPU
-// version (matrix_pass.h), in blocks that stay in the cache.
+// The CPU version of a pass over a (rows, n) matrix. It computes the same cells as the GPU version
+// (matrix_pass.h). It processes the matrix in blocks that fit in the cache.
 //
 // A task processes a strip of columns in a chunk of rows. It sums a few cells at a time in the
-// working dtype and adds these sums in fp64. The partial sums of the tasks are added in a fixed
-// order. How the matrix is divided depends only on its shape, so the sums have the same bits with
-// any number of threads.
+// working dtype and adds up these sums in fp64. At the end the partial sums of all tasks are added
+// in a fixed order. The division into tasks depends only on the shape of the matrix, so the sums
+// have the same bits with any number of threads.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -24,8 +24,9 @@ namespace torchweld {
 struct MatrixPassCut {
   static constexpr int64_t kWidth = 4096;
   static constexpr int64_t kCells = 65536;  // cells of a block
-  static constexpr int64_t kChunks = 64;    // the maximum if columns are summed
-  // How many rows, or cells of a lane, are summed in the working dtype before fp64 takes over.
+  static constexpr int64_t kChunks = 64;    // the maximum number of chunks if columns are summed
+  // The number of rows (for column sums), or of cells per lane (for row sums), that are summed in
+  // the working dtype before their sum is added to an fp64 sum.
   static constexpr int64_t kShortSums = 16;
 
   int64_t width, strips, block_rows, chunk_rows, chunks;
@@ -72,15 +73,15 @@ double matrix_row_cpu(const F& f, int64_t n, const A* __restrict__ in0, const A*
   return total;
 }
 
-// Returns a block of a matrix. One as_strided replaces two narrows, whose time is noticeable in a
-// small block.
+// Returns a block of a matrix as a view. It calls as_strided once instead of narrow twice, because
+// two calls of narrow are slow relative to the work on a small block.
 inline Tensor block_of(const Tensor& t, int64_t row, int64_t rows, int64_t column, int64_t width) {
   const int64_t offset = t.storage_offset() + row * t.stride(0) + column * t.stride(1);
   return t.as_strided({rows, width}, {t.stride(0), t.stride(1)}, offset);
 }
 
-// A matrix that a task reads or writes block by block: either in place, or through a buffer in the
-// working dtype.
+// A matrix that a task reads or writes block by block. The task accesses the matrix in place, or
+// through a buffer in the working dtype.
 struct MatrixOperand {
   Tensor matrix, buffer;
 
@@ -98,7 +99,7 @@ struct MatrixOperand {
   }
 };
 
-// The work of a task: the columns of a strip in the rows of a chunk, and where the sums go.
+// The work of a task: the columns of a strip, the rows of a chunk, and the addresses for the sums.
 struct MatrixTask {
   int64_t first_row, end_row, column, width;
   double* row_sums;     // (rows,)
@@ -155,7 +156,7 @@ void matrix_task_cpu(const F& f, const MatrixPassTensors& t, const MatrixPassCut
   }
 }
 
-// Computes sums = parts (parts, n) summed over the first dim. Overwrites parts.
+// Computes `sums` (n,), the sum of `parts` over the first dim. `parts` is overwritten.
 inline void add_parts_cpu(const Tensor& sums, const Tensor& parts) {
   constexpr int64_t kBlock = 1024;
   const int64_t n = parts.size(1);
@@ -199,7 +200,8 @@ void matrix_pass_of_dtype_cpu(const F& f, MatrixPassTensors t) {
   if constexpr (F::kColumnSums) add_parts_cpu(t.column_sums, column_parts);
 }
 
-// Computes z = relu(x * y) for (rows, n) tensors: calls two torch ops for one block at a time.
+// Computes z = relu(x * y) for (rows, n) tensors. It calls two torch ops for one block at a time,
+// so that the product stays in the cache.
 inline void relu_product_cpu(const Tensor& z, const Tensor& x, const Tensor& y) {
   const int64_t rows = z.size(0), n = z.size(1);
   const MatrixPassCut cut(rows, n, /*column_sums=*/false);

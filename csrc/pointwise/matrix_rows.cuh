@@ -1,9 +1,9 @@
 // A pass over a (rows, n) matrix of 16-bit elements that only sums rows (matrix_pass.h). Each block
 // processes one row.
 //
-// In each iteration a thread has kLoads accesses of every matrix in flight, which lie blockDim.x
-// accesses apart. After the whole row, the warps of the block add up their sums. A row must consist
-// of whole 16-byte accesses.
+// In each iteration a thread makes kLoads accesses to every matrix, and all of them are in flight
+// together. Consecutive accesses of a thread are blockDim.x accesses apart. At the end of the row,
+// the block adds up the sums of its warps. The size of a row must be a multiple of 16 bytes.
 #pragma once
 
 #include "pointwise/matrix_pass.cuh"

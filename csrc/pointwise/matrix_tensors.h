@@ -5,7 +5,7 @@
 
 namespace torchweld {
 
-// A tensor is undefined if the op does not use it.
+// A tensor that the op does not use is undefined.
 struct MatrixPassTensors {
   Tensor in[2];        // (rows, n)
   Tensor x;            // (n,)

@@ -1,5 +1,5 @@
-// The parameters of the kernels that compute the gradients of activations and gates, and the sums
-// over the rows for the gradient of the bias.
+// The parameters of the kernels that compute the gradients of activations and gates. These kernels
+// also sum the gradients over the rows, which gives the gradient of the bias.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,10 +15,10 @@ namespace torchweld {
 // with contiguous columns.
 struct ActivationBackwardParams {
   const void* dy;
-  const void* z;    // z; y for relu; nullptr without an activation
-  void* dz;         // nullptr without an activation, where dz is dy
+  const void* z;    // z, or y for relu; nullptr without an activation
+  void* dz;         // nullptr without an activation, because dz is then dy
   void* dbias;      // (n,), or nullptr if not requested
-  float* partials;  // column_partials(rows, n), nullptr without dbias
+  float* partials;  // column_partials(rows, n) values, or nullptr without dbias
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;
@@ -37,9 +37,10 @@ struct PartialSumsParams {
   DType dtype;
 };
 
-// Parameters of the kernel that computes dz (rows, 2n), the gradient of z for y = gate(left,
-// right), from dy (rows, n) and z (rows, 2n). dbias and dbias_right (n,) receive the sums over the
-// rows of the left and the right half of dz. If interleaved, dbias (2n,) receives all sums.
+// The parameters of the kernel for the gradient of y = gate(left, right). The kernel computes dz
+// (rows, 2n) from dy (rows, n) and z (rows, 2n), whose halves are left and right. dbias (n,)
+// receives the sum over the rows of the left half of dz, and dbias_right (n,) that of the right
+// half. If interleaved, dbias (2n,) receives the sums of both halves.
 struct GateBackwardParams {
   const void* dy;
   const void* z;
