@@ -1,6 +1,6 @@
 // Computes the gradients of LayerNorm and RMSNorm on CUDA. This file chooses the kernels. It also
-// has the kernel that computes dx if the rows are not aligned or are too long for the kernel of
-// backward_rows.cu.
+// contains one kernel, which computes dx for two kinds of rows: rows that are too long for the
+// kernel in backward_rows.cu, and rows that are not aligned.
 #include "core/device.h"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
@@ -9,7 +9,8 @@
 namespace torchweld {
 namespace {
 
-// A thread's kElems columns of a row: g = dy * scale and xhat = (x - mean) * rstd.
+// kElems columns of a row in the registers of a thread. g = dy * scale, and xhat = (x - mean) *
+// rstd.
 template <int kElems>
 struct RowAccess {
   float g[kElems], xhat[kElems];
@@ -34,8 +35,8 @@ struct RowAccess {
     }
   }
 
-  // Stores dx. means.x is the row's mean of g and means.y its mean of g * xhat. g_dsum may be
-  // nullptr, which means zeros.
+  // Stores dx. means.x is the mean of g over the row, and means.y is the mean of g * xhat. If
+  // g_dsum is nullptr, dsum is 0.
   template <typename T>
   __device__ __forceinline__ void store(T* g_to, const T* g_dsum, float2 means, float rstd) const {
     float dsum[kElems];
@@ -54,8 +55,8 @@ __device__ __forceinline__ float2 means_of(const NormBackwardParams& p, float2 s
   return make_float2(p.mean != nullptr ? sums.x / n : 0.f, sums.y / n);
 }
 
-// Each block computes dx of one row and reads dy and x twice: once for the sums, once for dx. A
-// thread loads kElems values at once, either 16 bytes or one element.
+// Each block computes dx of one row. It reads dy and x twice: first to compute the sums over the
+// row, then to compute dx. A thread loads kElems values at once, which are 16 bytes or one element.
 template <typename T, int kElems>
 __global__ __launch_bounds__(kNormStreamThreads) void norm_backward_stream_kernel(
     const NormBackwardParams p, int64_t first_row) {

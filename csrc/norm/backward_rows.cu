@@ -1,17 +1,17 @@
-// Computes all gradients of LayerNorm and RMSNorm in a single read of dy, x and dsum, for rows that
-// fit in one block:
+// Computes all gradients of LayerNorm and RMSNorm for rows that fit in one block. It reads dy, x
+// and dsum only once.
 //
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum
 //   dscale = sum over the rows of dy * xhat,  dshift = sum over the rows of dy
 //   g = dy * (scale + scale_offset),  xhat = (x - mean) * rstd
 //
-// The grid has at most as many blocks as the GPU runs at once. Each block loops over the rows with
-// a stride of the grid's size and accumulates dscale and dshift in registers. A second kernel adds
-// the blocks' partial sums in a fixed order.
+// The grid has at most as many blocks as the GPU runs at once. Block b processes rows b, b +
+// gridDim.x, ... (or groups of rows) and accumulates dscale and dshift in registers. A second
+// kernel adds up the partial sums of the blocks in a fixed order.
 //
-// cp.async prefetches the next rows into a ring of stages in shared memory. A thread reads only the
-// data that it has copied itself, so a row needs only one barrier, for the reduction of its two
-// sums.
+// cp.async prefetches the next rows into a ring of stages in shared memory. A thread reads only
+// data that it has copied itself, so the copies need no barrier. The only barrier per row is for
+// the reduction of the two sums over the row.
 #include "core/device.h"
 #include "device/mma_sync.cuh"
 #include "device/sm90/dependent_launch.cuh"
@@ -34,8 +34,8 @@ struct BackwardConfig {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static constexpr int kSums = kCentred ? 2 : 1;
-  // The scale stays in registers, except for long rows of LayerNorm: there it would cause spills,
-  // so each use loads it again.
+  // Whether the scale stays in registers. For long rows of LayerNorm this would cause spills, so
+  // the kernel loads the scale again at each use.
   static constexpr bool kKeepsScale = !kCentred || kThreads * kLoads < 2048;
 
   // Returns the first column of this thread's i-th 16-byte load of a row.
@@ -44,7 +44,8 @@ struct BackwardConfig {
   }
 };
 
-// A thread's slots in the shared-memory ring that holds the prefetched values of dy, x and dsum.
+// A thread's part of the ring of stages in shared memory. The ring holds prefetched values of dy, x
+// and dsum.
 template <typename Config>
 struct Ring {
   using T = typename Config::T;
@@ -82,7 +83,7 @@ struct Ring {
   }
 };
 
-// Waits for the oldest cp.async group, with stages - 1 groups in flight.
+// Waits for the oldest of the stages - 1 cp.async groups that are in flight.
 __device__ __forceinline__ void wait_for_oldest(int stages) {
   static_assert(kMinNormStages == 2 && kMaxNormStages == 4);
   if (stages == 4) return copy_async_wait<2>();
@@ -90,9 +91,9 @@ __device__ __forceinline__ void wait_for_oldest(int stages) {
   copy_async_wait<0>();
 }
 
-// Writes the block's sums over its rows to the workspace `partials`, a (kSums, n) matrix per block.
-// If each warp has a row of its own, the block first adds the warps' sums through s_sums, in the
-// order of the warps.
+// Stores the block's sums over its rows in the workspace `partials`, which has a (kSums, n) matrix
+// for each block. If every warp processes rows of its own, the block first adds up the sums of its
+// warps through s_sums, in the order of the warps.
 template <typename Config>
 __device__ __forceinline__ void store_sums(
     const NormBackwardParams& p, float* s_sums,
@@ -108,7 +109,7 @@ __device__ __forceinline__ void store_sums(
 #pragma unroll
       for (int j = 0; j < kElems; ++j) r_values[j] = r_sums[s][i][j].value();
       if constexpr (Config::kRowsPerBlock > 1) {
-        // Each thread of the block stores its values in slots of 16 bytes.
+        // Each thread stores its values in s_sums, in slots of 16 bytes.
         __syncthreads();
         auto* s_to = reinterpret_cast<float4*>(s_sums) + threadIdx.x;
 #pragma unroll
@@ -148,7 +149,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
   constexpr int kElems = Config::kElems, kLoads = Config::kLoads;
   constexpr bool kExchanges = Config::kRowsPerBlock == 1;
   extern __shared__ uint4 s_ring[];
-  // The rows alternate between two exchange buffers, so that one barrier per row is enough.
+  // Consecutive rows use different exchange buffers, so that one barrier per row is enough.
   __shared__ PairExchange<Config::kThreadsPerRow> s_exchange[2];
   griddep_launch_dependents();
   const Ring<Config> ring = {p, s_ring + threadIdx.x, p.dsum != nullptr ? 3 : 2};
@@ -186,7 +187,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
     const float mean = next.x, rstd = next.y;
     next = statistics(row + step);
     wait_for_oldest(stages);
-    // The stage of the previous row is free now, because this thread has read all of its values.
+    // The stage of the previous row is free now, because this thread has read all its values of
+    // that row.
     ring.fetch(row + (stages - 1) * step, free_stage);
 
     float2 sums = make_float2(0.f, 0.f);

@@ -1,15 +1,15 @@
-// Computes LayerNorm and RMSNorm on CUDA. If a row fits in registers, the kernel reads x once.
+// Computes LayerNorm and RMSNorm on CUDA. If a row fits in registers, the kernel reads x only once.
 //
 // The kernel computes the statistics in fp32 with the corrected two-pass algorithm. The first loop
-// computes first_mean, the second the deviations d = x - first_mean. mean(d) is the rounding error
-// of first_mean, and the variance is mean(d * d) - mean(d)^2. This subtraction cancels no digits,
-// because mean(d) is tiny. The kernel subtracts first_mean and mean(d) from x one after the other,
-// so the error of y does not grow with |mean| / std.
+// computes first_mean, the rounded mean. The second loop computes the deviations d = x -
+// first_mean. mean(d) is the rounding error of first_mean, and the variance is mean(d * d) -
+// mean(d)^2. This subtraction loses no digits, because mean(d) is tiny. To normalise x, the kernel
+// subtracts first_mean first and mean(d) second, so the error of y does not grow with |mean| / std.
 // Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
 //
-// One warp or one block holds a row in registers: it loads the row, reduces two sums over its
-// threads and stores y. With programmatic dependent launch, a matmul that reads y can start its
-// setup early.
+// One warp or one block holds a row in registers. It loads the row, reduces two sums over its
+// threads and stores y. The kernel supports programmatic dependent launch: a following matmul can
+// run its setup before this kernel ends.
 #include "device/sm90/dependent_launch.cuh"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
@@ -78,8 +78,9 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
       if (Config::column(i) >= p.n) continue;
       r_x[i] = rounded_sum(r_x[i], load_vec<T, kElems>(g_residual + Config::column(i)));
     }
-    // NOTE: all loads of the residual come before the first store of the sum. The compiler can't
-    // move a load ahead of a store, so the loads would be issued late.
+    // NOTE: all loads of the residual come before the first store of the sum. If loads and stores
+    // alternated, the loads would be issued late, because the compiler can't move a load ahead of a
+    // store.
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       if (Config::column(i) < p.n) store_vec(g_sum + Config::column(i), r_x[i]);
@@ -126,8 +127,8 @@ __global__ __launch_bounds__(Config::kThreads) void norm_kernel(const NormParams
   }
 }
 
-// Each block normalises one row, which it reads again for every reduction. A thread loads kElems
-// values at once, either 16 bytes or one element.
+// Each block normalises one row. It reads the row again for every reduction and for y. A thread
+// loads kElems values at once, which are 16 bytes or one element.
 template <typename T, int kElems>
 __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const NormParams p,
                                                                          int64_t first_row) {
@@ -138,8 +139,8 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   const int64_t start = threadIdx.x * kElems;
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
   if (p.residual != nullptr) {
-    // The loops below read the sum back without a barrier, because a thread reads only the columns
-    // that it has written.
+    // The loops below read the sum from memory. They need no barrier, because a thread reads only
+    // columns that it has stored itself.
     const T* g_residual = static_cast<const T*>(p.residual) + row * p.residual_row_stride;
     T* g_sum = static_cast<T*>(p.sum) + row * p.n;
     for (int64_t column = start; column < p.n; column += kStep) {

@@ -1,21 +1,22 @@
-// The host's interface to the CUDA kernels of LayerNorm and RMSNorm and of their gradients.
+// The host interface of the CUDA kernels of LayerNorm and RMSNorm and of their gradients.
 //
 //   y = (x - mean) * rstd * (scale + scale_offset) + shift
 //   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 //
-// x and y are (rows, n), scale and shift are (n,), mean and rstd are (rows,) in fp32. For RMSNorm,
-// the mean is 0. If a residual (rows, n) is given, the kernel normalises x + residual, rounded to
-// the dtype of x, and also stores this sum.
+// x and y are (rows, n), scale and shift are (n,), mean and rstd are (rows,) in fp32. In RMSNorm,
+// the mean is 0. If a residual (rows, n) is given, the kernel adds it to x and rounds the sum to
+// the dtype of x. It then normalises this sum instead of x, and also stores the sum.
 //
-// In an op that runs a norm and a matmul, the norm is a separate kernel and not a prologue of the
-// matmul. A prologue would normalise the rows again for every output tile along N, which only pays
-// for few and short rows (gemm/rows). Folding the mean into the matmul's epilogue instead would
-// lose digits if the mean is large relative to the standard deviation. The matmul reads the
-// normalised rows from L2.
+// If an op consists of a norm and a matmul, the norm is a kernel of its own and not a prologue of
+// the matmul. A prologue would normalise the rows again for every output tile along N. This is
+// faster only for few and short rows (gemm/rows). A third way is to apply the mean in the epilogue
+// of the matmul, but this would lose digits if the mean is large relative to the standard
+// deviation. The matmul usually finds the normalised rows in L2.
 //
 // Idle warps of the Hopper matmul could also normalise the rows during the matmul, but this is
-// slower. layer_norm_linear with GELU on an H200 took 95 us that way and 80 us with this kernel for
-// (M, K, N) = (8192, 768, 3072), and 24 us against 21 us for (512, 1024, 4096).
+// slower. The measurements are for layer_norm_linear with GELU on an H200. For (M, K, N) = (8192,
+// 768, 3072) it took 95 us with idle warps and 80 us with a separate kernel. For (512, 1024, 4096)
+// it took 24 us and 21 us.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,18 +28,18 @@
 
 namespace torchweld {
 
-// The columns of a matrix are contiguous, and so are vectors.
+// The elements of a matrix row are contiguous, and so are the elements of a vector.
 struct NormParams {
   const void* x;
-  const void* residual;     // nullptr: the kernel normalises x alone
-  const void* scale;        // nullptr: the scale is 1; scale_offset must be 0
-  const void* shift;        // nullptr: the shift is 0
-  const float* saved_mean;  // given statistics; nullptr: the kernel computes them
+  const void* residual;     // if nullptr, the kernel normalises x alone
+  const void* scale;        // if nullptr, the scale is 1, and scale_offset must be 0
+  const void* shift;        // if nullptr, the shift is 0
+  const float* saved_mean;  // saved statistics; if nullptr, the kernel computes them
   const float* saved_rstd;
-  void* y;    // nullptr: the kernel computes only the statistics
-  void* sum;  // output x + residual, contiguous
+  void* y;    // if nullptr, the kernel computes only the statistics
+  void* sum;  // output: x + residual, contiguous
   float* mean;
-  float* rstd;  // mean and rstd are outputs; nullptr: not requested
+  float* rstd;  // mean and rstd are outputs, or nullptr if not requested
   int64_t rows;
   int64_t n;
   int64_t x_row_stride;
@@ -50,21 +51,24 @@ struct NormParams {
   DType dtype;
 };
 
-// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum
-// g = dy * (scale + scale_offset),  xhat = (x - mean) * rstd
-// RMSNorm does not subtract mean(g). If the rows fit in a block (norm_config.h), the kernel that
-// computes dx also computes dscale and dshift.
+// The parameters of the kernels that compute the gradients:
+//   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum
+//   g = dy * (scale + scale_offset),  xhat = (x - mean) * rstd
+// In RMSNorm, the term mean(g) is absent. If a row fits in a block (norm_config.h), one kernel
+// computes dx, dscale and dshift. Otherwise one kernel computes dx and another kernel computes
+// dscale and dshift.
 struct NormBackwardParams {
   const void* dy;
   const void* x;
-  const void* dsum;   // the gradient of the stored sum x + residual; nullptr: 0
-  const void* scale;  // nullptr: the scale is 1; scale_offset must be 0
+  const void* dsum;   // the gradient with respect to the stored sum, or nullptr
+  const void* scale;  // if nullptr, the scale is 1, and scale_offset must be 0
   const float* mean;  // nullptr for RMSNorm
   const float* rstd;
-  void* dx;         // nullptr if not requested
-  void* dscale;     // nullptr if not requested
-  void* dshift;     // nullptr if not requested
-  float* partials;  // plan_norm_backward(params).partials values; nullptr without dscale and dshift
+  void* dx;      // nullptr if not requested
+  void* dscale;  // nullptr if not requested
+  void* dshift;  // nullptr if not requested
+  // Plan_norm_backward(params).partials values, or nullptr without dscale and dshift.
+  float* partials;
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;
@@ -75,8 +79,8 @@ struct NormBackwardParams {
   DType dtype;
 };
 
-// Parameters of the kernel that computes only dscale and dshift:
-// dscale = sum over the rows of dy * xhat,  dshift = sum over the rows of dy
+// The parameters of the kernel that computes dscale and dshift, but not dx:
+//   dscale = sum over the rows of dy * xhat,  dshift = sum over the rows of dy
 struct NormVectorsBackwardParams {
   const void* dy;
   const void* x;
@@ -84,7 +88,7 @@ struct NormVectorsBackwardParams {
   const float* rstd;
   void* dscale;     // nullptr if not requested
   void* dshift;     // nullptr if not requested
-  float* partials;  // 2 * column_partials(rows, n) values, see pointwise/column_split.h
+  float* partials;  // 2 * column_partials(rows, n) values (pointwise/column_split.h)
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;
@@ -95,11 +99,12 @@ struct NormVectorsBackwardParams {
 // Launches the forward kernel. rows and n must be at least 1.
 void launch_norm(const NormParams& params, cudaStream_t stream);
 
-// Chooses the kernel of the gradients on the current device.
+// Chooses the kernels that compute the gradients on the current device.
 NormBackwardPlan plan_norm_backward(const NormBackwardParams& params);
 void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream);
-// The kernels that launch_norm_backward chooses from. The first computes all gradients, for rows
-// that fit in a tile. The second computes dx of longer rows, and the third their dscale and dshift.
+// launch_norm_backward calls the functions below. launch_norm_backward_rows computes all gradients,
+// for rows that fit in a tile. For other rows, launch_norm_backward_stream computes dx, and
+// launch_norm_vectors_backward computes dscale and dshift.
 void launch_norm_backward_rows(const NormBackwardParams& params, const NormBackwardPlan& plan,
                                cudaStream_t stream);
 void launch_norm_backward_stream(const NormBackwardParams& params, cudaStream_t stream);

@@ -1,11 +1,12 @@
-// Chooses the kernel and the tile of a row norm. This is pure host code.
+// Chooses the kernel and the tile for LayerNorm and RMSNorm. This is pure host code.
 #pragma once
 
 #include <cstdint>
 
 namespace torchweld {
 
-// `threads` threads hold one row in registers. Each makes up to `loads` loads of 16 bytes.
+// A tile of `threads` threads holds one row in registers. Each thread makes up to `loads` loads of
+// 16 bytes.
 struct NormTile {
   int threads;
   int loads;
@@ -15,24 +16,24 @@ struct NormTile {
   }
 };
 
-// choose_norm_tile takes the first tile that can hold the row.
+// choose_norm_tile chooses the first tile that can hold the row.
 inline constexpr NormTile kNormTiles[] = {{32, 1},  {32, 2},  {32, 3},  {32, 4},  {128, 2},
                                           {128, 4}, {256, 4}, {512, 4}, {1024, 4}};
 inline constexpr int kNumNormTiles = sizeof(kNormTiles) / sizeof(kNormTiles[0]);
 
-// The block size of the streaming kernel. It processes rows that fit in no tile and reads each row
-// again for every reduction.
+// The number of threads per block of the streaming kernel. The streaming kernel is for rows that
+// fit in no tile. It reads a row again for every reduction.
 inline constexpr int kNormStreamThreads = 256;
 
 struct NormProblem {
   int64_t n;      // the length of a row
   int elem_size;  // in bytes
-  bool aligned;   // every row and every vector starts on a 16-byte boundary
+  bool aligned;   // whether every row and every vector starts on a 16-byte boundary
 
   constexpr bool vector() const { return aligned && n % (16 / elem_size) == 0; }
 };
 
-// Returns an index into kNormTiles, or -1 for the streaming kernel.
+// Returns the index of a tile in kNormTiles, or -1 for the streaming kernel.
 constexpr int choose_norm_tile(const NormProblem& problem) {
   for (int i = 0; problem.vector() && i < kNumNormTiles; ++i) {
     if (problem.n <= kNormTiles[i].capacity(problem.elem_size)) return i;
@@ -40,16 +41,16 @@ constexpr int choose_norm_tile(const NormProblem& problem) {
   return -1;
 }
 
-// A tile of the backward kernel. An SM runs `blocks` blocks of this tile at once: their registers
-// and shared memory fit.
+// A tile of the backward kernel. The registers and the shared memory of an SM are large enough for
+// `blocks` blocks of this tile at once.
 struct NormBackwardTile {
   NormTile row;
   int blocks;
 
-  // If one warp holds a row, a block has four warps and so processes four rows at once.
+  // If one warp holds a row, a block has four warps, so it processes four rows at once.
   constexpr int rows_per_block() const { return row.threads == 32 ? 4 : 1; }
   constexpr int threads() const { return row.threads * rows_per_block(); }
-  // The shared memory of one stage, which holds the block's current rows of each input.
+  // The bytes of one stage in shared memory. A stage holds rows_per_block() rows of each input.
   constexpr int stage_bytes(int inputs) const { return threads() * row.loads * 16 * inputs; }
 };
 
@@ -59,24 +60,26 @@ inline constexpr NormBackwardTile kNormBackwardTiles[] = {
 inline constexpr int kNumNormBackwardTiles =
     sizeof(kNormBackwardTiles) / sizeof(kNormBackwardTiles[0]);
 
-// The number of stages of the shared-memory ring. One stage is being read while the copies into the
-// others are in flight.
+// The limits of the number of stages in the shared-memory ring. The threads read one stage while
+// the copies into the other stages are in flight.
 inline constexpr int kMinNormStages = 2, kMaxNormStages = 4;
-// The minimum number of rows per block or, if one warp holds a row, per warp. With fewer, the cost
-// of the block's partial sums outweighs the gain in parallelism.
+// The minimum number of rows that a block processes one after the other. If one warp holds a row,
+// this is the minimum per warp. With fewer rows per block there are more blocks, and their partial
+// sums cost more than the additional parallelism gains.
 inline constexpr int64_t kMinNormBackwardRows = 4;
 
 struct NormBackwardPlan {
-  int tile;  // an index into kNormBackwardTiles, or -1 to compute dx by the streaming kernel
+  int tile;  // the index in kNormBackwardTiles, or -1 for the streaming kernel
   int stages;
   int shared_bytes;
   int64_t blocks;
-  int64_t partials;  // the size of the workspace of the sums over the rows, in fp32 values
+  int64_t partials;  // the number of fp32 values of workspace for the sums over the rows
 };
 
 // `inputs` is the number of matrices that the kernel reads: dy, x and, if given, dsum. `sums` is
 // the number of vector gradients: 0 if none is requested, 1 for dscale, 2 for dscale and dshift.
-// `column_partials` is the workspace that the separate kernel (vectors_backward.cu) needs per sum.
+// `column_partials` is the number of workspace values per sum that the kernel of
+// vectors_backward.cu needs.
 constexpr NormBackwardPlan choose_norm_backward(const NormProblem& problem, int64_t rows,
                                                 int inputs, int sums, int sms, int shared_limit,
                                                 int64_t column_partials) {
@@ -97,8 +100,8 @@ constexpr NormBackwardPlan choose_norm_backward(const NormProblem& problem, int6
     const int64_t blocks = wanted < at_once ? wanted : at_once;
     return {i, stages, stages * stage, blocks, sums * blocks * problem.n};
   }
-  // NOTE: launch_norm_vectors_backward always computes both sums, so it needs the workspace of
-  // both.
+  // NOTE: launch_norm_vectors_backward always computes both sums, so it needs workspace for two
+  // sums.
   return {-1, 0, 0, 0, sums > 0 ? 2 * column_partials : 0};
 }
 

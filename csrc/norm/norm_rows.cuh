@@ -1,5 +1,5 @@
-// Helpers that the row-norm kernels share: the mapping of a row to threads, the reductions over a
-// row, and the launch.
+// Helpers that the kernels of LayerNorm and RMSNorm share: the mapping of a row to threads, the
+// reductions over a row, and the launch.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +17,7 @@ struct NormConfig {
   static constexpr int kThreadsPerRow = kNormTiles[kTile].threads;
   static constexpr int kLoads = kNormTiles[kTile].loads;
   static constexpr int kElems = kVectorBytes / sizeof(T);
-  // If one warp holds a row, a block has four independent warps and processes four rows.
+  // If one warp holds a row, a block has four independent warps, so it processes four rows.
   static constexpr int kThreads = kThreadsPerRow == kWarp ? 4 * kWarp : kThreadsPerRow;
   static constexpr int kRowsPerBlock = kThreads / kThreadsPerRow;
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
@@ -32,8 +32,9 @@ struct NormConfig {
   }
 };
 
-// Adds values over the threads of a row. Each of the two overloads may be called only once per
-// object, because a second call would overwrite shared memory that other threads still read.
+// Sums values over the threads that hold a row. There are two overloads. Each of them may be called
+// only once per object, because a second call would overwrite shared memory that other threads may
+// still read.
 template <int kThreadsPerRow>
 struct RowSums {
   BlockExchange<kThreadsPerRow> s_one;
@@ -51,7 +52,8 @@ struct RowSums {
   }
 };
 
-// Loads kElems values of a vector as fp32. If g_vector is nullptr, every value is `otherwise`.
+// Loads kElems values of a vector and converts them to fp32. If g_vector is nullptr, sets all
+// values to `otherwise`.
 template <typename T, int kElems>
 __device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector, int64_t column,
                                         float otherwise) {
@@ -63,16 +65,16 @@ __device__ __forceinline__ void load_or(float (&r_to)[kElems], const T* g_vector
   }
 }
 
-// Calls launch(first row, blocks) repeatedly, each time with at most as many rows as one grid can
-// hold, until all rows are processed.
+// Splits the rows into ranges that one grid can process. Calls launch(first_row, blocks) for each
+// range.
 template <typename Launch>
 void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launch) {
   for_each_grid_of((rows + rows_per_block - 1) / rows_per_block,
                    [&](int64_t first, int64_t blocks) { launch(first * rows_per_block, blocks); });
 }
 
-// Loads kElems values of the scale as fp32 and adds `offset`. If g_scale is nullptr, the values are
-// 1 + offset.
+// Loads kElems values of the scale, converts them to fp32 and adds `offset`. If g_scale is nullptr,
+// the results are 1 + offset.
 template <typename T, int kElems>
 __device__ __forceinline__ void load_scale(float (&r_to)[kElems], const void* g_scale,
                                            int64_t column, float offset) {
@@ -81,8 +83,8 @@ __device__ __forceinline__ void load_scale(float (&r_to)[kElems], const void* g_
   for (int j = 0; j < kElems; ++j) r_to[j] += offset;
 }
 
-// Launches in_tile(config) if the problem has a tile. Otherwise launches `streams`, the kernel that
-// reads each row again for every reduction.
+// If there is a tile for the problem, launches the kernel in_tile(config). Otherwise launches
+// `streams`, the kernel that reads a row again for every reduction.
 template <typename T, typename Params, typename InTile>
 void launch_norm_rows(const NormProblem& problem, const Params& params, const InTile& in_tile,
                       void (*streams)(Params, int64_t), cudaStream_t stream) {

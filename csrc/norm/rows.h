@@ -1,13 +1,13 @@
-// The CPU and CUDA implementations of rms_norm, layer_norm, add_rms_norm and add_layer_norm, called
-// by layers/norm_op.h.
+// The interface of the CPU and CUDA implementations of rms_norm, layer_norm, add_rms_norm and
+// add_layer_norm. layers/norm_op.h calls them.
 #pragma once
 
 #include "core/check.h"
 
 namespace torchweld {
 
-// The inputs of a norm. The rows to normalise are x or, if a residual is given, x + residual
-// rounded to their dtype.
+// The inputs of a norm. If no residual is given, the rows of x are normalised. If a residual is
+// given, the rows of x + residual, rounded to the dtype of x, are normalised.
 struct NormInputs {
   bool centred;             // true for LayerNorm, false for RMSNorm
   Tensor x;                 // (..., n)
@@ -18,27 +18,28 @@ struct NormInputs {
   double weight_offset;  // scale = weight + weight_offset
 };
 
-// The preallocated outputs of a norm, all contiguous. Outputs that are not requested are undefined.
+// The outputs of a norm. The caller allocates them as contiguous tensors. An output that is not
+// requested is undefined.
 struct NormResults {
   Tensor y;     // the shape of x
-  Tensor sum;   // the shape of x; x + residual of an add_ op
-  Tensor mean;  // mean and rstd: the shape of x without its last dim, fp32, or fp64 for fp64 inputs
+  Tensor sum;   // x + residual, with the shape of x, if the op is an add_ op
+  Tensor mean;  // mean and rstd: x's shape without the last dim; fp32, or fp64 for fp64 inputs
   Tensor rstd;
 };
 
 struct NormUpstream {
   bool centred;
   Tensor dy;              // (..., n)
-  Tensor x;               // the rows that the forward normalised
+  Tensor x;               // the rows that the forward has normalised
   OptionalTensor weight;  // (n,)
   Tensor mean;            // the shape of x without its last dim; undefined for RMSNorm
   Tensor rstd;
-  OptionalTensor dsum;  // the gradient of the stored x + residual, which is added to dx
+  OptionalTensor dsum;  // the gradient with respect to the stored x + residual; added to dx
   double weight_offset;
 };
 
-// The preallocated gradients of a norm, all contiguous. Gradients that are not requested have size
-// (0,).
+// The gradients of a norm. The caller allocates them as contiguous tensors. A gradient that is
+// passed as a tensor of size (0,) is not computed.
 struct NormGradients {
   Tensor dx, dweight, dbias;
 };

@@ -1,9 +1,9 @@
-// Computes row norms and their gradients on the CPU. Each task processes a block of rows.
+// Computes LayerNorm, RMSNorm and their gradients on the CPU. Each task processes a block of rows.
 //
-// A sum over a row is added in fp32 (fp64 for fp64 inputs) within blocks of 2048 values, and in
-// fp64 over the blocks. A task adds dscale and dshift in fp32 over 64 rows and in fp64 over groups
-// of 64 rows. The split of the rows into tasks depends only on the shape, so the results have the
-// same bits with any number of threads.
+// A sum over a row is computed in blocks of 2048 values. Each block is summed in fp32 (fp64 for
+// fp64 inputs), and the sums of the blocks are added in fp64. For dscale and dshift, a task sums
+// groups of 64 rows in fp32 and adds the sums of the groups in fp64. The division of the rows into
+// tasks depends only on the shape, so the results have the same bits with any number of threads.
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
@@ -31,8 +31,8 @@ constexpr int64_t kTaskCells = 16384;
 constexpr int64_t kChunkRows = 64, kMinChunks = 8, kMaxChunks = 64;
 constexpr int64_t kShortRows = 64;
 
-// A (rows, n) view of a tensor with contiguous columns. The constructor copies the tensor if its
-// columns are not contiguous.
+// A tensor as a (rows, n) matrix in which the elements of a row are contiguous. The constructor
+// copies the tensor if they are not.
 struct CpuRows {
   Tensor tensor;
   int64_t rows, n, stride;
@@ -47,8 +47,8 @@ struct CpuRows {
   }
 };
 
-// The scale or the shift, converted to the accumulation dtype A. data() is nullptr if the vector is
-// not given.
+// The scale or the shift, converted to the accumulation dtype A. If the vector is not given, data()
+// is nullptr.
 template <typename A>
 struct CpuVector {
   Tensor tensor;
@@ -61,8 +61,8 @@ struct CpuVector {
   const A* data() const { return tensor.defined() ? tensor.const_data_ptr<A>() : nullptr; }
 };
 
-// Returns the row in the accumulation dtype A: the row itself if it has that dtype, otherwise a
-// copy in `buffer`.
+// Returns a row in the accumulation dtype A. If the row has this dtype, returns the row itself;
+// otherwise converts the row into `buffer` and returns `buffer`.
 template <typename A, typename S>
 inline const A* widened(const S* row, int64_t n, A* buffer) {
   if constexpr (std::is_same_v<A, S>) {
@@ -73,22 +73,23 @@ inline const A* widened(const S* row, int64_t n, A* buffer) {
   }
 }
 
-// A vector type of 64 bytes, which the compiler splits if the CPU's vectors are narrower.
-// NOTE: with an array instead, the compiler would load and store the lanes for every addition.
+// A vector type of 64 bytes. If the vectors of the CPU are narrower, the compiler splits it.
+// NOTE: if this were an array, the compiler would load and store the lanes for every addition.
 template <typename A>
 struct CpuLanes {
   typedef A Type __attribute__((vector_size(64)));
   static constexpr int kCount = 64 / sizeof(A);
 };
 
-// Loads one value if V is a scalar, or consecutive values if V is a vector.
+// If V is a scalar type, loads one value. If V is a vector type, loads consecutive values.
 template <typename V, typename A>
 inline void load_lanes(V& to, const A* from) {
   std::memcpy(&to, from, sizeof(V));
 }
 
-// Returns a sum over the columns of a row. add(sum, j) adds column j to a scalar `sum`, or the
-// columns from j on to the lanes of a vector `sum`.
+// Returns a sum over the columns of a row. The function calls add(sum, j) to add up the columns. If
+// `sum` is a scalar, add must add column j to it. If `sum` is a vector, add must add the columns
+// from j on to the lanes of `sum`.
 template <typename A, typename F>
 inline double sum_columns(int64_t n, const F& add) {
   using V = typename CpuLanes<A>::Type;
@@ -114,8 +115,8 @@ inline double sum_columns(int64_t n, const F& add) {
   return total;
 }
 
-// The statistics of a row. The mean is first_mean + rest. Callers subtract the two from x one after
-// the other, so that the error does not grow with |mean| / std (see norm/forward.cu).
+// The statistics of a row. The mean is first_mean + rest. Callers must subtract first_mean from x
+// first and `rest` second, so that the error does not grow with |mean| / std (see norm/forward.cu).
 template <typename A>
 struct CpuStatistics {
   A first_mean = 0, rest = 0, rstd = 0;
@@ -196,14 +197,15 @@ void forward(const NormInputs& in, const NormResults& out) {
   });
 }
 
-// A task's sums over its rows: `scale` of dy * xhat, `shift` of dy. nullptr if not requested.
+// A task's sums over its rows. `scale` is the sum of dy * xhat, and `shift` is the sum of dy. A sum
+// that is not requested is nullptr.
 template <typename A>
 struct VectorSums {
   A *scale, *shift;
 };
 
-// Adds the row's dy * xhat and dy to `vectors` and, unless dx is nullptr, computes the row's dx =
-// rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum with g = dy * scale.
+// Adds dy * xhat and dy of a row to `vectors`. If dx is not nullptr, also computes dx of the row:
+// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum, with g = dy * scale.
 template <typename S, typename A>
 inline void row_gradient(S* dx, const A* dy, const A* x, const A* scale, const S* dsum, A mean,
                          A rstd, int64_t n, bool centred, const VectorSums<A>& vectors) {
@@ -256,7 +258,8 @@ inline void row_gradient(S* dx, const A* dy, const A* x, const A* scale, const S
   scale != nullptr ? write_g(scaled) : write_g(plain);
 }
 
-// Adds the tasks' sums, a (chunks, n) matrix, over the tasks and writes the result to `to`.
+// Adds up the sums of all tasks and stores the result in `to`. `sums` is a (chunks, n) matrix with
+// one row for each task.
 template <typename S>
 void add_chunks(const Tensor& to, const double* sums, int64_t chunks, int64_t n) {
   S* out = to.mutable_data_ptr<S>();
@@ -279,8 +282,8 @@ void backward(const NormUpstream& in, const NormGradients& out) {
   const bool sums_rows = wants_scale || wants_shift;
   S* const dx = out.dx.numel() > 0 ? out.dx.mutable_data_ptr<S>() : nullptr;
   const int64_t block = std::max<int64_t>(1, kTaskCells / n);
-  // Every task keeps n fp64 sums, which take twice the memory of a float row. The code therefore
-  // aims at only one task per 64 rows, within limits of 8 and 64 tasks.
+  // Every task needs n fp64 values for its sums, as much memory as two fp32 rows. Therefore there
+  // is only about one task per 64 rows, but at least 8 and at most 64 tasks.
   const int64_t chunks = std::clamp(rows / kChunkRows, kMinChunks, kMaxChunks);
   const int64_t task_rows = sums_rows ? std::max(block, divide_up(rows, chunks)) : block;
   const int64_t tasks = divide_up(rows, task_rows);

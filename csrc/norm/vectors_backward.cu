@@ -1,5 +1,5 @@
-// Computes the gradients of a norm's scale and shift: dscale is the sum over the rows of dy * xhat,
-// dshift the sum over the rows of dy.
+// Computes the gradients of a norm with respect to scale and shift. dscale is the sum of dy * xhat
+// over the rows, and dshift is the sum of dy over the rows.
 #include "norm/norm.h"
 #include "pointwise/column_pass.cuh"
 
