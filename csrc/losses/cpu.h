@@ -1,5 +1,6 @@
-// CPU loops over a row of logits: one computes its statistics, another replaces the logits by their
-// gradient. Both together take about a hundredth of the time of the matmuls of the loss.
+// CPU loops over a row of logits. One loop computes the statistics of the row. Another loop
+// replaces the logits by their gradient. The two loops need about a hundredth of the time of the
+// loss's matmuls.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +26,8 @@ void apply_scale(T* row, int64_t n, const LogitScale<T>& scale) {
   });
 }
 
-// Adds the bias, if given, to a row of logits, replaces the logits by z and returns max(z).
+// Adds the bias, if given, to a row of logits. Then replaces the logits by z, the logits after
+// softcap and temperature, and returns max(z).
 template <typename T>
 T scale_row(T* row, const T* bias, int64_t n, const LogitScale<T>& scale) {
   if (bias != nullptr) {
@@ -39,14 +41,14 @@ T scale_row(T* row, const T* bias, int64_t n, const LogitScale<T>& scale) {
   return max;
 }
 
-// Selects the statistics that row_statistics computes in addition to the lse.
+// Whether row_statistics computes the mean and the expectation in addition to the lse.
 struct WantedStatistics {
   bool mean, expectation;
 };
 
-// Computes the statistics of a row of z, of which `max` is the maximum.
-// NOTE: the sums of blocks of 2048 values are added in fp64. Adding the whole vocabulary in fp32
-// would cost the lse one decimal digit.
+// Computes the statistics of a row of z. `max` is the maximum of the row.
+// NOTE: the row is summed in blocks of 2048 values, and the sums of the blocks are added in fp64.
+// If the whole vocabulary were summed in fp32, the lse would lose one decimal digit.
 template <typename T>
 LogitStatistics<T> row_statistics(const T* z, int64_t n, T max, int64_t target,
                                   const WantedStatistics& wanted) {
@@ -77,7 +79,8 @@ LogitStatistics<T> row_statistics(const T* z, int64_t n, T max, int64_t target,
           static_cast<T>(mean / static_cast<double>(n)), static_cast<T>(expectation / sum)};
 }
 
-// Replaces a row of z by the gradient of the row's logits, rounded to the dtype of the inputs.
+// Replaces a row of z by the gradient with respect to the row's logits. The gradient is rounded to
+// the dtype of the inputs.
 template <typename scalar_t, typename T>
 void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
                   const LogitScale<T>& scale) {

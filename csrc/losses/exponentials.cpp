@@ -1,5 +1,5 @@
-// The loss engine that stores exponentials (losses/exponentials.h): decides whether the Hopper
-// kernels support a loss, and computes every other loss with torch ops.
+// The loss engine that stores exponentials (losses/exponentials.h). This file decides whether the
+// Hopper kernels support a loss. It computes all other losses with torch ops.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -26,7 +26,8 @@ bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossO
 #endif
 }
 
-// Rounds the number of columns up to 64, so that every row of y starts on 128 bytes.
+// Returns the sizes of y. The number of columns is rounded up to a multiple of 64, so that every
+// row of y starts on a 128-byte boundary.
 std::vector<c10::SymInt> exponentials_sizes(const Tensor& x, const Tensor& weight) {
   constexpr int64_t kMultiple = 64;
   std::vector<c10::SymInt> sizes = without_last(x);
@@ -69,8 +70,8 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
   };
   store(results.loss, loss);
   store(results.lse, lse);
-  // With k = lse, y is the softmax, and factor is the derivative of the loss with respect to the
-  // lse.
+  // Here k is the lse of the row. Then y is the softmax, and factor is the derivative of the loss
+  // with respect to the lse.
   Tensor y = (z - lse.unsqueeze(1)).exp_();
   Tensor lse_slope = 1 + 2 * in.options.z_loss * lse;
   constexpr double kTiny = 1e-10;  // the minimum of |lse_slope|, because y is divided by lse_slope

@@ -21,18 +21,19 @@
 namespace torchweld {
 namespace {
 
-constexpr int64_t kChunkElems = 8;  // the bf16 elements in 16 bytes
+constexpr int64_t kChunkElems = 8;  // the number of bf16 elements in 16 bytes
 constexpr double kLog2e = 1.4426950408889634;
 
-// A ping-pong tile overlaps one warpgroup's exponentials with the other's wgmma. This only pays for
-// a small k, because for a large k the exponentials are a small part of the time.
+// Chooses the tile of the matmul. In a ping-pong tile, one warpgroup computes exponentials while
+// the other warpgroup runs wgmmas. This is faster only if k is small. If k is large, the
+// exponentials are a small part of the time anyway.
 Sm90TileIndex exponentials_tile(int64_t k) {
   constexpr int64_t kShortSum = 1024;
   return k <= kShortSum ? kPingPong128x128Cluster2 : kCooperative128x256Cluster2;
 }
 
-// Returns a tensor as a matrix (rows, columns) whose rows start on 16-byte boundaries, so that the
-// kernels can load 16 bytes at once. Copies the tensor if its rows don't.
+// Returns a tensor as a matrix (rows, columns). All rows of the matrix start on 16-byte boundaries,
+// so that the kernels can load 16 bytes at once. If rows of the tensor don't, the tensor is copied.
 Tensor chunked_rows(const Tensor& t) {
   const Rows rows(t);
   const auto address = reinterpret_cast<uintptr_t>(const_data<void>(rows.tensor));
@@ -44,7 +45,7 @@ Tensor chunked_rows(const Tensor& t) {
 
 float* optional_data(const Tensor& t) { return t.defined() ? mutable_data<float>(t) : nullptr; }
 
-// The operands of a loss, and workspace vectors with an element per row.
+// The operands of a loss, and workspace vectors with one element per row.
 struct Operands {
   Tensor x, weight, vectors;
   Vector bias;
@@ -76,8 +77,8 @@ struct Operands {
             v + m};
   }
 
-  // Computes y = 2^(l - reference) and its sums for `columns` columns of the logits from `column`
-  // on. If y is nullptr, the kernel only computes the sums.
+  // Computes y = 2^(l - reference) and the sums of y, for columns [column, column + columns) of the
+  // logits. If y is nullptr, the kernel computes only the sums.
   void launch(const float* reference, int64_t column, int64_t columns, void* y,
               int64_t y_row_stride, const TileSums& sums) const {
     constexpr int64_t kElemBytes = 2;
@@ -106,7 +107,7 @@ struct Operands {
 
 int tile_columns(int64_t k) { return kSm90Tiles[exponentials_tile(k)].block_n; }
 
-// A workspace for the sums of `tiles` tiles, for all rows.
+// A workspace for the sums of all rows over each of `tiles` tiles of columns.
 struct SumsBuffer {
   Tensor tensor;
   TileSums sums;
@@ -121,7 +122,8 @@ struct SumsBuffer {
   }
 };
 
-// Computes to = factor * dloss * from, row by row, in the dtype of `from`.
+// Computes to = factor * dloss * from, with one factor and one dloss per row. The result has the
+// dtype of `from`.
 void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, const Tensor& dloss) {
   if (to.numel() == 0) return;
   launch_scale_rows(
@@ -130,15 +132,16 @@ void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, cons
       current_stream());
 }
 
-// Returns the first `columns` columns of y as a matmul operand. The memory behind them holds zeros,
-// so the matmul needs no padded copy.
+// Returns the first `columns` columns of y as a matmul operand. In memory each row is padded with
+// zeros after these columns, so the matmul needs no padded copy.
 Matrix exponentials_of(const Tensor& y, int64_t columns) {
   Matrix matrix(y.narrow(1, 0, columns));
   matrix.zero_padded = true;
   return matrix;
 }
 
-// Computes the gradient of the bias for y's columns: the sum over the rows of factor * dloss * y.
+// Computes the gradient of the bias for the columns of y. It is the sum of factor * dloss * y over
+// the rows.
 void dbias_into(const Tensor& dbias, const Matrix& y, const Tensor& factor, const Tensor& dloss) {
   const Tensor each = (factor * dloss).masked_fill_(factor.eq(0), 0).to(dbias.scalar_type());
   matmul_into(Matrix(dbias.view({1, dbias.size(0)})), Matrix(each.view({1, each.size(0)})), y.t());
@@ -167,8 +170,8 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                   0,
                                   kept != nullptr ? mutable_data<float>(kept->factor) : nullptr};
   launch_target_logits(operands.rows, current_stream());
-  // Without y, the loop below processes a limited number of tiles at a time, so that their sums fit
-  // in 16 MiB of workspace. Later tiles overwrite the sums of earlier tiles.
+  // If y is not stored, the loop below processes a limited number of tiles at a time, so that the
+  // sums of these tiles fit in 16 MiB of workspace. The next tiles overwrite the sums.
   constexpr int64_t kSumsBytes = 16 << 20;
   const bool moments = results.entropy.defined();
   const int64_t tiles = divide_up(n, columns), bytes = (moments ? 3 : 2) * m * sizeof(float);
@@ -207,17 +210,18 @@ void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, c
   if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss);
 }
 
-// With a gradient dlse, the gradient of a row's logits is `total` times the probabilities, less
-// `share` of total at the target.
+// The factors of the gradient with respect to a row's logits if there is a gradient dlse. The
+// gradient is total * p, where p are the probabilities. At the target it is total * (p - share).
 struct RowFactors {
   Tensor total;  // (rows,)
-  Tensor share;  // (rows,); undefined: 1
+  Tensor share;  // (rows,); 1 if undefined
 
   RowFactors(const Tensor& dloss, const Tensor& dlse, const Tensor& lse, double z_loss)
       : total(dloss) {
     if (!dlse.defined()) return;
     total = dloss * (lse * (2 * z_loss) + 1) + dlse;
-    // NOTE: a total of 0 would lose the target's term; 2^-24 of dloss is below y's rounding.
+    // NOTE: a total of 0 would make the term of the target 0 too. Therefore it is replaced by 2^-24
+    // of dloss, which is less than the rounding error of y.
     total = at::where(total.eq(0), dloss * 0x1p-24, total);
     share = at::where(total.eq(0), at::zeros({}, total.options()), dloss / total);
   }
@@ -231,8 +235,8 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
   if (factors.share.defined()) operands.rows.z_loss = 0;  // total has its term
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
-  // Limits the memory of y for a block of columns, of dx in fp32 and of the scaled rows of x, all
-  // three together.
+  // The limit of the total memory of three tensors: y for a block of columns, dx in fp32, and the
+  // scaled rows of x.
   constexpr int64_t kBytes = 280 << 20, kMinTiles = 8;
   const int64_t others = m * k * ((grads.wanted[0] ? 4 : 0) + (grads.wanted[1] ? 2 : 0));
   const int64_t tiles =

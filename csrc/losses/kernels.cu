@@ -1,8 +1,9 @@
-// Kernels that process a chunk of rows of logits, with one block per row. One kernel reads the row
-// to compute its statistics. Another reads the row again and overwrites it with its gradient.
+// Kernels that process a chunk of rows of logits, with one block per row. One kernel computes the
+// statistics of the row. Another kernel reads the row again and overwrites the logits by their
+// gradient.
 //
-// NOTE: NDEBUG would disable the assertion on the targets. The host can't check them instead,
-// because it would have to wait for the GPU.
+// NOTE: the kernels check the targets with assert, which NDEBUG would disable. The host does not
+// check the targets, because it would have to wait for the GPU.
 #undef NDEBUG
 #include <cassert>
 
@@ -16,22 +17,23 @@ namespace {
 
 constexpr int kThreads = 512, kElems = 4, kStep = kThreads * kElems, kWarps = kThreads / kWarp;
 
-// Running statistics of the logits that a thread has seen so far, relative to their maximum. They
-// are computed in a single loop over the row.
+// The statistics of the logits that a thread has read so far, relative to the maximum of these
+// logits. One loop over the row computes all of them.
 struct RunningRow {
   float max;
   float sum;       // the sum of e = exp(z - max)
   float expected;  // the sum of e * (z - max)
   float total;     // the sum of z
 
-  // NOTE: if the maximum is -inf, shift() is 0, because -inf - (-inf) is NaN.
+  // NOTE: if the maximum is -inf, shift() returns 0, because z - max would be -inf - (-inf) = NaN.
   __device__ __forceinline__ float shift() const { return max == -INFINITY ? 0.f : max; }
 
   __device__ __forceinline__ void raise_to(float new_max) {
     if (!(new_max > max)) return;
     if (sum != 0.f) {
       const float down = max - new_max, factor = expf(down);
-      // The factor exp(down) is 0 if down is -inf. 0 * sum then keeps a NaN in the sum.
+      // If `down` is -inf, the factor exp(down) is 0. The product 0 * sum is then 0, or NaN if the
+      // sum is NaN.
       expected = factor == 0.f ? 0.f * sum : factor * (expected + sum * down);
       sum *= factor;
     }
@@ -64,8 +66,8 @@ __device__ __forceinline__ RunningRow shuffled(const RunningRow& x, int step) {
   return y;
 }
 
-// Merges the statistics of all threads of the block and returns the result in every thread. The
-// order is fixed, so the result has the same bits in every run.
+// Merges the statistics of all threads of the block. Every thread receives the result. The order of
+// the merges is fixed, so the result has the same bits in every run.
 __device__ __forceinline__ RunningRow merge_block(RunningRow x) {
   __shared__ RunningRow s_rows[kWarps];
 #pragma unroll
@@ -114,7 +116,7 @@ __global__ __launch_bounds__(kThreads) void loss_statistics_kernel(const LossChu
   }
   running = merge_block(running);
   if (threadIdx.x != 0) return;
-  // A row whose logits are all -inf gives NaN, as in torch.
+  // If all logits of the row are -inf, the results are NaN, as in torch.
   const float max = running.max == -INFINITY ? NAN : running.max;
   const float z_target = scaled_logit<T>(c, g_row[target], target);
   const LogitStatistics<float> found = {max, logf(running.sum), z_target - max,
@@ -144,13 +146,14 @@ __global__ __launch_bounds__(kThreads) void loss_gradient_kernel(const LossGradi
                                                 entropy ? c.entropy[row] : 0.f);
     }
   }
-  // Every thread of the block runs every iteration, because the loop has a barrier.
+  // Every thread of the block must run every iteration, because the loop contains a barrier.
   for (int64_t begin = 0; begin < c.n; begin += kStep) {
     const int64_t first = begin + threadIdx.x * kElems;
     Vec<float, kElems> logits = {};
     if (live && first < c.n) logits = load_vec<float, kElems>(g_row + first);
-    // NOTE: 16-bit gradients take half the bytes of the fp32 logits, so this iteration overwrites
-    // logits of this iteration or of earlier ones. All threads must have loaded theirs first.
+    // NOTE: a 16-bit gradient has half the bytes of an fp32 logit. The gradients of this iteration
+    // thus overwrite logits of this iteration or of earlier iterations. Therefore all threads must
+    // have loaded their logits before any thread stores gradients.
     if constexpr (sizeof(T) != sizeof(float)) __syncthreads();
     if (first >= c.n) continue;
     Vec<T, kElems> out;

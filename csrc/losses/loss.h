@@ -1,7 +1,7 @@
 // The interface of the engines of linear_cross_entropy and linear_token_logprobs. An engine loops
-// over chunks of rows. For each chunk, it computes the logits and their statistics and, if
-// gradients are requested, dlogits and the two matmuls that read them. The full matrix of logits is
-// never in memory.
+// over chunks of rows. For each chunk, it computes the logits and their statistics. If gradients
+// are requested, it also computes dlogits and runs two matmuls that read dlogits. The full matrix
+// of logits is never in memory.
 //
 // Every engine has the signature LossEngine. loss_cuda.cpp chooses an engine on CUDA.
 #pragma once
@@ -17,29 +17,29 @@ struct LossInputs {
   Tensor x;             // (..., K)
   Tensor weight;        // (N, K)
   OptionalTensor bias;  // (N,)
-  Tensor target;        // (...), as the caller passed it
+  Tensor target;        // (...), the tensor that the caller passed
   LossOptions options;
   Tensor targets = target_of_rows(target, options);  // (rows,) int64
 };
 
-// The results of a loss: vectors over all rows of x, in the accumulation dtype. The engine does not
-// write the elements of ignored rows.
+// The results of a loss. Each tensor has one element per row of x, in the accumulation dtype. The
+// engine does not write the elements of ignored rows.
 struct LossRows {
-  Tensor loss;     // loss or log-probability; if undefined, lse and entropy are inputs
+  Tensor loss;     // the loss or log-probability; if undefined, lse and entropy are inputs
   Tensor lse;      // logsumexp of the scaled logits
   Tensor entropy;  // undefined if not requested
 };
 
-// The gradients with respect to the vectors of LossRows. dloss may have stride 0. Both tensors are
-// undefined if no gradient is requested.
+// The gradients with respect to the tensors of LossRows. dloss may have stride 0. If the call must
+// not compute gradients, all of these tensors are undefined.
 struct LossUpstream {
   Tensor dloss;
-  Tensor dentropy;   // undefined: 0
-  Tensor dlse = {};  // undefined: 0; only of a cross entropy
+  Tensor dentropy;   // 0 if undefined
+  Tensor dlse = {};  // 0 if undefined; only for a cross entropy
 };
 
-// The gradients that an engine writes. dx is contiguous. A gradient that is not requested has shape
-// (0,).
+// The gradients that an engine computes. dx is contiguous. A gradient that is passed as a tensor of
+// size (0,) is not computed.
 struct LossGradients {
   Tensor dx, dweight, dbias;
   std::array<bool, 3> wanted;

@@ -12,7 +12,7 @@
 namespace torchweld {
 namespace {
 
-// Selects the rows of x whose target is not ignored. The matmuls skip ignored rows.
+// The rows of x whose target is not ignored. The matmuls skip the ignored rows.
 struct TargetRows {
   Tensor x;        // (all rows, K)
   Tensor targets;  // (all rows,)
@@ -28,7 +28,7 @@ struct TargetRows {
     count -= ignored;
   }
 
-  // Returns the row of x that holds the i-th row that is not ignored.
+  // Returns the index in x of the i-th row whose target is not ignored.
   int64_t row(int64_t i) const {
     return indices.defined() ? indices.const_data_ptr<int64_t>()[i] : i;
   }
@@ -48,7 +48,8 @@ const T* const_data_of(const Tensor& t) {
   return t.defined() ? t.const_data_ptr<T>() : nullptr;
 }
 
-// The options of a loss and its vectors over all rows, in the accumulation dtype.
+// The options of a loss, and vectors with one element per row. The vectors have the accumulation
+// dtype.
 template <typename T>
 struct RowVectors {
   LossKind kind;
@@ -75,8 +76,8 @@ struct RowVectors {
   }
 };
 
-// dlogits_of returns dlogits as the left operand of a matmul. If E is bf16, narrow_row has stored
-// each row's bf16 values in the memory of its fp32 row, followed by a zero if N is odd.
+// Returns dlogits as the left operand of a matmul. If E is bf16, narrow_row has already stored the
+// bf16 values of each row at the start of the row's fp32 values, and a zero after them if N is odd.
 template <typename E, typename T>
 Tensor dlogits_of(const Tensor& z) {
   if constexpr (std::is_same_v<E, T>) return z;
@@ -87,7 +88,8 @@ void narrow_row(T* row, int64_t n) {
   if constexpr (!std::is_same_v<E, T>) {
     with_vectors([&] {
       for (int64_t j = 0; j < n; ++j) {
-        // The fp32 value is already rounded to bf16, so its upper 16 bits are the bf16 value.
+        // The value has already been rounded to bf16, so the upper 16 bits of the fp32 value are
+        // the bf16 value.
         uint32_t bits;
         std::memcpy(&bits, row + j, sizeof(bits));
         const uint16_t half = static_cast<uint16_t>(bits >> 16);
@@ -98,8 +100,8 @@ void narrow_row(T* row, int64_t n) {
   }
 }
 
-// Processes all rows, a chunk at a time. E is the element type of the matmuls' operands: scalar_t
-// or the accumulation dtype.
+// Processes all rows, one chunk at a time. E is the element type of the operands of the matmuls. It
+// is scalar_t or the accumulation dtype.
 template <typename scalar_t, typename E>
 void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& results,
                  const LossUpstream& upstream, const LossGradients& grads) {

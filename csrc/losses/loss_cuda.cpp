@@ -1,9 +1,9 @@
-// The CUDA engine of linear_cross_entropy and linear_token_logprobs that runs on every GPU, and the
-// choice between it and the Hopper engine.
+// The CUDA engines of linear_cross_entropy and linear_token_logprobs. This file contains the engine
+// that runs on every GPU. It also chooses between this engine and the Hopper engine.
 //
-// The engine here loops over chunks of rows. A matmul computes the chunk's logits in fp32. The
-// kernels of kernels.cu compute the statistics and overwrite the logits with dlogits. Two matmuls
-// then compute the gradients from dlogits.
+// The engine for every GPU loops over chunks of rows. A matmul computes the chunk's logits in fp32.
+// The kernels of kernels.cu compute the statistics and overwrite the logits with dlogits. Two
+// matmuls then compute the gradients from dlogits.
 #ifdef TORCHWELD_CUDA
 
 #include <ATen/ops/addmm.h>
@@ -32,9 +32,9 @@ void logits_into(Tensor& logits, const Tensor& x, const Tensor& weight) {
   }
 }
 
-// Computes to = a @ b, which is rounded only once, to the dtype of `to`.
+// Computes to = a @ b. The product is rounded only once, to the dtype of `to`.
 void product_into(Tensor& to, const Tensor& a, const Tensor& b) {
-  // NOTE: matmul_into would copy `a` if a row of `a` is not a multiple of 16 bytes.
+  // NOTE: matmul_into would copy `a` if the size of a row of `a` is not a multiple of 16 bytes.
   if (a.size(1) * a.element_size() % 16 == 0) {
     matmul_into(to, a, Matrix(b).t());
   } else {
@@ -42,7 +42,7 @@ void product_into(Tensor& to, const Tensor& a, const Tensor& b) {
   }
 }
 
-// Accumulates the gradient of the weight over the chunks, in fp32.
+// Accumulates the gradient of the weight over all chunks, in fp32.
 class WeightGradient {
  public:
   WeightGradient(const Tensor& dweight, bool wanted, bool one_chunk) : dweight_(dweight) {
@@ -51,7 +51,7 @@ class WeightGradient {
     sum_ = direct ? dweight : at::empty(dweight.sizes(), dweight.options().dtype(at::kFloat));
   }
 
-  // Adds dz^T @ x of one chunk.
+  // Adds dz^T @ x of one chunk to the gradient.
   void add(const Tensor& dz, const Tensor& x) {
     if (!sum_.defined()) return;
     if (dz.scalar_type() != sum_.scalar_type()) {
@@ -86,8 +86,8 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
   const cudaStream_t stream = current_stream();
   const Tensor x = as_matrix(in.x);
   const Vector bias(in.bias);
-  // Pads the rows to a multiple of 8 elements, so that 16-byte accesses are aligned for fp32 logits
-  // and for 16-bit dlogits.
+  // The rows are padded to a multiple of 8 elements, so that each row starts on a 16-byte boundary.
+  // This holds for the fp32 logits and for the 16-bit dlogits in the same memory.
   const int64_t row_stride = divide_up(n, 8) * 8;
   const int64_t chunk = rows == 0 ? 1 : loss_chunk_rows(rows, row_stride, sizeof(float));
   WeightGradient dweight(grads.dweight, grads.wanted[1], rows <= chunk);
@@ -101,8 +101,8 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
     const Tensor targets = in.targets.narrow(0, first, count);
     Tensor x_rows = x.narrow(0, first, count), live;
     if (in.options.ignore_index) {
-      // NOTE: ignored rows of x are replaced by zeros. An inf or NaN in such a row would otherwise
-      // reach dweight, because 0 * NaN is NaN.
+      // NOTE: ignored rows of x are replaced by zeros. Otherwise an inf or NaN in an ignored row
+      // would make dweight NaN, because 0 * NaN is NaN.
       live = targets.ne(*in.options.ignore_index).unsqueeze(1);
       x_rows = at::where(live, x_rows, at::zeros({}, x.options()));
     }
@@ -156,8 +156,8 @@ void loss_rows_cuda(const char*, const LossInputs& in, const LossRows& results,
   const bool exponentials = in.targets.numel() > 0 && in.weight.size(0) > 0 &&
                             has_exponentials_kernels(in.x, in.weight, in.options);
   if (exponentials && !grads.any()) return exponentials_forward_sm90(in, results, nullptr);
-  // exponentials_recompute_sm90 can't compute the gradient of an entropy, because that gradient is
-  // not the exponentials times one factor per row.
+  // exponentials_recompute_sm90 can only compute gradients that are the exponentials times one
+  // factor per row. The gradient of an entropy is not of this form.
   if (exponentials && !results.loss.defined() && !upstream.dentropy.defined()) {
     const bool negative = in.kind == LossKind::kLogprob;
     const Tensor dloss = negative ? -upstream.dloss : upstream.dloss;

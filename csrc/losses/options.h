@@ -1,6 +1,6 @@
-// The options, checks and per-row vectors of the loss ops, for the CPU and CUDA. The logits (...,
-// N) are either given or computed as linear(x, weight, bias). The shapes are x (..., K), weight (N,
-// K), bias (N,) and target (...).
+// The options, the checks and the per-row vectors of the loss ops, for the CPU and CUDA. An op
+// receives the logits (..., N) or computes them as linear(x, weight, bias). The shapes are x (...,
+// K), weight (N, K), bias (N,) and target (...).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -59,8 +59,8 @@ inline void check_loss_options(const char* op, const LossOptions& options) {
            "temperature must be finite and above 0, but got ", options.temperature);
 }
 
-// Checks that the loss is a scalar. An op that computes the gradients in its forward needs this:
-// only for a scalar loss can its backward multiply them by dloss afterwards.
+// Checks that the loss is a scalar. Ops that compute the gradients in the forward need a scalar
+// loss: their backward multiplies the gradients by dloss, which must be a single number.
 inline void check_is_reduced(const char* op, const LossOptions& options) {
   TW_CHECK(options.reduction != Reduction::kNone, op,
            "reduction must be 'mean' or 'sum', but got 'none'");
@@ -82,8 +82,8 @@ inline LossOptions cross_entropy_options(const char* op, c10::string_view reduct
   return options;
 }
 
-// Checks `target` against x (or logits), which is (..., size). Returns the shape of a per-token
-// result.
+// Checks `target`. x has the shape (..., size); it is the x or the logits of the op. Returns the
+// shape of a per-token result.
 inline std::vector<c10::SymInt> check_target(const char* op, const Tensor& target, const char* name,
                                              const Tensor& x, const char* size, int64_t shift) {
   check_device(op, "target", target, name, x);
@@ -120,7 +120,7 @@ inline void check_per_token(const char* op, const char* name, const Tensor& t, c
   check_shape(op, name, t, sizes, "the shape of a result per token");
 }
 
-// Checks dloss, the gradient of the loss. `sizes` is the shape of a per-token result.
+// Checks dloss, the gradient with respect to the loss. `sizes` is the shape of a per-token result.
 inline void check_dloss(const char* op, const Tensor& dloss, const Tensor& x,
                         const std::vector<c10::SymInt>& sizes, const LossOptions& options,
                         const char* x_name = "x") {
@@ -131,15 +131,17 @@ inline void check_dloss(const char* op, const Tensor& dloss, const Tensor& x,
               "the loss's shape");
 }
 
-// Allocates a loss: a scalar after a reduction, otherwise a tensor of shape `sizes`.
+// Allocates the loss. If the op has a reduction, the loss is a scalar; otherwise it has the shape
+// `sizes`.
 inline Tensor empty_loss(const Tensor& x, const std::vector<c10::SymInt>& sizes,
                          const LossOptions& options) {
   return empty_per_token(
       x, options.reduction == Reduction::kNone ? sizes : std::vector<c10::SymInt>());
 }
 
-// Returns the targets of all rows as a contiguous int64 vector. With shift=1, position i gets the
-// target of position i + 1 of its sequence, and the last position is ignored.
+// Returns the targets of all rows as a contiguous int64 vector. If shift is 1, the target of
+// position i is the token at position i + 1 of the sequence, and the last position of each sequence
+// is ignored.
 inline Tensor target_of_rows(const Tensor& target, const LossOptions& options) {
   const Tensor wide = target.to(at::kLong).contiguous();
   if (options.shift == 0) return wide.view({-1});
@@ -149,7 +151,8 @@ inline Tensor target_of_rows(const Tensor& target, const LossOptions& options) {
   return shifted.view({-1});
 }
 
-// Raises an error if a CPU target is out of range. Returns the number of ignored targets.
+// Raises an error if a target is out of range. `targets` must be on the CPU. Returns the number of
+// ignored targets.
 inline int64_t check_targets(const char* op, const Tensor& targets, int64_t n,
                              const LossOptions& options) {
   const int64_t* const values = targets.const_data_ptr<int64_t>();
@@ -164,9 +167,9 @@ inline int64_t check_targets(const char* op, const Tensor& targets, int64_t n,
   return ignored;
 }
 
-// copy_from_rows fills a per-token result from a vector over all rows of x. rows_of_result does the
-// opposite, and writes 0 for rows without a result. With shift=1, the last position of each
-// sequence has no result.
+// copy_from_rows copies a vector with one element per row of x to a per-token result.
+// rows_of_result converts a per-token result to such a vector. If shift is 1, the last position of
+// each sequence has no per-token result; rows_of_result sets its element to 0.
 inline void copy_from_rows(const Tensor& result, const Tensor& rows, const Tensor& target,
                            const LossOptions& options) {
   const Tensor all = rows.view(target.sizes());
@@ -180,14 +183,15 @@ inline Tensor rows_of_result(const Tensor& result, const Tensor& target,
   return all.view({-1});
 }
 
-// Returns the divisor of reduction='mean': the number of targets that are not ignored, as a scalar
-// tensor on the device.
+// Returns the divisor for reduction='mean', which is the number of targets that are not ignored. It
+// is a scalar tensor on the device of `targets`.
 inline Tensor count_targets(const Tensor& targets, const LossOptions& options,
                             at::ScalarType dtype) {
   return targets.ne(*options.ignore_index).sum().to(dtype);
 }
 
-// Computes the op's loss from a vector with the losses of all rows, in which ignored rows are 0.
+// Computes `loss`, the result of the op. `rows` has the losses of all rows of x; the losses of
+// ignored rows are 0.
 inline void reduce_loss(Tensor& loss, const Tensor& rows, const Tensor& target,
                         const Tensor& targets, const LossOptions& options) {
   if (options.reduction == Reduction::kNone) {
@@ -200,8 +204,8 @@ inline void reduce_loss(Tensor& loss, const Tensor& rows, const Tensor& target,
                  : sum.div(count_targets(targets, options, sum.scalar_type())));
 }
 
-// Returns the gradient with respect to each row's loss, a vector over all rows of x. After a
-// reduction, its stride may be 0.
+// Returns the gradient with respect to the loss of each row of x, as a vector. If the op has a
+// reduction, the stride of this vector may be 0.
 inline Tensor dloss_of_rows(const Tensor& dloss, const Tensor& target, const Tensor& targets,
                             const LossOptions& options) {
   if (options.reduction == Reduction::kNone) return rows_of_result(dloss, target, options);
@@ -211,9 +215,9 @@ inline Tensor dloss_of_rows(const Tensor& dloss, const Tensor& target, const Ten
   return each.expand({targets.numel()});
 }
 
-// Returns the number of rows per chunk. All chunks have about the same number of rows, and the
-// logits of a chunk take at most 32 MiB or 4 % of all logits, whichever is larger. `rows` must be
-// at least 1.
+// Returns the number of rows per chunk. All chunks have about the same number of rows. The logits
+// of a chunk have at most 32 MiB or 4 % of the bytes of all logits, whichever is larger. `rows`
+// must be at least 1.
 inline int64_t loss_chunk_rows(int64_t rows, int64_t n, int64_t bytes_per_logit) {
   constexpr int64_t kMinBytes = int64_t{32} << 20, kShare = 25;
   const int64_t row_bytes = std::max<int64_t>(n * bytes_per_logit, 1);

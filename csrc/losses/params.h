@@ -1,5 +1,5 @@
-// The kernels that process a chunk of rows of logits, and their parameters. This header does not
-// use torch.
+// The launchers and the parameters of the kernels that process a chunk of rows of logits. This
+// header does not use torch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,14 +11,14 @@
 
 namespace torchweld {
 
-// A chunk of rows of logits (rows, n) in fp32, and the vectors that belong to these rows.
+// A chunk of rows of fp32 logits (rows, n), and vectors with one element for each of these rows.
 struct LossChunk {
   float* logits;
-  int64_t row_stride;  // a multiple of 4; logits is 16-byte aligned
+  int64_t row_stride;  // in elements, a multiple of 4; logits is 16-byte aligned
   int64_t rows;
   int64_t n;
   const void* bias;  // (n,) in `dtype`, or nullptr
-  DType dtype;       // of x, weight and bias
+  DType dtype;       // the dtype of x, weight and bias
   const int64_t* targets;
   bool ignores;
   int64_t ignore_index;
@@ -30,12 +30,12 @@ struct LossChunk {
   float* entropy;  // nullptr if not requested
 };
 
-// Writes loss, lse and entropy of every row that is not ignored.
+// Launches the kernel that computes loss, lse and entropy of every row that is not ignored.
 void launch_loss_statistics(const LossChunk& chunk, cudaStream_t stream);
 
-// Overwrites each row of logits by its gradient, of dtype, from the row's first byte on; a row that
-// is ignored becomes 0. Reads lse and entropy. dloss has stride 0 or 1; dentropy and dlse may be
-// nullptr.
+// The parameters of the kernel that overwrites each row of logits by its gradient. The gradient has
+// the dtype chunk.dtype and starts at the first byte of the row. The gradient of an ignored row is
+// 0. The kernel reads lse and entropy. dloss has stride 0 or 1. dentropy and dlse may be nullptr.
 struct LossGradientParams {
   LossChunk chunk;
   const float* dloss;
@@ -45,8 +45,8 @@ struct LossGradientParams {
 };
 void launch_loss_gradient(const LossGradientParams& params, cudaStream_t stream);
 
-// Computes y = x * factor[0]. y may be x. If it is and the factor is 1, the kernel returns without
-// touching them.
+// The parameters of the kernel that computes y = x * factor[0]. y may be x. If y is x and the
+// factor is 1, the kernel returns at once.
 struct LossScaleParams {
   const void* x;
   void* y;

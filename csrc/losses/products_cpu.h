@@ -1,10 +1,11 @@
-// The three matmuls of a loss on the CPU, for a chunk of R rows:
+// The three matmuls of a loss on the CPU, for a chunk with R rows:
 //   z (R, N) = x weight^T,   dx (R, K) = dz weight,   dweight (N, K) += dz^T x
-// E is the element type of the operands and T the accumulation type. E is bfloat16 if the CPU has
-// bf16 dot products, otherwise E is T.
+// E is the element type of the operands, and T is the accumulation type. E may be bfloat16 if the
+// CPU has bf16 dot products. Otherwise E is T.
 //
-// Each of the first two matmuls reads the weight once, in blocks that are converted or transposed
-// as needed. The number and the order of additions don't depend on the number of threads.
+// Each of the first two matmuls reads the weight once, in blocks. A block is converted or
+// transposed if necessary. The number and the order of the additions don't depend on the number of
+// threads.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -16,7 +17,8 @@
 
 namespace torchweld {
 
-// Computes z (R, N) = x (R, K) @ weight (N, K)^T. z must be contiguous, and x a left_operand.
+// Computes z (R, N) = x (R, K) @ weight (N, K)^T. z must be contiguous. x must be the result of
+// left_operand.
 template <typename E, typename T>
 void logits_into_cpu(const Tensor& z, const Tensor& x, const Tensor& weight) {
   constexpr int64_t kColumns = 128;
@@ -31,13 +33,14 @@ void logits_into_cpu(const Tensor& z, const Tensor& x, const Tensor& weight) {
   });
 }
 
-// Computes dx (R, K) = dz (R, N) @ weight (N, K). The rows of dz must be padded to whole pairs of
-// elements. Each task sums over one range of N; the ranges' results are added afterwards.
+// Computes dx (R, K) = dz (R, N) @ weight (N, K). The rows of dz must be padded to an even number
+// of elements if E is bf16. Each task sums over one range of N. The results of the ranges are added
+// at the end.
 template <typename E, typename T>
 Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& options) {
   constexpr int64_t kMaxSlices = 16, kBlock = 256;
   const int64_t rows = dz.size(0), n = weight.size(0), k = weight.size(1);
-  // The partial sums take at most an eighth of the memory of the logits.
+  // The partial sums need at most an eighth of the memory of the logits.
   const int64_t slices = std::clamp<int64_t>(n / (8 * std::max<int64_t>(k, 1)), 1, kMaxSlices);
   const int64_t slice = divide_up(divide_up(n, slices), kBlock) * kBlock;
   const Tensor sums = at::empty({slices, rows, k}, options);
@@ -56,11 +59,11 @@ Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& o
   return slices == 1 ? sums[0] : sums.sum(0);
 }
 
-// Accumulates the gradients of weight and bias over the chunks, in T.
+// Accumulates the gradients of weight and bias over all chunks, in the type T.
 template <typename E, typename T>
 class ParameterGradients {
  public:
-  // `chunks` is the number of calls of add that follow.
+  // `chunks` is the number of chunks, which is the number of calls of add().
   ParameterGradients(const Tensor& dweight, const Tensor& dbias, const std::array<bool, 2>& wanted,
                      int64_t chunks, const at::TensorOptions& options)
       : dweight_(dweight), dbias_(dbias), wanted_(wanted), options_(options) {
@@ -75,7 +78,7 @@ class ParameterGradients {
     if (chunks == 0) dweight_sum_.zero_();
   }
 
-  // Adds the gradients of a chunk: dz is (R, N), x is (R, K).
+  // Adds the gradients of a chunk with dz (R, N) and x (R, K).
   void add(const Tensor& dz, const Tensor& x) {
     if (!wanted_[0] && !wanted_[1]) return;
     constexpr int64_t kColumns = 128;

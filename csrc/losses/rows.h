@@ -4,8 +4,8 @@
 //   cross entropy   loss = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2
 //   log-probability logprob = z_t - lse,   entropy = lse - sum(p z)
 //
-// eps is label_smoothing. The code stores statistics relative to the row's maximum, so that a small
-// loss is not computed as the difference of two large numbers.
+// eps is label_smoothing. The statistics of a row are stored relative to the row's maximum.
+// Otherwise a small loss would be the difference of two large numbers and lose digits.
 #pragma once
 
 #include <cmath>
@@ -14,13 +14,14 @@
 
 namespace torchweld {
 
-// Scales logits: z = softcap tanh(logit / softcap) / temperature. softcap = 0 means no softcap.
+// The softcap and the temperature of logits: z = softcap tanh(logit / softcap) / temperature. If
+// softcap is 0, there is no softcap: z = logit / temperature.
 template <typename T>
 struct LogitScale {
   T softcap, temperature;
 
   TW_HOST_DEVICE bool identity() const { return softcap == T(0) && temperature == T(1); }
-  // Returns dz / dlogit for a given z.
+  // Returns the derivative dz / dlogit at the logit whose scaled value is z.
   TW_HOST_DEVICE T slope(T z) const {
     const T tanh = softcap == T(0) ? T(0) : z * temperature / softcap;
     return (T(1) - tanh * tanh) / temperature;
@@ -32,8 +33,8 @@ struct LogitStatistics {
   T max;          // max(z)
   T log_sum;      // lse - max
   T target;       // z_t - max
-  T mean;         // mean(z) - max; only used with label smoothing
-  T expectation;  // sum(p z) - max; only used for the entropy
+  T mean;         // mean(z) - max; used only with label smoothing
+  T expectation;  // sum(p z) - max; used only for the entropy
 
   TW_HOST_DEVICE T lse() const { return max + log_sum; }
   TW_HOST_DEVICE T logprob() const { return target - log_sum; }
@@ -44,7 +45,8 @@ template <typename T>
 struct CrossEntropyTerms {
   T label_smoothing, z_loss;
 
-  // NOTE: a term whose weight is 0 is skipped, because 0 times an infinite term is NaN.
+  // NOTE: a term with weight 0 is skipped. If the term is infinite, its product with 0 would be
+  // NaN.
   TW_HOST_DEVICE T loss(const LogitStatistics<T>& row) const {
     T loss = (T(1) - label_smoothing) * (row.log_sum - row.target);
     if (label_smoothing != T(0)) loss += label_smoothing * (row.log_sum - row.mean);
@@ -69,13 +71,14 @@ struct RowGradient {
             -dloss * eps / static_cast<T>(n),
             -dloss * (T(1) - eps)};
   }
-  // `entropy` is the row's entropy. The function ignores it if dentropy is 0.
+  // `entropy` is the entropy of the row. If dentropy is 0, the function ignores `entropy`.
   TW_HOST_DEVICE static RowGradient of_logprob(T dlogprob, T dentropy, T lse, T entropy) {
     return {lse, -dlogprob, -dentropy, dentropy == T(0) ? T(0) : lse - entropy, T(0), dlogprob};
   }
 
-  // Returns the gradient of the logit of z, without the term of the target. p is exp(z - lse). A
-  // token with z = -inf has p = 0, and its term of the entropy is 0.
+  // Returns the gradient with respect to the logit whose scaled value is z, without the term of the
+  // target. p must be exp(z - lse). If z is -inf, p is 0, and the entropy term of the gradient is
+  // 0.
   TW_HOST_DEVICE T of_logit(T z, T p, const LogitScale<T>& logit_scale) const {
     T factor = scale;
     if (entropy_scale != T(0) && p > T(0)) factor += entropy_scale * (z - expectation);

@@ -1,4 +1,4 @@
-// CPU matmuls by tiles that fit in the cache. They use oneDNN's kernels if available.
+// CPU matmuls in tiles that fit in the cache. They use oneDNN's kernels if these are available.
 #pragma once
 
 #include <ATen/Context.h>
@@ -29,9 +29,9 @@ struct MatrixView {
   }
 };
 
-// A bf16 matrix (k, n) stored in tiles of 64 columns. Within a tile, each pair of rows is
-// interleaved, so that the two elements of a column are adjacent. VNNI and AMX instructions need
-// this layout, and 64 is the largest number of columns for which oneDNN accepts it. k is even.
+// A bf16 matrix (k, n) that is stored in tiles of 64 columns. Within a tile, rows 2i and 2i + 1 are
+// interleaved, so that their elements in a column are adjacent. VNNI and AMX instructions need this
+// layout. oneDNN accepts this layout for at most 64 columns. k must be even.
 struct PairedView {
   static constexpr int64_t kTileColumns = 64;
   const c10::BFloat16* data;
@@ -67,7 +67,7 @@ inline bool has_brgemm() {
 #endif
 }
 
-// Returns true if the CPU can multiply bf16 tiles without converting them to fp32.
+// Returns true if the CPU can multiply bf16 tiles without a conversion to fp32.
 inline bool has_bf16_brgemm() {
 #if defined(TW_SIMD_TARGETS) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
   static const bool supported = simd_level() == 2 && __builtin_cpu_supports("avx512bf16");
@@ -95,7 +95,8 @@ inline void loss_tile(MatrixView<float> c, MatrixView<const c10::BFloat16> a,
 }
 #endif
 
-// Releases AMX's tile registers. A thread calls this after its last matmul with operands of type E.
+// Releases the tile registers of AMX. A thread must call this after its last matmul with operands
+// of type E.
 template <typename E>
 void release_tiles() {
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32
@@ -105,9 +106,9 @@ void release_tiles() {
 
 // Computes c (m, n) = a (m, k) @ b (k, n), or c += a @ b if `add` is true. b is a MatrixView or a
 // PairedView.
-// NOTE: the tiles have only few different sizes, because oneDNN compiles a kernel for each size. kK
-// is 256, because a longer chain of fp32 additions has a larger error, and to keep a tile of b in
-// the cache.
+// NOTE: only few different tile sizes are used, because oneDNN compiles a kernel for each size. kK
+// is only 256 for two reasons: a longer chain of fp32 additions has a larger error, and a tile of b
+// must fit in the cache.
 template <typename T, typename E, typename B>
 void loss_matmul(MatrixView<T> c, MatrixView<const E> a, const B& b, int64_t m, int64_t n,
                  int64_t k, bool add) {
@@ -131,15 +132,15 @@ MatrixView<const T> const_view_of(const Tensor& t) {
   return {static_cast<const T*>(t.const_data_ptr()), t.stride(0)};
 }
 
-// Returns the number of columns of `a` that a matmul with k rows of b reads. bf16 columns are read
-// in pairs.
+// Returns the number of columns of `a` that a matmul reads if b has k rows. It is k, rounded up to
+// an even number if E is bf16, because bf16 columns are read in pairs.
 template <typename E>
 int64_t whole_pairs(int64_t k) {
   return std::is_same_v<E, c10::BFloat16> ? divide_up(k, 2) * 2 : k;
 }
 
-// Returns a row-major copy of t (m, k) for use as a left operand. Its rows are padded with zeros to
-// whole pairs of elements.
+// Returns a row-major copy of t (m, k), for use as the left operand of a matmul. If E is bf16, the
+// rows of the copy are padded with a zero to an even number of elements.
 template <typename E>
 Tensor left_operand(const Tensor& t) {
   const int64_t k = t.size(1), width = whole_pairs<E>(k);
@@ -155,7 +156,7 @@ template <typename E>
 struct RightOperand {
   Tensor memory;
 
-  // Uses t in place if t has elements of type E and contiguous rows. Otherwise makes a copy.
+  // Uses t itself if it has elements of type E and contiguous rows. Otherwise copies t.
   explicit RightOperand(const Tensor& t)
       : memory(t.scalar_type() == c10::CppTypeToScalarType<E>() && t.stride(1) == 1
                    ? t
@@ -164,7 +165,7 @@ struct RightOperand {
   MatrixView<const E> view() const { return const_view_of<E>(memory); }
 };
 
-// Writes one tile of a PairedView from `rows` rows of `width` columns.
+// Writes one tile of a PairedView. The source has `rows` rows and `width` columns.
 inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, int64_t column_stride,
                       int64_t rows, int64_t width) {
   constexpr int64_t kColumns = PairedView::kTileColumns;
@@ -190,8 +191,9 @@ inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, in
   }
 }
 
-// Writes one tile of a PairedView from columns that are contiguous in memory. The loop copies both
-// elements of a pair at once, and one cache line of every column before the next cache line.
+// Writes one tile of a PairedView from a source whose columns are contiguous in memory. The loop
+// copies both elements of a pair at once. It copies one cache line of every column, then the next
+// cache line of every column.
 inline void pair_transposed(uint16_t* to, const uint16_t* from, int64_t column_stride, int64_t rows,
                             int64_t width) {
   constexpr int64_t kColumns = PairedView::kTileColumns, kLine = 32;

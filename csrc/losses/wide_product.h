@@ -1,4 +1,4 @@
-// Matmuls of 16-bit operands with an fp32 result, by torch. This is host code for CUDA builds only.
+// Matmuls of torch with 16-bit operands and an fp32 result. This is host code for CUDA builds only.
 #pragma once
 
 #include <ATen/ops/addmm.h>
@@ -9,9 +9,9 @@
 
 namespace torchweld {
 
-// Computes to = a @ b, or to += a @ b, for 16-bit a and b and an fp32 result.
-// NOTE: returns at once in a dry run, whose tensors have no memory, because torch can't run these
-// matmuls on such tensors.
+// Computes to = a @ b, or to += a @ b if `add` is true. a and b are 16-bit, and `to` is fp32.
+// NOTE: in a dry run the function returns at once. The tensors of a dry run have no memory, and
+// torch can't run these matmuls on such tensors.
 inline void wide_product_into(Tensor& to, const Tensor& a, const Tensor& b, bool add = false) {
   if (is_dry_run()) return;
   if (add) {

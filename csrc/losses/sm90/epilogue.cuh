@@ -1,6 +1,6 @@
-// The matmul epilogue that turns accumulators into exponentials. It stores y = 2^(l - k) in bf16,
-// and in fp32 each row's sum over the columns of a tile. The sums add the exponentials before they
-// are rounded to bf16.
+// The matmul epilogue that computes exponentials from the accumulators. It stores y = 2^(l - k) in
+// bf16. For each row of a tile, it also stores the sum of y over the columns of the tile in fp32.
+// The sum is over the exponentials before they are rounded to bf16.
 #pragma once
 
 #include "gemm/sm90/kernel.cuh"
@@ -24,7 +24,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
                                                   char* s_staging, float* s_bias, int warpgroup)
       : Base(p, s_staging, s_bias, warpgroup), e_(p.exponentials) {}
 
-  // Loads the reference exponents of this thread's rows, while the mainloop runs.
+  // Loads the reference exponents of this thread's rows. The loads run during the mainloop.
   __device__ __forceinline__ void fetch_rows(const WorkTile& work, int rank) {
     const int row = Base::place_of(work, rank).row + this->lane_ / 4;
 #pragma unroll
@@ -61,7 +61,8 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
   const ExponentialsParams& e_;
   float reference_[kMTiles][2];
 
-  // pairs of columns, alternating between rows g and g + 8
+  // A thread's values of two rows: a pair of columns of row g, then the same pair of row g + 8, and
+  // so on.
   using RowValues = float[kT.block_n / 2];
 
   static __device__ __forceinline__ float (&box_values(RowValues& v, int box))
@@ -75,7 +76,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
     }
   }
 
-  // Sets the columns behind the last column of y to -inf, so that their exponentials are 0.
+  // Sets the values of columns that do not exist in y to -inf, so that their exponentials are 0.
   __device__ __forceinline__ void hide_columns(RowValues& v, int column) const {
 #pragma unroll
     for (int j = 0; j < kT.block_n / 2; ++j) {
@@ -99,13 +100,13 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
       max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
       max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
       max *= e_.scale;
-      // NOTE: the comparison is false if the reference is NaN, so the tile chooses its own
-      // reference.
+      // NOTE: if the reference is NaN, the comparison is false, and the tile chooses a reference of
+      // its own.
       k[half] = max <= reference[half] + kMaxAboveReference ? reference[half]
                 : max == -INFINITY                          ? 0.f
                                                             : rintf(max);
     }
-    // NOTE: the exponentials of an ignored row are 0, even if the row holds NaN.
+    // NOTE: the exponentials of an ignored row become 0 here, even if the row contains NaN.
     const bool ignores = __any_sync(~0u, reference[0] == INFINITY || reference[1] == INFINITY);
     if (ignores) {
 #pragma unroll

@@ -8,13 +8,13 @@
 namespace torchweld {
 
 // The matmul computes l = log2(e) / temperature * softcap(x @ weight^T + bias) and stores y = 2^(l
-// - k). The integer k is the row's reference exponent. A tile whose largest l is far above the
-// reference uses its own k.
+// - k). The integer k is the row's reference exponent. If the largest l of a row in a tile is far
+// above the reference, the tile uses a k of its own for this row.
 struct ExponentialsParams {
   const float* reference;  // (M,) integers; inf for an ignored row
-  float* tile_reference;   // (tiles_n, M), the k of each tile and row
-  float* tile_sum;         // (tiles_n, M) sums of 2^(l - k) over a tile's columns
-  float* tile_moment;      // (tiles_n, M) sums of 2^(l - k) * (l - k), or nullptr
+  float* tile_reference;   // (tiles_n, M), the k of each row in each tile
+  float* tile_sum;         // (tiles_n, M), the sums of 2^(l - k) over a tile's columns
+  float* tile_moment;      // (tiles_n, M), the sums of 2^(l - k) * (l - k), or nullptr
   float scale;             // log2(e) / temperature
   float softcap;           // 0 if there is none
 };
@@ -23,9 +23,9 @@ struct ExponentialsParams {
 void launch_sm90_exponentials(const GemmParams& p, const ExponentialsParams& exponentials,
                               cudaStream_t stream);
 
-// A tile chooses its own reference exponent if its largest l exceeds the row's reference by more
-// than this. The limit keeps the sums far below the largest float, and their inverses far above the
-// smallest.
+// If the largest l of a row in a tile exceeds the row's reference by more than kMaxAboveReference,
+// the tile chooses a reference exponent of its own for this row. This keeps the sums of 2^(l - k)
+// far below the largest float, and the inverses of the sums far above the smallest float.
 inline constexpr float kMaxAboveReference = 64;
 
 }  // namespace torchweld

@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// kCapped is true if there is a softcap, kMoment if tile_moment is requested.
+// kCapped is true if there is a softcap. kMoment is true if tile_moment is requested.
 template <bool kCapped, bool kMoment>
 struct Sm90ExponentialsParams : Sm90Params {
   ExponentialsParams exponentials;

@@ -1,9 +1,9 @@
 // The per-row kernels that run before and after the matmul whose epilogue computes exponentials.
-// Before it, a kernel computes the logits of the targets. After it, kernels compute the losses and
-// rescale y, so that factor * y is the gradient of the logits.
+// Before the matmul, a kernel computes the logits of the targets. After the matmul, kernels compute
+// the losses. They also rescale y, so that factor * y is the gradient with respect to the logits.
 //
-// NOTE: NDEBUG would disable the assertion on the targets. The host can't check them instead,
-// because it would have to wait for the GPU.
+// NOTE: the kernels check the targets with assert, which NDEBUG would disable. The host does not
+// check the targets, because it would have to wait for the GPU.
 #undef NDEBUG
 #include <cassert>
 
@@ -19,10 +19,10 @@ namespace {
 using T = __nv_bfloat16;
 constexpr int kThreads = 256, kWarps = kThreads / kWarp, kElems = kVectorBytes / sizeof(T);
 
-// A row's reference exponent is the exponent of its target's logit plus kAboveTarget. A row's
-// largest exponent may then exceed the target's by kAboveTarget + kMaxAboveReference = 124 before a
-// tile needs its own reference. The target's y is 2^-60, and a y that is 2^-60 times smaller is
-// still a normal bf16 number.
+// A row's reference exponent is the exponent l of the row's target plus kAboveTarget. Thus a tile
+// needs a reference of its own only if its largest exponent exceeds that of the target by more than
+// kAboveTarget + kMaxAboveReference = 124. y is 2^-60 at the target. A y that is smaller by a
+// factor of 2^-60 is 2^-120, which is still a normal bf16 number.
 constexpr float kAboveTarget = 60;
 
 __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows p) {
@@ -58,8 +58,9 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows
   p.reference[row] = fabsf(l) < INFINITY ? rintf(l) + kAboveTarget : NAN;
 }
 
-// Running sums over columns: `sum` of 2^(l - reference) and `moment` of 2^(l - reference) * (l -
-// reference). add() rescales both to the larger reference.
+// Running sums over columns. `sum` is the sum of 2^(l - reference), and `moment` is the sum of 2^(l
+// - reference) * (l - reference). add() adds the sums of other columns and rescales both to the
+// larger of the two references.
 struct ExponentialSums {
   float reference = -INFINITY, sum = 0, moment = 0;
 
@@ -80,15 +81,15 @@ struct ExponentialSums {
   }
 };
 
-// Returns 1 + 2 z_loss lse, the derivative of the loss with respect to the lse. The result is never
-// 0, because the caller divides by it.
+// Returns 1 + 2 z_loss lse, the derivative of the loss with respect to the lse. A result that is
+// nearly 0 is replaced by kTiny, because the caller divides by the result.
 __device__ __forceinline__ float lse_slope(float z_loss, float lse) {
   constexpr float kTiny = 1e-10f;
   const float slope = fmaf(2.f * z_loss, lse, 1.f);
   return fabsf(slope) < kTiny ? kTiny : slope;
 }
 
-constexpr int kRows = 32, kGroups = 8;  // rows per block, and threads per row
+constexpr int kRows = 32, kGroups = 8;  // the number of rows per block and of threads per row
 
 __global__ void __launch_bounds__(kRows* kGroups)
     exponential_rows_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {
@@ -135,17 +136,17 @@ __global__ void __launch_bounds__(kRows* kGroups)
   const double lse = log_sum + (sums.sum == 0 ? 0 : kLn2 * sums.reference);
   out.lse[row] = float(lse);
   out.loss[row] = float(lse - p.target_logit[row] + p.z_loss * lse * lse);
-  // The entropy lse - sum(p z), with lse and z relative to the reference.
+  // The entropy is lse - sum(p z). Here lse and z are relative to the reference, which cancels.
   if (out.entropy != nullptr) out.entropy[row] = float(log_sum - kLn2 * sums.moment / sums.sum);
   if (out.y == nullptr) return;
   out.factor[row] = lse_slope(p.z_loss, float(lse)) / (sums.sum * p.temperature);
-  // NaN tells finish_exponentials_kernel that all tiles of the row have the same reference, so it
-  // need not rescale the row.
+  // A NaN tells finish_exponentials_kernel that it need not rescale the row, because all tiles of
+  // the row have the same reference.
   if (!differs) out.row_reference[row] = NAN;
 }
 
-// Where y has the column of a row's target, y becomes (slope * p - share) / factor, times the slope
-// of the softcap.
+// If y contains the column of the row's target, sets y in this column to (slope * p - share) /
+// factor, times the slope of the softcap. p is the probability of the target.
 __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
                                                   const ExponentialResults& out, int64_t row) {
   const int64_t target = p.target[row], column = target - out.first_column;
@@ -161,7 +162,8 @@ __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
   static_cast<T*>(out.y)[row * out.y_row_stride + column] = from_float<T>(y);
 }
 
-// Rescales the tiles whose reference differs from their row's, then writes y at the target.
+// Each block processes one row. It rescales y in tiles whose reference differs from that of the
+// row, then sets y at the target.
 __global__ void __launch_bounds__(128)
     finish_exponentials_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {
   const int64_t row = blockIdx.x;

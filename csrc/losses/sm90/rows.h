@@ -20,53 +20,57 @@ struct ExponentialRows {
   const int64_t* target;  // (rows,)
   int64_t ignore_index;
   float temperature, softcap, z_loss;  // softcap 0 means no softcap
-  float* target_logit;                 // (rows,) the target's logit after softcap and temperature
-  float* reference;                    // (rows,) the reference exponent; inf for an ignored row
+  float* target_logit;                 // (rows,), the target's logit after softcap and temperature
+  float* reference;                    // (rows,), the reference exponent; inf for an ignored row
 };
 
-// Computes the logit of each row's target in fp32, and the row's reference exponent from it.
+// Computes the logit of each row's target in fp32, and from this logit the row's reference
+// exponent.
 void launch_target_logits(const ExponentialRows& p, cudaStream_t stream);
 
-// The sums that the matmul has stored for a range of tiles (losses/sm90/exponentials.h).
+// The sums that the matmul has stored for a range of tiles. losses/sm90/exponentials.h defines
+// these sums.
 struct TileSums {
   const float *reference, *sum, *moment;  // (tiles, rows); moment may be nullptr
   int64_t tiles;
   int tile_columns;
-  bool first, last;  // whether the range has the first tile of the logits, and the last
+  bool first, last;  // whether the range includes the first (last) tile of the logits
 };
 
 struct ExponentialResults {
   float *loss, *lse;  // (rows,); 0 for an ignored row
   float* entropy;     // (rows,), or nullptr
-  // (rows,) running results over the tiles so far: the largest reference exponent, and the sum and
-  // the moment relative to it.
+  // (rows,), the running results over all tiles so far. row_reference is the largest reference
+  // exponent. row_sum and row_moment are the sum and the moment relative to row_reference.
   float *row_reference, *row_sum, *row_moment;
-  // The exponentials (rows, n) in bf16, or nullptr. The kernels change y so that factor * y is the
-  // gradient of the logits.
+  // The exponentials (rows, n) in bf16, or nullptr. The kernels modify y so that factor * y is the
+  // gradient with respect to the logits.
   void* y;
   int64_t y_row_stride;
-  int64_t first_column;  // the column of the logits that y's first column belongs to
+  int64_t first_column;  // the column of the logits that is the first column of y
   float* factor;         // (rows,)
-  // (rows,): the share of the gradient's factor that the target's term has; nullptr: 1.
+  // (rows,), the ratio of the target's term to the factor of the gradient. If nullptr, the ratio is
+  // 1.
   const float* target_share = nullptr;
 };
 
-// Adds the sums of a range of tiles to the running results of the rows. With the last range, the
-// kernels also compute the loss, the lse and the entropy, and finish y and factor.
+// Adds the sums of a range of tiles to the running results of the rows. If the range has the last
+// tile, the kernels also compute the loss, the lse and the entropy, and complete y and factor.
 void launch_exponential_rows(const ExponentialRows& p, const TileSums& tiles,
                              const ExponentialResults& results, cudaStream_t stream);
 
-// Computes factor, row_sum and each row's exponent row_reference from the lse. A backward that
-// computes y again calls this before its matmul.
+// Computes factor, row_sum and row_reference of each row from the lse. A backward that computes y
+// again must call this before its matmul.
 void launch_gradient_factors(const ExponentialRows& p, const ExponentialResults& results,
                              cudaStream_t stream);
 
-// Writes y at the target of each row whose target is among y's columns.
+// Sets y at the target of each row, if the target is one of the columns of y.
 void launch_gradient_targets(const ExponentialRows& p, const ExponentialResults& results,
                              cudaStream_t stream);
 
-// Computes to = factor * scale * from for each row. A row whose factor is 0 becomes 0 even if
-// `from` has inf or NaN there.
+// The parameters of the kernel that computes to = factor * scale * from, with one factor and one
+// scale per row. If the factor of a row is 0, the result is 0 even if `from` has inf or NaN in this
+// row.
 struct ScaledRows {
   int64_t rows, columns;
   const void* from;
