@@ -14,9 +14,9 @@
 
 namespace torchweld {
 
-// The work tile of a block: query rows [first_row, first_row + rows) of one head, and the keys
-// [pad, pad + keys) that at least one of these rows sees. Keys are counted from the end of the
-// padding, and row i sees the first min(i + shift, all_keys) of them.
+// The work tile of a block: query rows [first_row, first_row + rows) of one head, and keys [pad,
+// pad + keys). Each of these keys is seen by at least one of these rows. Key indices count from
+// `pad`, the end of the padding. Row i sees the keys with an index below min(i + shift, all_keys).
 struct AttentionBlock {
   int64_t batch;
   int64_t head;
@@ -26,7 +26,7 @@ struct AttentionBlock {
   int keys;
   int shift;
   int all_keys;
-  int first_live;  // the rows before are padding or see no key
+  int first_live;  // earlier rows are padding or see no key
 
   // Finds the rows of this block's work tile. The caller must then call find_keys().
   template <int kRows>
@@ -72,10 +72,10 @@ struct AttentionBlock {
   static constexpr int kNoLimit = 1 << 30;
 };
 
-// The work tile under a general mask. Keys are counted from `pad`, a multiple of kPadMultiple. A
+// The work tile under a general mask. Key indices count from `pad`, a multiple of kPadMultiple. A
 // row of the block sees no key before begin[row], and no row sees the first `unseen` keys.
-// last_begin holds, for each warp, the largest begin of its kWarpRows rows: all of these rows may
-// see keys from there on.
+// last_begin[warp] is the largest begin of the warp's kWarpRows rows. From key last_begin[warp] on,
+// begin hides no key from any of these rows.
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
@@ -83,7 +83,8 @@ struct MaskedAttentionBlock : AttentionBlock {
   int begin[kRows];  // kSeesNothing if a row sees no key
   GapKeys<kRows> gaps;
 
-  // Finds the work tile. All threads call this; the block must have at least kRows threads.
+  // Finds the work tile. All threads call this function. The block must have at least kRows
+  // threads.
   __device__ __forceinline__ void init(const AttentionParams& params,
                                        const AttentionSchedule& schedule) {
     static_assert(kPadMultiple == 1);
@@ -118,8 +119,8 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
   }
 
-  // Finds the keys that the rows of `block` see, and whether there may be gaps between them. All
-  // lanes of one warp call this.
+  // Finds the keys that the rows of `block` see, and whether these keys may have gaps. All lanes of
+  // one warp call this function.
   __device__ __forceinline__ void find_keys(const AttentionParams& params,
                                             const AttentionBlock& block) {
     const MaskParams mask = params.mask;
@@ -170,13 +171,13 @@ struct MaskedAttentionBlock : AttentionBlock {
   __device__ __forceinline__ bool may_have_gaps() const {
     return gaps.first_position != kSeesNothing;
   }
-  // Finds the gaps. All threads of `threads` / 32 warps call this.
+  // Finds the gaps between the keys. All threads of `threads` / 32 warps call this function.
   __device__ __forceinline__ void find_gaps(int thread, int threads) {
     gaps.find(begin, first_position(), 0, keys, thread, threads);
   }
 
  private:
-  // Under causal, the key at the position of the first row.
+  // Under causal, returns the index of the key at the position of the first row.
   __device__ __forceinline__ int first_position() const { return first_row + shift - 1; }
 
   __device__ __forceinline__ void set_keys(const MaskParams& mask, const SequenceMask& sequence,
@@ -185,7 +186,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     keys = end - first;
     all_keys = static_cast<int>(sequence.end) - first;
     const int64_t window = min(mask.window, static_cast<int64_t>(kNoLimit));
-    // How many keys a row sees from its own position on.
+    // The number of keys that a row sees from its own position on.
     const int reach = mask.causal ? 1 : static_cast<int>(window);
     const int position = static_cast<int>(mask.position(0, sequence.end)) - first;
     shift = reach > 0 ? reach + position : kNoLimit;
@@ -197,7 +198,7 @@ template <bool kMasked, int kRows, int kWarpRows>
 using AttentionBlockOf =
     std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
 
-// Returns whether the mask hides any key of the step that begins at `key` from a row of the warp.
+// Returns whether the mask hides some of the keys [key, key + kKeys) from some row of the warp.
 // Used under a general mask.
 template <typename Config>
 __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
@@ -232,8 +233,8 @@ __device__ __forceinline__ const T* matrix_of(const AttentionTensor& tensor, int
          head * tensor.head_stride + row * tensor.row_stride;
 }
 
-// Normalises the sums `r_out` of a warp and writes them and lse. s_rows is shared memory that only
-// this warp uses.
+// Normalises the sums `r_out` of a warp's rows. Writes the results and the lse of the rows. s_rows
+// is shared memory that only this warp uses.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void store_block(const AttentionParams& params,
                                             const typename Config::Scale& scale,

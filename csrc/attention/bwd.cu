@@ -20,8 +20,8 @@ constexpr int kLanesPerRow = 8;
 constexpr int kRowThreads = 256;
 constexpr int kRowsPerBlock = kRowThreads / kLanesPerRow;
 
-// Writes the range of keys that each query row sees, and the BlockMask of each group of rows. There
-// is a block per group and a thread per row.
+// Writes the range of keys that each query row sees, and the BlockMask of each group of rows. The
+// grid has one block per group, and a block has one thread per row.
 __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_ranges_kernel(
     const __grid_constant__ MaskedBackwardArgs args) {
   __shared__ BlockMask s_group;
@@ -55,8 +55,8 @@ __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_r
   }
 }
 
-// This lane's part of the dot product of two rows of n elements. If `vector`, the lane loads 16
-// bytes at a time.
+// Returns this lane's partial sum of the dot product of two rows of n elements. If `vector` is
+// true, the lane loads 16 bytes at a time.
 template <typename T>
 __device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t n, bool vector) {
   constexpr int kElems = kVectorBytes / sizeof(T);
@@ -74,8 +74,8 @@ __device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t
   return sum;
 }
 
-// Writes lse and delta of every row to the scratch memory, with eight lanes per row. For rows that
-// see no key, writes dQ = 0 and lse = 0 and does not read their inputs.
+// Writes lse and delta of every row to the scratch memory, with eight lanes per row. If a row sees
+// no key, the kernel writes dQ = 0 and lse = 0 for the row and does not read the row's inputs.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
     const __grid_constant__ Args args, bool vector) {
@@ -107,7 +107,8 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
     T* g_dq = static_cast<T*>(p.dquery) + row_in_tensors * p.sizes.head_dim;
     for (int64_t i = lane; i < p.sizes.head_dim; i += kLanesPerRow) g_dq[i] = from_float<T>(0.f);
   }
-  // args.rows is a multiple of four, so either all lanes of a warp have returned above or none has.
+  // args.rows is a multiple of four, so the early return above is taken by all lanes of a warp or
+  // by no lane.
 #pragma unroll
   for (int step = kLanesPerRow / 2; step > 0; step /= 2) {
     delta += __shfl_xor_sync(~0u, delta, step);
@@ -157,10 +158,10 @@ int64_t group_of(const AttentionSizes& sizes) {
   return sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
 }
 
-// How a launch is divided into blocks, and the offsets in floats of the arrays in the scratch
-// memory. Only general masks use `groups` and `live`.
+// The division of a launch into blocks, and the layout of the scratch memory. The fields in the
+// last row are offsets of arrays, in floats. Only general masks use `groups` and `live`.
 struct Scratch {
-  int64_t wave = 0;  // blocks or clusters that run at once on Hopper; 0 for other kernels
+  int64_t wave = 0;  // number of blocks or clusters that run at once on Hopper, else 0
   int64_t group_parts = 1;
   int64_t rows;
   int64_t delta, dq, turns, groups, live, parts, bytes;
@@ -214,12 +215,13 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   const AttentionBackwardLoad load = {
       sizes.batch * sizes.nheads_kv * scratch.group_parts, heads, sizes.seqlen_k,
       attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
-      // The bytes of Q, dO and the fp32 sums of dQ, then the bytes of K and V.
+      // The first term is the bytes of Q, dO and the fp32 sums of dQ. The second term is the bytes
+      // of K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
       args.params.mask.causal || args.params.mask.window > 0 || params.mask.key_start};
-  // Only a plain causal mask gives the blocks of a wave different times. With a window or packed
-  // documents, they take about the same time.
+  // Only under a plain causal mask do the blocks of a wave take different times. With a window or
+  // packed documents, all blocks take about the same time.
   const bool triangle =
       args.params.mask.causal && args.params.mask.window == 0 && !params.mask.key_start;
   const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
@@ -271,8 +273,8 @@ void launch_dlse(const BackwardArgs& args, const float* dlse, cudaStream_t strea
   launch_kernel(attention_backward_dlse_kernel, {blocks, kRowThreads}, stream, args, dlse);
 }
 
-// launch_ranges and launch_sink run the kernels that only a general mask needs, before and after
-// the kernel for the rows' statistics.
+// Only a general mask needs the kernels of launch_ranges and launch_sink. launch_ranges is called
+// before the kernel for the rows' statistics, and launch_sink after it.
 void launch_ranges(const BackwardArgs&, cudaStream_t) {}
 void launch_ranges(const MaskedBackwardArgs& args, cudaStream_t stream) {
   const int64_t groups = args.params.sizes.batch * args.rows / kAttentionBackwardRowPad;

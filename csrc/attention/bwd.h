@@ -24,12 +24,13 @@ struct AttentionBackwardParams {
   bool tf32;  // fp32 matmuls may round to TF32
   DType dtype;
   AttentionChoice choice;
-  const float* dlse;  // like lse, or nullptr
-  float* dsink;       // (batch, nheads): the partial sum of each sequence; nullptr without a sink
+  const float* dlse;  // gradient with respect to lse, in the layout of lse, or nullptr
+  float* dsink;       // (batch, nheads): the term of each sequence in the sum dsink; or nullptr
 };
 
-// The size of the scratch memory, which needs no initialisation. It depends on the sizes, the
-// choice, causal, whether the mask is general, and the current device.
+// Returns the size of the scratch memory in bytes. The size depends on the tensor sizes, the
+// choice, causal, whether the mask is general, and the current device. The memory needs no
+// initialisation.
 int64_t attention_backward_scratch_bytes(const AttentionBackwardParams& params);
 
 // Writes every element of the gradients. Sizes may be 0.

@@ -1,4 +1,4 @@
-// What the kernels of attention's backward share: arguments, scratch memory and key ranges.
+// Definitions for all kernels of attention's backward: arguments, scratch memory and key ranges.
 #pragma once
 
 #include <type_traits>
@@ -11,26 +11,28 @@ namespace torchweld {
 struct BackwardArgs {
   AttentionBackwardParams params;
   int64_t rows;  // seqlen_q rounded up to a multiple of attention_backward_row_pad
-  // The query heads of a kv head are divided into this many parts. Each part has its own blocks and
-  // its own partial dK and dV. Only Hopper's kernels use more than one part.
+  // The number of parts into which the query heads of a kv head are divided. Each part has its own
+  // blocks and its own partial dK and dV. Only Hopper's kernels use more than one part.
   unsigned group_parts;
-  unsigned parts_at_once;  // parts whose blocks run at the same time
-  // After this many blocks or clusters, the direction of the loop over the query tiles changes. If
-  // 0, every block loops downwards.
+  unsigned parts_at_once;  // the number of parts whose blocks run at the same time
+  // The number of consecutive blocks or clusters that loop over the query tiles in the same
+  // direction. The next `wave` blocks loop in the opposite direction. If `wave` is 0, every block
+  // loops downwards.
   unsigned wave;
-  float lse_factor;  // score * score_factor - lse * lse_factor is the exponent of a probability
+  float lse_factor;  // the exponent of P is score * score_factor - lse * lse_factor
   float score_factor;
-  float shift;     // stored probabilities are scaled by 2^shift
+  float shift;     // the kernels store probabilities times 2^shift
   float* g_lse;    // (batch, nheads, rows): shift - lse * lse_factor
   float* g_delta;  // (batch, nheads, rows): sum(dout * out) * 2^-shift
   float* g_dq;  // (batch, nheads, rows, the tile's head_dim), in the order of the warps' registers
-  float4* g_parts;  // partial dK and dV if there are several parts; see part_sums
-  // Counts the blocks that have added to a dQ tile, or to a warp's slice of it.
+  float4* g_parts;  // partial dK and dV if group_parts > 1; see part_sums
+  // Counters: the number of blocks that have added to a dQ tile, or to a warp's slice of a dQ tile.
   int* g_dq_semaphore;
-  unsigned* g_tickets;  // counts the blocks that have started, one counter per launch
+  unsigned* g_tickets;  // one counter per launch: the number of blocks that have started
 
-  // The address of the partial dK or dV that a part computes for 64 keys and `columns` columns. The
-  // partial has the layout of wgmma's accumulators: (columns / 8, 128 threads) float4 values.
+  // Returns the address of the partial dK or dV that part `part` computes for the 64 keys of tile
+  // `tile`, with `columns` columns. The partial dK or dV has the layout of wgmma's accumulators:
+  // (columns / 8, 128 threads) float4 values.
   __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
     const AttentionSizes& sizes = params.sizes;
     const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;
@@ -43,11 +45,12 @@ static_assert(kAttentionBackwardRowPad == BlockMask::kRows);
 
 // The arguments of the kernels for a general mask.
 struct MaskedBackwardArgs : BackwardArgs {
-  float cap;            // logits are softcap * tanh(score * cap), and score_factor applies to them
+  float cap;            // logit = softcap * tanh(score * cap); score_factor multiplies logits
   BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
   KeyRange32* g_live;   // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
 
-  // NOTE: these functions multiply in 32 bits, because the tiles have no registers for 64 bits.
+  // NOTE: these functions multiply in 32 bits, because the kernels have no registers for 64-bit
+  // values.
   __device__ __forceinline__ const BlockMask& group_of(int sequence, int row) const {
     constexpr int kPad = kAttentionBackwardRowPad;
     const int groups = static_cast<int>(rows) / kPad;
@@ -58,16 +61,16 @@ struct MaskedBackwardArgs : BackwardArgs {
   }
 };
 
-// The number of tickets, of which two are used. The others are padding that puts the semaphores on
-// another cache line.
+// The number of ticket counters in scratch memory. The kernels use two of them. The others are
+// padding, so that the semaphores lie in another cache line.
 inline constexpr int kBackwardTickets = 32;
 
-// The tiles count rows, keys and heads in 32 bits, because they have no registers for 64 bits.
-// Larger problems use the general kernels.
+// The maximum number of rows, keys or heads for the tiled kernels. They count in 32 bits, because
+// they have no registers for 64-bit values. Larger problems use the general kernels.
 inline constexpr int64_t kBackwardMaxSize = (int64_t{1} << 31) - 1024;
 
-// Which keys and query rows of one sequence the kernels read, under a mask of causal and leftpad
-// only. All sizes fit in 32 bits (kBackwardMaxSize).
+// The keys and the query rows of one sequence that the kernels read, if the mask consists of causal
+// and leftpad only. All sizes fit in 32 bits (kBackwardMaxSize).
 struct SequenceSpan {
   int pad;        // the first key that is not padding
   int first_row;  // the first query row that sees a key, or seqlen_q if no row does
@@ -95,7 +98,8 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
 template <typename Args>
 inline constexpr bool kIsMasked = std::is_same_v<Args, MaskedBackwardArgs>;
 
-// csrc/instantiations.py generates one file for a few tiles of a dtype.
+// csrc/instantiations.py generates the files that instantiate this template. Each file has a few
+// tiles of one dtype.
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_tile(const Args& args, cudaStream_t stream);
 

@@ -9,15 +9,15 @@
 
 namespace torchweld {
 
-// Each warp and query tile has a counter, which gives the order in which blocks add to dQ. A tile
-// has at most one counter per this many query rows.
+// Every warp has a counter for every query tile. The counters keep the order in which blocks add to
+// dQ. A query tile has at most one counter per kAttentionBackwardRowsPerCounter rows.
 inline constexpr int kAttentionBackwardRowsPerCounter = 4;
 
-// A block has `warps` warps and `keys` keys and loops over the query rows, `rows` at a time.
-// `groups` warps compute the same strip of keys: each computes the scores of the strip for `cols`
-// rows at a time and accumulates its slice of the head dims. With `paired`, one half of the warps
-// computes P and accumulates dV, the other half computes dS and accumulates dK, and the warps of a
-// group also divide the rows among them.
+// A block has `warps` warps and `keys` keys. It loops over the query rows, `rows` at a time. Each
+// strip of keys belongs to a group of `groups` warps. A warp of the group computes the scores of
+// the strip for `cols` rows at a time and accumulates its slice of the head dims. If `paired` is
+// true, half of the warps compute P and accumulate dV, and the other half compute dS and accumulate
+// dK. The warps of a group then also divide the rows among themselves.
 struct AttentionBackwardTile {
   AttentionMath math;
   int head_dim;  // the maximum of head_dim and head_dim_v
@@ -27,16 +27,17 @@ struct AttentionBackwardTile {
   int warps;
   int groups;
   int blocks_per_sm;
-  bool prefetches;  // dQ's sums are loaded early if no other block has to add to them first
-  bool split;   // dV and dK need separate launches, because one warp's registers can't hold both
-  bool paired;  // dV and dK are accumulated by different warps
+  bool prefetches;  // loads dQ's sums early if all earlier blocks have added to them
+  bool split;   // dV and dK have separate launches, because they don't fit in a warp's registers
+  bool paired;  // different warps accumulate dV and dK
 
   constexpr int threads() const { return warps * 32; }
   constexpr int strip_warps() const { return paired ? warps / 2 : warps; }
   constexpr int strips() const { return keys * groups / (strip_warps() * 16); }
-  // The bytes of shared memory. They hold K, V, two stages of Q and dO, and two buffers of dS. In
-  // fp32, Q and dO are stored once as bf16 terms and once as fp32, and dS has one buffer. Paired
-  // warps also need P. Two stages of lse and delta, and the work tile, come last.
+  // The size of shared memory in bytes. Shared memory holds K, V, two stages of Q and dO, and two
+  // buffers of dS. In fp32, Q and dO each have a buffer of bf16 terms and a buffer of fp32 values,
+  // and dS has one buffer. Paired warps also need a buffer of P. At the end are two stages of lse
+  // and delta, and the work tile.
   constexpr int shared_bytes() const {
     const int size = elem_size(math);
     const int tiles =
@@ -60,9 +61,9 @@ struct AttentionBackwardTile {
   }
 };
 
-// The tiles in order of preference: the first legal one is chosen. The smaller tiles are for
+// The tiles in order of preference. The first legal tile is chosen. The smaller tiles are for
 // devices with 99 KB of shared memory per block. For head dims above 128 there are no TF32 tiles,
-// and TF32 uses the fp32 tiles.
+// so TF32 calls use the fp32 tiles.
 inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
     {AttentionMath::k16Bit, 64, 128, 64, 32, 4, 1, 2, false, false, false},
     {AttentionMath::k16Bit, 128, 128, 64, 64, 8, 1, 1, true, false, true},
@@ -82,19 +83,19 @@ inline constexpr AttentionBackwardTile kAttentionBackwardTiles[] = {
 inline constexpr int kNumAttentionBackwardTiles =
     sizeof(kAttentionBackwardTiles) / sizeof(kAttentionBackwardTiles[0]);
 
-// A tile of Hopper's kernels. Two consumer warpgroups have 64 keys of the block each and loop over
-// the query rows, `rows` at a time, with two stages of Q and dO. One warp loads, and others add to
-// dQ. Head dims below `dim` are padded with zeros. With dk_in_flight, dK += dS^T Q of a tile still
-// runs while the warpgroups wait for each other to compute dQ; not every shape has registers for
-// that. Under a general mask a tile has the rows of one group (kAttentionBackwardRowPad), which
-// leaves registers for the mask.
+// A tile of Hopper's kernels. Each of two consumer warpgroups has 64 keys of the block. Both loop
+// over the query rows, `rows` at a time, with two stages of Q and dO. One warp loads tiles, and
+// other warps add to dQ. Head dims below `dim` are padded with zeros. If dk_in_flight is true, dK
+// += dS^T Q still runs while the warpgroups meet at the barrier before the dQ product. Not every
+// shape has registers for that. Under a general mask a tile has the rows of one group
+// (kAttentionBackwardRowPad). This leaves registers for the mask.
 //
 // For head dims above 128, two CTAs of a cluster process the same query tiles
-// (attention/sm90/bwd_2cta_kernel.cuh). Both warpgroups of a CTA have the same 64 keys; each
-// computes half of the rows of S and half of the columns of dK and dV. Each CTA computes half of
-// the columns of dQ.
+// (attention/sm90/bwd_2cta_kernel.cuh). Both warpgroups of a CTA have the same 64 keys. Each
+// warpgroup computes half of the rows of S and half of the columns of dK and dV. Each CTA computes
+// half of the columns of dQ.
 struct AttentionBackwardSm90Tile {
-  int dim;  // columns of the sums of dQ
+  int dim;  // the number of columns of the sums of dQ
   int rows;
   bool dk_in_flight;
   bool masked_dk_in_flight;
@@ -103,16 +104,16 @@ struct AttentionBackwardSm90Tile {
   int head_dim, head_dim_v;  // maximum
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
-  // The number of warps that take alternate tiles of dQ and add them to global memory. A block of a
-  // 2-CTA tile uses only one such warp.
+  // The number of dQ store warps. They alternate over the tiles of dQ and add them to global
+  // memory. The kernel of a 2-CTA tile has only one dQ store warp.
   static constexpr int kDqStoreWarps = 2;
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
   constexpr bool is_2cta() const { return dim > 128; }
-  // The bytes of the tile in shared memory. They hold K, V, two stages of Q and dO, two buffers of
-  // dS, and an fp32 dQ tile per dQ store warp. With 2 CTAs, dO has one stage and dS one buffer, and
-  // dQ is half a tile; in addition there are half of the peer's K, and P, whose buffer later
-  // receives the peer's dS.
+  // The size of the tile in shared memory, in bytes. Shared memory holds K, V, two stages of Q and
+  // dO, two buffers of dS, and one fp32 dQ tile per dQ store warp. In a 2-CTA tile, dO has one
+  // stage, dS has one buffer, and dQ is half a tile. Two more buffers hold half of the peer's K,
+  // and P. The peer's dS later overwrites P.
   constexpr int tile_bytes() const {
     if (!is_2cta()) {
       return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) +
@@ -132,14 +133,14 @@ inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
 inline constexpr int kNumAttentionBackwardSm90Tiles =
     sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
 
-// The kernel's shared memory in addition to its tile.
+// The bytes of shared memory that the kernel needs in addition to its tile.
 inline constexpr int kAttentionBackwardSm90ExtraBytes = 3 * 1024;
 
-// The number of query rows in a group, which has one BlockMask. The scratch memory pads the query
-// rows to a multiple of it. It is a multiple of the rows of every kSync tile.
+// The number of query rows in a group. A group has one BlockMask. In scratch memory, the query rows
+// are padded to whole groups. The number is a multiple of the rows of every kSync tile.
 inline constexpr int64_t kAttentionBackwardRowPad = 64;
 
-// The scratch memory pads the query rows to a multiple of this number.
+// Returns the multiple to which the number of query rows is rounded up in scratch memory.
 constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
   return choice.engine == AttentionEngine::kSm90 ? kAttentionBackwardSm90Tiles[choice.tile].rows
                                                  : kAttentionBackwardRowPad;
@@ -160,7 +161,8 @@ inline Refusal attention_backward_refusal(const AttentionProblem& p,
   const bool serves = tile.math == p.math ||
                       (tile.math == AttentionMath::kFloat32 && p.math == AttentionMath::kTf32);
   if (!serves) return "the tile is for another dtype";
-  // NOTE: a tile with more columns than dQ in scratch memory would write beyond it.
+  // NOTE: a tile with more columns than dQ has in scratch memory would write beyond the array of
+  // dQ.
   const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   if (wide > tile.head_dim ||
       tile.head_dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
@@ -169,7 +171,8 @@ inline Refusal attention_backward_refusal(const AttentionProblem& p,
   if (tile.shared_bytes() > p.device.shared_limit) {
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
-  // The grid of a tile has one dimension. The general kernels instead loop over any number of rows.
+  // The tiled kernels have a one-dimensional grid, which limits the number of tiles. The general
+  // kernels have no such limit, because they loop over any number of rows.
   const double kv_heads = static_cast<double>(p.load.heads) / static_cast<double>(p.load.group);
   const double blocks = kv_heads * (static_cast<double>(p.seqlen_k) / tile.keys + 1);
   return grid_fits(blocks) ? Refusal() : "more than 2^31 - 1 tiles";
@@ -221,20 +224,22 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
   return {AttentionEngine::kGeneral, 0};
 }
 
-// The number of keys of a block of Hopper's kernels, or of a cluster if it has two CTAs.
+// The number of keys of a block of Hopper's kernels. In a 2-CTA kernel, the number of keys of a
+// cluster.
 inline constexpr int64_t kAttentionBackwardSm90Keys = 128;
 
-// The number of 64-key tiles of a part's dK and dV in scratch memory, rounded up to whole blocks.
+// The number of 64-key tiles in the partial dK or dV of a part. The keys are rounded up to whole
+// blocks.
 TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k) {
   return divide_up(seqlen_k, kAttentionBackwardSm90Keys) * (kAttentionBackwardSm90Keys / 64);
 }
 
 // The number of parts into which Hopper's kernels divide the query heads of a kv head. Each part
-// has its own blocks. With causal, the number is chosen so that every SM gets at most two blocks,
-// the longest first, otherwise one. A part has at least kPartRows query rows on average. The
-// partial dK and dV of the parts need up to 35 MB of fp32 scratch memory on 132 SMs. Measured on an
-// H100, relative to one part: (1, 32/1, 8192, 128) 0.28, (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048,
-// 128) 0.73.
+// has its own blocks. Without causal, the number is chosen so that an SM gets at most one block.
+// With causal, an SM gets at most two blocks, and the longer block runs first. A part has at least
+// kPartRows query rows on average. The partial dK and dV of the parts need up to 35 MB of fp32
+// scratch memory on 132 SMs. Measured on an H100, relative to one part: (1, 32/1, 8192, 128) 0.28,
+// (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128) 0.73.
 constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,
                                                  int64_t seqlen_k, int64_t wave, bool causal) {
   constexpr int64_t kPartRows = 512;
@@ -243,7 +248,7 @@ constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group
   const int64_t fitting = (causal ? 2 : 1) * wave / blocks;
   const int64_t max_parts = std::min({fitting, group * seqlen_q / kPartRows, group});
   if (max_parts < 2) return 1;
-  const int64_t heads = divide_up(group, max_parts);  // of the largest part
+  const int64_t heads = divide_up(group, max_parts);  // number of query heads of the largest part
   return divide_up(group, heads);
 }
 static_assert(attention_backward_group_parts(1, 32, 8192, 8192, 132, true) == 4);
@@ -253,58 +258,61 @@ static_assert(attention_backward_group_parts(8, 8, 8192, 8192, 132, true) == 1);
 static_assert(attention_backward_group_parts(1, 32, 1, 8192, 132, true) == 1);
 static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 
-// The order of the blocks, which decides what they find in the L2 cache and how long they wait to
-// add to dQ.
+// The order of the blocks. It decides which data the blocks find in the L2 cache and how long the
+// blocks wait to add to dQ.
 //
-// Under causal the blocks of a wave, one per SM, start together and end one after the other; the
-// blocks of the last keys end first. If all blocks loop over the query tiles downwards, the blocks
-// of the next wave start with the same tile at different times and share no loads. If instead every
-// second wave loops upwards, a block that starts later also starts with a later tile, which the
-// blocks before it process at that time. The blocks of such a wave end together, just when the next
-// wave has to start. This is faster if a kv head has many query heads. Measured on an H100,
-// relative to downwards only: (1, 64/8, 8192, 128) 0.89, (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048,
-// 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192, 64) 0.97. Without groups of query heads it
-// takes up to 1.2.
+// A wave is one block per SM. Under causal, the blocks of a wave start together and end one after
+// the other. The blocks of the last keys end first. If all blocks loop over the query tiles
+// downwards, the blocks of the next wave start with the same tile at different times, so they share
+// no loads. If instead every second wave loops upwards, a block that starts later also starts with
+// a later tile. Earlier blocks process this tile at that time. The blocks of an upward wave end
+// together, just when the next wave has to start. Alternating directions are faster if a kv head
+// has many query heads. Measured on an H100, relative to downwards only: (1, 64/8, 8192, 128) 0.89,
+// (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192,
+// 64) 0.97. If every kv head has only one query head, alternating directions take up to 1.2 times
+// as long.
 struct AttentionBackwardOrder {
-  int64_t at_once;  // parts whose blocks run at the same time
-  int64_t wave;     // blocks between two changes of direction, or 0: all loop downwards
+  int64_t at_once;  // the number of parts whose blocks run at the same time
+  int64_t wave;     // blocks between two changes of direction; 0 if all loop downwards
 };
 
-// The work of a call. If attention_backward_group_parts is 1, a part is a kv head with all its
-// query heads.
+// The work of a call. A part is some of the query heads of a kv head. If
+// attention_backward_group_parts is 1, a part is all query heads of a kv head.
 struct AttentionBackwardLoad {
   int64_t parts;
-  int64_t heads;  // query heads per part
+  int64_t heads;  // number of query heads per part
   int64_t seqlen_k;
   int64_t columns;
-  int64_t bytes;  // bytes that the blocks of a part read and write
+  int64_t bytes;  // number of bytes that the blocks of a part read and write
   bool causal;    // true for any mask that gives blocks unequal work
 };
 
-// `wave` is the number of blocks or clusters that run at once, or 0 if all blocks must loop
-// downwards.
+// `wave` is the number of blocks or clusters that run at the same time. If `wave` is 0, all blocks
+// must loop downwards.
 constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwardLoad& load,
                                                           int64_t wave) {
   constexpr int64_t kCacheBytes = 32 << 20, kBlocks = 256, kMax = 64;
   const int64_t tiles = divide_up(load.seqlen_k, kAttentionBackwardSm90Keys);
   const int64_t columns = load.columns;
   if (wave > 0 && tiles > 0 && load.heads >= (columns > 64 ? 4 : 8)) {
-    // Use an even number of waves: as many as about 16 parts need, but at least two. After an odd
-    // number of waves the blocks of the next parts would start one after the other, which takes up
-    // to 1.18 times as long.
+    // Use an even number of waves: about as many as 16 parts need, but at least two. After an odd
+    // number of waves, the blocks of the next parts would not start together. The call would then
+    // need up to 1.18 times the time.
     const int64_t pairs = (16 * tiles + wave) / (2 * wave);
     const int64_t even = 2 * wave * std::max<int64_t>(pairs, 1) / tiles;
     if (load.parts * 2 <= even * 3) return {load.parts, wave};
-    // The parts run in sets of about `even` parts. A small remainder would leave most SMs idle
-    // during the last set, so it is spread over the other sets.
+    // The parts run in sets of about `even` parts. If the last set had only a few parts, most SMs
+    // would be idle while it runs. Therefore the parts of such a last set are spread over the
+    // earlier sets.
     const int64_t sets = load.parts / even, over = load.parts % even;
     return {over > 0 && over * 4 <= even ? divide_up(load.parts, sets) : even, wave};
   }
-  // Run enough parts at the same time to fill all SMs, the longest blocks first, and more parts if
-  // their data fits in the cache.
-  // NOTE: if all blocks are equal and their loops long, the blocks of 16 heads drift apart and each
-  // reads its rows from memory. On an H100 (1, 16, 16384, 128) took 12.5 ms with 16 heads at once
-  // and 8.8 ms with 8, and 18 GB of memory traffic instead of 4.4.
+  // Run at least as many parts at the same time as fill all SMs. Run more parts at the same time if
+  // their data fits in the L2 cache.
+  // NOTE: if all blocks have equal work and long loops, the blocks of 16 heads drift apart, and
+  // every block reads its query rows from memory instead of the cache. On an H100, (1, 16, 16384,
+  // 128) took 12.5 ms and 18 GB of memory traffic with 16 heads at the same time, and 8.8 ms and
+  // 4.4 GB with 8 heads.
   const int64_t min_parts =
       load.heads > 1 ? 4 : (columns > 128 || !load.causal ? 8 : (columns > 64 ? 16 : 32));
   const int64_t filling =

@@ -10,8 +10,9 @@
 
 namespace torchweld {
 
-// The work tile of a block. It stays in shared memory to save registers. Span is SequenceSpan, or
-// under a general mask a KeyRange32: the keys that the rows of the block's query tiles see.
+// The work tile of a block. It stays in shared memory to save registers. Span is SequenceSpan.
+// Under a general mask, Span is KeyRange32, and `span` is the range of keys that the rows of the
+// block's query tiles see.
 template <typename Span>
 struct alignas(8) BackwardWorkTile {
   int sequence;
@@ -19,19 +20,20 @@ struct alignas(8) BackwardWorkTile {
   int first_key;
   int dq_order;  // this block's position in the order in which blocks add to a dQ tile
   Span span;
-  int first_head;  // query heads [first_head, end_head) of all batch * nheads heads
+  int first_head;  // query heads [first_head, end_head), counted over all batch * nheads heads
   int end_head;
   int first_tile;  // query tiles [first_tile, last_tile] of each head
   int last_tile;
-  // Hopper's kernels: how many query heads process a tile index before the loop moves to the next
-  // index.
-  // NOTE: this is 1 if all blocks see the same rows. Otherwise blocks of later keys see fewer rows,
-  // and would wait for the blocks of earlier keys at the end of every head.
+  // Only for Hopper's kernels: the number of query heads that the loop processes with a tile index
+  // before it moves to the next tile index.
+  // NOTE: tile_steps is 1 if all blocks have the same query tiles. Otherwise the blocks of later
+  // keys have fewer query tiles. With tile_steps = 1 they would wait for the blocks of earlier keys
+  // at the end of every head.
   int tile_steps;
-  int direction;  // Hopper's kernels: 1 if the loop visits the tiles upwards, else -1
-  int part;       // index among all batch * nheads_kv * group_parts parts
+  int direction;  // only for Hopper: 1 if the loop visits the tiles in ascending order, else -1
+  int part;       // index of the part among all batch * nheads_kv * group_parts parts
 
-  // Hopper's kernels: the number of iterations of the loop over the tiles of all heads.
+  // Only for Hopper's kernels: the number of iterations of the loop over the tiles of all heads.
   __device__ __forceinline__ int steps() const {
     return (end_head - first_head) * (last_tile - first_tile + 1);
   }
@@ -40,9 +42,9 @@ struct alignas(8) BackwardWorkTile {
     return direction > 0 ? first_tile : last_tile;
   }
 
-  // Draws a ticket and fills the work tile. One thread calls this. The parts run in sets of
-  // parts_at_once parts. Within a set, the tickets ascend through the key tiles: a key tile of
-  // every part comes before the next key tile.
+  // Draws a ticket and fills the work tile. One thread calls this function. The parts run in sets
+  // of parts_at_once parts. Within a set, tickets ascend with the key tile: the first tickets are
+  // for key tile 0 of all parts, the next tickets for key tile 1 of all parts.
   template <typename Config>
   __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
@@ -80,9 +82,9 @@ struct alignas(8) BackwardWorkTile {
     }
   }
 
-  // The version of get_work for a general mask. All threads call this. dq_order is the index of the
-  // key tile. The query tiles go from the first to the last tile with a group of rows that sees
-  // keys of the block.
+  // The version of get_work for a general mask. All threads call this function. dq_order is the
+  // index of the key tile. first_tile and last_tile are the first and the last query tile in which
+  // some row sees a key of the block.
   template <typename Config>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
                                                   unsigned* g_ticket) {
@@ -108,8 +110,8 @@ struct alignas(8) BackwardWorkTile {
   }
 };
 
-// Loads rows [begin, end) of a tile, or with kBits the rows whose bit is set in `rows`. Clears the
-// other rows and the columns from `cols` on.
+// Loads rows [begin, end) of a tile. If kBits is true, loads the rows whose bit is set in `rows`
+// instead. Sets the other rows, and columns from `cols` on, to zero.
 template <typename Config, bool kBits = false, typename Tile, typename T>
 __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,
                                           int first_row, int begin, int end, int64_t cols,

@@ -26,9 +26,10 @@ __device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
 
 // Computes score = tanh(score * cap), with fp32 accuracy if kExact. In the backward, cap has the
 // sign of scale.
-// NOTE: tanh needs two slow instructions and a probability one, and the scores of most models are
-// far below their cap. If this holds for all scores of a warp, the warp uses a polynomial instead
-// of tanh. kOneWay omits this branch, for kernels that have no registers for both versions.
+// NOTE: tanh needs two slow instructions, and a probability needs only one. The scores of most
+// models are far below the cap. If all scores of a warp are small, the warp uses a polynomial
+// instead of tanh. If kOneWay is true, the warp always uses tanh. Kernels without registers for two
+// code paths use kOneWay.
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {

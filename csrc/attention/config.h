@@ -10,17 +10,17 @@
 
 namespace torchweld {
 
-// How the matmuls treat their operands: 16-bit elements, fp32 rounded to TF32, or exact fp32 as
-// three bf16 terms per value.
+// The operands of the matmuls: 16-bit elements, fp32 values rounded to TF32, or exact fp32 values
+// as three bf16 terms each.
 enum class AttentionMath { k16Bit, kTf32, kFloat32 };
 
 constexpr int elem_size(AttentionMath math) { return math == AttentionMath::k16Bit ? 2 : 4; }
 
 inline constexpr int kBf16x3Bytes = 6;  // bytes of the three bf16 terms of a value
 
-// A block of `warps` warps holds `rows` query rows and loops over the keys, `keys` at a time, with
-// `stages` buffers of keys and values. Head dims below `dim` are padded with zeros. In fp32 a stage
-// has a buffer of bf16 terms and a buffer for the fp32 values that arrive. With one stage, keys and
+// A block has `warps` warps and `rows` query rows. It loops over the keys, `keys` at a time, with
+// `stages` buffers of keys and values. Head dims below `dim` are padded with zeros. In fp32, a
+// stage has a buffer of bf16 terms and a buffer for arriving fp32 values. With one stage, keys and
 // values alternate in the same buffer.
 struct AttentionTile {
   AttentionMath math;
@@ -29,7 +29,7 @@ struct AttentionTile {
   int keys;
   int stages;
   int warps;
-  int blocks_per_sm;  // limits the registers per thread
+  int blocks_per_sm;  // blocks per SM; limits the registers per thread
 
   constexpr int threads() const { return warps * 32; }
   constexpr int tile_bytes() const {
@@ -41,12 +41,13 @@ struct AttentionTile {
   }
 };
 
-// Shared memory per block on the devices that have the least (sm_86, sm_89, sm_120).
+// The shared memory limit per block, in bytes, of sm_86, sm_89 and sm_120. Other devices have a
+// higher limit.
 inline constexpr int kAttentionSharedBytes = 99 * 1024;
 
-// A warp has 32 query rows, so it uses every key and value that it reads from shared memory twice.
-// For head dims above 128 only 16 rows fit in the registers, and for fp32 above 64 only 16 rows fit
-// in shared memory.
+// A warp has 32 query rows, that is, two m16 tiles. It uses every loaded fragment of keys and
+// values twice. For head dims above 128, a warp has registers for only 16 rows. For head dims above
+// 64 in fp32, shared memory has space for only 16 rows per warp.
 inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::k16Bit, 64, 128, 64, 2, 4, 2},
     {AttentionMath::k16Bit, 128, 128, 64, 2, 4, 2},
@@ -59,9 +60,9 @@ inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
-// The tile for few query rows. The rows of the query heads that share a kv head are packed into
-// kRows rows. The keys of a sequence are divided into splits, one per block. The `warps` warps of
-// the block alternate over tiles of `keys` keys, and each warp has its own `stages` buffers of keys
+// A tile for few query rows. The query heads that share a kv head have their rows packed into tiles
+// of kRows rows. The keys of a sequence are divided into splits, one per block. The `warps` warps
+// of a block alternate over tiles of `keys` keys. Each warp has its own `stages` buffers of keys
 // and values.
 struct AttentionDecodeTile {
   int dim;
@@ -80,8 +81,8 @@ struct AttentionDecodeTile {
   constexpr int tile_bytes() const { return (kRows + 2 * stages * step_keys()) * dim * 2; }
 };
 
-// For each head dim, the tiles are sorted from the one with most bytes in flight to the one that
-// needs least shared memory.
+// For each head dim, the tiles are in descending order of their bytes in flight and of their shared
+// memory.
 inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
     {64, 16, 3, 8},  {64, 32, 2, 4},  {128, 16, 3, 8}, {128, 16, 3, 4},
     {128, 16, 2, 4}, {256, 16, 3, 4}, {256, 16, 2, 2}};
@@ -97,15 +98,15 @@ struct AttentionSm90Tile {
   int warpgroups;
   int keys;
   int stages;
-  int blocks;  // blocks that share an SM
-  int speed;   // TFLOP/s with many long rows on an H200
+  int blocks;  // number of blocks that share an SM
+  int speed;   // measured TFLOP/s with many long rows on an H200
 
   static constexpr int kWarpgroupRows = 64;
   static constexpr int kBoxColumns = 64;  // columns of a TMA box: a swizzle row of 128 bytes
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
-  // The producer is a warp. In a block that has the SM to itself it is a warpgroup, whose registers
-  // go to the consumers (setmaxnreg).
+  // If several blocks share an SM, the producer is a warp. Otherwise the producer is a warpgroup,
+  // which gives most of its registers to the consumers (setmaxnreg).
   constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
   // The number of TMA boxes that `columns` columns need in shared memory.
   static constexpr int boxes(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
@@ -116,15 +117,15 @@ struct AttentionSm90Tile {
   constexpr int stages_bytes() const {
     return stages * 2 * kBoxColumns * keys * (boxes(dim) + boxes(dim_v));
   }
-  // Returns 2 if shared memory can hold the query rows of two tiles, so that the next tile can
-  // load, else 1.
+  // The number of buffers for query rows. It is 2 if shared memory has space for the query rows of
+  // two work tiles, else 1. With 2, the next work tile loads while the current one is computed.
   constexpr int query_stages() const {
     return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kSmBytes / blocks - kBlockBytes ? 2
                                                                                                : 1;
   }
   constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
 
-  // The kernel's shared memory in addition to its tile.
+  // The bytes of shared memory that the kernel needs in addition to its tile.
   static constexpr int kExtraBytes = 3 * 1024;
   // kSmBytes is the shared memory of an SM on Hopper. The hardware reserves kBlockBytes of it for
   // each block.
@@ -142,13 +143,13 @@ inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
 
-// What the cost of a call depends on, in addition to the sizes of a head.
+// The properties of a call that affect its cost, in addition to the sizes of a head.
 struct AttentionLoad {
   int64_t heads;  // batch * nheads
-  int64_t group;  // query heads that share a kv head
+  int64_t group;  // number of query heads that share a kv head
   bool causal, padded, bfloat16;
   int64_t window;  // 0 if there is no window
-  bool packed;     // key_start is given
+  bool packed;     // true if key_start is given
 };
 
 struct AttentionProblem {
@@ -161,20 +162,21 @@ struct AttentionProblem {
   DeviceFacts device;
 };
 
-// kSync uses mma.sync. kGeneral supports any sizes without tensor cores. kDecode is for few query
-// rows and splits the keys; it only has a forward. kSm90 uses Hopper's wgmma and TMA.
+// kSync uses mma.sync. kGeneral supports any sizes without tensor cores. kDecode splits the keys
+// and is for few query rows. It has no backward. kSm90 uses Hopper's wgmma and TMA.
 enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90 };
 
 struct AttentionChoice {
   AttentionEngine engine;
   int tile;        // index into the engine's table of tiles, 0 for kGeneral
-  int splits = 1;  // of the keys, for kDecode
+  int splits = 1;  // the number of splits of the keys, for kDecode
 };
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
 
-// Why no tile supports the problem; empty if some tile may.
+// Returns the reason why no tile supports the problem, or an empty Refusal if a tile may support
+// it.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // the kernels count positions in 32 bits
   if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile supports a head dim of 0";
@@ -184,7 +186,8 @@ inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   return {};
 }
 
-// Why a tile for head dims up to `dim` does not support the problem, whatever its dtype.
+// Returns the reason why a tile for head dims up to `dim` does not support the sizes of the
+// problem, or an empty Refusal. The dtype is not checked.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
   if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile supports head dims up to {}", dim};
   return attention_sizes_refusal(p);
@@ -206,7 +209,7 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   if (tile.tile_bytes() + AttentionSm90Tile::kExtraBytes > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
-  // NOTE: the ticket counter runs past the last tile by up to one grid.
+  // NOTE: the ticket counter may exceed the number of tiles by the number of blocks in the grid.
   const double tiles = static_cast<double>(p.load.heads) *
                        static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
   return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
@@ -216,7 +219,7 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
 // leftpad and key_start are unknown here. If key_start is given, the estimate assumes packed
 // documents of kDocument tokens.
 inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
-  // The start and the end of a tile take as long as this many keys.
+  // The start and the end of a work tile together take as long as kEmptyKeys keys.
   constexpr double kEmptyKeys = 224;
   constexpr int64_t kDocument = 512;
   const int64_t documents =
@@ -224,13 +227,14 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
   const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
                 seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
   const int64_t tiles = divide_up(seqlen_q, tile.rows());
-  double keys = 0, max_keys = 0;  // keys of a head, and of the longest tile
+  double keys = 0, max_keys = 0;  // number of keys of a head, and of its longest tile
   const auto tile_cost = [&](int64_t seen) {
     const double cost = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
     max_keys = std::max(max_keys, cost);
     return cost;
   };
-  // The estimate visits at most this many tiles. If a row has more tiles, it samples them.
+  // The estimate visits at most kCounted tiles of a head. If a head has more tiles, the estimate
+  // samples them.
   constexpr int64_t kCounted = 64;
   const int64_t window = p.load.window, before = seqlen_k - seqlen_q;
   const bool uneven = p.load.causal || window > 0;
@@ -251,7 +255,7 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
   return busiest * tile.blocks * tile.rows() * (tile.dim + tile.dim_v) / tile.speed;
 }
 
-// The decode kernel's shared memory in addition to its tile.
+// The bytes of shared memory that the decode kernel needs in addition to its tile.
 inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
 
 // The number of blocks if the keys are not split.
@@ -281,8 +285,8 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
              : "more than 2^31 - 1 blocks";
 }
 
-// Chooses the splits so that there is one block per SM, as long as each block has kMinSteps steps.
-// More splits would only cost more partial sums.
+// Returns the number of splits for which the grid has about one block per SM. Each block has at
+// least kMinSteps steps. More splits would only cost more partial sums.
 inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
   constexpr int64_t kMinSteps = 2;
   const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p));

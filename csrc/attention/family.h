@@ -99,8 +99,8 @@ struct AttentionFamily : AttentionNumbers {
     if (!sm90(x)) return AttentionNumbers::why(p, x);
     return "the fastest tile, by estimate, of those that support " + dims_text(p);
   }
-  // Lists all tiles. A decode tile is listed with the number of splits that fills the GPU and with
-  // powers of two.
+  // Lists all tiles. Each decode tile is listed several times: once with the number of splits that
+  // fills the GPU, and with numbers of splits that are powers of two.
   static std::vector<Encoded> candidates(const AttentionProblem& p) {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
@@ -159,7 +159,8 @@ struct AttentionFamily : AttentionNumbers {
 
 struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
-  // Backward has no decode tiles, but the index of an engine must be the same as in the forward.
+  // The backward has no decode tiles. "decode" is in this list because the indices of the engines
+  // must be the same as in the forward.
   static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
   static constexpr bool kFirstLegal = true;
 

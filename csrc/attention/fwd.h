@@ -1,4 +1,4 @@
-// What attention's forward kernels and their launchers share.
+// Definitions for all forward kernels of attention and their launchers.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// How a kernel scales its scores. kMasked says that the kernel supports a general mask; otherwise
-// it supports only causal and leftpad.
+// The variant of a kernel: Scale is the type that scales the scores. If kMasked is true, the kernel
+// supports a general mask, otherwise only causal and leftpad.
 template <bool>
 struct AttentionVariant {
   static constexpr bool kMasked = false;
@@ -26,13 +26,13 @@ struct AttentionVariant<true> {
   }
 };
 
-// The order of the blocks: by section, which is a set of heads, then by tile of query rows with the
-// last rows first, then by the head in the section. The keys and values of a section stay in the L2
-// cache. Even short sequences have several sections, so that the first tile need not wait for the
-// keys of all heads. The fewer tiles a head has, the less their order matters, and the smaller a
-// section may be.
+// The order of the blocks. The heads are divided into sections. Blocks are ordered by section, then
+// by tile of query rows (the last rows first), then by head. The keys and values of a section stay
+// in the L2 cache. Even short sequences have several sections, so that the first blocks need not
+// wait for the keys of all heads. If a head has few tiles, their order matters less, so a section
+// may have fewer heads.
 struct AttentionSchedule {
-  int64_t section;  // heads of a section
+  int64_t section;  // the number of heads in a section
   int64_t tiles;    // tiles of a head
   int64_t first_block = 0;
 
@@ -51,8 +51,8 @@ struct AttentionSchedule {
   }
 };
 
-// csrc/instantiations.py generates one file for each instance. `tile` is an index into
-// kAttentionTiles.
+// csrc/instantiations.py generates one file for each instance of these templates. `tile` is an
+// index into kAttentionTiles.
 template <typename T, AttentionMath kMath, bool kMasked>
 void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream);
 template <bool kMasked>

@@ -1,10 +1,11 @@
-// Gaps: keys that no row of a block sees, but that lie between keys that some row sees. They are
-// the padding between packed documents. P is 0 at these keys, but V may be NaN, so the kernels
-// clear V before O += P V.
+// Gaps: keys between the first and the last key of a block that no row of the block sees. They are
+// the padding between packed documents. P is 0 at these keys, but V may be NaN. Therefore the
+// kernels set V to 0 at these keys before O += P V.
 //
-// Under causal and key_start, a row that sees any key sees the key at its own position. Keys before
-// the position of the block's first row are seen from the first seen key on. So a gap consists of
-// positions of rows that see no key, and one bit per row describes it.
+// Gaps occur only under causal with key_start. A row that sees any key then sees the key at its own
+// position. Before the position of the block's first row, there is no gap after the first seen key.
+// Therefore every key of a gap is at the position of a row that sees no key, and one bit per row
+// describes the gaps.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@ template <int kRows>
 struct GapKeys {
   static_assert(kRows % kWarp == 0);
   int first_position;  // the key at the position of row 0, or kSeesNothing if there are no gaps
-  uint32_t rows[kRows / kWarp];  // a bit per row: the key at the position of the row lies in a gap
+  uint32_t rows[kRows / kWarp];  // one bit per row: the key at the row's position is in a gap
 
   // Whether the `count` keys from `key` on may include keys of a gap.
   __device__ __forceinline__ bool may_overlap(int key, int count) const {
@@ -30,8 +31,8 @@ struct GapKeys {
   }
 
   // Finds the gaps of the block's rows. The position of row 0 is `position`. `s_begin` holds the
-  // first key of each row, or kSeesNothing if the row sees no key. The rows see keys between
-  // `first` and `end`. All threads of `threads` / 32 warps call this. Before the call,
+  // first key of each row, or kSeesNothing if the row sees no key. All keys that the rows see lie
+  // in [first, end). All threads of `threads` / 32 warps call this function. Before the call,
   // first_position must be kSeesNothing or `position`.
   __device__ __forceinline__ void find(const int* s_begin, int position, int first, int end,
                                        int thread, int threads) {
@@ -47,7 +48,8 @@ struct GapKeys {
   }
 
  private:
-  // Returns the first key that row `row` or a later row sees. All lanes of a warp call this.
+  // Returns the smallest s_begin of row `row` and all later rows. All lanes of a warp call this
+  // function.
   static __device__ __forceinline__ int first_begin_from(const int* s_begin, int row) {
     int in_later_warps = kSeesNothing, begin = s_begin[row];
     for (int i = row + kWarp; i < kRows; i += kWarp) {

@@ -1,4 +1,4 @@
-// Defines the mask, that is, which keys a query row sees. For host and device.
+// Defines the mask for host and device code. The mask determines which keys a query row sees.
 //
 // Sequence b has key_end[b] keys (seqlen_k if key_end is not given). Query row i has a position
 // among the keys and sees key j if all of these conditions hold:
@@ -7,18 +7,18 @@
 //   j < key_end[b]         later keys are padding, or cache entries that are not filled yet
 //   j <= position          if causal
 //   j > position - window  and without causal j < position + window
-// The position is i + key_end[b] - seqlen_q (bottom-right aligned), because a cache ends with the
-// keys of its queries. If key_end is below seqlen_q, it can't describe a cache. It is then the
-// length of a sequence that is padded on the right, so row i has position i (i + seqlen_k -
-// seqlen_q if seqlen_k < seqlen_q). A row whose own position is below leftpad is padding and sees
-// no key. The result of a row that sees no key is 0, its lse is -inf (or the logit of the sink),
-// and its gradients are 0. Some keys are never used, even if they are NaN: those before the first
-// and after the last key that any row of a sequence sees, and those in between that no row sees,
-// which are the padding between packed documents.
+// The position of row i is i + key_end[b] - seqlen_q (bottom-right aligned), because a cache ends
+// with the keys of its queries. If key_end is below seqlen_q, key_end can't describe a cache. It is
+// then the length of a sequence that is padded on the right, and row i has position i (i + seqlen_k
+// - seqlen_q if seqlen_k < seqlen_q). If the position of a row is below leftpad, the row is padding
+// and sees no key. The result of a row that sees no key is 0, its lse is -inf (or the logit of the
+// sink), and its gradients are 0. Keys that no row of a sequence sees never affect the results,
+// even if they are NaN.
 //
 // leftpad, key_start and key_end stay on the device, so the host never waits for their values.
-// Values below 0 count as 0, values above seqlen_k as seqlen_k. leftpad = 0 differs from no leftpad
-// if seqlen_q > seqlen_k without causal: the rows at negative positions are then padding.
+// Values below 0 count as 0. Values above seqlen_k count as seqlen_k. Without causal, leftpad = 0
+// differs from no leftpad if seqlen_q > seqlen_k: with leftpad = 0, the rows at negative positions
+// are padding.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct KeyRangeOf {
   TW_HOST_DEVICE bool empty() const { return begin >= end; }
 };
 using KeyRange = KeyRangeOf<int64_t>;
-using KeyRange32 = KeyRangeOf<int>;  // for kernels that have no registers for a 64-bit range
+using KeyRange32 = KeyRangeOf<int>;  // for kernels without registers for a 64-bit range
 
 // The mask of one sequence. Its values are clamped to the valid range.
 struct SequenceMask {
@@ -61,7 +61,7 @@ struct MaskParams {
   bool causal;
   bool padded;  // leftpad is given
 
-  // Whether the mask needs more than the kernels for causal and leftpad support.
+  // Whether the mask is more than causal and leftpad, so that it needs a kernel for general masks.
   bool is_general() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
 
   // The position of query row i among all keys (bottom-right aligned).
@@ -79,7 +79,8 @@ struct MaskParams {
     return key < 0 ? 0 : (key > seqlen_k ? seqlen_k : key);
   }
 
-  // The padding of sequence b. pad_32 is for kernels in which seqlen_k fits in 32 bits.
+  // The number of padding keys at the start of sequence b. pad_32 is for kernels that require
+  // seqlen_k to fit in 32 bits.
   TW_HOST_DEVICE int64_t pad(int64_t b) const { return leftpad ? clamp_key(leftpad[b]) : 0; }
   TW_HOST_DEVICE int pad_32(int64_t b) const {
     return leftpad ? static_cast<int>(clamp_key(leftpad[b])) : 0;
@@ -112,7 +113,7 @@ struct MaskParams {
     return keys;
   }
 
-  // The first query row that is not padding. At least 0.
+  // The first query row that is not padding. The result is at least 0.
   TW_HOST_DEVICE int64_t first_row(int64_t pad) const {
     const int64_t row = padded ? pad - (seqlen_k - seqlen_q) : 0;
     return row < 0 ? 0 : row;
@@ -128,12 +129,13 @@ struct MaskParams {
   }
 };
 
-// The keys that kRows query rows of a sequence see. Rows behind the last row of the sequence see
-// none.
+// The keys that kRows consecutive query rows of a sequence see. Rows behind the last row of the
+// sequence see no key.
 struct alignas(16) BlockMask {
   static constexpr int kRows = 64;
-  int begin, end;  // no row sees a key outside of this range; INT_MAX and 0 if no row sees a key
-  // Every row sees the keys between these; INT_MAX and 0 if some row sees no key.
+  int begin, end;  // contain the keys of all rows; INT_MAX and 0 if no row sees a key
+  // Every row sees all keys of [last_begin, first_end). They are INT_MAX and 0 if some row sees no
+  // key.
   int last_begin, first_end;
   uint64_t live;  // one bit per row: the row sees a key
 

@@ -49,7 +49,8 @@ struct Mask {
   }
 };
 
-// Checks shapes and dtypes. The values stay on the device. `like` is the first tensor of the op.
+// Checks the shapes and dtypes of the mask's tensors. Their values stay on the device and are not
+// checked. `like` is the first tensor of the op.
 inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batch,
                        const c10::SymInt& nheads, const c10::SymInt& seqlen_q,
                        const char* like_name, const Tensor& like) {

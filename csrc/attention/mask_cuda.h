@@ -16,7 +16,8 @@ inline Mask kernel_mask(const Mask& mask) {
   return result;
 }
 
-// `mask` must come from kernel_mask, and its tensors must outlive the result.
+// Returns the mask's parameters for kernels. `mask` must come from kernel_mask. The tensors of
+// `mask` must outlive the result.
 inline MaskParams kernel_params(const Mask& mask, int64_t seqlen_q, int64_t seqlen_k) {
   MaskParams params =
       mask.params(seqlen_q, seqlen_k, [](const Tensor& t) { return const_data<int32_t>(t); });

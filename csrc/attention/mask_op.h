@@ -14,8 +14,8 @@ namespace torchweld {
   "Tensor? sink=None"
 
 // MaskOp<f, R(), arguments of f>::call gets the mask's arguments one by one, in the order of the
-// schema, and calls f(before..., mask, scale, after...). kCausal says that the schema has an
-// argument `causal`; otherwise the mask is always causal.
+// schema. It calls f(before..., mask, scale, after...). If kCausal is true, the schema has an
+// argument `causal`. Otherwise the mask is always causal.
 template <auto f, bool kCausal, typename Before, typename... Rest>
 struct MaskOp;
 

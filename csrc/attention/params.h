@@ -12,9 +12,9 @@
 
 namespace torchweld {
 
-// A tensor (batch, heads, rows, cols) with contiguous rows. Strides count elements. Every row
-// starts on a 16-byte boundary and is followed by zeros up to the next such boundary, so that
-// cp.async can copy it 16 bytes at a time.
+// A tensor (batch, heads, rows, cols) with contiguous rows. Strides are in elements. Every row
+// starts on a 16-byte boundary. The elements between the end of a row and the next 16-byte boundary
+// are zeros, so that cp.async can copy 16 bytes at a time.
 struct AttentionTensor {
   const void* data;
   int64_t batch_stride;
@@ -44,9 +44,9 @@ struct AttentionParams {
   bool tf32;  // fp32 matmuls may round to TF32
   DType dtype;
   AttentionChoice choice;
-  float* partials;     // attention_partial_floats() floats for the splits, or nullptr if that is 0
-  uint64_t* flags;     // attention_flags() flags (block_flags), or nullptr if that is 0
-  unsigned* counters;  // one counter, zero before and after a call of Hopper's kernel; else nullptr
+  float* partials;     // attention_partial_floats() floats; nullptr if that number is 0
+  uint64_t* flags;     // attention_flags() flags (block_flags); nullptr if that number is 0
+  unsigned* counters;  // Hopper's ticket counter, zero before and after a call; else nullptr
 };
 
 inline AttentionMath attention_math(DType dtype, bool tf32) {
@@ -66,23 +66,25 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           device_facts()};
 }
 
-// The number of flags of a call: one per split, except for the last split of a group, which adds
-// the others.
+// The number of flags of a call. Every split has one flag, except the last split of a group. The
+// block of the last split adds the partial results of the other splits.
 inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
   return attention_decode_groups(p) * (choice.splits - 1);
 }
-// The number of floats for the partial results of these splits. Each row has its accumulators, its
-// maximum and its sum of probabilities.
+// The number of floats for the partial results of all splits except the last split of each group.
+// Each row of a split has its accumulators, its maximum and its sum of probabilities.
 inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
   return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);
 }
 
-// Calls with larger head dims use the general kernels.
+// The maximum head dim of the tensor-core kernels. Calls with larger head dims use the general
+// kernels.
 inline constexpr int64_t kAttentionMaxHeadDim = 256;
 
-// Sizes may be 0. Launches nothing if out and lse are empty.
+// Launches the forward of attention. Sizes may be 0. If out and lse are empty, the function
+// launches nothing.
 void launch_attention(const AttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,5 +1,5 @@
-// The scale and the soft cap that convert scores into probabilities, for host and device, and the
-// end of the softmax of a row.
+// The scale and the soft cap that convert scores into probabilities, and the last step of the
+// softmax of a row. For host and device code.
 #pragma once
 
 #include <cmath>
@@ -68,8 +68,8 @@ struct SmallExponent {
 #endif
 };
 
-// ScoreScale with a soft cap. The scores first become tanh(score * cap); `size` and `c` apply to
-// the result.
+// ScoreScale with a soft cap. A score first becomes tanh(score * cap). `size` and `c` multiply this
+// result.
 struct CappedScale : ScoreScale {
   float softcap;  // 0 if not given
   float cap;
@@ -87,8 +87,9 @@ struct FinishedRow {
   float lse;
 };
 
-// Ends the softmax of a row. The logit of the sink (-inf if there is none) is added last. This is
-// exact for any sink, and also for a row that sees only scores of -inf.
+// Computes the last step of the softmax of a row. `sink` is the logit of the sink, or -inf if there
+// is no sink. It is added to the sum of the row here. The result is exact for any sink, and also
+// for a row that sees only scores of -inf.
 __device__ __forceinline__ FinishedRow finish_row(const ScoreScale& scale, float max, float sum,
                                                   float sink) {
   if (sink > max * scale.size) {

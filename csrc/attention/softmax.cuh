@@ -23,14 +23,15 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The largest score of a row so far, and the sum of this thread's probabilities of the row.
+// The state of a row: the largest score so far, and the sum of the row's probabilities in this
+// thread.
 struct OnlineRow {
   float max;
   float sum;
 };
 
-// NOTE: OnlineRow has no default member initialisers, because nvcc 13.0 would run them only for the
-// first row of a 2-D array.
+// NOTE: this function replaces default member initialisers of OnlineRow. nvcc 13.0 would run such
+// initialisers only for the first row of a 2-D array.
 template <int kTiles>
 __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
 #pragma unroll
@@ -39,9 +40,9 @@ __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
   }
 }
 
-// Replaces scores by probabilities. The caller must multiply its earlier results by `factor`. kFtz
-// flushes subnormal probabilities to 0. kLazy keeps the old maximum as long as probabilities stay
-// below 2^8, so that `factor` is often 1.
+// Replaces scores by probabilities. The caller must then multiply the accumulators of O by
+// `factor`. With kFtz, subnormal probabilities become 0. With kLazy, a row keeps its old maximum as
+// long as its probabilities stay below 2^8, so that `factor` is often 1.
 template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
 __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
                                                OnlineRow (&rows)[kTiles][2],
@@ -59,12 +60,12 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
       }
       max = quad_max(max);
       if (kLazy && (max - row.max) * c <= 8.f) max = row.max;
-      // -inf - (-inf) is NaN, so a row with only scores of -inf so far uses 0 as its maximum. Its
-      // sum stays 0.
+      // -inf - (-inf) is NaN. A row that has had only scores of -inf so far therefore uses 0 as its
+      // maximum. The sum of the row stays 0.
       const float top = max == -INFINITY ? 0.f : max;
-      // NOTE: s * c - shift is one FMA. The rounding error of shift is common to all scores of the
-      // row and to `factor`, so it cancels. But for huge scores 2^error overflows, so huge scores
-      // first subtract `top`. inf - inf gives NaN, as in torch.
+      // NOTE: s * c - shift is one FMA. All scores of the row and `factor` use the same rounded
+      // shift, so its rounding error cancels. For huge scores, however, 2^error overflows.
+      // Therefore `top` is first subtracted from huge scores. inf - inf gives NaN, as in torch.
       float shift = __fmul_rn(top, c);
       float rise = __fmul_rn(row.max, c) - shift;
       if (!(fabsf(shift) < 0x1p14f)) {
@@ -92,9 +93,9 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
   }
 }
 
-// Softmax without a running maximum, for small soft-capped scores. `exponent`, a SmallExponent, is
-// a polynomial that converts a score into its exponent. The maxima of the rows, which are 0 or
-// more, don't change. If `hides`, hide() is called to hide exponents.
+// Softmax without a running maximum, for small soft-capped scores. `exponent` is a SmallExponent,
+// which converts a score into its exponent. The maxima of the rows must be 0 or more, and they
+// don't change. If `hides` is true, the function calls hide() to hide exponents.
 template <int kTiles, int kCols, class Exponent, class Hide>
 __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
                                                         OnlineRow (&rows)[kTiles][2], float c,
@@ -142,7 +143,7 @@ __device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
   }
 }
 
-// Hides in each row the columns from min(first_end + row, last_end) on.
+// Hides the columns of each row from column min(first_end + row, last_end) on.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
                                              int last_end) {
@@ -164,10 +165,10 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
   }
 }
 
-inline constexpr int kSeesNothing = INT_MAX;  // replaces the first key of a row that sees no key
+inline constexpr int kSeesNothing = INT_MAX;  // the first key of a row that sees no key
 
-// Hides in each row the columns before begin[row] - from, and those from min(first_end + row,
-// last_end) on.
+// Keeps the columns of each row from column begin[row] - from up to column min(first_end + row,
+// last_end) - 1. Hides all other columns.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
                                              int last_end, const int* begin, int from) {

@@ -33,7 +33,7 @@ struct SharedTile {
   static constexpr int kRows = kTileRows;
   static constexpr int kRowBytes = kCols * sizeof(T);
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kGroups = kRowBytes / 32;  // an mma's K is 32 bytes
+  static constexpr int kGroups = kRowBytes / 32;  // the K dimension of an mma is 32 bytes
   static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kChunks >= 2 && (kChunks & (kChunks - 1)) == 0);
   alignas(128) T s_data[kRows * kCols];
@@ -43,14 +43,14 @@ struct SharedTile {
     return row * kRowBytes + (chunk ^ (row / (8 / kPeriod) % kPeriod)) * 16;
   }
 
-  // The address `bytes` further right in the row of s_byte. `bytes` must be a multiple of 16 that
-  // has no bit in common with the column of s_byte. Callers may add multiples of 8 rows to the
-  // result.
+  // Returns the address that is `bytes` bytes to the right of s_byte in the same row. `bytes` must
+  // be a multiple of 16 and must have no bit in common with the column of s_byte. Callers may add a
+  // multiple of 8 rows to the result.
   static __device__ __forceinline__ uint32_t right_of(uint32_t s_byte, int bytes) {
     return (s_byte ^ (bytes % 128)) + bytes / 128 * 128;
   }
 
-  // The address one row below s_byte. s_byte must be in an even row.
+  // Returns the address one row below s_byte. s_byte must be in an even row.
   static __device__ __forceinline__ uint32_t below_even(uint32_t s_byte) {
     return (kChunks < 8 ? s_byte : s_byte ^ 16) + kRowBytes;
   }
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int gro
 }
 
 // Copies consecutive tiles of kRows rows each from a strided matrix (rows, cols). Rows from
-// `rows_left` on and chunks from `cols` on are cleared and not read.
+// `rows_left` on, and chunks from column `cols` on, become zeros and are not read.
 template <typename Layout, int kRows, int kThreads>
 class AttentionLoader {
   using T = typename Layout::T;
@@ -93,7 +93,7 @@ class AttentionLoader {
   __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols)
       : AttentionLoader(g_first, row_stride, cols, threadIdx.x) {}
 
-  // `thread` is the index among the threads that copy.
+  // `thread` is the index of this thread among the threads that copy.
   __device__ __forceinline__ AttentionLoader(const T* g_first, int64_t row_stride, int cols,
                                              int thread)
       : step_(row_stride * kRowStep), cols_(cols) {
@@ -104,8 +104,8 @@ class AttentionLoader {
   __device__ __forceinline__ void load(int thread, uint32_t s_tile, int rows_left) {
     const ThreadChunks chunks(thread);
     const bool has_cols = chunks.chunk * Layout::kElems < cols_;
-    // NOTE: if the copy size is 0 or 16 bytes, ptxas turns it into one predicate; other sizes cost
-    // ten instructions per copy.
+    // NOTE: the copy size is 0 or 16 bytes, so ptxas replaces it by a predicate. Other sizes would
+    // cost ten instructions per copy.
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const bool live = has_cols && chunks.row + i * kRowStep < rows_left;
@@ -114,15 +114,15 @@ class AttentionLoader {
     }
   }
 
-  // Skips kSkipped rows.
+  // Skips kSkipped rows of the matrix.
   template <int kSkipped>
   __device__ __forceinline__ void skip() {
     static_assert(kSkipped % kRowStep == 0);
     g_next_ += step_ * (kSkipped / kRowStep);
   }
 
-  // Clears the rows of a tile that lie in a gap, in the chunks that this thread has copied. The
-  // tile starts at `key`. The caller must have waited for the copies.
+  // Zeroes the rows of a tile that lie in a gap. Each thread zeroes only chunks that it has copied.
+  // The tile starts at `key`. The caller must have waited for the copies.
   template <typename Gaps>
   static __device__ __forceinline__ void clear_gaps(int thread, T* s_tile, const Gaps& gaps,
                                                     int key) {

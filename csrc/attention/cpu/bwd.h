@@ -1,5 +1,6 @@
-// CPU: the gradient of attention, with the tiles of attention/cpu/fwd.h. A task computes a kv head
-// with all its query heads, so the order of every sum does not depend on the number of threads.
+// CPU: the gradient of attention, with the tiles of attention/cpu/fwd.h. A task computes all
+// gradients of a kv head and its query heads. Therefore the order of every sum does not depend on
+// the number of threads.
 #pragma once
 
 #include <ATen/ops/zeros.h>

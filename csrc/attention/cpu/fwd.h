@@ -1,11 +1,12 @@
-// CPU: attention in tiles of 64 keys by up to 64 query rows, which stay in the cache.
+// CPU: the forward of attention. A tile of scores has 64 keys and up to 64 query rows, and stays in
+// the cache.
 //
-// A tile of scores is transposed, (keys, rows). Each query row is a vector lane, so its softmax
-// needs no sum across lanes, and dkey and dvalue are plain matmuls of the tiles. Keys and values
-// are packed once, in the dtype of the statistics, from the first to the last key that the sequence
-// sees; padding is not read. A task computes a block of query rows. In the backward a task computes
-// a kv head with all its query heads, so the order of every sum does not depend on the number of
-// threads.
+// A tile of scores is transposed: (keys, rows). Each query row is a vector lane, so its softmax
+// needs no sum across lanes. dkey and dvalue are plain matmuls of the tiles. Keys and values are
+// packed once, in the dtype of the statistics, from the first to the last key that the sequence
+// sees. Padding is not read. A task of the forward computes a block of query rows. A task of the
+// backward computes a kv head with all its query heads, so the order of every sum does not depend
+// on the number of threads.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -14,12 +15,13 @@
 
 namespace torchweld {
 
-// Up to this many query rows, packing the keys is not worth its time.
+// The maximum number of query rows for the forward that does not pack keys. Packing takes longer
+// than it saves for so few rows.
 constexpr int64_t kFewRows = 8;
 
 // Overwrites scores (tiles, 64, width) with exp(scores - max) of each row, and computes the sums of
-// the rows, including the sink. The sums are added tile by tile, because one long chain of
-// additions would lose digits. tile_sum (width,) is scratch memory.
+// the rows, including the sink. Each tile is summed separately, and then the sums of the tiles are
+// added. One long chain of additions would lose digits. tile_sum (width,) is scratch memory.
 template <typename acc_t>
 void softmax_of_lanes(acc_t* scores, int64_t tiles, int64_t width, acc_t sink, acc_t* max,
                       acc_t* sum, acc_t* tile_sum) {

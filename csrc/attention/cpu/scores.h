@@ -11,7 +11,7 @@
 namespace torchweld {
 
 struct CpuScores {
-  MaskParams mask;  // without softcap and sink, which are separate members
+  MaskParams mask;  // softcap and sink are unset; they are separate members
   double scale;
   double softcap;  // 0 if not given
   Tensor sinks;    // (nheads,) in the dtype of the statistics, or undefined
@@ -23,8 +23,8 @@ struct CpuScores {
     if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
   }
 
-  // Returns the smallest range that contains all keys that rows [row, row + rows) of sequence b
-  // see.
+  // Returns the smallest range of keys that contains the keys of all rows [row, row + rows) of
+  // sequence b. The keys of a row are the keys that it sees.
   KeyRange keys_of_rows(int64_t b, int64_t row, int64_t rows) const {
     const SequenceMask sequence = mask.sequence(b);
     KeyRange all = {mask.seqlen_k, 0};

@@ -41,8 +41,8 @@ struct CpuHeads {
 // scores instead of query and key.
 struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  std::vector<KeyRange> seen;  // per sequence: from the first to the last key that any row sees
-  std::vector<std::vector<KeyRange>> gaps;  // per sequence: keys within `seen` that no row sees
+  std::vector<KeyRange> seen;               // per sequence: from the first to the last seen key
+  std::vector<std::vector<KeyRange>> gaps;  // per sequence: ranges in `seen` that no row sees
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& args,
                double scale)
@@ -56,8 +56,8 @@ struct CpuAttention : CpuScores {
   int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
   int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
   // The number of query rows in a block. Under causal, a block computes all keys that its last row
-  // sees, many of which its first rows don't see, so short sequences have small blocks. Many keys
-  // also need small blocks, so that the scores stay in the cache.
+  // sees. Its first rows don't see many of these keys, so short sequences have small blocks. Long
+  // key sequences also have small blocks, so that the scores stay in the cache.
   int64_t block_rows() const {
     const bool small = seqlen_q <= 16 || seqlen_k > 8192;
     return small ? 16 : (seqlen_q <= 32 || (mask.causal && seqlen_q <= 256)) ? 32 : 64;
@@ -102,8 +102,8 @@ struct CpuAttention : CpuScores {
   }
 };
 
-// Sets `to` (columns, width) to the transpose of `from` (rows, columns). Elements of rows from
-// `rows` on become zero.
+// Sets `to` (columns, width) to the transpose of `from` (rows, columns). The elements of `to` for
+// missing rows (columns from `rows` on) become zero.
 template <typename T, typename acc_t>
 void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
                      int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -117,7 +117,8 @@ void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int6
   });
 }
 
-// Copies `from` (rows, columns) to `to` (height, columns). Rows from `rows` on become zero.
+// Copies `from` (rows, columns) times `scale` to `to` (height, columns). Rows of `to` from `rows`
+// on become zero.
 template <typename T, typename acc_t>
 void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t columns,
                int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -138,9 +139,10 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
   });
 }
 
-// Packs keys or values into tiles, from the first to the last key that each sequence sees: (batch,
-// nheads_kv, tiles, 64, columns), or if transposed (batch, nheads_kv, tiles, columns, 64). Keys in
-// a gap become zeros, because 0 * NaN would turn the results of other keys into NaN.
+// Packs keys or values into tiles (batch, nheads_kv, tiles, 64, columns). If `transposed` is true,
+// the tiles are (batch, nheads_kv, tiles, columns, 64). The tiles of a sequence hold its keys, from
+// the first to the last key that any row sees. Keys in a gap become zeros, because 0 * NaN would
+// turn the results of other keys into NaN.
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const int64_t columns = t.size(3), tiles = a.tiles();
@@ -168,16 +170,16 @@ Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   return packed;
 }
 
-// The query rows [row, row + rows) of a sequence, and the tiles of keys that at least one of them
-// sees. begin, end, last_begin and first_end count keys from first_key.
+// Query rows [row, row + rows) of a sequence, and the range of key tiles that these rows see.
+// begin, end, last_begin and first_end are key indices that count from first_key.
 struct QueryBlock {
   static constexpr int64_t kMaxRows = 64;
   int64_t row, rows;
   int64_t first_key;  // the first key that the sequence sees
   int64_t tile_begin, tile_end;
-  int32_t begin[kMaxRows];  // the keys of each row, or 0 and 0 if it sees none
+  int32_t begin[kMaxRows];  // the keys that each row sees, or 0 and 0 if none
   int32_t end[kMaxRows];
-  int32_t last_begin, first_end;  // every row that sees any key sees all keys between these two
+  int32_t last_begin, first_end;  // a row that sees any key sees all keys between these two
 
   QueryBlock(const CpuAttention& a, int64_t b, int64_t index)
       : row(index * a.block_rows()),
@@ -205,8 +207,8 @@ struct QueryBlock {
   bool empty() const { return tile_begin == tile_end; }
   int64_t tiles() const { return tile_end - tile_begin; }
 
-  // Sets the hidden elements of a tile (64, width) to `value`. Elements of rows that see no key may
-  // stay unchanged.
+  // Sets the hidden elements of a score tile (64, width) to `value`. If a row sees no key, its
+  // elements may stay unchanged.
   template <typename acc_t>
   void fill_hidden(acc_t* tile_scores, int64_t tile, int64_t width, acc_t value) const {
     const auto first = static_cast<int32_t>(tile * kTileKeys);
@@ -241,7 +243,8 @@ void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
   });
 }
 
-// Returns what the rows of a block add to dsink of a head. `deltas` must come from row_deltas.
+// Returns the contribution of a block of rows to dsink of a head. `deltas` must come from
+// row_deltas.
 template <typename acc_t>
 acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
                     const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block) {

@@ -1,26 +1,26 @@
-// The forward of attention for few query rows, as in a decode step. It takes as long as reading the
-// keys and values once.
+// The forward of attention for few query rows, as in a decode step. Its time is the time of one
+// read of all keys and values.
 //
-// The rows of the query heads that share a kv head are packed into one tile. The keys of a
-// sequence, from the first key that is not padding on, are divided into equal splits, so that every
-// SM has a block. The warps of a block alternate over the tiles of its split. Each warp has its own
-// ring, which it fills with cp.async, so no warp waits for another. At the end the block adds up
-// the sums of its warps in shared memory. The last split of each group then waits for the other
-// splits and adds their sums from global memory in a fixed order, so that every run gives the same
-// bits.
+// The query heads that share a kv head have their rows packed into one tile. The keys of a
+// sequence, without its padding, are divided into equal splits, so that every SM has a block. The
+// warps of a block alternate over the tiles of the block's split. Each warp fills its own ring with
+// cp.async, so no warp waits for another. At the end the block adds up the sums of its warps in
+// shared memory. The block of the last split then waits for the blocks of the other splits and adds
+// their sums from global memory. It adds them in a fixed order, so every run gives the same bits.
 //
-// A block that reads two streams, keys and values, gets more memory throughput than a block in
-// which every warp reads its own range of keys. With separate ranges, attention decode (16, 32, 8,
-// 8192, 128) bfloat16 took 141 us instead of 134, and (1, 32, 8, 65536, 128) 76 instead of 72.
+// The warps of a block read the same two streams, one of keys and one of values. This gives more
+// memory throughput than a separate range of keys for every warp. With separate ranges, attention
+// decode (16, 32, 8, 8192, 128) bfloat16 took 141 us instead of 134, and (1, 32, 8, 65536, 128) 76
+// instead of 72.
 //
-// On Hopper the kernel starts while the previous kernel ends (PDL), and lets the next kernel start
-// once it has read its keys. Letting it start earlier does not help: (16, 12, 12, 1024, 64) then
-// took 17.5 us, and 16.8 without PDL. Prefetching keys to L2 before the previous kernel has ended
-// only slows that kernel down: two tiles per warp gained nothing, and with 16 (64, 32, 8, 2048,
-// 128) took 205 us instead of 137.
+// On Hopper the kernel starts while the previous kernel ends (PDL). When the kernel has read its
+// keys, it lets the next kernel start. An earlier start of the next kernel does not help: (16, 12,
+// 12, 1024, 64) then took 17.5 us, and 16.8 without PDL. A prefetch of keys to L2 before the end of
+// the previous kernel only slows the previous kernel down. With two prefetched tiles per warp
+// nothing was gained. With 16 tiles per warp (64, 32, 8, 2048, 128) took 205 us instead of 137.
 //
-// A flag marks that the partial results of a split are stored. Flags need no reset; resetting
-// counters in a captured graph cost up to 4 us per call.
+// A flag says that the partial results of a split are stored. Flags need no reset. Counters would
+// need a reset, which cost up to 4 us per call in a captured graph.
 // Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 #pragma once
 
@@ -38,7 +38,8 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
   static constexpr int kDim = kShape.dim, kRows = AttentionDecodeTile::kRows, kKeys = kShape.keys;
   static constexpr int kStages = kShape.stages, kWarps = kShape.warps;
   static constexpr int kThreads = kShape.threads(), kTiles = kRows / 16;
-  // Limits the registers per thread. As many blocks fit in shared memory.
+  // The number of blocks per SM. It limits the registers per thread. Shared memory has space for
+  // this number of blocks.
   static constexpr int kBlocksPerSm = kShape.tile_bytes() > 110 * 1024 ? 1 : 2;
   using Layout = AttentionLayout<T, kDim>;
   using Matmul = WarpMatmul16<T, kDim, kTiles, kKeys>;
@@ -51,10 +52,10 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
       T rings[kWarps][kStages][2][kKeys * kDim];  // keys, then values
       DecodeSumsShared<kRows, kDim, kWarps> sums;
     };
-    MaxSum warp_sums[kWarps][kRows];  // the rescaling factor of a warp later overwrites its maximum
+    MaxSum warp_sums[kWarps][kRows];  // a warp's rescaling factor later overwrites its maximum
     MaxSum block_sums[kRows];
     float factor[kRows];  // normalises the sums of a row; negative if the row sees no key
-    DecodeGaps gaps;      // used under a general mask
+    DecodeGaps gaps;      // only used under a general mask
   };
 };
 
@@ -97,8 +98,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   griddep_wait();
   work.find_keys(p);
 
-  // NOTE: with threadIdx.x the compiler would recompute in the loop what depends on warp and lane,
-  // which costs 27 instructions per step.
+  // NOTE: with threadIdx.x, the compiler would recompute values that depend on warp and lane in
+  // every step of the loop. This would cost 27 instructions per step.
   const int thread = fresh_thread(), warp = thread / kWarp, lane = thread % kWarp;
   const KeyRange32 split_keys = work.split_keys(kKeys);
   const int first_key = split_keys.begin + warp * kKeys;

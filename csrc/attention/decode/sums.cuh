@@ -1,5 +1,6 @@
-// The epilogue of attention's decode kernel. A block adds up the sums of its warps. It stores the
-// results if there is one split, else partial results that the last split reduces.
+// The epilogue of attention's decode kernel. A block adds up the sums of its warps. If there is one
+// split, the block stores the results. Otherwise it stores partial results, and the block of the
+// last split reduces the partial results of all splits.
 #pragma once
 
 #include "attention/decode/work.cuh"
@@ -7,7 +8,7 @@
 
 namespace torchweld {
 
-// The factor that rescales sums with maximum `max` to sums with maximum `to`.
+// Returns the factor that rescales a sum of exponentials from maximum `max` to maximum `to`.
 __device__ __forceinline__ float decode_factor(float max, float to, float c) {
   return max == -INFINITY ? 0.f : exp2_approx((max - to) * c);
 }
@@ -45,7 +46,8 @@ struct DecodeSumsShared {
   float split_factors[AttentionDecodeTile::kMaxSplits][kRows];
 };
 
-// All threads of a block call gather(), then one of store(), store_partial() and reduce_partials().
+// All threads of a block first call gather(). They then call store(), store_partial() or
+// reduce_partials().
 template <typename Config>
 struct DecodeSums {
   using T = typename Config::T;
@@ -101,8 +103,8 @@ struct DecodeSums {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) store_quad(i, block_quad(i));
   }
 
-  // Stores the sums of the block in the workspace, from where the last split of the group reads
-  // them.
+  // Stores the sums of the block in the workspace. The block of the group's last split reads them
+  // there.
   __device__ __forceinline__ void store_partial() const {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) {
       *reinterpret_cast<float4*>(partial(work.split) + 4 * i) = block_quad(i);
@@ -114,10 +116,10 @@ struct DecodeSums {
     if (threadIdx.x == 0) work.plan.flags.raise(first_partial() + work.split);
   }
 
-  // Adds the partial sums of all splits of the group and stores the results. The blocks of the last
-  // split call this.
-  // NOTE: blocks start in the order of their indices, so the blocks that this block waits for have
-  // started.
+  // Adds the partial sums of all splits of the group and stores the results. The block of the
+  // group's last split calls this function.
+  // NOTE: blocks start in the order of their indices. Therefore the blocks of the other splits have
+  // started before this block waits for them.
   // NOTE: the first loads start before the rescaling factors are known.
   __device__ __forceinline__ void reduce_partials() const {
     for (int i = threadIdx.x; i < others(); i += Config::kThreads) {
@@ -146,7 +148,7 @@ struct DecodeSums {
   }
 
  private:
-  static constexpr int kBatch = 16;  // splits that are loaded at a time
+  static constexpr int kBatch = 16;  // the number of splits that are loaded at a time
   static constexpr int kPartialFloats = kRows * kDim;
 
   __device__ __forceinline__ int splits() const {
@@ -174,7 +176,7 @@ struct DecodeSums {
     return sum;
   }
 
-  // Stores four values of a row. The packed rows are consecutive in `out`.
+  // Stores quad i, that is, four values of a row. The packed rows are consecutive in `out`.
   __device__ __forceinline__ void store_quad(int i, const float4& x) const {
     const int row = i * 4 / kDim, column = i * 4 % kDim;
     const int columns = static_cast<int>(p.sizes.head_dim_v);
@@ -197,8 +199,8 @@ struct DecodeSums {
     }
   }
 
-  // The partial results of the group's splits except the last one: first the accumulators of all
-  // splits, then the maxima and sums of their rows.
+  // The partial results of a group, for all its splits but the last one. A group first stores the
+  // accumulators of these splits, then the maxima and sums of their rows.
   __device__ __forceinline__ int64_t first_partial() const { return work.group * others(); }
   __device__ __forceinline__ float* partial(int split) const {
     return p.partials + first_partial() * (kPartialFloats + 2 * kRows) + split * kPartialFloats;
@@ -215,7 +217,7 @@ struct DecodeSums {
   }
 
   // Computes the factors that rescale the sums of the splits. A warp handles one row at a time, and
-  // each of its lanes every 32nd split.
+  // a lane handles every 32nd split.
   __device__ __forceinline__ void find_factors() const {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     for (int row = warp; row < work.rows; row += kWarps) {

@@ -13,8 +13,8 @@ namespace torchweld {
 // then by tile of rows.
 struct DecodePlan {
   FastDivisor row_tiles, splits, nheads_kv, seqlen_q;
-  int heads, rows;   // the query heads of a kv head, and the number of rows of all these heads
-  BlockFlags flags;  // a flag is set when a split has stored its partial results
+  int heads, rows;   // per kv head: the number of query heads, and of their rows
+  BlockFlags flags;  // one flag per split: the split has stored its partial results
 
   static DecodePlan make(const AttentionParams& p) {
     const AttentionSizes& s = p.sizes;
@@ -39,8 +39,9 @@ struct DecodeWork {
   int64_t group;  // the index of (batch, kv head, tile of rows)
   int64_t batch, kv_head;
   int split;
-  int first_row, rows;  // indices among the packed rows of the kv head
-  // Keys [pad, pad + keys) exist; row i sees the first min(i + shift, keys) of them.
+  int first_row, rows;  // first row among the kv head's packed rows; number of rows
+  // The rows of the tile see only keys of [pad, pad + keys). Row i sees the first min(i + shift,
+  // keys) of these keys.
   int pad, keys, shift;
 
   // Finds the group, the split and the rows. The caller must then call find_keys().
@@ -63,7 +64,7 @@ struct DecodeWork {
     shift = p.mask.causal ? keys - static_cast<int>(p.sizes.seqlen_q) + 1 : kNoLimit;
   }
 
-  // A packed row of the tile as a query head and a row index within that head.
+  // The query head of a packed row of the tile, and the row's index within that head.
   struct Row {
     int64_t head;
     int index;
@@ -72,7 +73,8 @@ struct DecodeWork {
     const uint32_t packed = first_row + row, head = plan.seqlen_q.divide(packed);
     return {kv_head * plan.heads + head, static_cast<int>(packed - head * plan.seqlen_q.divisor())};
   }
-  // The index of the tile's first row in `out`, where the packed rows are consecutive.
+  // Returns the row index in `out` of the tile's first row. The packed rows are consecutive in
+  // `out`.
   __device__ __forceinline__ int64_t first_out_row(const AttentionSizes& sizes) const {
     return (batch * sizes.nheads + kv_head * plan.heads) * sizes.seqlen_q + first_row;
   }
@@ -82,7 +84,7 @@ struct DecodeWork {
     const int tiles = (keys + tile_keys - 1) / tile_keys;
     const int each = static_cast<int>(plan.splits.divide(tiles));
     const int more =
-        // How many splits have one tile more than the others.
+        // The number of splits that have one tile more than the other splits.
         tiles - each * static_cast<int>(plan.splits.divisor());
     const int first = each * split + min(split, more), last = first + each + (split < more);
     return {first * tile_keys, min(last * tile_keys, keys)};
@@ -92,10 +94,11 @@ struct DecodeWork {
 using DecodeGaps = GapKeys<kWarp>;
 static_assert(AttentionDecodeTile::kMaxSeqlenQ <= kWarp);
 
-// The work tile under a general mask: each key of [pad, pad + keys) is seen by some row of the
-// block, except in gaps. Each lane holds the key range of one row, counted from `pad`.
+// The work tile under a general mask. Except for gaps, each key of [pad, pad + keys) is seen by
+// some row of the block. Each lane holds the key range of one row. Its key indices count from
+// `pad`.
 struct MaskedDecodeWork : DecodeWork {
-  int begin, end;             // the range of this lane's row; kSeesNothing and 0 if it sees no key
+  int begin, end;             // the keys of this lane's row; kSeesNothing and 0 if it sees none
   int last_begin, first_end;  // every row that sees any key sees all keys between these two
 
   using DecodeWork::DecodeWork;
@@ -115,8 +118,8 @@ struct MaskedDecodeWork : DecodeWork {
     first_end = __reduce_min_sync(~0u, sees ? end : INT_MAX);
   }
 
-  // Finds the gaps. One warp calls this. The tile may hold rows of several heads, so bit i of the
-  // gaps stands for row i of any head.
+  // Finds the gaps between the keys. One warp calls this function. Bit i of the gaps stands for row
+  // i of every head, because the tile may hold rows of several heads.
   __device__ __forceinline__ void find_gaps(const AttentionParams& p, DecodeGaps& s_gaps) const {
     const int lane = threadIdx.x % kWarp;
     const MaskParams mask = p.mask;
@@ -141,7 +144,7 @@ struct MaskedDecodeWork : DecodeWork {
 // The keys that the rows in a thread's fragments see.
 template <int kTiles, bool kMasked>
 struct DecodeFragmentKeys {
-  int begins[kTiles][2];  // unused without kMasked, where the keys of every row begin with 0
+  int begins[kTiles][2];  // only used with kMasked; otherwise the keys of every row begin with 0
   int ends[kTiles][2];
   int all_begin, all_end;  // every row that sees any key sees all keys between these two
 

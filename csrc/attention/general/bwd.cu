@@ -2,9 +2,10 @@
 // kAttentionMaxHeadDim, and for fp32 head dims above 128 on devices with 99 KB of shared memory per
 // block. It is not optimised for speed.
 //
-// A block computes one row of dQ, or one row of dK and of dV. It computes p and ds for kChunk rows
-// of the other operand, one row per warp at a time; then every thread sums one column. If a head
-// has more than kThreads columns, p and ds are recomputed for every kThreads columns.
+// A block computes one row of dQ, or one row of dK and the same row of dV. The block loops over the
+// rows of the other operand: keys for dQ, query rows for dK and dV. It computes p and ds for kChunk
+// of these rows, one row per warp at a time. Then every thread sums one column of the gradient. If
+// a head has more than kThreads columns, p and ds are recomputed for every kThreads columns.
 #include "attention/bwd_args.cuh"
 #include "attention/sync/bwd_parts.cuh"
 #include "core/launch.h"
@@ -30,7 +31,7 @@ struct Weight {
 };
 constexpr float kHidden = -1.f;  // the value of p for a row that does not see the key
 
-// Computes p and ds of one query row and one key. All lanes of a warp call this.
+// Computes p and ds of one query row and one key. All lanes of a warp call this function.
 template <typename T, typename Args>
 __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int64_t head,
                                          int64_t row, int64_t key) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
                             p.sizes.head_dim_v);
   const int64_t stats = (sequence * p.sizes.nheads + head) * args.rows + row;
   float x = fmaf(score, args.score_factor, args.g_lse[stats]);
-  [[maybe_unused]] float slope = 1.f;  // slope of the soft cap
+  [[maybe_unused]] float slope = 1.f;  // slope of the soft cap at this score
   if constexpr (kIsMasked<Args>) {
     if (args.params.mask.softcap > 0.f) {
       const float capped = tanhf(score * args.cap);
@@ -114,8 +115,8 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
     const int64_t key = item % p.sizes.seqlen_k, head_of_all = item / p.sizes.seqlen_k;
     const int64_t sequence = head_of_all / p.sizes.nheads_kv;
     const int64_t head_kv = head_of_all % p.sizes.nheads_kv;
-    // begin is the first row that sees the key. Under a general mask it is 0, and the loop skips
-    // rows that don't see the key.
+    // begin is the first row that sees the key. Under a general mask, begin is 0, and the loop
+    // skips rows that don't see the key.
     int64_t begin = 0;
     if constexpr (!kIsMasked<Args>) {
       const SequenceSpan span(args, sequence);

@@ -6,17 +6,19 @@
 
 namespace torchweld {
 
-// g_dq holds dQ^T of each query tile in the order of wgmma's accumulators. g_dq_semaphore holds one
-// counter per query tile and CTA of a cluster. g_lse is -inf for a row that sees no key.
+// The parameters of a kernel. args.g_dq holds dQ^T of each query tile in the order of wgmma's
+// accumulators. args.g_dq_semaphore has one counter per query tile and CTA rank. args.g_lse is -inf
+// for a row that sees no key.
 template <typename Args>
 struct BackwardSm90Params {
-  // The boxes have 64 columns, and the rows of a query tile or the keys of a CTA.
+  // Boxes of 64 columns. A box of query or dout has the rows of a query tile. A box of key or value
+  // has the keys of a CTA.
   TensorMap query, key, value, dout;
   TensorMap dkey, dvalue;  // boxes of 64 columns and 64 keys
   Args args;
 };
 
-// `keys` is the number of keys of a CTA.
+// Makes the parameters of a kernel. `keys` is the number of keys of a CTA.
 template <typename Config>
 typename Config::Params backward_sm90_params(const typename Config::Args& args, int keys) {
   const AttentionBackwardParams& a = args.params;
@@ -40,10 +42,11 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
           args};
 }
 
-// csrc/instantiations.py generates one file per dtype and tile.
+// csrc/instantiations.py generates the files that instantiate these templates, one per dtype and
+// tile.
 
-// Launches the kernel that computes lse and delta of the query rows, which must run before the
-// kernel of the tile (attention/sm90/bwd_preprocess.cuh).
+// Launches the kernel that computes lse and delta of the query rows
+// (attention/sm90/bwd_preprocess.cuh). It must run before the kernel that computes the gradients.
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
 // The 2-CTA kernel of attention's backward on Hopper, for head dims from 129 to 256: its
-// configuration, its shared memory, and the producer warps, which load tiles for both CTAs and send
-// dS to the peer CTA.
+// configuration, its shared memory and its producer warps. The producer warps load tiles for both
+// CTAs and send dS to the peer CTA.
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
@@ -28,9 +28,10 @@ struct Backward2CtaConfig {
   static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is complete
   // kStages is the number of stages of Q. dO has one stage.
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
-  // A TMA box has 64 columns and the keys of a CTA or the rows of a query tile. Q and K have
-  // kBoxesQk boxes, V and dO kBoxesV. The buffers have space for kBoxes boxes. Boxes that are not
-  // loaded may hold anything, because their results are columns of dK and dQ that are not stored.
+  // A TMA box has 64 columns, and either the keys of a CTA or the rows of a query tile. Q and K
+  // have kBoxesQk boxes. V and dO have kBoxesV boxes. The buffers have space for kBoxes boxes.
+  // Unused boxes may hold any values, because they affect only columns of dK and dQ that are not
+  // stored.
   static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns;
   static constexpr int kBoxesQk = kShape.head_dim / kBoxColumns,
                        kBoxesV = kShape.head_dim_v / kBoxColumns;
@@ -38,14 +39,15 @@ struct Backward2CtaConfig {
                        kQueryBoxBytes = kRows * kSwizzleRowBytes;
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kValueBytes = kBoxesV * kKeyBoxBytes, kDoutBytes = kBoxesV * kQueryBoxBytes;
-  static constexpr int kScoreBytes = kRows * kSwizzleRowBytes;  // P or dS of the CTA's 64 keys
+  static constexpr int kScoreBytes = kRows * kSwizzleRowBytes;  // P or dS, for 64 keys
   // Each warpgroup of the cluster computes a slice of dQ^T with 64 columns, in kDqFloats
   // accumulators per thread.
   static constexpr int kDqSlices = kBoxes, kDqStoreWarps = 1;
   static constexpr int kDqRows = kRows, kDqFloats = kDqRows / 2;
   static constexpr int kDqSliceBytes = kDqFloats * 128 * 4;
   static __device__ __forceinline__ int cta_rank() { return static_cast<int>(rank_in_cluster()); }
-  // The first key of a warpgroup's scores, and their first row in the query tile.
+  // first_key is the first key of a warpgroup's scores. first_row is the first row of these scores
+  // in the query tile.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int /*warpgroup*/) {
     return work.first_key + cta_rank() * kCtaKeys;
   }
@@ -57,13 +59,13 @@ struct Backward2CtaConfig {
 template <typename Config>
 struct Backward2CtaShared {
   static constexpr int kStages = Config::kStages;
-  // Half of the columns of the peer's K: those for which this CTA computes dQ.
+  // Half of the columns of the peer's K. This CTA computes dQ for these columns.
   alignas(kSwizzleAtomBytes) char k_peer[Config::kBoxes / 2 * Config::kKeyBoxBytes];
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
   alignas(kSwizzleAtomBytes) char dout[1][Config::kDoutBytes];
-  // Holds P. When both warpgroups have read P, the peer's dS overwrites it.
+  // Holds P, until both warpgroups have read P. Then the peer's dS overwrites P.
   alignas(kSwizzleAtomBytes) char p_or_peer_ds[Config::kScoreBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kScoreBytes];
   alignas(128) float dq[Config::kDqStoreWarps][2][Config::kDqFloats * 128];
@@ -73,20 +75,20 @@ struct Backward2CtaShared {
   PipelineBarriers<kStages> q_pipeline;
   PipelineBarriers<1> dout_pipeline;
   uint64_t k_full, v_full;
-  uint64_t ds_wanted;  // the peer has read its P, so its buffer may receive this CTA's dS
+  uint64_t ds_wanted;  // the peer has read its P, so this CTA's dS may overwrite that P
   uint64_t ds_full;    // the peer's dS has arrived in this CTA
   uint64_t ds_sent;    // this CTA's dS has arrived in the peer
   alignas(8) typename Config::WorkTile work;
 };
 
-// Named barriers of this kernel. It may use the numbers of BackwardSm90Barrier that belong to a
-// second dQ store warp, because it has only one.
+// Named barriers of the 2-CTA kernel, in addition to those of BackwardSm90Barrier. They reuse the
+// numbers of the second dQ store warp, which this kernel does not have.
 enum Backward2CtaBarrier : int {
   kPWritten = 5,      // both warpgroups have written P
   kDsReady = 6,       // both warpgroups have written dS, so it may be sent
-  kDsConsumedWg0 = 9  // 9 and 10: a warpgroup has finished its dQ products with the dS of both CTAs
+  kDsConsumedWg0 = 9  // 9 and 10: a warpgroup's dQ products no longer read dS
 };
-// The two consumer warpgroups and the warp that sends dS.
+// The number of threads of the two consumer warpgroups and of the warp that sends dS.
 inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;
 
 #if TW_HAS_WGMMA
@@ -159,7 +161,7 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
   }
 }
 
-// One warp sends dS of every query tile to the peer CTA, where it overwrites P.
+// Sends dS of every query tile to the peer CTA. There dS overwrites P. One warp runs this function.
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_send_ds(typename Config::Shared& s) {
   const int steps = s.work.steps();

@@ -1,7 +1,8 @@
 // A consumer warpgroup of the 2-CTA kernel of attention's backward on Hopper, for head dims from
-// 129 to 256. Both warpgroups of a CTA have the CTA's 64 keys. Each computes half of the rows of S
-// and dP, and half of the columns of dK and dV. P^T and dS^T of its own rows are register operands
-// of wgmma; those of the other warpgroup's rows are read from shared memory.
+// 129 to 256. Both warpgroups of a CTA have the CTA's 64 keys. Each warpgroup computes half of the
+// rows of S and dP, and half of the columns of dK and dV. For its own rows, P^T and dS^T are
+// register operands of wgmma. For the other warpgroup's rows, wgmma reads P^T and dS^T from shared
+// memory.
 #pragma once
 
 #include "attention/sm90/bwd_2cta_block.cuh"
@@ -39,8 +40,9 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     s_dout = shared_address(s.dout[0]);
     s_p = shared_address(s.p_or_peer_ds);
     s_ds = shared_address(s.ds);
-    // stmatrix transposes the fragments of P^T and dS^T. Matrices 0 and 1 are the two halves of 16
-    // keys for rows 0 to 7, matrices 2 and 3 those for rows 8 to 15.
+    // stmatrix transposes the fragments of P^T and dS^T. Matrices 0 and 1 have rows 0 to 7, and
+    // matrices 2 and 3 have rows 8 to 15. Matrices 0 and 2 have the first 8 of 16 keys, and
+    // matrices 1 and 3 have the last 8.
     const int row = lane() % 8 + lane() / 16 * 8, chunk = 2 * warp() + lane() / 8 % 2;
     lane_offset = (first_row() + row) * kSwizzleRowBytes + (swizzled_chunk(row, chunk) << 4);
   }
@@ -54,8 +56,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     for (float& x : acc_dv) x = 0.f;
     const int steps = s.work.steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
-    // Both warpgroups have passed kDsWritten since they last read V, so V may be overwritten. K may
-    // still be in use.
+    // Both warpgroups have passed kDsWritten after their last reads of V, so dV may overwrite V.
+    // Wgmmas may still read K.
     const int dk_box = warpgroup * kDkBoxes, dv_box = warpgroup * kDvBoxes;
     Base::template epilogue_dkv<true>(acc_dv, s_v + dv_box * Config::kKeyBoxBytes, 0, dv_box,
                                       p.dvalue, 1.f / (1 << kProbabilityShift<T>));
@@ -67,8 +69,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
 
  private:
   static __device__ __forceinline__ uint32_t peer() { return Config::cta_rank() ^ 1; }
-  // One lane arrives for its warp at the barriers of both CTAs, because their producers fill the
-  // stage together.
+  // One lane of each warp arrives at the barriers of both CTAs. The producers of both CTAs fill the
+  // stage together, so both must wait for this warp.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     __syncwarp();
     if (lane() == 0) {
@@ -90,8 +92,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     mbarrier_wait(&s.v_full, 0);
     mma_dp(acc_dp, dout_state);
     mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, tiles, edge);
-    // NOTE: the loop starts at a point where no wgmma is in flight whose result the next iteration
-    // reads. Otherwise ptxas would wait for that wgmma at once (C7510).
+    // NOTE: at the start of an iteration, no wgmma is in flight whose result the iteration reads.
+    // Otherwise ptxas would insert a wait directly after that wgmma (C7510).
 #pragma unroll 1
     for (; steps > 1; --steps) {
       mma_dq(acc_dq, acc_dk, q_state, dout_state);
@@ -114,7 +116,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     warpgroup_fence_operand(acc_dv);
   }
 
-  // Wait for Q, then issue S^T = K Q^T. Returns whether the mask hides some of the scores.
+  // Wait for Q, then issue S^T = K Q^T. Return whether the mask hides some of the scores.
   __device__ __forceinline__ bool mma_s(ScoreAcc& acc_s, RowStats& r_lse, const State& q_state,
                                         const DoutState& dout_state, const TileIterator& tiles) {
     s.q_pipeline.wait(q_state);
@@ -132,8 +134,9 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     gemm_ss<Config::kBoxesV, 1>(acc_dp, s_v, s_dout);
   }
 
-  // Convert S and dP, which are in flight, into P and dS. Issue dV += P^T dO, and dK += dS^T Q over
-  // the warpgroup's own rows. Wait for dV, release dO, and let dS be sent to the peer.
+  // Wait for S and dP, and convert them into P and dS. Issue dV += P^T dO over all rows, and dK +=
+  // dS^T Q over the warpgroup's own rows. Wait for dV and release dO. Then let the sender warp send
+  // dS to the peer.
   template <bool kFirstTile>
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
                                             DvAcc& acc_dv, DkAcc& acc_dk, const State& q_state,
@@ -158,7 +161,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   __device__ __forceinline__ void mma_dv(DvAcc& acc_dv, const ScoreOperand& p16) const {
     gemm_rs(acc_dv, p16, s_dout);
     // The buffer of P still holds the peer's dS of the previous tile. Wait until the other
-    // warpgroup has finished its dQ product from that dS.
+    // warpgroup's dQ product has read that dS.
     if constexpr (!kFirstTile) {
       named_barrier_wait(kDsConsumedWg0 + (warpgroup ^ 1), kBackwardConsumerThreads);
     }
@@ -181,8 +184,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     store_scores(s_ds, ds16);
   }
 
-  // Expect the peer's dS in the buffer of P, which this warpgroup has read, and let this CTA's dS
-  // be sent.
+  // This warpgroup has read P. Expect the peer's dS in the buffer of P, and let the sender warp
+  // send this CTA's dS.
   __device__ __forceinline__ void signal_ds_send() {
     if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kScoreBytes);
     __syncwarp();
@@ -190,7 +193,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     named_barrier_arrive(kDsReady, kBackwardSendThreads);
   }
 
-  // Issue dK += dS^T Q over the other warpgroup's rows, and the warpgroup's slice of dQ^T = K^T
+  // Issue dK += dS^T Q over the other warpgroup's rows. Issue this warpgroup's slice of dQ^T = K^T
   // dS^T over the keys of both CTAs. Wait for dK and release Q.
   __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, DkAcc& acc_dk, const State& q_state,
                                          const DoutState& dout_state) {
@@ -250,8 +253,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // Issue acc += A B. A is P^T or dS^T in registers. B is the warpgroup's rows and columns of the
-  // query tile in s_rows.
+  // Issue acc += A B. A is P^T or dS^T in registers. B is a part of the query tile in s_rows: the
+  // rows of this warpgroup's scores and this warpgroup's columns.
   template <int kAcc>
   __device__ __forceinline__ void gemm_rs(float (&acc)[kAcc], const ScoreOperand& a,
                                           uint32_t s_rows) const {
@@ -268,7 +271,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   }
 
   // Issue acc += A B over the other warpgroup's rows. A is P^T or dS^T of these rows in s_scores. B
-  // is these rows and this warpgroup's columns of the query tile in s_rows.
+  // is a part of the query tile in s_rows: the other warpgroup's rows and this warpgroup's columns.
   template <int kAcc>
   __device__ __forceinline__ void gemm_other_rows(float (&acc)[kAcc], uint32_t s_scores,
                                                   uint32_t s_rows) const {
@@ -285,8 +288,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // Issue acc = (kScaleD ? acc : 0) + A^T B^T. A is 64 columns of 64 keys in s_keys. B is dS of
-  // these keys in s_ds.
+  // Issue acc = (kScaleD ? acc : 0) + A^T B^T. A is 64 columns of K in s_keys, for 64 keys. B is
+  // dS^T of these keys in s_ds.
   template <int kScaleD>
   __device__ __forceinline__ void gemm_dq(DqAcc& acc, uint32_t s_keys, uint32_t s_ds) const {
     const TileDescriptor a(s_keys, Config::kKeyBoxBytes), b(s_ds, 16);
@@ -299,8 +302,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // Zero the keys of K that no query row sees. Their dS is 0, but K may be NaN, and dQ multiplies
-  // both. TMA has already filled the keys behind the last one with zeros.
+  // Zero the keys of K that no query row sees. dS of these keys is 0, but K may be NaN, and 0 * NaN
+  // would make dQ NaN. TMA has already filled rows behind the last key with zeros.
   __device__ __forceinline__ void zero_unseen_keys() const {
     const int first = s.work.first_key;
     if (first_live() <= first && (!Config::kMasked || end_live() >= first + Config::kKeys)) return;

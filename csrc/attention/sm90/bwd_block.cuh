@@ -1,5 +1,5 @@
-// Attention backward on Hopper: the configuration, the shared memory, and the producer warpgroup,
-// which loads Q, K, V and dO and adds dQ to global memory.
+// Attention backward on Hopper: the configuration, the shared memory and the producer warpgroup.
+// The producer warpgroup loads Q, K, V and dO, and adds dQ to global memory.
 #pragma once
 
 #include <type_traits>
@@ -30,13 +30,13 @@ struct BackwardSm90Config {
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kKeys = kShape.keys;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
-  static constexpr int kScoreRows = kRows;  // query rows in a warpgroup's scores
+  static constexpr int kScoreRows = kRows;  // number of query rows in a warpgroup's scores
   // Whether dK += dS^T Q stays in flight while dQ is issued.
   static constexpr bool kDkInFlight = kMasked ? kShape.masked_dk_in_flight : kShape.dk_in_flight;
-  // Whether lse is loaded before S is complete, which needs registers.
+  // Whether lse is loaded before S is complete. An early load of lse needs registers.
   static constexpr bool kEarlyLse = kDim == 128 || (!kMasked && std::is_same_v<T, __nv_bfloat16>);
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
-  // A TMA box has 64 columns and all keys of the CTA or the rows of a query tile.
+  // A TMA box has 64 columns, and either all keys of the CTA or the rows of a query tile.
   static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns,
                        kBoxesV = kBoxes;
   static constexpr int kKeyBoxBytes = kKeys * kSwizzleRowBytes,
@@ -44,13 +44,15 @@ struct BackwardSm90Config {
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
   // dS is stored as (2 warpgroups, kRows, 64 keys).
   static constexpr int kDsHalfBytes = kRows * kSwizzleRowBytes, kDsBytes = 2 * kDsHalfBytes;
-  // A warpgroup computes a slice of dQ^T in kDqFloats accumulators per thread: 64 columns of Q and
-  // all rows, or if there are only 64 columns, half of the rows.
+  // A warpgroup computes a slice of dQ^T in kDqFloats accumulators per thread. The slice has 64
+  // columns of dQ and all rows of the query tile. If dQ has only 64 columns, the slice has half of
+  // the rows.
   static constexpr int kDqRows = kDim == 64 ? kRows / 2 : kRows, kDqFloats = kDqRows / 2;
   static constexpr int kDqSliceBytes = kDqFloats * 128 * 4, kDqSlices = 2;
   static constexpr int kCtas = kShape.blocks, kDqStoreWarps = kShape.kDqStoreWarps;
   static __device__ __forceinline__ int cta_rank() { return 0; }
-  // The first key of a warpgroup's scores, and their first row in the query tile.
+  // first_key is the first key of a warpgroup's scores. first_row is the first row of these scores
+  // in the query tile.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int warpgroup) {
     return work.first_key + warpgroup * 64;
   }
@@ -59,7 +61,7 @@ struct BackwardSm90Config {
   static_assert(!kMasked || kRows == kAttentionBackwardRowPad);
 };
 
-// Which keys the rows of a query tile see. Used under a general mask.
+// The keys that the rows of a query tile see. Only used under a general mask.
 template <typename Config, bool kMasked = Config::kMasked>
 struct BackwardSm90Seen {};
 template <typename Config>
@@ -85,10 +87,11 @@ struct BackwardSm90Shared {
   typename Config::WorkTile work;
 };
 
-// Iterates over the query tiles of a work tile: either each tile through all heads before the next
-// tile, or head by head with descending tiles.
-// NOTE: attention_backward_order never lets a CTA with several heads visit ascending tiles head by
-// head.
+// Iterates over the heads and query tiles of a work tile. In one order, all heads process a query
+// tile before the next query tile. In the other order, a head processes all its query tiles, in
+// descending order, before the next head.
+// NOTE: the combination of ascending query tiles and head by head does not occur for a CTA with
+// several heads (attention_backward_order).
 template <typename WorkTile>
 struct BackwardTileIterator {
   const WorkTile& work;
@@ -115,13 +118,13 @@ struct BackwardTileIterator {
 // The named barriers of the kernel.
 enum BackwardSm90Barrier : int {
   kDsWritten = 1,     // both warpgroups have written dS
-  kUnseenZeroed = 2,  // both warpgroups have zeroed rows or keys that are not seen
-  kDqFullWg0 = 3,     // 3 and 4: a warpgroup's dQ is in shared memory; of store warp 1: 5 and 6
-  kDqEmptyWg0 = 7,    // 7 and 8: a warpgroup's dQ has been read; of store warp 1: 9 and 10
+  kUnseenZeroed = 2,  // both warpgroups have zeroed the unseen rows or keys
+  kDqFullWg0 = 3,     // 3 and 4: a warpgroup's dQ is in shared memory (store warp 1: 5, 6)
+  kDqEmptyWg0 = 7,    // 7 and 8: a warpgroup's dQ has been read (store warp 1: 9, 10)
   kConsumerWg0 = 11   // 11 and 12: the threads of one warpgroup
 };
 inline constexpr int kBackwardConsumerThreads = 256;
-inline constexpr int kBackwardDqThreads = 128 + 32;  // a consumer warpgroup and a dQ store warp
+inline constexpr int kBackwardDqThreads = 128 + 32;  // consumer warpgroup and store warp
 
 #if TW_HAS_WGMMA
 // One lane loads K and V once, and Q, dO, lse and delta of every query tile.
@@ -176,9 +179,9 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
   }
 }
 
-// Returns the number of CTAs that add to dQ of the tile before this CTA does. Under a general mask,
-// the first CTA to add is the one with the first key that the tile's rows see. Returns kAddsNoDq if
-// these rows see none of this CTA's keys.
+// Returns the number of CTAs that add to dQ of the tile before this CTA. Under a general mask, the
+// CTA with the first key that the tile's rows see is the first to add. If the tile's rows see no
+// key of this CTA, the function returns kAddsNoDq.
 inline constexpr int kAddsNoDq = -1;
 template <typename Config>
 __device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Args& args,
@@ -194,11 +197,12 @@ __device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Arg
   }
 }
 
-// Runs a dQ store warp. It adds the warpgroups' slices of dQ to global memory after the earlier
-// CTAs in the order have added theirs; the first CTA stores instead of adding. Each CTA of a
-// cluster adds to its own columns and has its own semaphores.
-// NOTE: with two store warps, each handles every second tile. An addition takes as long as a step
-// of the mainloop, because it waits for the semaphore and must be visible before the next CTA adds.
+// Runs a dQ store warp. The warp waits until all earlier CTAs have added to dQ of the tile. Then it
+// adds this CTA's slices of dQ to global memory. The first CTA in the order stores instead of
+// adding. Each CTA of a cluster adds to its own columns and has its own semaphores.
+// NOTE: with two store warps, each warp handles every second tile. One addition takes as long as a
+// step of the mainloop, because the warp waits for the semaphore and the sums must be visible
+// before the next CTA adds.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
                                                        typename Config::Shared& s, int store_warp) {

@@ -1,6 +1,6 @@
-// A consumer warpgroup of attention's backward on Hopper for head dims up to 128. It has 64 keys of
-// the CTA. The scores are transposed (keys are the rows of wgmma), so that P^T and dS^T are
-// register operands of dV += P^T dO and dK += dS^T Q.
+// A consumer warpgroup of attention's backward on Hopper for head dims up to 128. The warpgroup has
+// 64 keys of the CTA. The scores are transposed: the M dimension of wgmma is the keys. Therefore
+// P^T and dS^T can be register operands of dV += P^T dO and dK += dS^T Q.
 #pragma once
 
 #include "attention/sm90/bwd_scores.cuh"
@@ -34,13 +34,14 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     s_q = shared_address(s.q[0]);
     s_dout = shared_address(s.dout[0]);
     s_ds = shared_address(s.ds[0]);
-    // stmatrix transposes the fragments of dS^T. Matrices 0 and 1 are the two halves of 16 keys for
-    // rows 0 to 7, matrices 2 and 3 those for rows 8 to 15.
+    // stmatrix transposes the fragments of dS^T. Matrices 0 and 1 have rows 0 to 7, and matrices 2
+    // and 3 have rows 8 to 15. Matrices 0 and 2 have the first 8 of 16 keys, and matrices 1 and 3
+    // have the last 8.
     const int row = lane() % 8 + lane() / 16 * 8, chunk = 2 * warp() + lane() / 8 % 2;
     s_ds_lane = s_ds + warpgroup * Config::kDsHalfBytes + row * kSwizzleRowBytes +
                 (swizzled_chunk(row, chunk) << 4);
-    // Keep the address in one register. NOTE: the kernel for a general mask has no register to
-    // spare for it.
+    // Keep the address in one register. NOTE: the kernel for a general mask has no free register
+    // for the address.
     if constexpr (!Config::kMasked) asm volatile("" : "+r"(s_ds_lane));
   }
 
@@ -50,8 +51,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     for (int i = 0; i < kDim / 2; ++i) acc_dk[i] = acc_dv[i] = 0.f;
     const int steps = s.work.steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
-    // A warpgroup reads only its own keys of V, so dV can be stored at once. Both warpgroups read
-    // all keys of K, so dK needs the barrier.
+    // A warpgroup reads only its own keys of V, so its dV may overwrite them at once. Both
+    // warpgroups read all keys of K, so dK may overwrite K only after the barrier.
     Base::template epilogue_dkv<true>(acc_dv, s_v, warpgroup * 64, 0, p.dvalue,
                                       1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
@@ -72,9 +73,9 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     mbarrier_wait(&s.v_full, 0);
     mma_dp(acc_dp, state);
     mma_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, state, tiles, edge);
-    // NOTE: the loop starts at a point where no wgmma is in flight whose result the next iteration
-    // reads. Otherwise ptxas would wait for that wgmma at once (C7510). The fewer wgmmas are in
-    // flight at that point, the fewer registers the loop needs.
+    // NOTE: at the start of an iteration, no wgmma is in flight whose result the iteration reads.
+    // Otherwise ptxas would insert a wait directly after that wgmma (C7510). The loop needs fewer
+    // registers if fewer wgmmas are in flight at the start of an iteration.
 #pragma unroll 1
     for (; steps > 1; --steps) {
       mma_dq(acc_dq, state);
@@ -95,7 +96,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     warpgroup_fence_operand(acc_dv);
   }
 
-  // Wait for Q, then issue S^T = K Q^T. Returns whether the mask hides some of the scores.
+  // Wait for Q, then issue S^T = K Q^T. Return whether the mask hides some of the scores.
   __device__ __forceinline__ bool mma_s(ScoreAcc& acc_s, RowStats& r_lse, const State& state,
                                         const TileIterator& tiles) {
     s.q_pipeline.wait(state);
@@ -113,7 +114,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     gemm_ss<1>(acc_dp, s_v, s_dout + state.stage * Config::kQueryBytes);
   }
 
-  // Convert S and dP, which are in flight, into P and dS. Issue dV += P^T dO and dK += dS^T Q.
+  // Wait for S and dP, and convert them into P and dS. Issue dV += P^T dO and dK += dS^T Q.
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
                                             DkvAcc& acc_dv, DkvAcc& acc_dk, const State& state,
                                             const TileIterator& tiles, bool edge) {
@@ -141,8 +142,9 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
   }
 
   // Store dS to shared memory, for the dQ product.
-  // NOTE: dS has two buffers. A warpgroup that writes one buffer has passed the barrier of the
-  // other buffer, which both warpgroups reach only after their dQ products from the first one.
+  // NOTE: dS has two buffers. Consecutive tiles alternate between them. A warpgroup overwrites a
+  // buffer only after it has passed the barrier of the other buffer. Both warpgroups reach that
+  // barrier only after their dQ products have read the first buffer.
   __device__ __forceinline__ void store_ds(const ScoreOperand& ds16, const State& state) const {
     const uint32_t stage_bytes = state.stage * Config::kDsBytes;
 #pragma unroll
@@ -226,8 +228,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // Zero the keys of K that no query row sees. Their dS is 0, but K may be NaN, and dQ multiplies
-  // both. TMA has already filled the keys behind the last one with zeros.
+  // Zero the keys of K that no query row sees. dS of these keys is 0, but K may be NaN, and 0 * NaN
+  // would make dQ NaN. TMA has already filled rows behind the last key with zeros.
   __device__ __forceinline__ void zero_unseen_keys() const {
     const int begin = first_live() - s.work.first_key, end = end_live() - s.work.first_key;
     if (begin <= 0 && (!Config::kMasked || end >= Config::kKeys)) return;

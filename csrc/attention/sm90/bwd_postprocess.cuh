@@ -1,6 +1,6 @@
-// The kernels of attention's backward on Hopper that run after the products: one computes dQ from
-// its fp32 sums, one computes dK and dV from the partials of a KV head whose query heads are
-// divided over several CTAs.
+// The kernels of attention's backward on Hopper that run after the products. One kernel computes dQ
+// from its fp32 sums. If the query heads of a KV head are divided into parts, another kernel adds
+// the partial dK and dV of the parts.
 #pragma once
 
 #include "attention/sm90/bwd_preprocess.cuh"
@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// Computes dQ of a query tile from the accumulators of dQ^T: scales, transposes through shared
-// memory and rounds. There is one CTA per query tile.
+// Computes dQ of a query tile from the fp32 sums of dQ^T: scales the sums, transposes them through
+// shared memory and rounds them. The grid has one CTA per query tile.
 template <typename Config>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_dq_kernel(const __grid_constant__ typename Config::Args args) {
@@ -69,13 +69,13 @@ __global__ void __launch_bounds__(kSm90RowThreads)
 #endif
 }
 
-// Computes dK or dV of 64 keys and 64 columns: adds the partials of a KV head in a fixed order.
-// There is one CTA per gradient, tile of keys and 64 columns.
+// Computes dK or dV of 64 keys and 64 columns: adds the partial gradients of a KV head's parts in a
+// fixed order. The grid has one CTA per gradient, 64-key tile and 64 columns.
 template <typename T>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_reduce_dkv_kernel(const __grid_constant__ BackwardArgs args,
                                               int columns) {
-  constexpr int kChunks = 4;  // chunks of 8 columns per thread
+  constexpr int kChunks = 4;  // number of chunks of 8 columns per thread
   const AttentionSizes& sizes = args.params.sizes;
   const int tiles = static_cast<int>(attention_backward_part_tiles(sizes.seqlen_k));
   const int partials = static_cast<int>(args.group_parts), boxes = columns / 64,

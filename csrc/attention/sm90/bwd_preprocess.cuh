@@ -39,9 +39,10 @@ struct BackwardLiveRows {
   }
 };
 
-// Computes lse and delta = sum(dout * out) of every padded query row (batch, nheads, rows). Also
-// zeroes `counters` counters: the tickets and the dQ semaphores behind them. kDim / 8 lanes share a
-// row, and each thread handles kRowsPerThread rows.
+// Computes lse and delta = sum(dout * out) of every query row, including the padding rows of
+// scratch memory: (batch, nheads, rows). Also zeroes `counters` counters: the ticket counters and
+// the dQ semaphores behind them. kDim / 8 lanes compute a row together. A thread handles
+// kRowsPerThread rows.
 // Source: preprocess of FlashAttention-2's backward.
 template <typename T, int kDim, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)

@@ -15,9 +15,9 @@ namespace torchweld {
 #if TW_HAS_WGMMA
 // The low half of a wgmma matrix descriptor, which contains the address. The high half is a
 // constant.
-// NOTE: the asm hides the value from the compiler, so that it is computed again for every product.
-// Otherwise the compiler would keep the descriptors of all slices in registers throughout the
-// mainloop.
+// NOTE: the asm hides the value from the compiler, so that the code computes each descriptor again
+// for every product. Otherwise the compiler would keep the descriptors of all slices in registers
+// throughout the mainloop.
 struct TileDescriptor {
   uint32_t low;
 
@@ -31,8 +31,9 @@ struct TileDescriptor {
   }
 };
 
-// A warpgroup's S^T has 64 keys from first_key() and kScoreRows query rows from first_row(). A
-// thread's registers hold 2 keys (8 apart) and 2 of every 8 rows.
+// The scores of a warpgroup. S^T has 64 keys, starting at first_key(), and kScoreRows query rows,
+// starting at first_row(). A thread's registers hold the scores of 2 keys (8 apart) and of 2 of
+// every 8 rows.
 template <typename Config>
 struct BackwardSm90Scores {
   using T = typename Config::T;
@@ -77,20 +78,21 @@ struct BackwardSm90Scores {
     }
   }
 
-  // One lane arrives for its warp, whose lanes have all finished with the stage.
+  // Release a stage of a pipeline. One lane of each warp arrives when all lanes of the warp have
+  // finished with the stage.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(s_empty);
   }
 
   // Iterates over the query tiles of the work tile in the order of BackwardTileIterator.
-  // NOTE: this iterator stays in registers. Between products a load from shared memory takes long,
-  // because the products keep shared memory busy.
+  // NOTE: TileIterator keeps all its values in registers. Between products a load from shared
+  // memory takes long, because the products keep shared memory busy.
   struct TileIterator {
-    int tile, steps_left;  // heads of this tile that are left, including the current one
+    int tile, steps_left;  // steps_left: number of heads left for this tile
     int first_tile, last_tile, tile_steps, direction;
-    // Without a general mask: rows before first_row see no key, and rows before first_full_row
-    // don't see every key.
+    // Only used without a general mask. Rows before first_row see no key of the warpgroup. Rows
+    // before first_full_row don't see all keys of the warpgroup.
     int first_row, first_full_row;
 
     __device__ __forceinline__ void advance() {
@@ -132,8 +134,9 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse), or 0 for hidden scores,
-  // and p16 = P in 16 bits. acc_s keeps the factor of dS: P, or with a soft cap P * (1 - tanh^2).
+  // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse), or P = 0 for hidden
+  // scores. p16 receives P in 16 bits. acc_s receives the factor by which dP - delta is multiplied
+  // to give dS: P, or with a soft cap P * (1 - tanh^2).
   __device__ __forceinline__ void s_to_p(ScoreOperand& p16, ScoreAcc& acc_s, RowStats& r_lse,
                                          const State& state, int tile, bool is_edge) const {
     wgmma_wait<1>();
@@ -148,8 +151,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Initialise acc_dp with -delta of each score's query row. mma_dp then adds dP^T. The kernel
-  // scales neither delta nor dO here.
+  // Initialise acc_dp with -delta of each score's query row. s_delta holds delta * 2^-shift, and
+  // kScale removes the shift. mma_dp later adds dP^T.
   __device__ __forceinline__ void init_dp(ScoreAcc& acc_dp, const float* s_delta) const {
     constexpr float kScale = -(1 << kProbabilityShift<T>);
     RowStats delta;
@@ -200,8 +203,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Zero the rows of Q and dO that see no key. These rows may be NaN, and the zeros in P and dS
-  // would not keep NaN out of dV and dK.
+  // Zero the rows of Q and dO that see no key. P and dS are 0 for these rows, but Q and dO may be
+  // NaN, and 0 * NaN would make dV and dK NaN.
   template <typename DoutState>
   __device__ __forceinline__ void zero_unseen_rows(const State& state, const DoutState& dout_state,
                                                    const TileIterator& tiles) const {
@@ -222,9 +225,10 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Scale the warpgroup's columns of dK or dV and store them, from box `first_box` of the gradient
-  // on. The function either stores fp32 partials, or writes 16-bit values through s_box, the shared
-  // memory of these columns of K or V. row_in_box is the warpgroup's first key in s_box.
+  // Scale the warpgroup's columns of dK or dV and store them. In the gradient, the warpgroup's
+  // columns start at box `first_box`. If the KV head has several parts, the function stores fp32
+  // partials. Otherwise it writes 16-bit values through shared memory at s_box, where they
+  // overwrite K or V. row_in_box is the row of the warpgroup's first key in the box.
   template <bool kIsDv, int kAcc>
   __device__ __forceinline__ void epilogue_dkv(const float (&acc)[kAcc], uint32_t s_box,
                                                int row_in_box, int first_box, const TensorMap& map,
@@ -338,13 +342,14 @@ struct BackwardSm90Scores {
     }
   }
 
-  // The key ranges [x, y) and [z, w) of the thread's two rows among rows 8 n to 8 n + 7.
+  // Returns the key ranges of two rows: [x, y) and [z, w). They are the thread's two rows among
+  // rows 8 n to 8 n + 7.
   __device__ __forceinline__ int4 live_of(const State& state, int n) const {
     return *reinterpret_cast<const int4*>(
         &s.seen[state.stage].live[first_row() + n * 8 + lane() % 4 * 2]);
   }
-  // Whether the row of register i (0 to 3) sees the key of that register. `key` is the thread's
-  // first key.
+  // Whether the score in register i (0 to 3) is visible, that is, its row sees its key. `key` is
+  // the thread's first key.
   static __device__ __forceinline__ bool sees(const int4& live, int i, int key) {
     const int own_key = key + i / 2 * 8;
     return i % 2 ? own_key >= live.z && own_key < live.w : own_key >= live.x && own_key < live.y;

@@ -11,7 +11,7 @@ namespace torchweld {
 
 // AttentionSchedule with 32-bit values, and with divisors that the host computes.
 struct AttentionSm90Schedule {
-  uint32_t blocks, section, heads;  // work tiles, heads per section, batch * nheads heads
+  uint32_t blocks, section, heads;  // numbers of work tiles, of heads per section and of all heads
   FastDivisor tiles, section_tiles, section_heads, last_section_heads;
   FastDivisor nheads, group;
 
@@ -33,10 +33,11 @@ struct AttentionSm90Schedule {
         group(p.sizes.nheads / p.sizes.nheads_kv) {}
 };
 
-// Polynomials that convert small soft-capped scores into exponents. The softmax of such scores
-// needs no maximum.
+// Polynomials that convert small soft-capped scores into exponents. The softmax of such scores does
+// not subtract the maximum.
 struct AttentionSmallScores {
-  // NOTE: false if probabilities could leave the range of bfloat16, or the terms the range of fp32.
+  // NOTE: `enabled` is false if probabilities could leave the range of bfloat16, or if the
+  // coefficients of the polynomials could leave the range of fp32.
   bool enabled;
   SmallExponent<3> low_degree;
   SmallExponent<4> high_degree;
@@ -58,7 +59,8 @@ struct AttentionSm90Params {
   AttentionSmallScores small{scale};
 };
 
-// csrc/instantiations.py generates one file per few tiles.
+// csrc/instantiations.py generates the files that instantiate this template. Each file has a few
+// tiles.
 template <typename T, int kTile, bool kMasked>
 void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// Attention forward on Hopper: the configuration, the shared memory and the producer warp, which
-// schedules work tiles and loads Q, K and V.
+// Attention forward on Hopper: the configuration, the shared memory and the producer warp. The
+// producer warp schedules work tiles and loads Q, K and V.
 #pragma once
 
 #include "attention/block.cuh"
@@ -18,8 +18,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
-  // NOTE: a mask needs registers. Wide accumulators leave enough of them only if the tile has fewer
-  // keys.
+  // NOTE: a mask needs registers. With wide accumulators, enough registers are free only if the
+  // tile has fewer keys.
   static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
   static constexpr int kThreads = kShape.threads(), kStages = kShape.stages;
@@ -35,12 +35,14 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kValueBytes = kBoxesV * kKeyBoxBytes;
   // The epilogue writes the output of a warpgroup over its query rows in shared memory.
   static constexpr int kQueryOutBytes = std::max(kBoxes, kBoxesV) * kQueryBoxBytes;
-  // Wide accumulators are rescaled only if the maximum of a row has risen by much.
+  // Whether O is rescaled only if the maximum of a row has risen by much. This is used for wide
+  // accumulators of O.
   static constexpr bool kLazyRescale = kDimV > 128;
   static constexpr bool kCapped = kCapped_;
-  // Small capped scores need no maximum.
-  // NOTE: this is not for float16, in which probabilities up to 2^(c / 2) overflow, and not for
-  // wide accumulators, which leave no registers for two code paths.
+  // Whether the kernel has a second code path for small capped scores, whose softmax needs no
+  // maximum.
+  // NOTE: float16 does not use the second path, because probabilities up to 2^(c / 2) would
+  // overflow. Wide accumulators do not use it, because they leave no registers for two code paths.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;
@@ -56,11 +58,11 @@ struct AttentionSm90Shared {
   PipelineBarriers<kQueryStages> query_pipeline[Config::kWarpgroups];
   PipelineBarriers<kStages> key_pipeline, value_pipeline;
   PipelineBarriers<2> work_pipeline;
-  typename Config::Block work[2];  // rows == 0 ends the loop of the consumers
+  typename Config::Block work[2];  // the consumers stop at a work tile with rows == 0
 };
 
 #if TW_HAS_WGMMA
-// Finds the query rows of work tile `index`. The caller must find the keys.
+// Finds the query rows of work tile `index`. The caller must then find the keys of the work tile.
 template <class Config>
 __device__ __forceinline__ AttentionBlock attention_sm90_block(
     const AttentionSm90Schedule& schedule, const AttentionSizes& sizes, uint32_t index) {
@@ -81,7 +83,7 @@ __device__ __forceinline__ AttentionBlock attention_sm90_block(
   return block;
 }
 
-// One warp writes out and lse of a work tile whose rows see no key.
+// Writes out and lse of a work tile in which no row sees a key. One warp calls this function.
 template <class Config>
 __device__ __forceinline__ void attention_sm90_store_empty(const typename Config::Params& p,
                                                            const AttentionBlock& block) {
@@ -100,9 +102,10 @@ __device__ __forceinline__ void attention_sm90_store_empty(const typename Config
   for (int i = lane; i < block.rows; i += 32) p.attention.lse[row + i] = empty_lse;
 }
 
-// Runs the producer warp. It draws a work tile by ticket, finds the keys of the tile, publishes the
-// tile to the consumers, and loads Q, K and V from one lane. If the tile has no keys, the producer
-// writes its results itself while the consumers compute.
+// Runs the producer warp. In a loop, the warp draws a work tile by ticket, finds the keys of the
+// work tile and publishes it to the consumers. One lane then loads Q, K and V. If the work tile has
+// no keys, the producer warp itself writes the results of the work tile, while the consumers
+// compute other work tiles.
 template <class Config>
 __device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
                                                     AttentionSm90Shared<Config>& s) {
@@ -195,7 +198,8 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
         }
         query_state.advance();
       }
-      // The consumers compute S of tile j + 1 of the keys before they multiply P and V of tile j.
+      // Load K of key tile j + 1 before V of key tile j, because the consumers compute S of tile j
+      // + 1 before O += P V of tile j.
       for (int key = kKeys; key < block.keys; key += kKeys) {
         load_k(key);
         load_v(key - kKeys);

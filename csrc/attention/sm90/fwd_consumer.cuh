@@ -11,7 +11,7 @@
 namespace torchweld {
 
 enum AttentionSm90Barrier : int {
-  kWarpSchedulerWg0 = 1,  // 1 to 3: the warpgroup may issue its wgmmas (ping-pong)
+  kWarpSchedulerWg0 = 1,  // 1 to 3: a warpgroup may issue its wgmmas (ping-pong)
   kWarpgroupWg0 = 4       // 4 to 6: the threads of one warpgroup
 };
 
@@ -21,15 +21,16 @@ struct AttentionSm90Consumer {
   using T = typename Config::T;
   static constexpr int kKeys = Config::kKeys;
   static constexpr bool kPingPong = !Config::kReadsScores && Config::kWarpgroups > 1;
-  // A warpgroup skips tiles of keys that none of its rows sees: those behind its last key, and
-  // under a general mask those before its first key.
-  // NOTE: wide heads under a mask have no registers left to skip tiles.
+  // kSkipsLast: a warpgroup skips tiles of keys behind the last key that its rows see. kSkipsFirst:
+  // a warpgroup skips tiles of keys before the first key that its rows see.
+  // NOTE: under a general mask, kernels for head dims above 128 have no free registers for skipping
+  // tiles.
   static constexpr bool kSkipsLast = kPingPong && (!Config::kMasked || Config::kDim <= 128),
                         kSkipsFirst = kSkipsLast && Config::kMasked;
 
   const typename Config::Params& p;
   AttentionSm90Shared<Config>& s;
-  const int warpgroup, thread;  // thread: index within the warpgroup
+  const int warpgroup, thread;  // `thread` is the index in the warpgroup
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
@@ -75,7 +76,8 @@ struct AttentionSm90Consumer {
       named_barrier_arrive(kWarpSchedulerWg0 + next, 256);
     }
   }
-  // One lane arrives for its warp, whose lanes have all finished with the stage.
+  // Release a stage of a pipeline. One lane of each warp arrives. All lanes of the warp must have
+  // finished with the stage.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     if (thread % 32 == 0) mbarrier_arrive(s_empty);
   }
@@ -90,8 +92,8 @@ struct AttentionSm90Consumer {
     consumer_release(&s.key_pipeline.empty[key_state.stage]);
     key_state.advance();
   }
-  // Wait for V of the tile of keys that starts at `key`, then issue O += P V. The warpgroup's first
-  // tile starts at `first_key`, and its product overwrites O.
+  // Wait for V of the tile of keys that starts at `key`, then issue O += P V. The product of the
+  // warpgroup's first tile of keys, which starts at `first_key`, overwrites O.
   __device__ __forceinline__ void mma_o(const AttentionBlock& block, int key, int first_key = 0) {
     s.value_pipeline.wait(value_state);
     if constexpr (Config::kMasked) {
@@ -125,8 +127,8 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // NOTE: each warpgroup finds the gaps itself, although they are the same for all. The producer
-  // has no registers for it.
+  // NOTE: each warpgroup finds the gaps itself, although all warpgroups find the same gaps. The
+  // producer warp has no registers for this work.
   __device__ __forceinline__ void find_gaps() const {
     auto& s_block = s.work[work_state.stage];
     if (!s_block.may_have_gaps()) return;
@@ -148,7 +150,7 @@ struct AttentionSm90Consumer {
   }
 
   // Convert S into P for the tile of keys that starts at `key`: soft cap, mask and online softmax.
-  // Returns whether O must be rescaled by o_scale.
+  // Return whether O must be multiplied by o_scale.
   __device__ __forceinline__ bool softmax_step(const AttentionBlock& block, int key) {
     warpgroup_fence_operand(r.acc_s);
     if (p.scale.sign != 1.f) {
@@ -189,15 +191,15 @@ struct AttentionSm90Consumer {
            __any_sync(~0u, r.o_scale[0][0] != 1.f || r.o_scale[0][1] != 1.f);
   }
 
-  // The end of the keys that the warpgroup's rows see. The mainloop computes one tile of keys even
-  // if this is 0.
+  // The end of the keys that the warpgroup's rows see, or 0 if they see no key. The mainloop
+  // computes at least one tile of keys, even if the end is 0.
   __device__ __forceinline__ int last_key_end(const AttentionBlock& block) const {
     const int first_row = warpgroup * 64, rows = min(block.rows - first_row, 64);
     if (rows <= 0) return 0;
     return min(block.end_of(block.first_row + first_row + rows - 1), block.keys);
   }
-  // The start of the first tile of keys that the warpgroup's rows see, if that is before `end`,
-  // else 0.
+  // The start of the first tile with a key that the warpgroup's rows see. The function returns 0 if
+  // the rows see no key before `end`.
   __device__ __forceinline__ int first_key_block(const AttentionBlock& block, int end) const {
     const int* s_begin = s.work[work_state.stage].begin + warpgroup * 64 + thread % 32;
     const int begin = __reduce_min_sync(~0u, min(s_begin[0], s_begin[32]));
@@ -215,8 +217,8 @@ struct AttentionSm90Consumer {
     value_state.advance();
   }
 
-  // Compute O = softmax(Q K^T) V of a work tile. S of tile j + 1 of the keys is issued together
-  // with O += P V of tile j, so that the softmax of tile j + 1 overlaps with that product.
+  // Compute O = softmax(Q K^T) V of a work tile. S of key tile j + 1 is issued together with O += P
+  // V of key tile j. The softmax of tile j + 1 then overlaps with O += P V of tile j.
   __device__ __forceinline__ void mainloop(const AttentionBlock& block) {
     int first_key = 0, end = block.keys;
     if constexpr (kSkipsLast) end = last_key_end(block);
@@ -256,8 +258,9 @@ struct AttentionSm90Consumer {
   }
 
   // Load S of the tile of keys that starts at `key` from shared memory, then convert S into P.
-  // NOTE: the stage is released only when the row maxima are known. Otherwise a load from shared
-  // memory that was issued but is not complete could read the scores that TMA writes next.
+  // NOTE: the stage is released only when the row maxima are known. At that point all loads from
+  // the stage are complete. With an earlier release, an incomplete load could read the scores that
+  // TMA writes next.
   __device__ __forceinline__ bool load_s_and_softmax(const AttentionBlock& block, int key) {
     s.key_pipeline.wait(key_state);
     r.load_s(shared_address(s.key[key_state.stage]), warp_row());
@@ -285,9 +288,9 @@ struct AttentionSm90Consumer {
     release_v();
   }
 
-  // Set o_scale = 1 / row sum and store lse, while the last O += P V runs.
-  // NOTE: this code has no branches. Its instructions depend on each other, and there is little
-  // else to issue at the same time.
+  // Set o_scale = 1 / row sum and store lse. This code runs while the last O += P V is in flight.
+  // NOTE: this code has no branches. Every instruction depends on an earlier one, and few other
+  // instructions can be issued meanwhile.
   __device__ __forceinline__ void finalize(const AttentionBlock& block) {
     const int lane = thread % 32;
     float sum[2], lse[2];
@@ -328,8 +331,9 @@ struct AttentionSm90Consumer {
     }
   }
 
-  // Store out. Each warp writes its 16 rows over its query rows in shared memory, then stores whole
-  // 128-byte rows to global memory. Rows that see no key become zeros.
+  // Store out. Each warp overwrites its 16 query rows in shared memory with its rows of out, then
+  // stores them to global memory, 128 contiguous bytes at a time. Rows of out that see no key
+  // become zeros.
   __device__ __forceinline__ void epilogue(const AttentionBlock& block) {
     const int lane = thread % 32, lane_row = lane % 16, chunk = lane % 8;
     char* const s_warp =

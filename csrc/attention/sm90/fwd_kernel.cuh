@@ -3,11 +3,11 @@
 //   out = softmax(scale * Q K^T + mask) V        lse = log(sum(exp(scale * Q K^T + mask)))
 //
 // The shapes are Q (batch, nheads, seqlen_q, head_dim), K (batch, nheads_kv, seqlen_k, head_dim)
-// and V (batch, nheads_kv, seqlen_k, head_dim_v). A persistent CTA draws work tiles (kRows query
-// rows of one head) by ticket. Its producer warp loads Q, K and V by TMA, and each consumer
-// warpgroup has 64 of the rows. S, P and O stay in registers. Two overlaps hide the time of the
-// exponentials: the softmax of a tile of keys runs during P V of the previous tile, and the
-// warpgroups issue wgmma in ping-pong order. The longest work tiles come first, and heads whose
+// and V (batch, nheads_kv, seqlen_k, head_dim_v). A persistent CTA draws work tiles by ticket. A
+// work tile is kRows query rows of one head. The CTA's producer warp loads Q, K and V by TMA. Each
+// consumer warpgroup has 64 of the query rows. S, P and O stay in registers. Two overlaps hide the
+// time of the exponentials: the softmax of a tile of keys runs during P V of the previous tile, and
+// the warpgroups issue wgmma in ping-pong order. The longest work tiles come first, and heads whose
 // keys fit in the L2 cache run together (AttentionSchedule). The loop over the keys starts behind
 // the padding, so only the last tiles need a mask. Short sequences spend most of their time at the
 // start and the end of work tiles, so their CTAs have one warpgroup and share an SM. TMA fills rows
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   griddep_wait();
   __syncthreads();
   if constexpr (Config::kCtasPerSm == 1) {
-    // NOTE: the registers of all warpgroups must add up to the number that the launch bounds give
-    // the CTA.
+    // NOTE: the registers of all warpgroups must add up to the number of registers that the CTA has
+    // at launch, which follows from the launch bounds.
     constexpr int kProducerRegisters = Config::kWarpgroups == 3 ? 32 : 40,
                   kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
     if (warp < 4) {

@@ -10,8 +10,8 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// S and O are wgmma accumulators of the warpgroup's 64 rows, and P is a wgmma operand. `rows` holds
-// the maximum and the sum of the thread's two rows.
+// The registers of a thread. S and O are wgmma accumulators of the warpgroup's 64 rows, and P is a
+// wgmma operand. `rows` holds the maximum and the sum of each of the thread's two rows.
 template <class Config>
 struct AttentionSm90Registers {
   using T = typename Config::T;
@@ -23,7 +23,7 @@ struct AttentionSm90Registers {
   uint32_t p16[kSlices][4];
   float acc_o[Config::kDimV / 2];
   OnlineRow rows[1][2];
-  float o_scale[1][2];  // per row: rescales O if the maximum rises; at the end 1 / sum
+  float o_scale[1][2];  // per row: factor for O if the maximum rises; at the end 1 / sum
   bool live[2];         // per row: whether the row sees a key
 
   __device__ __forceinline__ Scores& scores() { return reinterpret_cast<Scores&>(acc_s); }

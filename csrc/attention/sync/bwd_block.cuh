@@ -1,5 +1,6 @@
-// The parts of a block of attention's backward that its two schedules (bwd_tiles.cuh and
-// bwd_paired.cuh) share: loads of tiles, the matmuls of a warp, the mask and the epilogue.
+// Attention's backward on mma.sync has two schedules: bwd_tiles.cuh and bwd_paired.cuh. Both
+// schedules use the functions of this file: loads of tiles, the matmuls of a warp, the mask and the
+// epilogue.
 #pragma once
 
 #include "attention/sync/bwd_dq.cuh"
@@ -29,10 +30,10 @@ struct BackwardTools {
   Shared& shared;
   DqAccumulator<Config> dq;
   // This lane's addresses in the first tile of shared memory. All tiles except dS have rows of the
-  // same size, so they use these addresses plus an offset.
+  // same size. The lane's addresses in another tile are therefore these addresses plus an offset.
   uint32_t s_left, s_right, s_mn;
-  bool non_finite_keys = false;     // this thread has split an inf or NaN of K or V into terms
-  bool handles_non_finite = false;  // any thread has split an inf or NaN of K, V or the query rows
+  bool non_finite_keys = false;     // this thread has split an inf or NaN of K or V
+  bool handles_non_finite = false;  // some thread has split an inf or NaN of K, V, Q or dO
 
   __device__ __forceinline__ BackwardTools(const typename Config::Args& args, Shared& shared)
       : args(args), shared(shared) {
@@ -139,14 +140,14 @@ struct BackwardTools {
     return {tile.head - 1, work().first_tile};
   }
 
-  // The keys that the rows of a tile see. Used under a general mask.
+  // The keys that the rows of a query tile see. Only used under a general mask.
   __device__ __forceinline__ const BlockMask& group_of(const QueryTile& tile) const {
     return args.group_of(work().sequence, tile.index * kRows);
   }
 
-  // This block's position in the order of additions to dQ of a tile. Under a general mask,
-  // positions count from the first block that has keys which the tile's rows see. The position is
-  // kAddsNothing if this block has no such keys.
+  // Returns this block's position in the order in which blocks add to dQ of a query tile. Under a
+  // general mask, position 0 is the block with the first key that the tile's rows see. If these
+  // rows see no key of this block, the function returns kAddsNothing.
   static constexpr int kAddsNothing = -1;
   __device__ __forceinline__ int dq_order_of(const QueryTile& tile) const {
     if constexpr (Config::kMasked) {
@@ -171,12 +172,12 @@ struct BackwardTools {
     }
   }
 
-  // Lets the next block add to dQ of `tile`. Must be called after add_dq(tile).
+  // Lets the next block add to dQ of `tile`. The caller must have called add_dq(tile).
   __device__ __forceinline__ void signal_dq(const QueryTile& tile) {
     dq.signal(args, tile, Config::kMasked ? 0 : work().dq_order);
   }
 
-  // The index of the buffer of Q, dO and dS for a stage. fp32 has only one buffer.
+  // Returns the index of the buffer of Q, dO and dS for a stage. In fp32 there is only one buffer.
   static __device__ __forceinline__ int buffer_of(int stage) { return Config::kSplit ? 0 : stage; }
 
   static __device__ __forceinline__ int strip_warp() {
@@ -189,8 +190,8 @@ struct BackwardTools {
   static __device__ __forceinline__ int group() { return threadIdx.x / kWarp % kGroups; }
   static __device__ __forceinline__ int first_col() { return group() * kDimTiles * 8; }
 
-  // r_to += A B^T. A is the warp's strips of the tile at byte `keys` of shared memory. B is kCols
-  // rows of the tile at byte `rows`.
+  // Computes r_to += A B^T. A is the warp's strips of K or V. Its tile starts at byte `keys` of
+  // shared memory. B is kCols rows of Q or dO. Its tile starts at byte `rows`.
   __device__ __forceinline__ void multiply(Scores& r_to, int keys, uint32_t s_rows, int rows) {
 #pragma unroll Config::kUnroll
     for (int slab = 0; slab < KeyTile::kGroups / 4; ++slab) {
@@ -213,7 +214,7 @@ struct BackwardTools {
     }
   }
 
-  // Whether every row of the tile at `first_row` sees every key of the block.
+  // Whether every row of the query tile that starts at `first_row` sees every key of the block.
   __device__ __forceinline__ bool all_visible(int first_row) const {
     if constexpr (Config::kMasked) {
       const BlockMask& group = args.group_of(work().sequence, first_row);
@@ -227,7 +228,7 @@ struct BackwardTools {
     }
   }
 
-  // Clears hidden elements, and the elements of rows behind the last row.
+  // Sets hidden elements of r_tiles to 0, and also the elements of rows behind the last row.
   template <typename... Tiles>
   __device__ __forceinline__ void hide(int first_row, Tiles&... r_tiles) {
     const int strip_key = first_strip_row() + threadIdx.x % kWarp / 4;
@@ -299,7 +300,7 @@ struct BackwardTools {
     }
   }
 
-  // Clears the accumulators of the keys in the warp's strips that no row sees.
+  // Zeroes the accumulators of keys that no row sees, in the warp's strips.
   __device__ __forceinline__ void clear_unseen(float (&r_sum)[kStrips][kDimTiles][4]) const {
     const int key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;
 #pragma unroll

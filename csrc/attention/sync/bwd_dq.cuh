@@ -1,16 +1,17 @@
-// Computes a deterministic dQ. The blocks that see a query tile add to its dQ one after the other,
-// in the order of their keys, so every run gives the same bits. This needs no extra pass and is as
-// fast as atomic additions: attention_backward (4, 16, 4096, 128) bfloat16 causal was compared with
-// SDPA flash, which adds dQ atomically.
+// Computes a deterministic dQ. Several blocks add to dQ of a query tile. The blocks add one after
+// the other, in the order of their keys, so every run gives the same bits. This needs no extra
+// pass. It is as fast as atomic additions: attention_backward (4, 16, 4096, 128) bfloat16 causal
+// was compared with SDPA flash, which adds to dQ atomically.
 //
 // A warp has the same slice of a query tile in every block, and each slice has its own semaphore.
-// The first block stores its slice without reading the sums, and the last block writes dQ.
+// The first block stores its slice without reading the sums. The last block converts the sums into
+// the result dQ.
 //
-// Under a general mask, the blocks that add to a query tile are the blocks of the key tiles between
-// the first and the last key that the tile's group of rows sees (BlockMask). dq_order counts from
-// the first of these blocks. Other blocks may compute the tile, in which every score is hidden for
-// them, but they neither add nor wait. So under a general mask, too, a block only waits for blocks
-// of lower key tiles.
+// Under a general mask, a BlockMask has the first and the last key that the query tile's group of
+// rows sees. The blocks from the first to the last of these keys add to dQ of the tile. dq_order
+// counts from the first of these blocks. Other blocks may compute the tile, but all scores are
+// hidden for them, so they neither add nor wait. Therefore, under a general mask too, a block only
+// waits for blocks of lower key tiles.
 #pragma once
 
 #include "attention/bwd_args.cuh"
@@ -18,7 +19,8 @@
 
 namespace torchweld {
 
-// Tile `index` of the query rows of head `head`, counted over all batch * nheads heads.
+// A query tile: tile number `index` of the query rows of head `head`. `head` counts over all batch
+// * nheads heads.
 struct QueryTile {
   int head;
   int index;
@@ -45,7 +47,7 @@ struct DqAccumulator {
 
   float r_sum[kMTiles][kNTiles][4];
   bool loaded = false;       // r_sum already holds the sum of the earlier blocks
-  bool must_signal = false;  // the stores of add() are not signalled yet
+  bool must_signal = false;  // add() has stored sums that signal() has not signalled yet
 
   static __device__ __forceinline__ int64_t index(const BackwardArgs& args, const QueryTile& tile) {
     const int64_t tiles = args.rows / Config::kRows;
@@ -57,8 +59,8 @@ struct DqAccumulator {
            threadIdx.x % kWarp;
   }
 
-  // Loads the sums of the earlier blocks. NOTE: the load bypasses the L1 cache, which does not see
-  // the stores of other SMs.
+  // Loads the sums of the earlier blocks. NOTE: the load bypasses the L1 cache, because the L1
+  // cache does not see stores of other SMs.
   __device__ __forceinline__ void load(const BackwardArgs& args, int64_t index) {
     const float4* g_sums = sums_at(args, index);
 #pragma unroll
@@ -69,12 +71,13 @@ struct DqAccumulator {
     }
   }
 
-  // Starts to load the sums if the earlier blocks have already added theirs. Must be called before
-  // every add(). `order` is 0 if there is nothing to load.
+  // Starts to load the sums if all earlier blocks have already added to them. The caller must call
+  // this function before every add(). If `order` is 0, no earlier block adds, and the function
+  // loads nothing.
   __device__ __forceinline__ void prefetch(const BackwardArgs& args, const QueryTile& tile,
                                            int order) {
     if constexpr (kPrefetches) {
-      clear();  // this ends the lifetime of the values that the registers held before
+      clear();  // ends the lifetime of the old values of the registers
       if (order == 0 || (Config::kMasked && order < 0)) return;
       const int64_t i = index(args, tile);
       int added = 0;
@@ -85,8 +88,8 @@ struct DqAccumulator {
   }
 
   // Computes dQ += dS K. s_scores holds dS^T (kKeys, kRows), and s_keys holds K (kKeys, kHeadDim).
-  // `live`, a SequenceSpan or a BlockMask, says which keys the rows see. `handles_non_finite`
-  // allows inf and NaN in K.
+  // `live` is a SequenceSpan or a BlockMask and gives the keys that the rows see. If
+  // `handles_non_finite` is true, K may have inf and NaN.
   template <typename Live>
   __device__ __forceinline__ void add(const BackwardArgs& args, const QueryTile& tile, int order,
                                       const Live& live, uint32_t s_scores, uint32_t s_keys,
@@ -119,10 +122,11 @@ struct DqAccumulator {
     must_signal = true;
   }
 
-  // Lets the next block add. Called some time after the stores of add(), so that the release need
-  // not wait long for them.
-  // NOTE: under a general mask `order` changes from tile to tile, and no register is left for it.
-  // It is read from the semaphore, which no other block writes to at this time.
+  // Lets the next block add. Callers call this function some time after add(). The release then
+  // waits only a short time for the stores of add().
+  // NOTE: under a general mask, `order` changes from tile to tile, and no register is free to keep
+  // it. The function reads the order from the semaphore instead. No other block writes to the
+  // semaphore at this time.
   __device__ __forceinline__ void signal(const BackwardArgs& args, const QueryTile& tile,
                                          int order) {
     if (!must_signal) return;

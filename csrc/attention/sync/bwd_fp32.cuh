@@ -6,8 +6,8 @@
 
 namespace torchweld {
 
-// Multiplies kAtOnce pairs of right operands at the same time, if the number of pairs is a multiple
-// of kAtOnce.
+// The operands of exact fp32 matmuls. If the number of pairs of right operands is a multiple of
+// kAtOnce, kAtOnce pairs are multiplied at the same time.
 template <int kAtOnce>
 struct SplitOperands {
   using Plane = Operands<__nv_bfloat16>;
@@ -44,7 +44,8 @@ struct SplitOperands {
     load_terms<Tile, true>(to, Tile::right_of(s_lane, group * 32) + bytes);
   }
 
-  // A result tile kept to become an operand. NOTE: an infinite result gives NaN as an operand.
+  // A result tile that is kept as an operand of a later product. NOTE: an infinite result becomes
+  // NaN in the operand.
   struct Held {
     TermFragment<2> terms;
     __device__ __forceinline__ void set(const float (&r_tile)[4]) {

@@ -1,17 +1,18 @@
-// The backward of attention in 16 bits for tiles in which the accumulators of either dV or dK fill
-// the registers of a warp.
+// The backward of attention in 16 bits, for wide tiles: a warp has registers for the accumulators
+// of only dV or only dK, not for both.
 //
 // Half of the warps are value warps: they compute P^T of a strip of keys and accumulate dV. The
-// others are key warps: they compute dP^T of the same strips, read P from shared memory to compute
-// dS^T, and accumulate dK. So a warp has twice as many keys as with both accumulators, and every
-// fragment of Q and dO that it loads feeds twice as many mma instructions. This matters because
-// shared memory, not the tensor cores, is the bottleneck. P^T and dS^T are left operands in
-// registers. If several warps share a strip, each computes the scores of some of the rows and reads
-// the scores of the other rows from shared memory.
+// others are key warps: they compute dP^T of the same strips, read P from shared memory, compute
+// dS^T, and accumulate dK. Therefore a warp can have twice as many keys as a warp that accumulates
+// both dV and dK. Every fragment of Q and dO that it loads is an operand of twice as many mma
+// instructions. This matters because shared memory, not the tensor cores, is the bottleneck. P^T
+// and dS^T are left operands in registers. If several warps have the same strip, each of these
+// warps computes the scores of some of the rows. It reads the scores of the other rows from shared
+// memory.
 //
-// Every warp adds its slice of dQ once per tile: a key warp before it computes, a value warp
-// afterwards. Therefore P is ready when a key warp needs it, and half of the warps multiply while
-// the other half wait for the sums of dQ.
+// Every warp adds its slice of dQ once per query tile. A key warp adds before it computes the next
+// tile, and a value warp adds afterwards. Therefore P is ready when a key warp needs P. While half
+// of the warps wait for the sums of dQ, the other half multiply.
 #pragma once
 
 #include "attention/sync/bwd_block.cuh"
@@ -32,7 +33,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   using typename Base::Shared;
   using typename Base::T;
   static constexpr int kStripWarps = Config::kStripWarps;
-  // The first row of the last mma step (kDepth rows) among the rows whose scores this warp holds.
+  // The first row of the last mma step. An mma step covers kDepth of the kCols rows for which this
+  // warp holds scores.
   static constexpr int kLastStep = kCols - Ops::kDepth;
 
   float r_sum[kStrips][kDimTiles][4] = {};  // sums of dV or dK
@@ -54,8 +56,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  // NOTE: on Hopper the result is recomputed under a general mask if a strip has several warps,
-  // because no register is left to keep it.
+  // Whether this warp is a key warp.
+  // NOTE: on Hopper, under a general mask and if a strip has several warps, the compiler must
+  // recompute the result at every use, because no register is free to keep it.
   static __device__ __forceinline__ bool sums_keys() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;
@@ -94,14 +97,15 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // The tile to whose dQ this warp adds after it has computed `tile`.
+  // After this warp has computed `tile`, it adds its slice of dQ of the returned tile.
   __device__ __forceinline__ QueryTile dq_tile(const QueryTile& tile) const {
     if (sums_keys()) return {tile.head, tile.index};
     return this->tile_before(tile);
   }
 
-  // Waits for a tile and starts to load the next one. After the barrier no warp computes the
-  // previous tile any more, its dS is complete, and no warp reads the dS of the tile before that.
+  // Waits for a tile and starts to load the next one. After the barrier, all warps have finished
+  // the scores of the previous tile, and dS of the previous tile is complete. No warp reads the dS
+  // of any earlier tile.
   __device__ __forceinline__ void load_and_wait(const QueryTile& tile, int stage) {
     copy_async_wait<0>();
     __syncthreads();
@@ -185,9 +189,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // The version of exponentiate() for soft-capped scores. It also stores P times the slope of the
-  // cap, 1 - tanh^2, in the memory for dS. The key warp with the same scores reads it there and
-  // applies the mask.
+  // The version of exponentiate() for soft-capped scores. The function also stores P times the
+  // slope of the cap, 1 - tanh^2, in the memory for dS. The key warp with the same scores reads
+  // this product there and applies the mask.
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
     const float factor = args.params.mask.softcap * args.score_factor;
@@ -211,7 +215,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     this->store_scores(shared.ds[stage], r_held, col);
   }
 
-  // Converts dP into dS, with the P of the value warp that has the same scores.
+  // Converts dP into dS. P comes from the value warp with the same scores.
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
@@ -242,9 +246,10 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += scores @ B, where `scores` has all rows of the warp's strips and B is the
-  // rows at s_rows. This warp holds kCols of the rows in registers and reads the others from
-  // s_scores. Calls late() as soon as registers of scores are free again.
+  // Computes r_sum += S @ B. S is the scores of the warp's strips for all rows of the tile, and B
+  // is the rows at s_rows. The scores of kCols rows are in r_scores. The warp reads the scores of
+  // the other rows from s_scores. The function calls late() as soon as registers of r_scores are
+  // free again.
   template <typename Late>
   __device__ __forceinline__ void accumulate(const HeldScores& r_scores, uint32_t s_scores,
                                              uint32_t s_rows, const Late& late) {
@@ -267,8 +272,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += scores @ B for the rows of one group, where B is these rows of the tile at
-  // s_rows. load(a, strip, row) loads the scores.
+  // Computes r_sum += S @ B over the kCols rows of one group. load(a, strip, row) loads the scores
+  // S. B is the group's rows of the tile at s_rows.
   template <typename Load>
   __device__ __forceinline__ void add_rows(uint32_t s_rows, int group, const Load& load) {
     const uint32_t s_slice = s_rows + group * kCols * QTile::kRowBytes;
@@ -286,9 +291,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Named barriers. Every strip and group has two: "P is stored" and "dS is stored". The key warp
-  // with the same scores waits for P. The other warps of the group that accumulate the same
-  // gradient wait for P or for dS.
+  // Named barriers. Every strip and group of rows has two barriers: "P is stored" and "dS is
+  // stored". Value warps with the same strip wait for P, and key warps with the same strip wait for
+  // dS. The key warp with the same scores also waits for P.
   __device__ __forceinline__ int barrier_of(bool ds, int group) const {
     return 1 + (ds ? kStripWarps : 0) + this->strip_warp() / kGroups * kGroups + group;
   }

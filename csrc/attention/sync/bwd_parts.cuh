@@ -1,5 +1,5 @@
-// Parts of attention's backward on mma.sync: mma operands loaded from tiles in shared memory, for
-// 16-bit elements and TF32; the stores of results; and the dQ semaphores.
+// Parts of attention's backward on mma.sync: loads of mma operands from tiles in shared memory
+// (16-bit elements and TF32), stores of results, and the dQ semaphores.
 #pragma once
 
 #include <type_traits>
@@ -31,12 +31,12 @@ __device__ __forceinline__ void multiply_operands(const typename Ops::Left (&a)[
   }
 }
 
-// The operands of m16n8k16. Functions with `mn` in their name load MN-major operands, whose K runs
-// along the rows of the tile.
+// The operands of m16n8k16. Functions with `mn` in their name load MN-major operands: the K
+// dimension of the mma is the row index of the tile.
 template <typename T>
 struct Operands {
   static constexpr int kDepth = 16;
-  static constexpr int kMnTiles = 2;  // n8 tiles in an MN-major right operand
+  static constexpr int kMnTiles = 2;  // number of n8 tiles in an MN-major right operand
   struct Left {
     uint32_t r[4];
   };
@@ -64,8 +64,8 @@ struct Operands {
   static __device__ __forceinline__ uint32_t mn_right_lane(uint32_t s_tile, int col) {
     return left_lane<Tile>(s_tile, 0, col / kDepth);
   }
-  // Loads the left operand whose rows are the columns [16 * tile, 16 * tile + 16) of the tile.
-  // `bytes` is the offset of the first row.
+  // Loads the transpose of columns [16 * tile, 16 * tile + 16) of the shared-memory tile as a left
+  // operand. `bytes` is the offset of the first row of the tile to load.
   template <typename Tile>
   static __device__ __forceinline__ void load_mn_left(Left& to, uint32_t s_lane, int bytes,
                                                       int tile) {
@@ -80,7 +80,8 @@ struct Operands {
     to[1] = {{r[2], r[3]}};
   }
 
-  // A result tile (m16 x n8) that is kept to become an operand. It has rows g and g + 8.
+  // A result tile (m16 x n8) that is kept as an operand of a later product. r[0] has row g, and
+  // r[1] has row g + 8.
   struct Held {
     uint32_t r[2];
     __device__ __forceinline__ void set(const float (&r_tile)[4]) {
@@ -109,7 +110,8 @@ struct Operands {
 
 // The operands of m16n8k8 in TF32, loaded from fp32 tiles.
 // NOTE: a thread's results have k = 2t and 2t + 1, but a left operand needs k = t and t + 4. Any
-// order of k gives the same product, so MN-major operands are loaded in the order of the results.
+// order of k gives the same product. Therefore MN-major operands are loaded in the k order of the
+// results.
 template <>
 struct Operands<float> {
   static constexpr int kDepth = 8;
@@ -203,11 +205,11 @@ struct Operands<float> {
   }
 };
 
-// Scales result tiles, from tile kFrom on, and stores them as strips of 16 rows to g_to (rows,
-// cols), from row `row` and column `col` on. Rows before `first` become 0, and rows from `end` on
-// are not written.
-// NOTE: the function is recursive over the tiles. With nested loops the compiler would leave one of
-// them rolled and put the accumulators in local memory.
+// Scales the result tiles from tile kFrom on. Stores them to g_to (rows, cols) as strips of 16
+// rows. The first element is at row `row` and column `col`. Rows before `first` become 0, and rows
+// from `end` on are not written.
+// NOTE: the function is recursive over the tiles. With nested loops, the compiler would not unroll
+// all loops and would put the accumulators in local memory.
 template <int kFrom, typename T, int kStrips, int kTiles>
 __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kStrips][kTiles][4],
                                               float scale, int row, int first, int end, int col,
@@ -243,16 +245,16 @@ constexpr int kProbabilityShift = std::is_same_v<T, __half> ? 15 : 0;
 
 // Returns the probability for an exponent that was computed with the factors in BackwardArgs. For
 // 16-bit results the exponent is to base 2 and includes kProbabilityShift.
-// NOTE: in fp32 the change to base 2 comes after the subtraction of lse, whose result is small.
-// Before it, |lse| would multiply the rounding error of the factor. Probabilities are clamped to 1,
-// because the rounding of a score of 1e30 could give inf.
+// NOTE: in fp32, the subtraction of lse precedes the change to base 2, so that the value multiplied
+// by kLog2e is small. In the other order, the rounding error of the factor would be multiplied by
+// |lse|. Probabilities are clamped to 1, because the rounding of a score of 1e30 could give inf.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));
   return exp2_approx(min_or_nan(x, 0.f) * kLog2e);
 }
 
-// Load and store of the semaphores between the blocks of a grid.
+// Load and store of semaphores that synchronise the blocks of a grid.
 __device__ __forceinline__ int load_acquire(const int* g_from) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(g_from) : "memory");

@@ -1,4 +1,4 @@
-// The backward of attention on tensor cores of sm_80 and newer. There is one block per tile of
+// The backward of attention on tensor cores of sm_80 and newer. The grid has one block per tile of
 // keys.
 //
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
@@ -6,13 +6,13 @@
 //
 // Every warp has a strip of the keys and computes S^T and dP^T of its strip, so that P^T and dS^T
 // are already in its registers as the left operands of dV and dK. Only dS goes through shared
-// memory, for dQ, to which blocks add in a fixed order (attention/sync/bwd_dq.cuh). A block loops
-// over the query heads of its kv head, and for each head over the query tiles that see its keys,
-// from the last tile to the first, while the next tile loads. In fp32 the values of a tile are
-// split into bf16 terms once for all warps (attention/sync/terms.cuh). Blocks draw tickets with
-// ascending key tiles, so a block only waits for blocks that have started, and under causal the
-// longest blocks come first. All blocks of a head start at the last rows, so that no block waits
-// for a block at the diagonal.
+// memory, for dQ. Blocks add to dQ in a fixed order (attention/sync/bwd_dq.cuh). A block loops over
+// the query heads of its kv head. For each head, it loops over the query tiles that see its keys,
+// from the last tile to the first. The next tile loads during the computation of a tile. In fp32
+// the values of a tile are split into bf16 terms once for all warps (attention/sync/terms.cuh).
+// Blocks draw tickets in ascending order of their key tiles. Therefore a block only waits for
+// blocks that have started, and under causal the longest blocks start first. All blocks of a head
+// start with the last query rows, so that no block waits for a block at the diagonal.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2. The fixed order of dQ is new.
 #pragma once
 
@@ -65,7 +65,8 @@ struct BackwardBlock : BackwardTools<Config> {
     int stage = 0;
     while (true) {
       const QueryTile next = this->tile_after(tile);
-      // After this barrier no warp needs the previous tile, and the dS of that tile is complete.
+      // After this barrier, no warp reads Q and dO of the previous tile, and dS of the previous
+      // tile is complete.
       copy_async_wait<0>();
       __syncthreads();
       bool non_finite = this->non_finite_keys;
@@ -130,7 +131,7 @@ struct BackwardBlock : BackwardTools<Config> {
   }
 
   // Converts the scores in r_p into P * 2^kProbabilityShift, and dP in r_ds into dS. delta in
-  // shared memory does not include the shift.
+  // shared memory is not scaled by 2^kProbabilityShift.
   __device__ __forceinline__ void differentiate(Scores& r_p, Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const int first = col + threadIdx.x % 4 * 2;
@@ -156,8 +157,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // The version of differentiate() for soft-capped scores. It also multiplies dS by the slope of
-  // the cap, 1 - tanh^2.
+  // The version of differentiate() for soft-capped scores. The function also multiplies dS by the
+  // slope of the cap, 1 - tanh^2.
   __device__ __forceinline__ void differentiate_capped(Scores& r_p, Scores& r_ds, int stage,
                                                        int first) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
@@ -183,8 +184,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += r_scores @ B. r_scores has the warp's strips by kCols rows. B is kCols rows
-  // of the tile at byte `rows`.
+  // Computes r_sum += r_scores @ B. r_scores holds the scores of the warp's strips for kCols query
+  // rows. B is these kCols rows of the tile at byte `rows`.
   __device__ __forceinline__ void accumulate(float (&r_sum)[kStrips][kDimTiles][4],
                                              const HeldScores& r_scores, uint32_t s_rows,
                                              int rows) {

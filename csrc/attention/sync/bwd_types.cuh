@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// The gradients that a launch computes. The launch that computes dK also computes dQ.
+// The gradients that a launch computes: kBoth is dV, dK and dQ, kValue is dV, kKey is dK and dQ.
 enum class BackwardPart { kBoth, kValue, kKey };
 
 template <typename T_, int kTile, BackwardPart kPart, bool kMasked_>
@@ -31,7 +31,7 @@ struct BackwardConfig {
   static constexpr int kStripWarps = kShape.strip_warps();
   static constexpr bool kValue = kPart != BackwardPart::kKey;
   static constexpr bool kKey = kPart != BackwardPart::kValue;
-  // How far the loops over K are unrolled. More would spill registers.
+  // The unroll factors of the loops over the head dim. Larger factors would spill registers.
   static constexpr int kUnroll = sizeof(T) == 2 ? 2 : 1;
   static constexpr int kSlabUnroll = kSplit || (sizeof(T) == 4 && kWarps == 2) ? 1 : 4;
   using Ops =
@@ -50,14 +50,15 @@ template <typename Config, bool kSplit = Config::kSplit>
 struct BackwardShared {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[2], dout[2];
-  // The last buffer holds P, which the dV warps of a pair pass to the dK warps.
+  // With kPaired, the third buffer holds P. The value warps write P, and the key warps read P.
   typename Config::ScoreTile ds[Config::kPaired ? 3 : 2];
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];
   typename Config::WorkTile work;
 };
 
-// In fp32 the next Q and dO arrive in separate buffers, next to the bf16 terms of the current ones.
+// The shared memory in fp32. q and dout hold the bf16 terms of the current Q and dO. The next Q and
+// dO arrive in separate fp32 buffers.
 template <typename Config>
 struct BackwardShared<Config, true> {
   typename Config::KeyTile k, v;

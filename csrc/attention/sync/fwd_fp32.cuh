@@ -4,7 +4,7 @@
 // Keys and values arrive in fp32 during the matmuls of the previous step and are then split into
 // bf16 terms. With two stages, the keys and values of a step are split together. With one stage,
 // first the keys and then the values are split, in the same buffer. Two blocks fit on an SM, so
-// that one multiplies while the other splits.
+// that one block multiplies while the other block splits.
 #pragma once
 
 #include "attention/block.cuh"
@@ -33,8 +33,9 @@ struct AttentionSplitConfig : AttentionVariant<kMasked> {
   static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && (kStages == 1 || kStages == 2));
 };
 
-// The results and sums of earlier key tiles, kept in local memory. Adding 8192 keys to one register
-// tile by tile needs 256 roundings; adding them 8 tiles at a time needs 40.
+// The results and sums of earlier key tiles, in local memory. They reduce the rounding error. If
+// the tiles of 8192 keys are all added to the same register, the register is rounded 256 times. If
+// the tiles are first added in groups of 8 tiles, a value is rounded only 40 times.
 //
 // NOTE: the code accesses local memory by address. Otherwise the compiler would keep these values
 // in registers and spill values that every tile needs.
@@ -43,7 +44,7 @@ class EarlierTiles {
  public:
   static constexpr int kTilesAtOnce = 8;
 
-  // Multiplies the kept scale by the factors of a tile's rescale.
+  // Multiplies l_scale by the factors that rescale r_out for a tile.
   __device__ __forceinline__ void rescale(const float (&factor)[kTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -55,7 +56,8 @@ class EarlierTiles {
     }
   }
 
-  // Moves r_out and the sums of the rows to local memory.
+  // Adds r_out and the sums of the rows to the values in local memory, and sets r_out and the sums
+  // to 0.
   __device__ __forceinline__ void add(float (&r_out)[kTiles][kCols][4],
                                       OnlineRow (&rows)[kTiles][2], bool is_empty) {
     if (!is_empty) add_to(r_out, rows);
@@ -75,7 +77,7 @@ class EarlierTiles {
     }
   }
 
-  // Adds the kept results and sums to r_out and the sums of the rows.
+  // Adds the results and sums in local memory to r_out and to the sums of the rows.
   __device__ __forceinline__ void add_to(float (&r_out)[kTiles][kCols][4],
                                          OnlineRow (&rows)[kTiles][2]) {
 #pragma unroll
@@ -119,7 +121,7 @@ class EarlierTiles {
 template <typename Config>
 struct AttentionSplitShared {
   typename Config::QueryTile query;
-  typename Config::KeyTile terms[Config::kStages];     // of keys and of values
+  typename Config::KeyTile terms[Config::kStages];     // the terms of keys and of values
   typename Config::RawTile arriving[Config::kStages];  // the next keys and values
   typename Config::Block block;
 };
@@ -161,7 +163,7 @@ __global__ __launch_bounds__(
     values_loader.load(fresh_thread(), shared_address(s_arriving_values.s_data), keys_left);
   };
 
-  // Load Q times the sign of the scale. The size of the scale is part of the exponent.
+  // Load Q and multiply it by the sign of the scale. The size of the scale is part of the exponent.
   bool non_finite_query = false;
   if (keys > 0) {
     load_keys(keys);
@@ -171,9 +173,10 @@ __global__ __launch_bounds__(
         s.query, matrix_of<T>(params.query, block.batch, block.head, block.first_row),
         params.query.row_stride, 0, block.rows, head_dim, scale.sign);
   }
-  // Splits the tiles that have arrived, as soon as no warp needs the previous terms, and starts the
-  // next loads. Returns true if a tile or the query rows have an inf or NaN. With one stage, keys
-  // in a gap are cleared like values, which does no harm because the mask hides their scores.
+  // Waits until no warp needs the previous terms. Then splits the tiles that have arrived and
+  // starts the next loads. Returns true if a tile or the query rows have an inf or NaN. With one
+  // stage, the function clears not only values but also keys that lie in a gap. This does no harm,
+  // because the mask hides the scores of these keys.
   const auto split_arrived = [&](int key, const auto& load_next) {
     copy_async_wait<0>();
     if constexpr (Config::kMasked) {
@@ -195,7 +198,7 @@ __global__ __launch_bounds__(
   start(rows);
   using Earlier = EarlierTiles<kTiles, Config::kDim / 8>;
   constexpr int kKeysAtOnce = Earlier::kTilesAtOnce * kKeys;
-  Earlier earlier;  // empty until the second kKeysAtOnce keys begin
+  Earlier earlier;  // empty during the first kKeysAtOnce keys
   for (int key = 0; key < keys; key += kKeys) {
     if (key > 0 && key % kKeysAtOnce == 0) earlier.add(r_out, rows, key == kKeysAtOnce);
     const int warp_row = fresh_thread() / 32 * Config::kWarpRows;

@@ -1,8 +1,9 @@
 // Exact fp32 in attention: tiles in shared memory whose values are stored as three bf16 terms.
 //
-// The thread that has copied a value splits it once, when its tile has arrived. Then every warp
-// loads the terms with ldmatrix, like the elements of the 16-bit kernels, and issues six mma
-// instructions for them. Probabilities and their gradients are computed and split in registers.
+// When a tile has arrived, every thread splits the values that it has copied. So each value is
+// split only once. Then every warp loads the terms with ldmatrix, like the elements of the 16-bit
+// kernels. The warp issues six mma instructions per product of two operands. Probabilities and
+// their gradients are computed and split in registers.
 #pragma once
 
 #include <type_traits>
@@ -35,8 +36,8 @@ struct SplitTile {
   }
 };
 
-// Stores the terms of four neighbouring values. Without kHandlesNonFinite, an inf, a NaN or a value
-// that rounds to inf sets `check` to NaN, and its terms are wrong.
+// Stores the terms of four neighbouring values. Without kHandlesNonFinite, the terms of an inf, of
+// a NaN and of a value that rounds to inf are wrong. Such a value sets `check` to NaN.
 template <bool kHandlesNonFinite, typename Tile>
 __device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const Vec<float, 4>& x,
                                             float& check) {
@@ -49,7 +50,8 @@ __device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const
 }
 
 // Splits the values of a tile that this thread has copied in AttentionLoader or load_tile.
-// read(row, quad) returns four of them. Returns true if a value is not finite.
+// read(row, quad) must return four of these values. The function returns true if a value is not
+// finite.
 template <int kThreads, typename Tile, typename Read>
 __device__ __forceinline__ bool split_own(Tile& s_to, const Read& read) {
   constexpr int kQuads = Tile::kCols / 4, kRowStep = kThreads / kQuads;
@@ -80,8 +82,8 @@ __device__ __forceinline__ bool split_tile(Tile& s_to, const RawTile& s_from) {
   });
 }
 
-// Splits rows [begin, end) of a strided matrix, times `factor`. Other rows, and columns from `cols`
-// on, become 0 and are not read. Used for tiles that a block splits once.
+// Multiplies rows [begin, end) of a strided matrix by `factor` and splits them. Other rows, and
+// columns from `cols` on, become 0 and are not read. Used for tiles that a block loads only once.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int64_t row_stride,
                                            int begin, int end, int cols, float factor) {
@@ -96,8 +98,8 @@ __device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int
   });
 }
 
-// Loads the terms of a left operand (16, 16) from a left_lane address. If kTransposed, loads it
-// transposed from a right_lane address.
+// Loads the terms of a left operand (16, 16). s_lane is a left_lane address. If kTransposed is
+// true, the operand is transposed, and s_lane is a right_lane address.
 template <typename Tile, bool kTransposed>
 __device__ __forceinline__ void load_terms(TermFragment<4>& to, uint32_t s_lane) {
   constexpr auto load = kTransposed ? load_matrix_4_transposed : load_matrix_4;
@@ -106,8 +108,8 @@ __device__ __forceinline__ void load_terms(TermFragment<4>& to, uint32_t s_lane)
   load(to.low, s_lane + 2 * Tile::kPlaneBytes);
 }
 
-// Loads the terms of two right operands (16, 8) from a right_lane address. If kTransposed, loads
-// them transposed from a left_lane address.
+// Loads the terms of two right operands (16, 8). s_lane is a right_lane address. If kTransposed is
+// true, the operands are transposed, and s_lane is a left_lane address.
 template <typename Tile, bool kTransposed>
 __device__ __forceinline__ void load_terms(TermFragment<2> (&to)[2], uint32_t s_lane) {
   TermFragment<4> both;

@@ -3,8 +3,8 @@
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
 //
-// `cols`, the number of columns that are not padding, is unused: skipping the padding would take
-// longer than multiplying it.
+// `cols` is the number of columns that are not padding. It is unused here: skipping the padding
+// would take longer than multiplying it.
 #pragma once
 
 #include "attention/tile.cuh"
@@ -78,8 +78,8 @@ struct WarpMatmul16 {
     }
   }
 
-  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory, or zeros if the row is
-  // not `live`.
+  // Multiplies row `half` * 8 + g of a result tile by `factor` and stores it to shared memory. If
+  // `live` is false, stores zeros instead.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

@@ -3,8 +3,8 @@
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
 //
-// Columns of Q and K from `cols` on are padding and are skipped. `handles_non_finite` allows inf
-// and NaN in the tiles.
+// Columns of Q and K from `cols` on are padding and are skipped. If `handles_non_finite` is true,
+// the tiles may have inf and NaN.
 #pragma once
 
 #include "attention/sync/terms.cuh"
@@ -15,10 +15,10 @@ template <typename QueryTile, typename KeyTile, int kTiles>
 struct WarpMatmulSplit {
   static constexpr int kDim = KeyTile::kCols;
   static constexpr int kKeys = KeyTile::kRows;
-  // Four independent chains of mma instructions keep a tensor core busy. Head dims above 128 leave
-  // registers for two chains only.
+  // Four independent chains of mma instructions keep a tensor core busy. For head dims above 128,
+  // there are registers for only two chains.
   static constexpr int kAtOnce = kTiles == 1 && kKeys % 32 == 0 ? 2 : 1;
-  using Layout = AttentionLayout<float, kDim>;  // of the finished rows
+  using Layout = AttentionLayout<float, kDim>;  // the layout of the result rows
   using Scores = float[kTiles][kKeys / 8][4];
   using Out = float[kTiles][kDim / 8][4];
 
@@ -70,8 +70,8 @@ struct WarpMatmulSplit {
     }
   }
 
-  // Stores row `half` * 8 + g of a tile, times `factor`, to shared memory, or zeros if the row is
-  // not `live`.
+  // Multiplies row `half` * 8 + g of a result tile by `factor` and stores it to shared memory. If
+  // `live` is false, stores zeros instead.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
