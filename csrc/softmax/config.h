@@ -1,9 +1,9 @@
 // Chooses the engine and the tile of a row softmax. This is pure host code: it is tested without a
 // GPU, and explain prints its choice.
 //
-// There are three engines. A tile holds a row in registers. A ring holds it in the shared memory of
-// a cluster, where the next row is loaded while this row is reduced and stored. A stream reads the
-// row twice.
+// There are three engines. The tile engine holds a row in registers. The ring engine holds a row in
+// the shared memory of a cluster, and loads the next row while the current row is reduced and
+// stored. The stream engine reads the row twice.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,13 @@
 
 namespace torchweld {
 
-// Which rows a tile supports. kScores: 16-bit scores under a mask, in the forward. kOthers: every
-// row that is not kScores.
+// The rows that a tile supports. kScores: rows of 16-bit scores under a mask, in the forward.
+// kOthers: all rows except those of kScores.
 enum class SoftmaxRows : int8_t { kAll, kScores, kOthers };
 
-// The registers of up to `threads` threads hold a row, with `loads` 16-byte accesses per thread. If
-// rows are not aligned, a thread also holds one element before or after the aligned accesses.
+// A tile of the tile engine. The registers of up to `threads` threads hold a row. A thread makes
+// `loads` 16-byte accesses. If rows are not aligned, a thread may also hold one element before or
+// after the aligned accesses.
 struct SoftmaxTile {
   int threads;
   int loads;
@@ -27,22 +28,24 @@ struct SoftmaxTile {
   constexpr int64_t capacity(int elem_size, bool aligned) const {
     return static_cast<int64_t>(threads) * values(elem_size) + (aligned ? 0 : 16 / elem_size - 1);
   }
-  // The number of threads for a row of n elements: a multiple of 32.
+  // Returns the number of threads for a row of n elements. It is a multiple of 32.
   constexpr int threads_for(int64_t n, int elem_size) const {
     const int64_t accesses = n / (16 / elem_size);
     const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
     return wanted < threads ? static_cast<int>(wanted < 32 ? 32 : wanted) : threads;
   }
-  // A thread with more than 32 values keeps the raw words and computes the exponentials twice.
+  // Whether threads keep the raw words of the row and compute the exponentials twice. This is so if
+  // a thread has more than 32 values.
   constexpr bool recomputes(int elem_size) const { return values(elem_size) > 32; }
   constexpr bool supports(int elem_size, bool backward, bool masked) const {
     const bool scores = masked && elem_size == 2 && !backward;
     return rows == SoftmaxRows::kAll || (rows == SoftmaxRows::kScores) == scores;
   }
   // Whether the registers hold the row without spills.
-  // NOTE: the forward could hold more than 32 values per thread, but then an SM runs one block,
-  // which does not overlap loads with math. In 16 bits at n = 65536 this took 2.2 times as long as
-  // a copy of the matrix; the streaming kernel takes 1.9 times.
+  // NOTE: the forward could hold more than 32 values per thread. But then an SM would run only one
+  // block, and one block does not overlap loads with math. In 16 bits at n = 65536, such a forward
+  // took 2.2 times as long as a copy of the matrix. The streaming kernel needs 1.9 times the time
+  // of the copy.
   constexpr bool fits_registers(int elem_size, bool backward, bool masked) const {
     if (!supports(elem_size, backward, masked)) return false;
     if (!backward) return values(elem_size) <= 32 || rows == SoftmaxRows::kScores;
@@ -50,11 +53,12 @@ struct SoftmaxTile {
   }
 };
 
-// The tiles in order of preference: the first legal one is chosen.
-// NOTE: a causal row loads half of its scores on average, but stores all of them. Fewer threads
-// with 4 accesses each keep more rows in flight. At n = 2048 in 16 bits on an H200 they need 0.78
-// of the time of a copy of the matrix, instead of 0.93. With 128 threads and 8 accesses, n = 8192
-// needs 0.80 instead of 0.88. fp32 does not gain.
+// The tiles in order of preference. The first legal tile is chosen.
+// NOTE: a causal row loads half of its scores on average, but stores all of them. With fewer
+// threads and 4 accesses per thread, more rows are in flight. At n = 2048 in 16 bits on an H200, a
+// tile with 4 accesses needs 0.78 of the time of a copy of the matrix, and a tile with 2 accesses
+// needs 0.93. At n = 8192, a tile with 128 threads and 8 accesses needs 0.80 of the copy's time,
+// and a tile with 4 accesses needs 0.88. fp32 does not gain.
 inline constexpr SoftmaxTile kSoftmaxTiles[] = {
     {32, 1, SoftmaxRows::kAll},    {32, 2, SoftmaxRows::kAll},     {32, 4, SoftmaxRows::kScores},
     {64, 2, SoftmaxRows::kOthers}, {64, 4, SoftmaxRows::kScores},  {128, 2, SoftmaxRows::kOthers},
@@ -63,33 +67,35 @@ inline constexpr SoftmaxTile kSoftmaxTiles[] = {
     {1024, 8, SoftmaxRows::kAll}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
-// The shared memory of `cluster` blocks holds a row as a ring of slots. In each block a producer
-// warp fills the slots, and groups of consumer threads process rows in round-robin order. A slot
-// holds a chunk of x in the forward, or a chunk of y and one of dy in the backward.
+// A configuration of the ring engine. The shared memory of `cluster` blocks holds a row. Each block
+// has a ring of slots. A producer warp of the block fills the slots, and groups of consumer threads
+// process rows in round-robin order. In the forward, a slot holds a chunk of x. In the backward, it
+// holds a chunk of y and a chunk of dy.
 struct SoftmaxRing {
   int cluster;
-  // The length of the longest row that prefers this ring, in units of 1024 columns. The indices are
-  // [backward][4-byte elements].
+  // The maximum length of the rows that prefer this ring, in units of 1024 columns. The first index
+  // is 1 for the backward. The second index is 1 for 4-byte elements.
   int preferred[2][2];
 
   static constexpr int kGroups = 3;
-  static constexpr int kThreads = 256;             // per group
-  static constexpr int kLoads = 4;                 // 16-byte accesses per thread and slot
-  static constexpr int kExtraBytes = 2048;         // for barriers and the exchange between blocks
-  static constexpr int kSharedBytes = 227 * 1024;  // per block; an SM runs one block
+  static constexpr int kThreads = 256;      // per group
+  static constexpr int kLoads = 4;          // number of 16-byte accesses per thread and slot
+  static constexpr int kExtraBytes = 2048;  // bytes for barriers and the exchange between blocks
+  static constexpr int kSharedBytes = 227 * 1024;  // bytes per block; an SM runs one block
 
   constexpr int block_threads() const { return kGroups * kThreads + 32; }
-  // Per thread and chunk.
+  // The number of 16-byte accesses per thread and chunk.
   constexpr int accesses(bool backward) const { return kLoads / (backward ? 2 : 1); }
   constexpr int chunk_bytes(bool backward) const { return kThreads * accesses(backward) * 16; }
   constexpr int shared_bytes() const { return kSharedBytes; }
-  // A cluster of more than 8 blocks is not portable. Only the backward gains from it.
+  // A cluster of more than 8 blocks is not portable. Only the backward gains from such a cluster.
   constexpr bool portable() const { return cluster <= 8; }
   constexpr bool supports(bool backward) const { return portable() || backward; }
   constexpr int slots() const { return (kSharedBytes - kExtraBytes) / (kThreads * kLoads * 16); }
 
-  // read_once_to() is the longest row that is read once. capacity() is the longest row that the
-  // ring supports: a portable cluster can read up to a quarter of its slots twice.
+  // read_once_to() is the maximum length of a row that the ring reads only once. capacity() is the
+  // maximum length of a row that the ring supports. A portable cluster may read some chunks of a
+  // row twice: up to a quarter of its slots.
   constexpr int64_t read_once_to(int elem_size, bool backward, bool aligned) const {
     return columns(slots(), elem_size, backward, aligned);
   }
@@ -101,22 +107,22 @@ struct SoftmaxRing {
   }
 
  private:
-  // The number of columns that fit into `chunks` chunks per block. Unaligned rows lose the
-  // unaligned elements.
+  // The number of columns that fit into `chunks` chunks per block. For unaligned rows, the number
+  // is smaller by the unaligned elements.
   constexpr int64_t columns(int chunks, int elem_size, bool backward, bool aligned) const {
     return static_cast<int64_t>(cluster) * chunks * chunk_bytes(backward) / elem_size -
            (aligned ? 0 : 16 / elem_size - 1);
   }
 };
 
-// The rings in order of preference. choose_softmax_ring() picks the first ring that prefers the row
-// length and reads the row once, else the first ring that supports it. The cluster sizes are the
-// fastest, or as fast, on an H200 at 16384 to 262144 columns: a block holds at most 80 KiB until
-// the cluster size is at its limit, and the backward uses at least two blocks. Limits between the
-// measured lengths, and longer rows, were not measured.
-// NOTE: 7 clusters of 16 leave 20 of 132 SMs idle. They are faster only if 8 blocks would read
-// chunks twice: the backward of fp32 rows of 262144 then needs 1.04 of the time to move three
-// tensors, instead of 1.13.
+// The rings in order of preference. choose_softmax_ring() has the rule. For rows of 16384 to 262144
+// columns, no other cluster size was faster on an H200. Up to the largest cluster size, a block
+// holds at most 80 KiB of a row, and the backward uses at least two blocks. Limits between the
+// measured row lengths, and longer rows, were not measured.
+// NOTE: 7 clusters of 16 leave 20 of 132 SMs idle. Clusters of 16 blocks are faster only for rows
+// that don't fit in 8 blocks. A cluster of 8 blocks reads some chunks of such rows twice. The
+// backward of fp32 rows of 262144 columns needs 1.04 times the time to move three tensors with 16
+// blocks, and 1.13 times with 8 blocks.
 inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {0, 0}}},
                                                 {2, {{80, 40}, {40, 20}}},
                                                 {4, {{160, 80}, {80, 40}}},
@@ -127,12 +133,14 @@ inline constexpr int kNumSoftmaxRings = sizeof(kSoftmaxRings) / sizeof(kSoftmaxR
 // The number of threads of the streaming kernel.
 inline constexpr int kSoftmaxStreamThreads = 512;
 
-// The row length from which 16-bit rows prefer a ring, in the forward and in the backward. fp32
-// rows use a ring only if no tile holds them, because the largest tile is faster.
+// The minimum length of 16-bit rows that prefer a ring to a tile: first for the forward, then for
+// the backward. fp32 rows use a ring only if no tile can hold the row, because the largest tile is
+// faster than a ring.
 inline constexpr int64_t kSoftmaxRingFrom[2] = {32768, 16384};
-// NOTE: 16-bit rows in this range would need a tile with more than 512 threads, so an SM would run
-// one block, which does not overlap loads with math. Reading the rows twice is faster (1.16 of the
-// time of a copy, instead of 1.35).
+// The range of row lengths for which the stream engine is preferred in 16 bits.
+// NOTE: 16-bit rows in this range would need a tile with more than 512 threads. An SM would then
+// run only one block, and one block does not overlap loads with math. The stream engine, which
+// reads the rows twice, needs 1.16 times the time of a copy. A tile needs 1.35 times.
 inline constexpr int64_t kSoftmaxReadTwiceFrom = 16385, kSoftmaxReadTwiceTo = 24576;
 
 struct SoftmaxProblem {
@@ -140,17 +148,17 @@ struct SoftmaxProblem {
   int elem_size;  // bytes
   bool aligned;   // every row of the result starts on a 16-byte boundary
   bool backward = false;
-  bool tiled = true;     // false if the mask needs the streaming kernel
-  bool in_phase = true;  // each row has the same offset from a 16-byte boundary in every tensor
+  bool tiled = true;     // false if the mask needs the stream engine
+  bool in_phase = true;  // a row has the same offset from a 16-byte boundary in all tensors
   int64_t rows = 1;
   bool masked = false;
   bool bfloat16 = false;
-  bool capped = false;  // with softcap or a sink: see MaskKind::kCapped
+  bool capped = false;  // true with softcap or a sink (MaskKind::kCapped)
   DeviceFacts device = {};
 };
 
 // kTile holds rows in registers. kRing holds rows in the shared memory of a cluster. kStream reads
-// rows twice.
+// each row twice.
 enum class SoftmaxEngine : int8_t { kTile, kRing, kStream };
 
 struct SoftmaxChoice {
@@ -162,11 +170,12 @@ inline Refusal softmax_row_refusal(const SoftmaxProblem& p, int64_t capacity) {
   return p.n <= capacity ? Refusal() : Refusal("holds {} elements, the row has {}", capacity, p.n);
 }
 
-// With softcap or a sink the backward also reads the scores, which do not fit into registers.
+// Whether the call needs the scores in the backward, which is so with softcap or a sink. The scores
+// do not fit into registers in addition to y and dy.
 constexpr bool softmax_needs_scores(const SoftmaxProblem& p) { return p.capped && p.backward; }
 
-// The number of threads of the streaming kernel. In the backward with softcap or a sink, there is
-// at most one thread per access.
+// The number of threads of the streaming kernel. In the backward with softcap or a sink, a short
+// row has only as many threads as 16-byte accesses, rounded up to whole warps.
 constexpr int softmax_stream_threads(const SoftmaxProblem& p) {
   const int64_t accesses = (p.n + 16 / p.elem_size - 1) / (16 / p.elem_size);
   const bool fits = softmax_needs_scores(p) && accesses < kSoftmaxStreamThreads;
@@ -202,8 +211,9 @@ inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring)
   return softmax_row_refusal(p, ring.capacity(p.elem_size, p.backward, p.aligned));
 }
 
-// Returns the index of the first ring that prefers the row length and reads the row once, else of
-// the first ring that supports the row, else -1.
+// Returns the index of the first ring that prefers the row length and reads the row only once. If
+// there is none, returns the index of the first ring that supports the row. If there is none
+// either, returns -1.
 inline int choose_softmax_ring(const SoftmaxProblem& p) {
   int found = -1;
   for (int i = 0; i < kNumSoftmaxRings; ++i) {
@@ -215,9 +225,10 @@ inline int choose_softmax_ring(const SoftmaxProblem& p) {
   return found;
 }
 
-// The minimum number of accesses per thread.
-// NOTE: in the forward on an H200, 8 accesses need 0.99 of the time of 4 for unmasked fp32 rows of
-// 1025 to 4096 columns. Longer rows, masks and 16 bits do not gain.
+// Returns the minimum number of accesses per thread of a tile.
+// NOTE: for the forward of unmasked fp32 rows of 1025 to 4096 columns on an H200, tiles with 8
+// accesses need 0.99 of the time of tiles with 4 accesses. Longer rows, masked rows and 16-bit rows
+// do not gain.
 constexpr int softmax_tile_loads_from(const SoftmaxProblem& p) {
   const bool single = p.elem_size == 4 && !p.backward && !p.masked;
   return single && p.n > 1024 && p.n <= 4096 ? 8 : 1;
@@ -231,7 +242,7 @@ inline int choose_softmax_tile(const SoftmaxProblem& p) {
   return -1;
 }
 
-// Whether the row is a 16-bit row for which reading twice is faster than registers.
+// Whether the row is a 16-bit row for which the stream engine is faster than a tile.
 constexpr bool softmax_reads_twice(const SoftmaxProblem& p) {
   return p.elem_size == 2 && !p.backward && p.aligned && p.in_phase &&
          p.n >= kSoftmaxReadTwiceFrom && p.n <= kSoftmaxReadTwiceTo;

@@ -53,15 +53,16 @@ struct SoftmaxFamily {
     return all;
   }
 
-  // The text is the threads and loads of a tile, or the cluster size of a ring.
+  // Returns the text for a configuration: the threads and loads of a tile, the cluster size of a
+  // ring, or "" for a stream.
   static std::string tile(const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kStream) return "";
     if (engine(x) == SoftmaxEngine::kRing) return std::to_string(kSoftmaxRings[x[1]].cluster);
     return tile_text(kSoftmaxTiles[x[1]].threads, kSoftmaxTiles[x[1]].loads);
   }
 
-  // For a ring, `threads` counts its consumer threads, which form groups with one row each, and
-  // `loads` is the number of accesses per thread and chunk. A stream has no loads.
+  // For a ring, `threads` is the number of consumer threads of all groups, and `loads` is the
+  // number of accesses per thread and chunk. For a stream, there is no `loads`.
   static Columns columns(const SoftmaxProblem& p, const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kRing) {
       const SoftmaxRing& ring = kSoftmaxRings[x[1]];

@@ -33,8 +33,8 @@ RowArgs<T> row_args(const SoftmaxBackwardParams& p) {
           0};
 }
 
-// Splits the rows into ranges that each fit into one grid, and calls launch(args, blocks) for each
-// range.
+// Splits the rows into ranges, so that each range fits into one grid. Calls launch(args, blocks)
+// for each range.
 template <typename T, typename Launch>
 void for_each_grid(RowArgs<T> args, int rows_per_block, const Launch& launch) {
   const int64_t rows = args.rows;
@@ -48,7 +48,7 @@ void for_each_grid(RowArgs<T> args, int rows_per_block, const Launch& launch) {
   }
 }
 
-// Launches one block per row, or per kRowsPerBlock rows.
+// Launches the kernel of a tile, with one block per kRowsPerBlock rows.
 template <typename Config, bool kBackward, typename Mask>
 void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cudaStream_t stream) {
   const auto kernel = [] {
@@ -63,7 +63,7 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   });
 }
 
-// Launches at most as many clusters as can run at the same time.
+// Launches the kernel of a ring. The grid has at most as many clusters as can run at the same time.
 template <typename Config, typename Mask>
 void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
                  const ZeroCounter& counter, cudaStream_t stream) {
@@ -91,7 +91,8 @@ void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream
   });
 }
 
-// Whether every row of g_x has the same offset from a 16-byte boundary as its row of the result.
+// Whether every row of g_x has the same offset from a 16-byte boundary as the corresponding row of
+// the result.
 template <typename T>
 bool rows_in_phase(const RowArgs<T>& args, const T* g_x, int64_t row_stride) {
   return rows_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(g_x) -

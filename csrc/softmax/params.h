@@ -30,8 +30,8 @@ struct SoftmaxBackwardParams {
   DType dtype;
 };
 
-// A function that allocates a counter which is 0 before and after the kernel. Only the ring kernels
-// call it.
+// A function that returns the address of a counter. The counter is 0 before a ring kernel runs and
+// 0 after it. Only launches of ring kernels call the function.
 using ZeroCounter = std::function<unsigned*()>;
 
 void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream);

@@ -11,7 +11,7 @@
 
 namespace torchweld {
 
-// The mask of softmax: all columns are visible, scale 1.
+// The mask for ops without a mask: all columns are live, and the scale is 1.
 struct NoMask {
   static constexpr bool kMasked = false, kCapped = false;
   int64_t n;
@@ -32,10 +32,10 @@ struct RowArgs {
   int64_t n;
   int64_t x_row_stride;
   int64_t dy_row_stride;
-  int64_t first_row;  // the first row of this launch, if the rows need several grids
+  int64_t first_row;  // the index of the first row of this launch
 };
 
-// Whether the `elems` columns from `first` on include a live column.
+// Whether columns [first, first + elems) include a live column.
 template <typename Mask, typename Range, typename Column>
 __device__ __forceinline__ bool touches(const Range& live, Column first, int elems) {
   if constexpr (!Mask::kMasked) return first < live.end;
@@ -59,8 +59,8 @@ __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElem
   }
 }
 
-// Sets masked columns to 0. The caller uses it if other results of the row are not finite, because
-// a masked column then holds 0 * NaN, which is NaN.
+// Sets masked columns to 0. Callers use this function if a result of the row is not finite, because
+// masked columns then hold 0 * NaN, which is NaN.
 template <typename T, int kElems, typename Range, typename Column>
 __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& live, Column first) {
 #pragma unroll
@@ -80,9 +80,10 @@ struct Exponent {
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * kLog2e) {}
 
-  // NOTE: results are too large by the factor 2^kBias, which the division by their sum cancels. The
-  // bias keeps subnormal results in the range of the one-instruction exponential. That instruction
-  // has an error of 2^-19, which is accurate enough only for 16-bit results.
+  // NOTE: results are too large by a factor of 2^kBias. The division by their sum cancels this
+  // factor. exp2_approx_ftz is one instruction that flushes subnormal results to 0, and the factor
+  // keeps results above the subnormal range. The instruction has an error of 2^-19, which is
+  // accurate enough only for 16-bit results.
   static constexpr float kBias = sizeof(T) == 2 ? 32.f : 0.f;
 
   __device__ __forceinline__ float operator()(float x, float max) const {
@@ -90,13 +91,14 @@ struct Exponent {
     return exp2_approx((x - max) * c);
   }
 
-  // The factor that converts a sum relative to maximum `from` into one relative to maximum `to`.
+  // Returns the factor that converts a sum of exponentials relative to maximum `from` into a sum
+  // relative to maximum `to`.
   __device__ __forceinline__ float rescale(float from, float to) const {
     return exp2_approx((from - to) * c);
   }
 };
 
-// Exponent with a soft cap and a sink (MaskKind::kCapped).
+// The version of Exponent with a soft cap and a sink (MaskKind::kCapped).
 template <typename T>
 struct CappedExponent : Exponent<T> {
   CappedScale scale;
@@ -106,14 +108,14 @@ struct CappedExponent : Exponent<T> {
     this->c = this->scale.c;
   }
 
-  // Caps x = sign * score. The cap maps -inf to -1, so masked columns are set to -inf after
-  // capping.
+  // Applies the soft cap to x = sign * score. The cap maps -inf to -1. Therefore callers set masked
+  // columns to -inf after this function.
   __device__ __forceinline__ float capped(float x) const {
     return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
 
-  // Returns the factor of a row's exponentials. A row that has only -inf is NaN, as in torch, but 0
-  // if there is a sink.
+  // Returns the factor that normalises the exponentials of a row. If all scores of a row are -inf,
+  // the results are NaN, as in torch. With a sink, they are 0.
   __device__ __forceinline__ FinishedRow finish(const MaxSum& total, float sink) const {
     constexpr float kUnit = 1.f / (int64_t{1} << static_cast<int>(Exponent<T>::kBias));
     FinishedRow row = finish_row(scale, total.max, total.sum * kUnit, sink);
@@ -135,7 +137,7 @@ __device__ __forceinline__ auto exponent_of(const Mask& mask) {
 // NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Converts an access to the argument of Exponent. Masked columns become -inf.
+// Converts the values of an access to arguments of Exponent. Masked columns become -inf.
 template <typename Mask, typename T, int kElems, typename ExponentT>
 __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T, kElems>& from,
                                               const KeyRange& live, int64_t first,
@@ -149,7 +151,7 @@ __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T
   }
 }
 
-// Adds values to a running (max, sum). No value may exceed `largest`.
+// Adds values to a running (max, sum). `largest` must be at least the largest of the values.
 template <typename T, int kCount>
 __device__ __forceinline__ void accumulate(MaxSum& running, float largest,
                                            const float (&r_x)[kCount],

@@ -1,5 +1,5 @@
-// The softmax of long rows that stay in shared memory and are read once (softmax/ring_rows.cuh).
-// Each row is reduced to (max, sum).
+// The softmax of long rows. A row stays in shared memory and is read only once
+// (softmax/ring_rows.cuh). Each row is reduced to (max, sum).
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for merging
 // two partial results).
 #pragma once
@@ -66,8 +66,8 @@ struct RingJob : RingRows<Config, Mask> {
 };
 #endif
 
-// g_claims must be 0 before the launch and is 0 after it. There must be at most as many clusters as
-// rows.
+// *g_claims must be 0 before the launch and is 0 after the kernel. The number of clusters must not
+// exceed the number of rows.
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kBlockThreads,
                              1) void softmax_ring_kernel(const RowArgs<typename Config::T> args,

@@ -1,6 +1,6 @@
-// The backward of the softmax of long rows that stay in shared memory and are read once
-// (softmax/ring_rows.cuh). A slot holds a chunk of y and one of dy. Each row is reduced to sum(y *
-// dy).
+// The backward of the softmax of long rows. A row stays in shared memory and is read only once
+// (softmax/ring_rows.cuh). A slot holds a chunk of y and the same chunk of dy. Each row is reduced
+// to sum(y * dy).
 #pragma once
 
 #include "device/features.cuh"
@@ -78,8 +78,8 @@ struct RingBackwardJob : RingRows<Config, Mask> {
 };
 #endif
 
-// g_claims must be 0 before the launch and is 0 after it. There must be at most as many clusters as
-// rows.
+// *g_claims must be 0 before the launch and is 0 after the kernel. The number of clusters must not
+// exceed the number of rows.
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kBlockThreads, 1) void softmax_ring_backward_kernel(
     const RowArgs<typename Config::T> args, const Mask mask, unsigned* g_claims) {

@@ -17,7 +17,7 @@ struct RingConfig {
   static constexpr int kInputs = kBackward ? 2 : 1;
   static constexpr int kGroups = kShape.kGroups;
   static constexpr int kThreads = kShape.kThreads;  // per group
-  // Threads that compute, without the producer warp.
+  // The number of threads that compute, that is, all threads except the producer warp.
   static constexpr int kComputing = kGroups * kThreads;
   static constexpr int kBlockThreads = kShape.block_threads();
   static constexpr int kCluster = kShape.cluster;
@@ -42,21 +42,21 @@ struct RingState {
   }
 };
 
-// The slice of a row that a block processes. The accesses that include live columns of the row are
-// divided among the blocks of a cluster.
+// The slice of a row that a block processes. The blocks of a cluster divide the row's accesses
+// among themselves, without accesses that have no live column.
 template <int kElems, int kCluster, int kChunkAccesses>
 struct RingSlice {
   int begin, end;  // the live columns
   int accesses;    // number of accesses of this block
-  int chunks;      // per block, at least 1; some may be empty
-  int column;      // first column of the first access, which may lie before the live columns
+  int chunks;      // number of chunks per block, at least 1; some may be empty
+  int column;      // first column of the first access; may precede the live columns
 
   // phase is the offset of column 0 from a 16-byte boundary, in elements.
   TW_HOST_DEVICE RingSlice(const KeyRange32& live, int phase, int rank)
       : begin(live.begin < live.end ? live.begin : 0), end(live.begin < live.end ? live.end : 0) {
     const int before = (begin + phase) % kElems;
     const int total = end == 0 ? 0 : (before + end - begin + kElems - 1) / kElems;
-    // The size of a slice is a multiple of 128 bytes.
+    // All slices but the last have a size that is a multiple of 128 bytes (8 accesses).
     const int slice_accesses = (total + 8 * kCluster - 1) / (8 * kCluster) * 8;
     const int left = total - rank * slice_accesses;
     accesses = left < 0 ? 0 : (left < slice_accesses ? left : slice_accesses);
@@ -83,7 +83,7 @@ struct RingClaim {
   int64_t row;
   State state;
 
-  // Packs a claim into two words.
+  // Packs a claim into two 32-bit words.
   static __device__ __forceinline__ float2 pack(uint32_t row, const State& state) {
     return make_float2(__uint_as_float(row), __uint_as_float(state.bits));
   }
@@ -93,8 +93,8 @@ struct RingClaim {
   }
 };
 
-// Reduces one value per thread of a row over the kThreads threads of a group and over the blocks of
-// a cluster, in a fixed order. iteration is the number of earlier calls by the group.
+// Reduces one value per thread over the kThreads threads of a group and over all blocks of the
+// cluster, in a fixed order. `iteration` is the number of earlier calls by the group.
 template <int kThreads, int kGroups, int kCluster>
 struct RingExchange {
   BlockExchange<kThreads, kGroups> s_warps[2];
@@ -134,13 +134,13 @@ struct RingExchange {
   }
 
  private:
-  // Gathers one value of every block of the cluster, in the order of their ranks.
+  // Gathers one value from every block of the cluster, in the order of the blocks' ranks.
   __device__ __forceinline__ void gather(float2 (&partials)[kCluster], float2 local,
                                          int iteration) {
     const int i = iteration % 2, thread = threadIdx.x % kThreads;
     // NOTE: two buffers suffice. A block sends its value of iteration i + 2 only after it has
-    // received all values of iteration i + 1, and the other blocks send those only after they have
-    // read the values of iteration i.
+    // received all values of iteration i + 1. The other blocks send their values of iteration i + 1
+    // only after they have read the values of iteration i.
     if (thread == 0) mbarrier_arrive_expect_tx(&s_arrived[i], sizeof(float2) * kCluster);
     if (thread < kCluster) {
       send_to_block(&s_partials[i][blockIdx.x % kCluster], local, &s_arrived[i], thread);
@@ -152,7 +152,8 @@ struct RingExchange {
 #endif
 };
 
-// Sets columns [from, to) of a row to zero. One group of every block of the cluster calls this.
+// Sets columns [from, to) of a row to zero. One group of every block of the cluster calls this
+// function.
 template <typename Config>
 __device__ __forceinline__ void clear_columns(typename Config::T* g_row, int64_t from, int64_t to,
                                               int rank) {

@@ -4,14 +4,14 @@
 // counter as soon as its ring has a free slot. A static schedule was 6 % slower, because of the
 // slowest cluster. The producer, one warp per block, copies chunks of the live columns into the
 // ring while slots are free. The consumer groups process rows in round-robin order. A group reduces
-// the chunks as they arrive, reduces the result over its warps and the cluster, reads the chunks
-// again, stores the result and releases the slots. So one group reduces while another group waits
-// for the cluster or stores, and the copies of later rows are in flight. All times were measured
-// with softmax (2048, 65536) bfloat16.
+// each chunk when it arrives. Then it reduces the result over the warps of the group and over the
+// cluster. Then it reads the chunks again, stores the results and releases the slots. While one
+// group reduces, another group waits for the cluster or stores, and the copies of later rows are in
+// flight. All times were measured with softmax (2048, 65536) bfloat16.
 //
 // If a row is longer than the ring, its first chunks are released at once and copied again after
-// the last chunk. This can't deadlock, because slots are filled in order. A row need not be
-// aligned: it is copied in 16-byte accesses, and elements outside of the row are ignored.
+// the last chunk. This can't deadlock, because the producer fills the slots in order. A row need
+// not be aligned: it is copied in 16-byte accesses, and elements outside of the row are ignored.
 #pragma once
 
 #include "device/features.cuh"
@@ -19,7 +19,7 @@
 
 namespace torchweld {
 
-// The number of buffers for the rows that a cluster has claimed.
+// The number of buffers for claims. A claim is a row that the cluster has claimed.
 // NOTE: every row has at least one chunk, so at most kSlots rows are in the ring. A buffer is
 // reused only after the groups of every block have read it.
 template <int kSlots, int kGroups>
@@ -44,8 +44,8 @@ struct RingRow {
   int64_t row;
   Slice slice;
   State state;
-  T* g_to;        // address of the result of the first access
-  int iteration;  // iteration of the group
+  T* g_to;        // address of the results of the first access
+  int iteration;  // number of rows that the group has processed
 };
 
 template <typename Config_, typename Mask_>
@@ -56,7 +56,8 @@ struct RingRows {
   using Shared = RingShared<Config>;
   static constexpr int kElems = Config::kElems;
   static constexpr int kChunk = Config::kChunkAccesses;
-  static constexpr int kCount = Config::kAccesses * kElems;  // values per thread and chunk
+  static constexpr int kCount =
+      Config::kAccesses * kElems;  // number of values per thread and chunk
   static constexpr int kClaims = Shared::kClaims;
   using Slice = RingSlice<kElems, Config::kCluster, kChunk>;
   using State = RingState<Config::kSlots>;
@@ -78,8 +79,8 @@ struct RingRows {
                  rank);
   }
 
-  // s_full: the copies of the slot have arrived. s_empty: all warps of a group have released the
-  // slot.
+  // Initialises the barriers of the slots. s_full completes when the copies to the slot have
+  // arrived. s_empty completes when all warps of a group have released the slot.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < Config::kSlots; ++i) {
       mbarrier_init(&s.s_full[i], 1);
@@ -98,7 +99,8 @@ struct RingRows {
     return Claim(s.s_claims[iteration % kClaims]);
   }
 
-  // The producers of all blocks of a cluster call this. Rank 0 sends the claim to every block.
+  // Publishes a claim to all blocks of a cluster. The producers of all these blocks call this
+  // function. The block with rank 0 sends the claim.
   __device__ __forceinline__ void publish_claim(int iteration, uint32_t row,
                                                 const State& state) const {
     const int i = iteration % kClaims;
@@ -115,21 +117,22 @@ struct RingRows {
     }
   }
 
-  // Rank 0 claims the next row from the counter.
-  // NOTE: the counter wraps to 0 after `rows` claims. The clusters make exactly that many: one per
-  // row except for the first row of each cluster, and one per cluster that finds no row.
+  // Claims the next row from the counter, in the block with rank 0.
+  // NOTE: the counter wraps to 0 after args.rows claims. The clusters make exactly args.rows
+  // claims. Every row is claimed once, except the first row of each cluster, which needs no claim.
+  // In addition, each cluster makes one claim that finds no row.
   __device__ __forceinline__ uint32_t claim_next(unsigned* g_claims) const {
     if (rank != 0) return 0;
     return gridDim.x / Config::kCluster + atomicInc(g_claims, static_cast<uint32_t>(args.rows - 1));
   }
 
-  // Runs the producer thread, which copies each chunk of all rows as soon as its slot is free.
+  // Runs the producer thread. It copies all chunks of all rows, each as soon as a slot is free.
   __device__ __forceinline__ void copy(unsigned* g_claims) const {
     State state;
     for (int iteration = 0;; ++iteration) {
       const int64_t row = wait_for_claim(iteration).row;
       if (row >= args.rows) {
-        // Publish the end to the other groups, too.
+        // Publish to the other groups, too, that there are no more rows.
         for (int g = 1; g < Config::kGroups; ++g) {
           publish_claim(iteration + g, static_cast<uint32_t>(args.rows), state);
         }
@@ -169,15 +172,15 @@ struct RingRows {
     }
   }
 
-  // The accesses of a chunk that lie inside of the tensor, which a bulk copy can load.
+  // The arguments of a bulk copy: the accesses of a chunk that lie entirely inside of the tensor.
   struct BulkCopy {
     T* s_to;
     const T* g_from;
     int bytes;
   };
 
-  // Copies accesses that cross the bounds of the tensor element by element, and returns the other
-  // accesses.
+  // Copies the accesses that cross the bounds of the tensor, element by element. Returns the other
+  // accesses of the chunk.
   __device__ __forceinline__ BulkCopy copy_edges(T* s_to, const T* g_begin, int64_t stride,
                                                  int64_t row, int column, int accesses) const {
     const T* g_from = g_begin + row * stride + column;
@@ -202,7 +205,8 @@ struct RingRows {
 
   static __device__ __forceinline__ int group() { return threadIdx.x / Config::kThreads; }
 
-  // The accesses of a warp are contiguous, so a warp behind the end of a row has none.
+  // The index of the warp's first access in a chunk. The accesses of a warp are contiguous, so that
+  // warps behind the end of a row have no work.
   static __device__ __forceinline__ int first_access() {
     return threadIdx.x % Config::kThreads / kWarp * kWarp * Config::kAccesses;
   }
@@ -232,13 +236,14 @@ struct RingRows {
     }
   }
 
-  // The number of chunks that are copied twice because the row is longer than the ring.
+  // The number of chunks that the producer copies twice, because the row is longer than the ring.
   static __device__ __forceinline__ int recopied_chunks(const Slice& p) {
     return max(0, p.chunks - Config::kSlots);
   }
 
-  // Calls body(full, slot, done) for every chunk of a row when it arrives. `done` is the number of
-  // accesses before the chunk. `full` says that the chunk is complete and all its columns are live.
+  // Calls body(full, slot, done) for every chunk of a row when the chunk arrives. `done` is the
+  // number of accesses before the chunk. `full` is true if the chunk is complete and all its
+  // columns are live.
   template <typename Body>
   __device__ __forceinline__ void for_each_chunk(const Row& row, const Body& body) const {
     const int recopied = recopied_chunks(row.slice);
@@ -262,9 +267,9 @@ struct RingRows {
     }
   }
 
-  // NOTE: the parity can't distinguish phase n from phase n + 2, and the chunk of another group may
-  // still be arriving in the slot. Therefore the thread first waits until that chunk has been
-  // released.
+  // NOTE: the slot may still wait for an earlier chunk, of another group. The parity can't
+  // distinguish the phase of that chunk from a phase that is two phases later. Therefore the thread
+  // first waits until the slot of the earlier chunk has been released.
   __device__ __forceinline__ void wait_for(const State& state) const {
     mbarrier_wait(&s.s_empty[state.slot()], state.parity() ^ 1);
     mbarrier_wait(&s.s_full[state.slot()], state.parity());
@@ -330,7 +335,8 @@ struct RingRows {
   }
 };
 
-// The body of a block. One thread of the last warp is the producer, and the groups compute.
+// Runs a block of a ring kernel. One thread of the last warp is the producer. The groups of the
+// other warps compute.
 template <typename Job>
 __device__ __forceinline__ void run_ring(const Job& job, unsigned* g_claims) {
   using Config = typename Job::Config;
@@ -347,7 +353,8 @@ __device__ __forceinline__ void run_ring(const Job& job, unsigned* g_claims) {
   } else {
     job.compute();
   }
-  // A block must not exit while other blocks may send to its shared memory.
+  // Wait for the cluster, because a block must not exit while other blocks may send to its shared
+  // memory.
   if constexpr (Config::kCluster > 1) {
     cluster_arrive();
     cluster_wait();

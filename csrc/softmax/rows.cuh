@@ -3,14 +3,15 @@
 //   y = softmax(scale * x) over the live columns of a row, 0 elsewhere      x, y (rows, n)
 //   dx = scale * y * (dy - sum(dy * y)) over the live columns, 0 elsewhere
 //
-// The threads of a block hold one row; short rows have one warp per row. Each thread loads all its
-// accesses, the threads reduce (max, sum) once, and each thread stores its accesses. The Mask gives
-// the live columns; chunks without live columns are neither loaded nor computed. For unaligned rows
-// (kPeel) the accesses are aligned to the result, and each column before or after the accesses
-// belongs to one thread. If a row of the input has another offset from a 16-byte boundary than its
-// row of the result, it is loaded by elements. Rows are kept as 32-bit words, because the compiler
-// splits an array of 16-bit values at the first condition on it, which made causal_softmax a tenth
-// slower. The kernels are in a header because causal_softmax instantiates them with its own masks.
+// The threads of a block hold one row. If rows are short, each warp holds one row. Each thread
+// loads all its accesses. Then the threads reduce (max, sum) once, and each thread stores its
+// accesses. The Mask gives the live columns. Chunks without live columns are neither loaded nor
+// computed. For unaligned rows (kPeel), the accesses are aligned in the result, and each column
+// before or after the accesses belongs to one thread. If a row of the input has a different offset
+// from a 16-byte boundary than the corresponding row of the result, the row is loaded element by
+// element. Threads keep their values as 32-bit words. The compiler would split an array of 16-bit
+// values at the first condition on it, which made causal_softmax a tenth slower. The kernels are in
+// a header because causal_softmax instantiates them with its own masks.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for merging
 // two partial results).
 #pragma once
@@ -35,8 +36,8 @@ struct RowConfig {
   static_assert(kThreads <= 1024 && kThreadsPerRow % kWarp == 0);
 };
 
-// The accesses of a thread in a row. Access i starts at column(i). The accesses i of all threads
-// form chunk i, so chunk_is_live(i) is the same for all threads of a row.
+// The accesses of a thread in a row. Access i starts at column(i). Chunk i of the row consists of
+// access i of every thread. Therefore chunk_is_live(i) is the same for all threads of a row.
 template <typename Config, typename Mask>
 struct RowSlice {
   using T = typename Config::T;
@@ -72,7 +73,8 @@ struct RowSlice {
   }
   __device__ __forceinline__ int column(int i) const { return head + i * chunk() + lane * kElems; }
 
-  // Without a mask no chunk is skipped: few chunks are empty, and a branch would cost more.
+  // Whether chunk i must be processed. Without a mask no chunk is skipped, because a branch would
+  // cost more than the few empty chunks.
   __device__ __forceinline__ bool chunk_is_live(int i) const {
     return !Mask::kMasked ||
            (head + i * chunk() < live.end && head + (i + 1) * chunk() > live.begin);
@@ -97,7 +99,8 @@ struct RowSlice {
     }
   }
 
-  // Loads this thread's edge column. Returns `hidden` if the thread has none or the mask hides it.
+  // Loads this thread's edge column. Returns `hidden` if the thread has no edge column or the mask
+  // hides the edge column.
   __device__ __forceinline__ float load_edge(const T* g_row, float hidden) const {
     return Config::kPeel && edge >= 0 && sees(live, edge) ? to_float(g_row[edge]) : hidden;
   }
@@ -108,7 +111,7 @@ struct RowSlice {
   // Sets the masked columns of a loaded access to `hidden`.
   __device__ __forceinline__ void hide(uint4& r_in, int i, float hidden) const {
     if constexpr (Mask::kMasked) {
-      // Only the accesses at the bounds of the live range have both live and masked columns.
+      // Only an access at a bound of the live range has both live and masked columns.
       const int to_begin = live.begin - column(i), to_end = live.end - column(i);
       if ((to_begin > 0 && to_begin < kElems) || (to_end > 0 && to_end < kElems)) {
         auto& r_values = reinterpret_cast<T(&)[kElems]>(r_in);
@@ -120,7 +123,7 @@ struct RowSlice {
     }
   }
 
-  // Converts an access to the argument of Exponent. hide() must have been called before.
+  // Converts the values of an access to arguments of Exponent. The caller must have called hide().
   template <typename ExponentT>
   __device__ __forceinline__ void unpack(float (&r_to)[kElems], const uint4& r_in, int i,
                                          const ExponentT& exponent) const {
@@ -137,8 +140,8 @@ struct RowSlice {
     }
   }
 
-  // Stores results. If they are not `finite`, sets masked columns to 0 first, because 0 * NaN is
-  // NaN.
+  // Stores the results of access i. If `finite` is false, first sets masked columns to 0, because
+  // they hold 0 * NaN, which is NaN.
   __device__ __forceinline__ void store(T* g_row, int i, float (&r_out)[kElems],
                                         bool finite) const {
     if (Mask::kMasked && !finite) {
@@ -149,8 +152,8 @@ struct RowSlice {
   }
 };
 
-// Makes the words opaque to the compiler, so that it does not keep values in registers that were
-// computed from them.
+// Makes the words opaque to the compiler. Otherwise the compiler would compute values from the
+// words once and keep these values in registers.
 __device__ __forceinline__ void hold_words(uint4& r) {
   asm volatile("" : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w));
 }
@@ -165,7 +168,7 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
   const int64_t row = Slice::row();
   if (Config::kRowsPerBlock > 1 && row >= args.rows) return;
   const auto exponent = exponent_of<T>(mask);
-  const float hidden = -exponent.sign * INFINITY;  // orders below every score
+  const float hidden = -exponent.sign * INFINITY;  // -inf after multiplication by the sign
   const T* g_x = args.g_x + row * args.x_row_stride;
   T* g_y = args.g_y + row * args.n;
   const Slice slice(mask.live_columns(args.first_row + row), g_y, args.n);
@@ -177,8 +180,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     if (slice.chunk_is_live(i)) slice.load(r_in[i], g_x, i, hidden);
   }
   float r_edge = slice.load_edge(g_x, hidden);
-  // The zeros of masked chunks are stored while the loads are in flight. fp32 does not gain from
-  // this.
+  // Whether zeros are stored to masked chunks while the loads are in flight. fp32 does not gain
+  // from this order.
   constexpr bool kZerosFirst = Mask::kMasked && sizeof(T) == 2;
   if constexpr (kZerosFirst) {
 #pragma unroll
@@ -231,7 +234,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     __shared__ BlockExchange<Config::kThreads> s_exchange;
     total = s_exchange.merge_warps(total, exponent);
   }
-  // A row that has only -inf gives NaN, as in torch: (-inf) - (-inf).
+  // If all scores of a row are -inf, the factor is NaN, because (-inf) - (-inf) is NaN. torch also
+  // returns NaN.
   float factor = exponent.rescale(max, total.max) / total.sum;
   if constexpr (Mask::kCapped) {
     const float sink = mask.sink(args.first_row + row);

@@ -1,5 +1,6 @@
-// Row softmax and its backward for rows that no tile holds. One block per row reads the row twice:
-// first to compute a running (max, sum) per thread, then to compute and store the result.
+// Row softmax and its backward for rows that are held neither in registers nor in shared memory.
+// Each row has one block, which reads the row twice. The first read computes a running (max, sum)
+// per thread. The second read computes and stores the result.
 #pragma once
 
 #include "softmax/config.h"
@@ -21,7 +22,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
   T* g_y = args.g_y + row * args.n;
   const int64_t start = live.begin / kElems * kElems + threadIdx.x * kElems;
 
-  // First read: a running (max, sum) per thread.
+  // First read: compute a running (max, sum) per thread.
   MaxSum local = {-INFINITY, 0.f};
   for (int64_t first = start; first < live.end; first += kStep) {
     float r_x[kElems];
