@@ -21,15 +21,15 @@ inline void check_words(const char* op, const char* name, const Tensor& t, int64
   check_dim(op, name, t, dims, layout);
 }
 
-// Whether K columns can be divided into `groups` groups whose size is a multiple of 8. K = 0 needs
-// 0 groups.
+// Whether K columns can be divided into `groups` equal groups, with a group size that is a multiple
+// of 8. If K is 0, `groups` must be 0.
 inline bool int4_groups_fit(const c10::SymInt& k, const c10::SymInt& groups) {
   if (k == 0) return groups == 0;
   return groups > 0 && k % (groups * kInt4Unit) == 0;
 }
 
-// Checks the shapes of qweight, scale and zero against each other. Checks the dtype of scale and
-// all devices against `like`.
+// Checks that the shapes of qweight, scale and zero fit together. Checks that scale has the dtype
+// of `like` and that all tensors are on the device of `like`.
 inline void check_int4_weight(const char* op, const Tensor& qweight, const Tensor& scale,
                               const Tensor& zero, const char* like_name, const Tensor& like) {
   check_words(op, "qweight", qweight, 2, "(N, K/8)", like_name, like);
@@ -49,7 +49,7 @@ inline void check_int4_weight(const char* op, const Tensor& qweight, const Tenso
            " and scale ", shape_text(scale.sym_sizes()), kInt4Rule);
 }
 
-// Raises an error if `t`, a scale or a bias, requires a gradient: only x has one.
+// Raises an error if `t` requires a gradient. `t` is a scale or a bias. Only x can have a gradient.
 inline void check_int4_frozen(const char* op, const char* name, const OptionalTensor& t) {
   const bool wanted = at::GradMode::is_enabled() && is_given(t) && t->requires_grad();
   TW_CHECK(

@@ -1,5 +1,5 @@
-// Chooses the engine, the tile and the number of K splits of a matmul with a 4-bit weight. This is
-// pure host code that is tested without a GPU.
+// Chooses the engine, the tile and the number of splits of K for a matmul with a 4-bit weight. This
+// is pure host code that is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -18,19 +18,20 @@ namespace torchweld {
 // of 64 columns.
 struct Int4Tile {
   int rows, tokens;
-  int warps;   // each computes rows / warps rows for all tokens
-  int chunks;  // per k-block
-  int stages;  // of the ring in shared memory
-  int blocks;  // blocks per SM for 16-bit x, limited by registers
-  // If true, the scale multiplies each group's accumulators, which supports any dtype and group
-  // size. If false, the scale multiplies the weight, which halves the accumulators but needs 16-bit
-  // x and groups of whole chunks.
+  int warps;   // number of warps; each computes rows / warps rows for all tokens
+  int chunks;  // number of chunks per k-block
+  int stages;  // number of stages of the ring in shared memory
+  int blocks;  // number of blocks per SM for 16-bit x; registers limit it
+  // If true, the scale multiplies each group's accumulators. This supports any dtype and any group
+  // size. If false, the scale multiplies the weight. This needs only half as many accumulators, but
+  // requires 16-bit x and groups of whole chunks.
   bool scale_sums;
   Int4Times times;
 
   static constexpr bool kThreeSplits = false;
 
-  // fp32 x needs registers for its three bf16 terms, so fewer blocks fit on an SM.
+  // The number of blocks per SM. It is lower for fp32 x, because the three bf16 terms of x need
+  // registers.
   constexpr int blocks_per_sm(int elem_size) const {
     return elem_size == 4 ? (blocks + 1) / 2 : blocks;
   }
@@ -54,15 +55,16 @@ struct Int4Tile {
     return (weight_bytes() + x_bytes(elem_size) + scale_bytes(elem_size) + zero_bytes() + 127) /
            128 * 128;
   }
-  // After the mainloop, the accumulators are staged in the shared memory of the ring.
+  // After the mainloop, the accumulators overwrite the ring in shared memory. sum_row_floats() is
+  // the number of floats per token.
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
   constexpr int shared_bytes(int elem_size) const {
     return std::max(stages * stage_bytes(elem_size), tokens * sum_row_floats() * 4);
   }
 };
 
-// NOTE: for a small batch, issuing its instructions takes half of the time in which an SM reads its
-// slice of the weight. This holds with two row tiles per warp and two chunks per k-block.
+// NOTE: small batches have two row tiles per warp and two chunks per k-block. The issue of their
+// instructions then needs half of the time in which an SM reads its slice of the weight.
 inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5500, 50}},
                                           {128, 16, 4, 2, 3, 5, true, {800, 360, 7500, 100}},
                                           {128, 32, 4, 2, 3, 4, true, {750, 540, 8300, 255}},
@@ -71,13 +73,14 @@ inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5
                                           {256, 128, 8, 1, 4, 1, false, {1370, 1370, 6500, 4900}}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
 
-// If x is fp32 or groups are not whole chunks, and there are more tokens than this, the weight is
-// dequantised and the matmul engine multiplies it.
+// The maximum number of tokens for kSync. It applies if x is fp32 or if groups are not whole
+// chunks. With more tokens, the weight is dequantised, and the matmul engine multiplies it
+// (kDense).
 inline constexpr int64_t kInt4DenseTokens = 128;
 
 // kDecode is for few tokens and keeps all of x in shared memory. kSync uses mma.sync and supports
-// any dtype and group size. kSmallM and kLargeM use wgmma, with tiles for few and for many tokens.
-// kDense dequantises the weight for the matmul engine.
+// any dtype and any group size. kSmallM and kLargeM use wgmma. kSmallM has tiles for few tokens,
+// kLargeM for many tokens. kDense dequantises the weight and calls the matmul engine.
 enum class Int4Engine : int8_t { kDecode, kSync, kSmallM, kLargeM, kDense };
 
 struct Int4Problem {
@@ -95,9 +98,9 @@ struct Int4Problem {
 struct Int4Choice {
   Int4Engine engine;
   int tile;              // index into the engine's table of tiles, 0 for kDense
-  int splits;            // splits of K, whose partials are added in a fixed order
+  int splits;            // number of splits of K
   int64_t split_chunks;  // chunks per split
-  bool cluster;          // the splits of a tile form a cluster
+  bool cluster;          // true if the splits of a tile form a cluster
 };
 
 inline constexpr const char* kInt4WholeChunksOnly =
@@ -128,7 +131,8 @@ inline Refusal int4_decode_refusal(const Int4Problem& p, const Int4DecodeTile& t
     return "a split of K is not a multiple of the tile's k-block";
   }
   if (tile.splits > 1 && !p.device.clusters) return "the tile is for clusters of blocks";
-  // NOTE: m is rounded up to a power of two, like the shape class of a remembered choice.
+  // NOTE: m is rounded up to a power of two, so that the answer is the same for all problems of a
+  // shape class. A remembered choice covers a shape class.
   const Int4DecodePlan plan(tile, size_class(p.m), p.shape, p.device.sms);
   return plan.shared_bytes <= p.device.shared_limit ? Refusal()
                                                     : "x needs more shared memory than the GPU has";
@@ -142,7 +146,8 @@ inline Refusal int4_sync_refusal(const Int4Problem& p, const Int4Tile& tile, int
   return int4_splits_refusal(p, tile, splits);
 }
 
-// Why a wgmma engine does not support the problem; empty if it does.
+// Returns the reason why a wgmma engine does not support the problem, or an empty Refusal if it
+// supports the problem.
 template <typename Tile>
 Refusal int4_wgmma_refusal(const Int4Problem& p, const Tile& tile, int splits) {
   if (p.elem_size != 2 || !p.whole_chunks()) return kInt4WholeChunksOnly;
@@ -191,8 +196,9 @@ inline Int4Choice int4_choice(const Int4Problem& p, Int4Engine engine, int tile,
   return {Int4Engine::kDense, 0, 1, p.shape.chunks(), false};
 }
 
-// Predicts the time in nanoseconds. Without clusters a second kernel adds the partials of the
-// splits. fp32 x is multiplied as three bf16 terms, which takes about twice as long.
+// Predicts the time of a kSync tile in nanoseconds. Without clusters, the time includes a second
+// kernel that adds the partials of the splits. fp32 x needs about twice the time of 16-bit x,
+// because it is multiplied as three bf16 terms.
 inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int splits) {
   constexpr double kSumNs = 3000, kSumBytesPerNs = 2000;
   const double m = static_cast<double>(p.m), n = static_cast<double>(p.shape.n);
@@ -228,7 +234,7 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
     const int64_t tiles =
         (p.shape.n + tile.rows - 1) / tile.rows * ((p.m + tile.tokens - 1) / tile.tokens);
     for (const int splits : kInt4Splits) {
-      // K is split only if there are fewer tiles than SMs.
+      // Split K only if there are fewer tiles than SMs.
       if (splits > 1 && tiles >= p.device.sms) continue;
       if (int4_wgmma_refusal(p, tile, splits)) continue;
       const double time = int4_wgmma_time(p, tile, splits);
@@ -241,25 +247,25 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
     consider(Int4Engine::kLargeM, i, kInt4LargeMTiles[i]);
   for (int i = 0; i < kInt4SmallMTileCount; ++i) {
     const Int4SmallMTile& tile = kInt4SmallMTiles[i];
-    // A problem with more than one tile of as many tokens as kLargeM's tiles was not measured for
-    // kSmallM.
+    // Skip kSmallM tiles with as many tokens as a kLargeM tile, if x has more tokens than the tile.
+    // Such problems were not measured.
     if (tile.tokens >= kInt4LargeMTiles[0].tokens && p.m > tile.tokens) continue;
     consider(Int4Engine::kSmallM, i, tile);
   }
   return best;
 }
 
-// Returns the fastest configuration of the smallest legal tile that holds all tokens, or kDense if
-// no tile is legal.
+// Considers only the smallest legal tiles that hold all tokens of x. Returns the fastest
+// configuration of these tiles by the time model. Returns kDense if no tile is legal.
 inline Int4Choice choose_int4_sync(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;
-  int tokens = 0;  // tokens of the smallest tile that holds all of them
+  int tokens = 0;  // number of tokens of the smallest tile that holds all tokens of x
   for (int i = 0; i < kInt4TileCount; ++i) {
     const Int4Tile& tile = kInt4Tiles[i];
     if (int4_sync_refusal(p, tile, 1)) continue;
     if (tokens >= p.m && tile.tokens > tokens) break;
-    if (tile.tokens > tokens) best_time = -1;  // tiles are sorted by tokens
+    if (tile.tokens > tokens) best_time = -1;  // a later tile has at least as many tokens
     tokens = tile.tokens;
     for (int splits = 1; splits <= 8; splits *= 2) {
       if (splits > 1 && int4_split_k_blocks(p.shape, tile.chunks, splits) < 2) break;
@@ -272,8 +278,9 @@ inline Int4Choice choose_int4_sync(const Int4Problem& p) {
   return best;
 }
 
-// Chooses the first engine that supports the problem, in the order of their measured speed, and the
-// fastest tile of that engine by the time model.
+// Chooses the engine and the tile. The engines are tried in the order of their measured speed, and
+// the first engine that supports the problem is chosen. The time model then chooses the fastest
+// tile of that engine.
 inline Int4Choice choose_int4(const Int4Problem& p) {
   for (int i = 0; i < kInt4DecodeTileCount; ++i) {
     if (!int4_decode_refusal(p, kInt4DecodeTiles[i])) {

@@ -10,12 +10,13 @@ namespace torchweld {
 
 // The work of a block: a tile of y and one split of K.
 struct Int4WorkTile {
-  int64_t first_row, first_token;  // of the weight, of x
-  int first_chunk, chunk_end;      // of K
+  int64_t first_row, first_token;  // first row of the weight, first row of x
+  int first_chunk, chunk_end;      // range of chunks of K
   int split;
 
-  // Work tiles are ordered by bands of kBandTokens tokens, so that tiles that run at the same time
-  // share operands in L2. The splits of a tile have consecutive indices, so they form a cluster.
+  // Work tiles are ordered by bands of kBandTokens tokens. Tiles that run at the same time then
+  // share operands in L2. The splits of a tile have consecutive indices, so that they form a
+  // cluster.
   static constexpr int kBandTokens = 2048;
 
   template <typename Tile>
@@ -36,8 +37,8 @@ struct Int4WorkTile {
   }
 
   __device__ __forceinline__ int chunks() const { return chunk_end - first_chunk; }
-  // tiles_left is the number of row tiles, at most `tiles`, that the weight has from first_row on.
-  // tokens_left is the same for the tokens of x.
+  // tiles_left() is the number of row tiles of the weight from first_row on, but at most `tiles`.
+  // tokens_left() is the number of tokens of x from first_token on, but at most `tokens`.
   __device__ __forceinline__ int tiles_left(const Int4LinearParams& p, int tiles) const {
     return static_cast<int>(
         min(int64_t{tiles}, p.weight.shape.tiles() - first_row / kInt4TileRows));
@@ -47,9 +48,9 @@ struct Int4WorkTile {
   }
 };
 
-// A thread's copies of x for one k-block. The k-block is stored as [chunk][token][64 columns]; a
-// row is one token of one chunk. For 16-bit x, 16-byte vector c of token r is stored at c ^ (r %
-// 8).
+// A thread's copies of x for one k-block. The k-block is stored as [chunk][token][64 columns]. A
+// row is one token of one chunk. For 16-bit x, 16-byte vector c of token r is stored at index c ^
+// (r % 8) of the row.
 template <const auto& kTiles, int kTile, int kElem, int kRowBytes = kInt4ChunkK * kElem>
 class Int4XCopies {
   static constexpr auto kT = kTiles[kTile];
@@ -63,8 +64,8 @@ class Int4XCopies {
   static_assert(kElem == 4 || kRowStep % 8 == 0);  // all rows of a thread have the same swizzle
 
  public:
-  // g_x points to the first token and chunk of the work tile. From there on, x has tokens_left
-  // tokens. s_x is the offset of x in a stage.
+  // g_x points to the first token and the first chunk of the work tile. tokens_left is the number
+  // of tokens that x has from the first token on. s_x is the offset of x in a stage.
   __device__ __forceinline__ Int4XCopies(const char* g_x, int64_t row_bytes, int tokens_left,
                                          uint32_t s_x, int thread)
       : token_stride_(kRowStep * row_bytes) {
@@ -76,15 +77,15 @@ class Int4XCopies {
     for (int i = 0; i < kTokenLoads; ++i) {
       valid_ |= uint32_t(token + i * kRowStep < tokens_left) << i;
     }
-    // NOTE: without this the compiler repeats the comparisons above in every k-block.
+    // NOTE: without this asm the compiler would repeat the comparisons above in every k-block.
     asm volatile("" : "+r"(valid_));
   }
 
-  // The chunk of the thread's first load, as an index in the k-block.
+  // The index in the k-block of the chunk that the thread loads first.
   __device__ __forceinline__ int first_chunk() const { return chunk_; }
 
-  // Loads the next k-block. valid(i) says whether the split includes chunk first_chunk() + i of it.
-  // Elements that are not valid become 0.
+  // Loads the next k-block. valid(i) must return whether the split includes chunk first_chunk() + i
+  // of the k-block. Other chunks become 0.
   template <typename Valid>
   __device__ __forceinline__ void load(uint32_t s_stage, const Valid& valid) {
 #pragma unroll
@@ -99,22 +100,22 @@ class Int4XCopies {
 
  private:
   const char* g_x_;
-  int64_t token_stride_;  // the distance between two loads of the thread
+  int64_t token_stride_;  // distance between two loads of the thread, in bytes
   int chunk_;
   uint32_t valid_ = 0;  // bit i: the token of the thread's load i exists
   uint32_t s_x_;
 };
 
-// A thread's copy of 16-bit scales or of zeros for one k-block, stored as [tile][chunk]. Three
-// threads copy one chunk of a tile: 16 bytes of scales, the other 16 bytes of scales, and 8 bytes
-// of zeros.
+// A thread's copy of 16-bit scales or zeros for one k-block. Shared memory stores them as
+// [tile][chunk]. Three threads copy the scales and zeros of one chunk of a tile: two threads copy
+// 16 bytes of scales each, and one thread copies 8 bytes of zeros.
 template <int kChunks>
 class Int4ScaleCopy {
  public:
-  static constexpr int kCopies = 3;  // per chunk of a tile
+  static constexpr int kCopies = 3;  // number of copies per chunk of a tile
 
-  // `valid` says whether the weight has `tile`. `chunk` is the index in the k-block. s_scale is the
-  // offset of the scales in a stage.
+  // `valid` is true if the weight has row tile `tile`. `chunk` is the index of the chunk in the
+  // k-block. s_scale is the offset of the scales in a stage.
   __device__ __forceinline__ Int4ScaleCopy(const char* g_scale, const char* g_zero, int64_t groups,
                                            int64_t tile, bool valid, int chunk, int copy,
                                            uint32_t s_scale)
@@ -126,8 +127,8 @@ class Int4ScaleCopy {
     g_scale_ = is_zero_ ? g_zero + first_group * 8 : g_scale + first_group * 32 + copy * 16;
   }
 
-  // Loads the scales or zeros for the k-block that starts at chunk first_chunk of K. From there on,
-  // the split has chunks_left chunks.
+  // Loads the scales or zeros for the k-block that starts at chunk first_chunk of K. chunks_left is
+  // the number of chunks that the split has from first_chunk on.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int first_chunk, int chunks_left) const {
     const int bytes = kChunks == 1 || chunk_ < chunks_left ? bytes_ : 0;

@@ -1,9 +1,9 @@
 // Split-K and the time model of matmuls with a 4-bit weight. This is pure host code.
 //
-// The model adds up the times of a tile's k-blocks (alone on an SM or with other blocks), of
-// filling its pipeline and of reducing its splits. It predicts measurements within a few percent. A
-// simpler model, a fraction of the peak rates, was wrong by a factor of two, because splits are not
-// free.
+// The model adds up three times: the time of a tile's k-blocks (alone on an SM or with other
+// blocks), the time to fill the pipeline, and the time to reduce the splits. It predicts
+// measurements within a few percent. A simpler model with a fraction of the peak rates was wrong by
+// a factor of two, because splits are not free.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +14,16 @@
 
 namespace torchweld {
 
-// The number of k-blocks in a split of K, or 0 if a split would be empty. The last split may have
-// fewer. A k-block has `chunks` chunks of 64 columns.
+// Returns the number of k-blocks in a split of K, or 0 if a split would be empty. The last split
+// may have fewer k-blocks. A k-block has `chunks` chunks of 64 columns.
 inline int64_t int4_split_k_blocks(const Int4Shape& shape, int chunks, int splits) {
   const int64_t k_blocks = (shape.chunks() + chunks - 1) / chunks;
   const int64_t split = (k_blocks + splits - 1) / splits;
   return (splits - 1) * split < k_blocks ? split : 0;
 }
 
-// The legal numbers of splits. Three splits need a tile with kThreeSplits, whose kernels are
-// compiled for them.
+// The legal numbers of splits. Three splits are legal only for tiles with kThreeSplits, because
+// only their kernels are compiled for three splits.
 inline constexpr int kInt4Splits[] = {1, 2, 3, 4, 8};
 
 template <typename Tile>
@@ -37,7 +37,7 @@ constexpr bool int4_allows_splits(int64_t splits) {
 // Times in nanoseconds, fitted to 16-bit products on an H200 (K = 4096, groups of 128).
 struct Int4Times {
   double k_block;  // the time of a k-block, with one block on the SM
-  double busy;     // the time of a k-block per block, with several blocks on the SM
+  double busy;     // the time of a k-block, divided by the number of blocks on the SM
   double fill;     // the time of filling the ring and of the epilogue
   double reduce;   // the time of adding the partials of two splits in a cluster
 };
@@ -47,8 +47,8 @@ struct Int4Times {
 inline double int4_blocks_time(const Int4Times& times, double tiles, int splits, int64_t k_blocks,
                                int resident, int sms, bool clusters) {
   const bool reduces = splits > 1 && clusters;
-  // NOTE: larger clusters leave some SMs of a GPC unused: 132 SMs run 39 clusters of three or 30 of
-  // four.
+  // NOTE: clusters of more than two blocks leave some SMs of a GPC unused: 132 SMs run 39 clusters
+  // of three blocks or 30 clusters of four blocks.
   const double usable = !reduces || splits == 2 ? 1
                         : splits == 3           ? 0.89
                         : splits == 4           ? 0.91
@@ -58,7 +58,7 @@ inline double int4_blocks_time(const Int4Times& times, double tiles, int splits,
            static_cast<double>(k_blocks) * std::max(times.k_block, blocks * times.busy) +
            (reduces ? blocks * times.reduce * splits / 2 : 0);
   };
-  const double load = std::ceil(tiles * splits / (sms * usable));  // blocks of the busiest SM
+  const double load = std::ceil(tiles * splits / (sms * usable));  // blocks on the busiest SM
   const double waves = std::floor(load / resident), rest = load - waves * resident;
   return waves * wave(resident) + (rest > 0 ? wave(rest) : 0);
 }

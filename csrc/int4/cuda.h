@@ -28,14 +28,13 @@ inline Tensor aligned_contiguous(const Tensor& t) {
   return copy;
 }
 
-// Returns x (M, K), or a copy of x if its columns are not contiguous or its rows not 16-byte
-// aligned.
+// Returns x (M, K), or a copy of x. The result has rows that are contiguous and 16-byte aligned.
 inline Tensor aligned_rows(const Tensor& x) {
   const bool rows = x.size(0) == 1 || x.stride(0) * x.element_size() % 16 == 0;
   return x.stride(1) == 1 && rows && is_aligned(x) ? x : aligned_contiguous(x.contiguous());
 }
 
-// The kernel parameters of a weight. `tensors` owns the memory that they point to.
+// The kernel parameters of a weight. `tensors` owns the memory to which `params` points.
 struct KernelWeight {
   RepackedWeight tensors;
   Int4Weight params;

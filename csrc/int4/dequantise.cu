@@ -1,7 +1,7 @@
-// Dequantises the repacked weight for the matmul engine. Every gradient uses this, and so do
-// products that no 4-bit tile supports (kInt4DenseTokens). A thread writes one unit (eight values).
-// The eight units of a chunk of a row belong to consecutive threads, so that a warp writes whole
-// cache lines of four rows.
+// Dequantises the repacked weight for the matmul engine. Every gradient uses this kernel. Products
+// that no 4-bit tile supports (kInt4DenseTokens) also use it. A thread writes one unit, that is,
+// eight values. Consecutive threads write the eight units of a chunk of a row. Therefore a warp
+// writes whole cache lines, for four rows.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "int4/params.h"

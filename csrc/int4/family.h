@@ -78,7 +78,7 @@ struct Int4Family : FirstSizeByClass {
     return "";
   }
 
-  // The columns of kDense, which runs the matmul engine, are zeros.
+  // For kDense all columns are zeros, because kDense calls the matmul engine.
   static Columns columns(const Int4Problem& p, const Encoded& x) {
     const auto row = [&](const auto& tile, int shared_bytes) -> Columns {
       return {{"rows", tile.rows},
@@ -98,7 +98,7 @@ struct Int4Family : FirstSizeByClass {
           bytes = plan.shared_bytes;
           blocks = int64_t{plan.owners} * tile.splits;
         }
-        // There are two stages, because a k-block is multiplied while the next one is loaded.
+        // The number of stages is two: one k-block is multiplied while the next k-block is loaded.
         return {{"rows", kInt4TileRows},
                 {"tokens", tile.tokens},
                 {"block_k", tile.k_block_chunks() * kInt4ChunkK},

@@ -1,5 +1,5 @@
-// Loads register fragments from a stage of the ring: unpacks codes to exact 16-bit pairs, and loads
-// scales and rows of x.
+// Loads register fragments from a stage of the ring. Unpacks codes to pairs of exact 16-bit values,
+// and loads scales and rows of x.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +14,8 @@ namespace torchweld {
 template <typename T>
 using Int4Factor = std::conditional_t<std::is_same_v<T, __half>, __half, __nv_bfloat16>;
 
-// Two copies of 1024 (fp16) or 128 (bf16). Or-ing a code into the low bits adds the code to the
-// number.
+// Two copies of the number 1024 (fp16) or 128 (bf16). Or-ing a code into the low bits of the number
+// adds the code to the number.
 template <typename U>
 inline constexpr uint32_t kInt4Magic = std::is_same_v<U, __half> ? 0x64006400u : 0x43004300u;
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ uint4 load_words_4(uint32_t s_from) {
   return words;
 }
 
-// Loads words of a weight that no other thread reads.
+// Loads four words of a weight. No other thread reads these words, so they bypass the L1 cache.
 // NOTE: the load is volatile, so that the compiler does not move it before griddep_wait.
 __device__ __forceinline__ uint4 load_words_once(const void* g_from) {
   uint4 w;
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slic
   return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
 }
 
-// Computes a & mask, or-ed with magic.
+// Computes (a & mask) | magic.
 // NOTE: with two constant operands the compiler would emit two instructions.
 __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {
   uint32_t d;
@@ -89,7 +89,7 @@ __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t 
 // The zeros of a lane's two rows, g and g + 8, in one group.
 template <typename U>
 struct Int4Zeros {
-  uint32_t low, high;  // two copies of magic number + zero
+  uint32_t low, high;  // two copies of (magic number + zero)
 
   Int4Zeros() = default;
   __device__ __forceinline__ Int4Zeros(uint2 zeros, int lane)
@@ -97,7 +97,7 @@ struct Int4Zeros {
         high(kInt4Magic<U> + int4_code(zeros.y, lane / 4) * 0x10001) {}
 };
 
-// Unpacks a fragment of 16 rows and 16 columns to code - zero, which is exact.
+// Unpacks a fragment of 16 rows and 16 columns to values of code - zero. These values are exact.
 template <typename U>
 __device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
                                             const Int4Zeros<U>& zeros) {
@@ -108,8 +108,8 @@ __device__ __forceinline__ void int4_unpack(uint32_t (&r)[4], uint32_t word,
   }
 }
 
-// The scales of a lane's two rows, two copies each. They multiply codes, and the products are
-// rounded.
+// The scales of a lane's two rows, with two copies of each. They multiply codes, and the products
+// are rounded.
 template <typename U>
 struct Int4CodeScales {
   uint32_t low, high;
@@ -126,9 +126,10 @@ struct Int4CodeScales {
   }
 };
 
-// The fp32 scales of a lane's two rows. A finite scale multiplies accumulators.
+// The fp32 scales of a lane's two rows. A finite scale multiplies the accumulators of a group.
 // NOTE: an inf or NaN scale multiplies the codes instead (the `special` path), as in the definition
-// of the product. There inf * 0 and inf - inf must become NaN, which the sum of a group would hide.
+// of the product. By this definition, inf * 0 and inf - inf must give NaN. A scale that multiplies
+// the sum of a group would hide such NaN.
 template <typename T>
 struct Int4RowScales {
   using U = Int4Factor<T>;
@@ -138,10 +139,11 @@ struct Int4RowScales {
   __device__ __forceinline__ explicit Int4RowScales(const Vec<T, 2>& pair)
       : low(to_float(pair.values[0])), high(to_float(pair.values[1])) {}
 
-  // Whether a scale may be inf or NaN. Two large finite scales can also give true.
+  // Whether a scale may be inf or NaN. The result can also be true for two large finite scales.
   __device__ __forceinline__ bool special() const { return !finite(fabsf(low) + fabsf(high)); }
 
-  // Multiplies codes by the scales that are inf or NaN. keep_finite() then sets these scales to 1.
+  // Multiplies codes by those scales that are inf or NaN. The caller must then call keep_finite(),
+  // which sets these scales to 1.
   __device__ __forceinline__ void scale_codes(uint32_t (&r)[4]) const {
     const float codes_low = finite(low) ? 1.f : low, codes_high = finite(high) ? 1.f : high;
     Int4CodeScales<U> scales;
@@ -169,7 +171,7 @@ class Int4XReader {
   static constexpr int kCount = kTokens >= 16 && sizeof(T) == 2 ? 2 : 1;
   uint32_t r[kCount][kTerms][2];
 
-  // A lane's byte offset in the x of a stage.
+  // Returns a lane's byte offset in the x of a stage.
   static __device__ __forceinline__ uint32_t offset(int lane) {
     if constexpr (sizeof(T) == 2) {
       const int block = lane >> 3, in = lane & 7;
@@ -182,7 +184,7 @@ class Int4XReader {
   }
 
   // Loads tokens [8 * kCount * i, 8 * kCount * (i + 1)) of a slice of a chunk. s_x is the lane's
-  // address, a multiple of 128 before the swizzle.
+  // address in x. Without the swizzle, it is a multiple of 128.
   __device__ __forceinline__ void load(uint32_t s_x, int chunk, int i, int slice) {
     const int from = (chunk * kTokens + i * 8 * kCount) * kRowBytes;
     if constexpr (sizeof(T) == 2) {

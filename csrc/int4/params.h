@@ -18,17 +18,19 @@ struct Int4Weight {
   const uint32_t* zero;
 };
 
-// gemm holds x as operand a (K contiguous, rows 16-byte aligned), y, the bias and, if a second
-// kernel adds the partials of the splits, the workspace. The weight replaces operand b.
+// The parameters of a product. gemm.a is x (K contiguous, rows 16-byte aligned). gemm also holds y
+// and the bias. If a second kernel adds the partials of the splits, gemm also holds the workspace.
+// `weight` replaces operand b of gemm.
 struct Int4LinearParams {
   GemmParams gemm;
   Int4Weight weight;
   Int4Choice choice;
-  int sms;        // SMs of the device
+  int sms;        // number of SMs of the device
   bool clusters;  // the device supports thread-block clusters
 };
 
-// The operands of the decode and small-M kernels. x_row_bytes counts bytes, y_row_stride elements.
+// The operands of the decode and small-M kernels. x_row_bytes is in bytes, and y_row_stride is in
+// elements.
 struct Int4Operands {
   const char *x, *words, *scale, *zero;
   const void* bias;
@@ -49,23 +51,24 @@ struct Int4Operands {
 struct Int4DequantiseParams {
   Int4Weight weight;
   void* dense;  // (N, K), contiguous, 16-byte aligned
-  DType dtype;  // of the scales and of dense
+  DType dtype;  // the dtype of the scales and of dense
 };
 
-// choice.engine must not be kDense. Sizes must be at least 1.
+// Launches the kernel of `choice`. choice.engine must not be kDense. All sizes must be at least 1.
 void launch_int4_linear(const Int4LinearParams& params, cudaStream_t stream);
 void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t stream);
 
-// choice.engine must be kDecode.
+// Launches the decode kernel. choice.engine must be kDecode.
 void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 
-// Launch functions for one dtype, each instantiated in a separate file (csrc/instantiations.py).
+// Launch functions for one dtype. csrc/instantiations.py generates a file for each instance. This
+// function launches the mma.sync kernel.
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.engine must be kLargeM.
+// Launches the large-M kernel. choice.engine must be kLargeM.
 template <typename T>
 void launch_int4_large_m_of(const Int4LinearParams& params, cudaStream_t stream);
-// choice.engine must be kSmallM.
+// Launches the small-M kernel. choice.engine must be kSmallM.
 template <typename T>
 void launch_int4_small_m_of(const Int4LinearParams& params, cudaStream_t stream);
 

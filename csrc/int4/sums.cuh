@@ -1,5 +1,6 @@
-// The epilogue of split K. A block stages its accumulators in shared memory as fp32 [token][row].
-// The cluster adds up the accumulators of all splits, adds the bias and rounds to y.
+// The epilogue of split K. A block stores its accumulators to shared memory as fp32 [token][row].
+// The blocks of a cluster add up the accumulators of all splits, add the bias, round the sums and
+// write y.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,8 +10,8 @@
 
 namespace torchweld {
 
-// Stores a warp's accumulators of 16 rows, which are fragments of 8 tokens, in shared memory. With
-// kAdd, first adds the values that are stored there.
+// Stores a warp's accumulators of 16 rows in shared memory. A fragment of the accumulators has 8
+// tokens. With kAdd, the function adds the accumulators to the values in shared memory.
 template <int kRowFloats, bool kAdd = false, int kFragments>
 __device__ __forceinline__ void int4_stage_sums(float* s_sums, float (&acc)[kFragments][4],
                                                 int tile, int lane) {
@@ -30,8 +31,8 @@ __device__ __forceinline__ void int4_stage_sums(float* s_sums, float (&acc)[kFra
   }
 }
 
-// Loads the bias of rows row, row + kStride, ... below row + count. Other rows get a bias of 0. If
-// there is no bias, all rows get 0.
+// Loads the bias of rows `row`, `row` + kStride, ..., up to row + count - 1. Later rows get a bias
+// of 0. If there is no bias, all rows get 0.
 template <typename T, int kStride = 1, int kCount>
 __device__ __forceinline__ void int4_load_bias(float (&bias)[kCount], const void* g_bias,
                                                int64_t row, int count) {
@@ -45,8 +46,8 @@ __device__ __forceinline__ void int4_load_bias(float (&bias)[kCount], const void
 }
 
 #if TW_HAS_CLUSTERS
-// Adds 8 partials of all splits, in the order of the cluster's ranks. s_from is their address,
-// which is the same in the shared memory of every block.
+// Adds up 8 contiguous partials of every split, in the order of the cluster's ranks. s_from is the
+// address of the partials. It is the same in the shared memory of every block.
 template <int kSplits>
 __device__ __forceinline__ void int4_reduce_splits(float (&v)[kGroup], const float4* s_from) {
   float4 partials[kSplits][2];
@@ -75,10 +76,10 @@ __device__ __forceinline__ void int4_reduce_splits(float (&v)[kGroup], const flo
 struct Int4Output {
   void* y;
   const void* bias;
-  int64_t row_stride;  // of y
-  int64_t rows;        // of the weight
+  int64_t row_stride;  // row stride of y, in elements
+  int64_t rows;        // number of rows of the weight
   int64_t first_row, first_token;
-  int tokens;  // tokens of the tile that exist in y
+  int tokens;  // number of tokens of the tile that exist in y
 };
 
 // Computes y = lift * (the sum of the staged partials of all splits) + bias. Each block of the

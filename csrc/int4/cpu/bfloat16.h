@@ -1,11 +1,11 @@
-// CPU: y = x @ W^T + bias in bfloat16 with AVX-512 BF16. Each group has a table of sixteen values,
-// scale * (code - zero) rounded to bfloat16, and a nibble of the weight is an index into it. One
-// instruction looks up 32 values. The columns stay in the order of the lookups, and x is permuted
-// to that order.
+// CPU: y = x @ W^T + bias in bfloat16 with AVX-512 BF16. Each group has a table of sixteen values:
+// scale * (code - zero), rounded to bfloat16. A nibble of the weight is an index into the table.
+// One instruction looks up 32 values. The looked-up columns are not reordered. Instead, x is
+// permuted to the order of the lookups.
 //
-// For a few rows of x the weight stays packed: a task computes 64 weight rows and iterates over
-// slices of K whose x fits into the L1 cache. For more rows of x, a task dequantises a block of the
-// weight and torch multiplies it.
+// For a few rows of x the weight stays packed. A task then computes 64 weight rows. It iterates
+// over slices of K, so that x of a slice fits into the L1 cache. For more rows of x, a task
+// dequantises a block of the weight and torch multiplies it.
 #pragma once
 
 #include <ATen/ops/addmm.h>
@@ -28,7 +28,8 @@
 
 namespace torchweld {
 
-// Computes y[:, row:row + rows of block] = x @ block^T + bias for a block of weight rows.
+// Computes columns of y: y[:, row:row + R] = x @ block^T + bias[row:row + R]. `block` holds R rows
+// of the weight, from row `row` on.
 inline void int4_block_matmul(const Tensor& y, const Tensor& x, const Tensor& block,
                               const OptionalTensor& bias, int64_t row) {
   Tensor out = y.narrow(1, row, block.size(0));
@@ -47,7 +48,8 @@ inline bool has_bf16_products() {
   return has;
 }
 
-// 16 words of a row hold 128 columns. Each half of a word holds four contiguous columns.
+// The word order of the portable layout. 16 words of a row hold 128 columns. Each half of a word
+// holds four contiguous columns.
 struct PortableInt4Words {
   static constexpr int kColumns = 128, kVectors = 4, kShift = 4, kStepWords = 16;
   const PortableInt4& weight;
@@ -61,8 +63,8 @@ struct PortableInt4Words {
   }
 };
 
-// 16 words of a chunk hold 64 columns of rows g and g + 8. Word 4 t + s holds columns 16 s + 2 t +
-// j for j = 0, 1, 8 and 9.
+// The word order of the repacked layout. 16 words of a chunk hold 64 columns of rows g and g + 8.
+// Word 4 t + s holds columns 16 s + 2 t + j for j = 0, 1, 8 and 9.
 struct RepackedInt4Words {
   static constexpr int kColumns = kInt4ChunkK, kVectors = 2, kShift = 8,
                        kStepWords = kInt4ChunkWords;
@@ -142,13 +144,15 @@ struct Int4Bf16Rows {
     }
   }
 
-  // A lookup uses five bits of an index, so the register holds two copies of the 16-entry table.
+  // Returns a register with two copies of the 16-entry table. A lookup uses five bits of an index,
+  // so the result does not depend on the fifth bit.
   static TW_BF16_TARGET inline __m512i lookup_table(const uint16_t* table) {
     return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table)));
   }
 
-  // Computes sums (kRowBlock, kXRows, 16) += the products of rows [row, row + kRowBlock) of the
-  // weight for groups [group_begin, group_end). Rows from `end` on are copies of the last row.
+  // Adds to sums (kRowBlock, kXRows, 16) the products of x with rows [row, row + kRowBlock) of the
+  // weight, over groups [group_begin, group_end). For rows from `end` on, the function uses the
+  // last row.
   template <int kXRows, int kRowBlock>
   TW_BF16_TARGET void add(float* sums, const at::BFloat16* x, int64_t row, int64_t group_begin,
                           int64_t group_end) const {
@@ -217,7 +221,7 @@ struct Int4Bf16Rows {
   template <int kXRows>
   void run(at::BFloat16* y, const at::BFloat16* x, int64_t rows, const at::BFloat16* bias,
            int64_t bias_stride) const {
-    constexpr int kRowBlock = kXRows == 8 ? 3 : 4;  // limited by registers
+    constexpr int kRowBlock = kXRows == 8 ? 3 : 4;  // registers limit it
     constexpr int64_t kCacheBytes = 32 << 10;
     const auto& shape = from.weight.shape;
     const int64_t group_bytes = shape.group_units() * kInt4Unit * kXRows * 2;
@@ -244,8 +248,8 @@ struct Int4Bf16Rows {
 };
 #endif
 
-// Whether int4_bf16_into supports the call: the group size must be a multiple of the columns in 16
-// words.
+// Whether int4_bf16_into supports the call. It requires a group size that is a multiple of the
+// number of columns in 16 words.
 template <typename Weight>
 bool supports_int4_bf16(const Tensor& x, const Weight& weight) {
 #ifdef TW_SIMD_TARGETS
@@ -257,8 +261,8 @@ bool supports_int4_bf16(const Tensor& x, const Weight& weight) {
 #endif
 }
 
-// Computes y (rows, N) = x (rows, K) @ W^T + bias. block_rows is the number of weight rows that are
-// dequantised at a time.
+// Computes y (rows, N) = x (rows, K) @ W^T + bias. If the weight is dequantised, block_rows is the
+// number of weight rows per block.
 template <typename Weight>
 void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
                     const OptionalTensor& bias, int64_t block_rows) {

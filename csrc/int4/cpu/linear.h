@@ -1,9 +1,9 @@
 // CPU: y = x @ W^T + bias and dx = dy @ W for a 4-bit weight W in either layout.
 //
 // Each thread dequantises a block of W into a buffer that fits into its cache, and torch multiplies
-// the block. For a few rows of x or dy, W is dequantised in registers instead. A block is a range
-// of rows for y and a range of columns for dx, so that no sum is split. Each weight is rounded
-// once, to the dtype of x.
+// the block. For a few rows of x or dy, W is dequantised in registers instead. For y, a block is a
+// range of rows of W. For dx, a block is a range of columns of W. Therefore no sum is split over
+// several blocks. Each dequantised value of W is rounded once, to the dtype of x.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -23,8 +23,8 @@ namespace torchweld {
 
 using Int4Codes = uint32_t __attribute__((vector_size(4 * kInt4Unit)));
 
-// Stores eight values scale * code, each rounded once. The codes already have their zero subtracted
-// (two's complement).
+// Stores eight values scale * code, each rounded once. The caller must have subtracted the zero
+// from the codes (two's complement).
 template <typename T, typename Wide>
 void store_codes(T* to, const Int4Codes& codes, Wide scale) {
   using Signed = int32_t __attribute__((vector_size(sizeof(codes))));
@@ -73,7 +73,8 @@ void dequantise_row(T* to, const Weight& weight, int64_t row, int64_t first, int
   }
 }
 
-// Dequantises the weight, from row `row` and unit `unit` on, into `to` (rows, 8 * units).
+// Dequantises a block of the weight into `to` (rows, 8 * units). The block starts at row `row` and
+// unit `unit`.
 template <typename Weight>
 void dequantise_block(const Tensor& to, const Weight& weight, int64_t row, int64_t unit) {
   const int64_t rows = to.size(0), columns = to.size(1);
@@ -87,8 +88,8 @@ void dequantise_block(const Tensor& to, const Weight& weight, int64_t row, int64
   });
 }
 
-// The number of rows or units in a block, out of `count`. The block fits into the cache, and every
-// thread gets at least one block.
+// Returns the number of rows or units per block, if there are `count` rows or units in all. A block
+// fits into the cache, and every thread gets about one block or more.
 inline int64_t int4_block(int64_t count, int64_t bytes_each, int64_t min_size) {
   constexpr int64_t kBlockBytes = 1 << 20;
   const int64_t threads = at::get_num_threads();

@@ -1,7 +1,7 @@
 // CPU: y = x @ W^T + bias for a few rows of x, as in decoding. The weight stays packed and is read
-// once, 16 words at a time; one nibble of each word gives a vector of 16 codes. x is permuted to
-// the order of these vectors. The products of a group are added up before the group's scale
-// multiplies the sum.
+// once, 16 words at a time. A vector holds 16 codes: the same nibble of each of the 16 words. x is
+// permuted to the order of these vectors. The products of a group are added up first, and then the
+// group's scale multiplies the sum.
 #pragma once
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -20,10 +20,10 @@ namespace torchweld {
 constexpr int kInt4Lanes = 16;
 constexpr int kInt4FewRows = 16;  // with more rows of x, dequantising the weight is faster
 
-// The offsets that convert a code to a float without a conversion instruction or shift. Nibble i of
-// a word, or-ed into the mantissa of 2^23, is 2^23 + 16^i * code. Subtracting kInt4Offsets[zero][i]
-// leaves 16^i * (code - zero). x is divided by 16^i beforehand.
-constexpr int kInt4MantissaNibbles = 5;  // nibbles that fit into a mantissa
+// Offsets that convert a code to a float without a conversion instruction or a shift. Or-ing nibble
+// i of a word into the mantissa of 2^23 gives 2^23 + 16^i * code. Subtracting kInt4Offsets[zero][i]
+// leaves 16^i * (code - zero). x is divided by 16^i before the product.
+constexpr int kInt4MantissaNibbles = 5;  // number of nibbles that fit into a mantissa
 
 struct Int4Offsets {
   float offset[16][kInt4MantissaNibbles];
@@ -36,7 +36,8 @@ struct Int4Offsets {
 };
 inline constexpr Int4Offsets kInt4Offsets;
 
-// Accumulators of the products of the nibbles of 16 words, one vector per row of x.
+// Accumulators of the products of x with the codes of 16 words. There is one vector of accumulators
+// per row of x.
 // NOTE: the code uses vector extensions, because the compiler does not keep arrays of floats in
 // registers.
 template <int kRows>
@@ -56,8 +57,8 @@ struct Int4Sums {
     add_products(values, x, std::make_index_sequence<kRows>());
   }
 
-  // Pack expansions replace loops, because an array stays in registers only if every index is
-  // constant.
+  // Use pack expansions instead of loops, because an array stays in registers only if every index
+  // is a constant.
   template <size_t... r>
   void clear(std::index_sequence<r...>) {
     ((lanes[r] = Floats{}), ...);
@@ -85,7 +86,7 @@ struct Int4Sums {
   }
 };
 
-// Divides each vector of x (..., vectors, rows, 16) by 16^nibble.
+// Divides each vector of x (..., vectors, rows, 16) by 16^nibbles[vector].
 inline Tensor int4_scale_nibbles(const Tensor& x, int64_t rows, const std::vector<int>& nibbles) {
   const Tensor divided = x.contiguous();
   float* data = divided.mutable_data_ptr<float>();
@@ -112,12 +113,12 @@ struct Int4Result {
   }
 };
 
-// The portable layout. The lanes are 16 units of a row, and a vector has one column of each unit.
+// The product for the portable layout. The 16 lanes of a vector belong to 16 units of a row. A
+// vector has the same column of each of these units.
 struct PortableInt4Rows {
   static constexpr int64_t kColumns = kInt4Lanes * kInt4Unit, kTaskRows = 64;
-  static constexpr int64_t kMax16Bit =
-      8;  // with more rows, dequantising this layout and oneDNN is faster
-  // Rows that are computed together, to reuse x in the cache.
+  static constexpr int64_t kMax16Bit = 8;  // with more rows, dequantisation and oneDNN are faster
+  // The number of weight rows that are computed together, to reuse x in the cache.
   static constexpr int64_t kRowBlock = 4;
   const PortableInt4& weight;
 
@@ -162,8 +163,9 @@ struct PortableInt4Rows {
   }
 };
 
-// The repacked layout. 16 words of a chunk of a tile are the four slices s of four lanes t. Nibble
-// i of word 4 t + s belongs to row g + 8 * (i % 2) and column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
+// The product for the repacked layout. 16 words of a chunk are the words of four lanes t, with four
+// slices s each. Nibble i of word 4 t + s belongs to row g + 8 * (i % 2) and column 16 s + 8 * (i /
+// 2 % 2) + 2 t + i / 4.
 struct RepackedInt4Rows {
   static constexpr int64_t kColumns = kInt4ChunkK, kTaskRows = kInt4TileRows;
   static constexpr int64_t kMax16Bit = kInt4FewRows;
@@ -212,15 +214,16 @@ template <typename Weight>
 using Int4Rows =
     std::conditional_t<std::is_same_v<Weight, PortableInt4>, PortableInt4Rows, RepackedInt4Rows>;
 
-// The smallest row count that is compiled (a power of two) and at least `rows`.
+// Returns the smallest power of two that is at least `rows`. The code is compiled only for numbers
+// of rows that are powers of two.
 inline int64_t int4_row_count(int64_t rows) {
   int64_t count = 1;
   while (count < rows) count *= 2;
   return count;
 }
 
-// Whether int4_rows_into supports the call: the group size must be a multiple of the columns in 16
-// words.
+// Whether int4_rows_into supports the call. It requires few rows, a dtype other than double, and a
+// group size that is a multiple of the number of columns in 16 words.
 template <typename Weight>
 bool supports_int4_rows(const Tensor& x, const Weight& weight) {
   const int64_t max_rows = x.element_size() == 2 ? Int4Rows<Weight>::kMax16Bit : kInt4FewRows;

@@ -1,7 +1,7 @@
 // CPU: dx = dy @ W for a few rows of dy. As in the forward, the weight stays packed and is read
-// once, 16 words at a time; one nibble of each word gives a vector of codes. The sums are in the
-// order of these vectors and stay in the cache. Each time a sum is loaded, the products of four
-// rows of W are added to it.
+// once, 16 words at a time. A vector holds 16 codes: the same nibble of each of the 16 words. The
+// sums are in the order of these vectors and stay in the cache. Each time the code loads a sum, it
+// adds the products of four rows of W.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -12,7 +12,8 @@ namespace torchweld {
 
 constexpr int64_t kInt4FewGradientRows = 8;
 
-// 16 words of each of four rows of W, and for each row of dy the factors of their codes.
+// 16 words of each of four rows of W. For each of these rows and each row of dy, there is a factor
+// that multiplies the codes.
 // NOTE: there are no loops over arrays, for the reason given in Int4Sums.
 template <int kRows>
 struct Int4FourRows {
@@ -23,7 +24,7 @@ struct Int4FourRows {
   const float* offsets[kRowBlock];
   float factors[kRowBlock][kRows];
 
-  // Sets row i of the four. Its factors are scale * dy.
+  // Sets row i of the four rows. The factors of row i are scale * dy.
   void set(int i, const uint32_t* from, int zero, float scale, const float* dy) {
     std::memcpy(&words[i], from, sizeof(Words));
     offsets[i] = kInt4Offsets.offset[zero];
@@ -38,7 +39,7 @@ struct Int4FourRows {
     words[0] >>= bits, words[1] >>= bits, words[2] >>= bits, words[3] >>= bits;
   }
 
-  // Computes sums (rows, 16) += 16^kNibble times the products of one nibble.
+  // Adds the products of nibble kNibble, times 16^kNibble, to sums (rows, 16).
   template <int kNibble>
   void add(float* sums) const {
     add_rows<kNibble>(sums, std::make_index_sequence<kRows>());
@@ -65,9 +66,9 @@ struct Int4FourRows {
   }
 };
 
-// The portable layout. words() returns the words of a row in a block of columns, add() adds
-// products to the sums in the order of their vectors, and columns() reorders the sums to columns of
-// dx.
+// The portable layout. words() returns the words of a row in a block of columns. add() adds
+// products to the sums, which are in the order of the vectors. columns() reorders the sums to
+// columns of dx.
 struct PortableInt4Columns {
   static constexpr int64_t kColumns = PortableInt4Rows::kColumns, kVectors = 8;
   const PortableInt4& weight;
@@ -106,7 +107,8 @@ struct RepackedInt4Columns {
     const int64_t chunk = row / kInt4TileRows * weight.shape.chunks() + block;
     return weight.word_data + chunk * kInt4ChunkWords + row % 8 * kInt4Lanes;
   }
-  // Four rows that start at a multiple of four lie in the same half of a tile.
+  // Returns the bit shift of the nibbles of a row. Four rows that start at a multiple of four lie
+  // in the same half of a tile and have the same shift.
   int shift_of(int64_t row) const { return row % kInt4TileRows / 8 * 4; }
 
   template <int kRows>
@@ -136,7 +138,8 @@ bool supports_int4_rows_backward(const Tensor& dy, const Weight& weight) {
          weight.shape.group_units() * kInt4Unit % Int4Columns<Weight>::kColumns == 0;
 }
 
-// Accumulates blocks [first, end) of the sums (blocks, vectors, kRows, 16) from dy (N, kRows).
+// Computes blocks [first, end) of the sums (blocks, vectors, kRows, 16) from dy (N, kRows) and all
+// rows of the weight.
 template <int kRows, typename T, typename Layout>
 void int4_rows_backward(float* sums, const float* dy, const Layout& layout, int64_t first,
                         int64_t end) {

@@ -13,8 +13,9 @@ struct Int4WeightOnCpu {
   const int32_t* zero_data = zeros.const_data_ptr<int32_t>();
 };
 
-// words() returns a pointer to `units` portable words of a row, from unit `unit` on. It may write
-// them to `buffer`. scale_at() returns an index into scales, and zero() returns a value.
+// A weight in the portable layout. words() returns a pointer to `units` portable words of a row,
+// from unit `unit` on. The pointer may point into `buffer`. scale_at() returns an index into the
+// scales. zero() returns the value of a zero.
 struct PortableInt4 : Int4WeightOnCpu {
   const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
     return word_data + row * shape.units() + unit;

@@ -1,7 +1,7 @@
-// The tiles of the decode kernel (int4/decode/kernel.cuh), for 16-bit x, and how the work is
-// divided. An owner, which is a block or a cluster with one block per split of K, processes
-// consecutive tiles of 16 weight rows. Its warps divide the k-blocks of these tiles evenly. This is
-// pure host code that is tested without a GPU.
+// The tiles of the decode kernel (int4/decode/kernel.cuh) for 16-bit x, and the division of the
+// work. An owner is a block, or a cluster with one block per split of K. It processes consecutive
+// tiles of 16 weight rows. Its warps divide the k-blocks of these tiles evenly. This is pure host
+// code that is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -14,31 +14,35 @@ namespace torchweld {
 
 struct Int4DecodeTile {
   int tokens;
-  int chunks;     // chunks per slice; a slice lies within one group
-  int slices;     // slices per k-block
-  int splits;     // splits of K; each is one block of the cluster
-  int multicast;  // blocks that load x for each other by TMA multicast, on GPUs with clusters
+  int chunks;     // number of chunks per slice; a slice lies within one group
+  int slices;     // number of slices per k-block
+  int splits;     // number of splits of K; one block of the cluster per split
+  int multicast;  // number of blocks that load x for each other by TMA multicast
 
-  // NOTE: in a k-block of 256 columns that has no branch, the instructions of a warp overlap. With
-  // 128 columns the kernel takes 1.15 times as long. 512 columns, or 256 columns in slices of one
-  // chunk, exceed the register file.
+  // NOTE: in a k-block of 256 columns without a branch, the instructions of a warp overlap. With
+  // k-blocks of 128 columns, the kernel takes 1.15 times as long. K-blocks of 512 columns, or of
+  // 256 columns in slices of one chunk, need more registers than there are.
   constexpr int k_block_chunks() const { return chunks * slices; }
   static constexpr int kWarps = 16, kThreads = kWarps * 32;
-  // The stages of x, with one barrier each. A warp waits only for the stages of its own k-blocks.
+  // The number of stages of x. Each stage has a barrier. A warp waits only for the stages of its
+  // own k-blocks.
   static constexpr int kXStages = 4;
-  // How many k-blocks a warp prefetches to L2 before x arrives. More would delay x.
+  // The number of k-blocks that a warp prefetches to L2 before x arrives. More prefetches would
+  // delay x.
   static constexpr int kPrefetched = 2;
 
   constexpr int cluster() const { return splits * multicast; }
   constexpr int slice_bytes() const { return chunks * kInt4ChunkWords * 4; }
-  // The floats of a warp's accumulators of one tile and two tokens.
+  // The number of floats in shared memory for a warp's accumulators of one tile and two tokens.
   // NOTE: the padding avoids bank conflicts when fragments are written and rows are read.
   static constexpr int kPairFloats = 2 * kInt4TileRows + 8;
   // The number of tiles that are reduced at a time.
   static constexpr int kRoundTiles = 16;
 
-  // The number of owners (blocks or clusters), at most as many as run at once.
-  // NOTE: larger clusters leave some SMs of a GPC unused: 30 clusters of 4 run on 132 SMs.
+  // Returns the number of owners (blocks or clusters). It does not exceed the number that can run
+  // at once.
+  // NOTE: clusters of more than two blocks leave some SMs of a GPC unused: only 30 clusters of 4
+  // blocks run on 132 SMs.
   int owners(int64_t tiles, int sms) const {
     const int max_owners = (cluster() <= 2 ? sms : sms * 91 / 100) / splits;
     const int count = static_cast<int>(std::min<int64_t>(tiles, std::max(1, max_owners)));
@@ -46,22 +50,22 @@ struct Int4DecodeTile {
   }
 };
 
-// The first legal tile is chosen.
+// The tiles in order of preference. The first legal tile is chosen.
 inline constexpr Int4DecodeTile kInt4DecodeTiles[] = {
     {8, 2, 2, 1, 2},  {8, 2, 2, 4, 1},  {8, 1, 2, 1, 2},  {8, 1, 2, 4, 1},
     {16, 2, 2, 1, 2}, {16, 2, 2, 4, 1}, {16, 1, 2, 1, 2}, {16, 1, 2, 4, 1}};
 inline constexpr int kInt4DecodeTileCount = sizeof(kInt4DecodeTiles) / sizeof(kInt4DecodeTiles[0]);
 
 struct Int4DecodePlan {
-  int owners;                    // blocks, or clusters with one block per split
-  int k_blocks, split_k_blocks;  // in K, and in a split
-  int base_tiles, extra_tiles;   // per owner; the first extra_tiles owners have one more
-  int stage_k_blocks;            // k-blocks per stage of x; the last stage may have fewer
-  int x_row_bytes;               // bytes of a token in the split's x in shared memory
-  int x_bytes;                   // bytes of the barriers and x in shared memory
-  int sum_floats;                // floats of a warp's accumulators of a tile
-  int slots;        // slots in shared memory, each for the accumulators of a warp and tile
-  int split_pairs;  // pairs of partials that a block receives from each split
+  int owners;                    // number of owners
+  int k_blocks, split_k_blocks;  // numbers of k-blocks in K and in a split
+  int base_tiles, extra_tiles;   // tiles per owner; the first extra_tiles owners have one more
+  int stage_k_blocks;            // number of k-blocks per stage of x; the last stage may have fewer
+  int x_row_bytes;               // number of bytes per token of the split's x in shared memory
+  int x_bytes;                   // number of bytes of the barriers and of x in shared memory
+  int sum_floats;                // number of floats of a warp's accumulators of a tile
+  int slots;                     // number of slots; a slot holds one warp's accumulators of a tile
+  int split_pairs;  // number of pairs of partials that a block receives from each split
   int shared_bytes;
   FastDivisor split_divisor, stage_divisor, group_slices, tokens;
 
@@ -91,7 +95,8 @@ struct Int4DecodePlan {
     shared_bytes = static_cast<int>(std::min<int64_t>(all_x + sums, kTooMuch));
   }
 
-  // One barrier is for the partials of the splits, and there is one for each stage of x.
+  // The bytes of the barriers: one barrier for the partials of the splits, and one for each stage
+  // of x.
   static constexpr int kBarrierBytes = (1 + Int4DecodeTile::kXStages + 1) / 2 * 16;
   static constexpr int64_t kTooMuch = 1 << 30;
 };

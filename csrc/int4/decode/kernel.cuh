@@ -1,22 +1,24 @@
 // Computes y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x. The
-// kernel takes as long as reading the weight once. All of x must fit into the shared memory of a
-// block or of a cluster of four blocks.
+// time of the kernel is the time of one read of the weight. All of x must fit into the shared
+// memory of a block or of a cluster of four blocks.
 //
-// An owner, which is a block or a cluster with one block per split of K, processes consecutive
-// tiles of 16 rows of W. Its warps divide the k-blocks of these tiles evenly and load them directly
-// into registers, one k-block ahead. Warps synchronise only to add up, in a fixed order, the
-// accumulators of tiles that several warps compute. A slice of a k-block lies in one group, whose
-// scale multiplies the accumulators of the slice.
+// An owner is a block, or a cluster with one block per split of K. It processes consecutive tiles
+// of 16 rows of W. Its warps divide the k-blocks of these tiles evenly. They load the k-blocks
+// directly into registers, one k-block ahead. If several warps compute the same tile, their
+// accumulators are added up in a fixed order. This is the only synchronisation of the warps. A
+// slice of a k-block lies in one group, and the scale of the group multiplies the accumulators of
+// the slice.
 //
-// The latency of a warp limits the kernel, not memory bandwidth. Therefore the weight bypasses
-// shared memory, and k-blocks are long and have no branch (int4/decode/config.h).
+// The speed of the kernel is limited by the latency of a warp, not by memory bandwidth. Therefore
+// the weight bypasses shared memory, and k-blocks are long and have no branch
+// (int4/decode/config.h).
 //
 // With PDL the kernel starts before the previous kernel ends. The previous kernel may write the
-// weight, so before griddep_wait the weight is only prefetched to L2, which stays coherent. More
-// loads in flight make the kernel slower, because they delay x: with a pipeline of bulk or
-// asynchronous copies, or with prefetches in the loop, int4 (1, 4096, 14336) bfloat16 took 10.1 us
-// instead of 9.1. Two blocks load x for each other by multicast, because bytes from L2 cost as much
-// as bytes from memory when all SMs read.
+// weight. Therefore the kernel only prefetches the weight to L2, which is coherent, before
+// griddep_wait. More loads in flight make the kernel slower, because they delay x. With a pipeline
+// of bulk or asynchronous copies, or with prefetches in the loop, int4 (1, 4096, 14336) bfloat16
+// took 10.1 us instead of 9.1. Two blocks load x for each other by multicast. When all SMs read, a
+// byte from L2 costs as much as a byte from memory.
 //
 // Rounding: code - zero is exact, accumulators are fp32, and only y is rounded.
 #pragma once
@@ -29,8 +31,8 @@
 
 namespace torchweld {
 
-// Adds the bias to the sums of weight rows `row` and `row` + 1, rounds them and stores those below
-// p.rows.
+// Adds the bias to the sums of weight rows `row` and `row` + 1, rounds the results and stores them.
+// Rows from p.rows on are not stored.
 template <typename T>
 __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int row, int token,
                                                   float2 sum) {
@@ -46,9 +48,9 @@ __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int
 
 // A round: at most kRoundTiles consecutive tiles of an owner.
 struct Int4DecodeRound {
-  int first_tile, tiles, left;  // left: tiles of the owner that are not done, including this round
+  int first_tile, tiles, left;  // left: tiles from first_tile on
 
-  // NOTE: each use recomputes this from the block index, to save registers.
+  // NOTE: every use of a round recomputes it from the block index, to save registers.
   __device__ __forceinline__ Int4DecodeRound(const Int4DecodePlan& plan, int splits, int round) {
     int block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
@@ -60,8 +62,8 @@ struct Int4DecodeRound {
 };
 
 // Reduces the accumulators of a round's tiles and stores y, two rows at a time. The blocks of a
-// cluster send each other their partials; each block adds up one slice of the pairs in the order of
-// the splits.
+// cluster send their partials to each other. Each block adds up one slice of the pairs of rows, in
+// the order of the splits.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
                                                    const Int4DecodeRound& round,
@@ -129,8 +131,8 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
 
 // The k-blocks that a warp computes in a round.
 struct Int4DecodeRange {
-  int slot;  // slot for the accumulators of its first tile; the next tiles use the next slots
-  uint32_t k_block, in;  // index of the first k-block in the weight, and in its split
+  int slot;              // slot of its first tile; the next tiles use the next slots
+  uint32_t k_block, in;  // index of the first k-block: in the weight, and in its split
   uint32_t count;        // number of k-blocks
 
   __device__ __forceinline__ Int4DecodeRange(const Int4DecodePlan& plan, const Int4DecodeTile& tile,
@@ -139,8 +141,8 @@ struct Int4DecodeRange {
     const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
-    // Warp and tile indices increase together, so the sum of both is a different slot for each
-    // pair.
+    // Warp and tile indices increase together. Therefore the sum of the warp index and the tile
+    // index is a different slot for each pair.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.split_k_blocks;
     k_block = (work.first_tile + begin_tile) * plan.k_blocks +
@@ -211,13 +213,13 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
   float* s_sums = reinterpret_cast<float*>(s_memory + plan.x_bytes);
   float2* s_partials = reinterpret_cast<float2*>(s_sums + plan.slots * plan.sum_floats);
 
-  // A block without tiles still loads x for the other block of its cluster.
+  // A block without tiles must still load x for the other block of its cluster.
 #pragma unroll 1
   for (int round = 0;; ++round) {
     const Int4DecodeRange range(plan, kT, round);
     const Loader loader(p, lane);
     if (round == 0) {
-      // NOTE: if the range is small, prefetching more than half of it would delay x.
+      // NOTE: if the range is small, a prefetch of more than half of the range would delay x.
       const int k_blocks = min((range.count + 1) / 2, plan.split_k_blocks - range.in);
       loader.prefetch(p, range.k_block, min(k_blocks, kT.kPrefetched), lane);
       x.wait_for_cluster();
@@ -235,10 +237,11 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
     uint32_t s_x[Math::kGroups];
 #pragma unroll
     for (int g = 0; g < Math::kGroups; ++g) {
-      // Tokens behind the last token are copies of it. Their sums are not stored.
+      // Lanes for tokens behind the last token read the last token. The sums of these lanes are not
+      // stored.
       const int token = min(lane % 8 + 8 * g, p.tokens - 1);
       s_x[g] = shared_address(x.s_x) + token * plan.x_row_bytes + lane / 8 * 16;
-      // NOTE: without this the compiler recomputes the address in every k-block.
+      // NOTE: without this asm the compiler would recompute the address in every k-block.
       asm volatile("" : "+r"(s_x[g]));
     }
     if (round == 0) {
@@ -248,8 +251,9 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
     }
     const bool special = int4_decode_add<T, kTile, false>(p, range, x, loader, slices, s_x,
                                                           zero_place, s_sums, lane);
-    // NOTE: an inf or NaN scale makes the sums inf or NaN. In that case the warp recomputes its
-    // range and multiplies the codes, instead of the sums, by such scales (see Int4RowScales).
+    // NOTE: an inf or NaN scale makes the sums inf or NaN. In that case the warp computes its range
+    // again. In this second computation, inf and NaN scales multiply the codes instead of the sums
+    // (see Int4RowScales).
     if (__any_sync(~0u, special)) {
       const Int4DecodeRange retry(plan, kT, round);
       load_first(retry);

@@ -10,10 +10,10 @@
 
 namespace torchweld {
 
-// NOTE: this struct is kept small, because every 64 bytes of parameters cost each block a miss in
-// the constant cache.
+// NOTE: this struct is small, because each block has one miss in the constant cache per 64 bytes of
+// parameters.
 struct Int4DecodeParams : Int4Operands {
-  int tokens, rows;  // tokens of x, rows of the weight
+  int tokens, rows;  // number of tokens of x, number of rows of the weight
   Int4DecodePlan plan;
 };
 
@@ -65,7 +65,7 @@ class Int4DecodeLoader {
   __device__ __forceinline__ Int4DecodeLoader(const Int4DecodeParams& p, int lane)
       : g_words_(p.words + lane * 16), g_scale_(p.scale + lane / 4 * 4) {
     // NOTE: the asm hides the pointers from the compiler, so that an address needs one
-    // multiply-add. Without it the compiler recomputes the pointers in every k-block.
+    // multiply-add. Without the asm the compiler would recompute the pointers in every k-block.
     asm volatile("" : "+l"(g_words_), "+l"(g_scale_));
   }
 
@@ -98,8 +98,9 @@ class Int4DecodeLoader {
   const char *g_words_, *g_scale_;
 };
 
-// A split's columns of x in shared memory, one token after the other, in stages along K. With
-// multicast, each block loads one slice of every stage for all blocks that share x.
+// A split's columns of x in shared memory, one token after the other. They are loaded in stages
+// along K. With multicast, each block loads one slice of every stage, for itself and for the other
+// blocks that share x.
 template <typename T, int kTile>
 struct Int4DecodeX {
   static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
@@ -107,7 +108,7 @@ struct Int4DecodeX {
   // NOTE: without multicast, 16-byte cp.async is as fast as bulk copies.
   static constexpr bool kMulticast = TW_HAS_CLUSTERS && kT.multicast > 1;
 
-  uint64_t* s_barriers;  // one for the partials, then one per stage of x
+  uint64_t* s_barriers;  // one barrier for the partials, then one per stage of x
   char* s_x;
   uint32_t waited = 0;  // bit i: this warp has waited for stage i of x
 
@@ -144,7 +145,7 @@ struct Int4DecodeX {
     const char* g_x = p.x + int64_t{split} * bytes;
     if constexpr (kMulticast) {
 #if TW_HAS_CLUSTERS
-      // NOTE: all warps issue copies, because the copies of one warp are issued one after the
+      // NOTE: all warps issue copies, because a single warp would issue all copies one after the
       // other.
       if (threadIdx.x % 32 != 0) return;
       const int copies = p.tokens * kT.kXStages;
@@ -177,7 +178,7 @@ struct Int4DecodeX {
     }
   }
 
-  // Waits for all of x, if the stages have no barriers.
+  // Without multicast the stages have no barriers. In that case this function waits for all of x.
   __device__ __forceinline__ void wait() {
     if constexpr (!kMulticast) {
       copy_async_wait<0>();
@@ -197,8 +198,8 @@ struct Int4DecodeX {
 #endif
   }
 
-  // Waits for all stages. A block without tiles must not exit while another block writes to its
-  // shared memory.
+  // Waits for all stages of x. A block without tiles calls this function, because it must not exit
+  // while another block writes to its shared memory.
   __device__ __forceinline__ void wait_all(const Int4DecodePlan& plan) {
     for (int k_block = 0; k_block < plan.split_k_blocks; k_block += plan.stage_k_blocks)
       wait(k_block, plan);

@@ -6,10 +6,11 @@
 
 namespace torchweld {
 
-// One fma converts a code to a 16-bit float. In the lowest bits of a float, a code is a subnormal
-// number or lies in the first normal binade, which has the same spacing. The power of two that
-// would restore the code exceeds the exponent range, so the results are "lifted" by a smaller
-// power. kInt4Lift scales the final sums accordingly.
+// The constants of an fma that converts a code to a 16-bit float. A code in the lowest bits of a
+// 16-bit float is a subnormal number, or a number of the first normal binade, which has the same
+// spacing. So the float is the code times a tiny power of two. The inverse of that power exceeds
+// the exponent range, so the fma multiplies by a smaller power of two. The results are called
+// lifted. kInt4Lift is the factor that corrects the final sums.
 template <typename U>
 inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
 template <typename U>
@@ -33,25 +34,26 @@ __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c)
   return d;
 }
 
-// The zeros of a lane's two rows, negated, lifted and duplicated in both halves of a register.
+// The zeros of a lane's two rows. They are negated, lifted, and stored in both halves of a
+// register.
 struct Int4LiftedZeros {
   uint32_t low, high;
-  uint32_t both;  // low + 16 high has 8 bits, so bf16 is exact, too
+  uint32_t both;  // low + 16 * high: 8 bits, so it is exact in bf16, too
 };
 
 // Extracts the zeros of a lane's two rows from the words of a group. The masks are the same for all
-// slices.
+// slices, so they are computed only once.
 template <typename U>
 class Int4ZeroPlace {
  public:
   __device__ __forceinline__ explicit Int4ZeroPlace(int lane) {
     const int row = lane / 4;
-    bytes_ = 0x4040 + row / 2 * 0x0101;  // selects byte row / 2, zero-extended, in both halves
+    bytes_ = 0x4040 + row / 2 * 0x0101;  // selector: byte row / 2, zero-extended, in both halves
     mask_ = row % 2 ? 0x00f000f0 : 0x000f000f;
     lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
     asm volatile(""
                  : "+r"(bytes_), "+r"(mask_),
-                   "+r"(lift_));  // NOTE: without this the compiler recomputes them in every slice
+                   "+r"(lift_));  // NOTE: without asm, the compiler recomputes them in every slice
   }
 
   __device__ __forceinline__ Int4LiftedZeros find(uint2 zeros) const {
@@ -67,9 +69,11 @@ class Int4ZeroPlace {
   uint32_t bytes_, mask_, lift_;
 };
 
-// Unpacks a fragment of 16 rows and 16 columns to lifted values of code - zero, which are exact.
-// NOTE: logic instructions have half the rate of fma. Therefore a byte permutation extracts the
-// upper bytes, and an fma subtracts the upper code of a byte from the byte to get the lower code.
+// Unpacks a fragment of 16 rows and 16 columns to lifted values of code - zero. These values are
+// exact.
+// NOTE: logic instructions have half the rate of fma. Therefore fewer logic instructions are used:
+// a byte permutation extracts the upper bytes, and an fma computes the lower code of a byte as the
+// byte minus 16 times the upper code.
 template <typename U>
 __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t word,
                                                    const Int4LiftedZeros& zeros) {
@@ -97,8 +101,8 @@ struct Int4DecodeMath {
   using Slice = Int4DecodeSlice<kT.chunks>;
 
   // Computes acc += scale * (codes - zeros) @ x^T, lifted. s_x holds the addresses of this lane's
-  // ldmatrix rows of x; one ldmatrix reads 8 tokens by 32 columns. offset is the byte offset of the
-  // slice in these rows. For kSpecial see Int4RowScales.
+  // ldmatrix rows of x. One ldmatrix reads 8 tokens by 32 columns. `offset` is the byte offset of
+  // the slice in these rows. Int4RowScales explains kSpecial.
   template <bool kSpecial>
   static __device__ __forceinline__ void add(Sums& acc, const Slice& slice,
                                              const Int4ZeroPlace<T>& zero_place,
@@ -143,7 +147,8 @@ struct Int4DecodeMath {
     return check != check;
   }
 
-  // The index of an accumulator in a slot, whose layout is [pair of tokens][token][row].
+  // Returns the index of an accumulator in a slot. The layout of a slot is [pair of
+  // tokens][token][row].
   static __device__ __forceinline__ int sum_offset(int token, int row) {
     return token / 2 * Int4DecodeTile::kPairFloats + token % 2 * kInt4TileRows + row;
   }

@@ -16,9 +16,9 @@ namespace torchweld {
 // of 64 columns.
 struct Int4LargeMTile {
   int rows, tokens;
-  int warps;        // a multiple of 4; warp w computes the row tiles w, w + warps, ...
-  int chunks;       // per k-block
-  int stages;       // of the ring: two stages are multiplied while the others are loaded
+  int warps;        // multiple of 4; warp w computes the row tiles w, w + warps, ...
+  int chunks;       // number of chunks per k-block
+  int stages;       // number of stages of the ring; two are multiplied while others load
   int blocks;       // per SM
   bool persistent;  // a block loops over tiles and loads the next tile during the epilogue
   Int4Times times;
@@ -38,8 +38,8 @@ struct Int4LargeMTile {
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
   constexpr int y_row_bytes() const { return rows * 2 + kInt4SumPadding * 4; }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // y, or the partials of a split, are staged in the shared memory of the ring. A persistent block
-  // stages y behind the ring.
+  // y, or the partials of a split, overwrite the ring in shared memory. A persistent block stores y
+  // behind the ring instead.
   constexpr int shared_bytes() const {
     const int y = tokens * y_row_bytes(), sums = tokens * sum_row_floats() * 4;
     return std::max(sums, persistent ? ring_bytes() + y : std::max(ring_bytes(), y));
@@ -51,7 +51,8 @@ inline constexpr Int4LargeMTile kInt4LargeMTiles[] = {
     {128, 256, 8, 1, 4, 1, true, {710, 710, 4700, 2350}}};
 inline constexpr int kInt4LargeMTileCount = sizeof(kInt4LargeMTiles) / sizeof(kInt4LargeMTiles[0]);
 
-// The minimum number of tokens. With fewer tokens the mma.sync kernels are as fast.
+// The minimum number of tokens for the large-M tiles. With fewer tokens the mma.sync kernels are as
+// fast.
 inline constexpr int64_t kInt4LargeMTokens = 17;
 
 }  // namespace torchweld

@@ -1,5 +1,5 @@
-// The epilogue of the large-M kernel without split K. It transposes the accumulators, which hold
-// y^T, adds the bias and rounds.
+// The epilogue of the large-M kernel without split K. The accumulators hold y^T. The epilogue
+// transposes them, adds the bias and rounds.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,8 +9,9 @@
 
 namespace torchweld {
 
-// The shape of the accumulators, [row tile of the warp][wgmma][fragment of 64 rows by kWgmmaN
-// tokens], and the shape of the threads that store y.
+// The shapes of the epilogue. The accumulators have the shape [row tile of the
+// warp][wgmma][fragment of 64 rows by kWgmmaN tokens]. kGroups and kTokensAtOnce are the shape of
+// the threads that store y.
 template <int kTile>
 struct Int4LargeMShape {
   static constexpr Int4LargeMTile kT = kInt4LargeMTiles[kTile];
@@ -24,7 +25,8 @@ struct Int4LargeMShape {
 };
 
 #if TW_HAS_CLUSTERS
-// Adds the bias to acc, rounds, and stages the result in shared memory as 16-bit [token][row].
+// Adds the bias to acc, rounds the result to 16 bits and stores it to shared memory as
+// [token][row].
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_large_m_stage(const GemmParams& p, int64_t first_row,
                                                    uint32_t s_y,

@@ -4,8 +4,8 @@
 // A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
 // weight is the register operand of wgmma: each warp unpacks a slice of 16 columns of its own rows
 // while the tensor cores multiply the previous slice by x in shared memory. The accumulators hold
-// y^T, and stmatrix transposes them. The splits of a tile form a cluster, which adds up their
-// partials through distributed shared memory in a fixed order.
+// y^T, and stmatrix transposes them. The splits of a tile form a cluster. The blocks of the cluster
+// add up their partials through distributed shared memory, in a fixed order.
 //
 // Rounding: code - zero is exact. Each weight is rounded once, to the dtype of x.
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace torchweld {
 
-// The weights of a warp: the words of a chunk, and the fragments of two slices.
+// The weight in a warp's registers: the words of a chunk, and the fragments of two slices.
 template <typename T, int kTile>
 struct Int4LargeMWarp {
   using Shape = Int4LargeMShape<kTile>;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
   uint32_t item = blockIdx.x;
   Int4WorkTile work(p, kT, item);
   Loader loader(p, work, thread);
-  int left;  // k-blocks that are not loaded yet
+  int left;  // number of k-blocks that are not loaded yet
   const auto start = [&] {
     left = (work.chunks() + kT.chunks - 1) / kT.chunks;
 #pragma unroll
@@ -128,7 +128,8 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
           if (slice == 3 && chunk + 1 == kT.chunks) {
             copy_async_wait<kAhead - 1>();
             __syncwarp();
-            // NOTE: after the last k-block this reads and unpacks data that is not multiplied.
+            // NOTE: after the last k-block, this code reads and unpacks data that is not
+            // multiplied.
             w.read(s_base + next * kStageBytes, warp, lane, 0);
           }
           wgmma_wait<1>();  // wgmma has read the registers of the previous slice

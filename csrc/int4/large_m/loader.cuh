@@ -47,14 +47,14 @@ class Int4LargeMLoader {
     for (int n = 0; n < kWarpTiles; ++n) {
       tile_valid_ |= uint32_t(warp + n * kT.warps < tiles_left) << n;
     }
-    // NOTE: without this the compiler recomputes it in every k-block.
+    // NOTE: without this asm the compiler would recompute tile_valid_ in every k-block.
     asm volatile("" : "+r"(tile_valid_));
   }
 
   // Loads the next k-block into a stage.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
-    // NOTE: a k-block of one chunk never exceeds the split.
+    // NOTE: if a k-block has only one chunk, this chunk is never behind the end of the split.
     const auto valid = [&](int chunk) { return kT.chunks == 1 || chunk < chunks_left_; };
 #pragma unroll
     for (int n = 0; n < kWarpTiles; ++n) {
@@ -91,7 +91,7 @@ class Int4LargeMLoader {
 
   const char* g_weight_;
   int64_t tile_stride_;      // the distance between two loads of the thread
-  int chunk_, chunks_left_;  // of the next k-block
+  int chunk_, chunks_left_;  // first chunk of the next k-block; chunks left
   Int4XCopies<kInt4LargeMTiles, kTile, kElem> x_;
   ScaleCopy scale_;
   uint32_t tile_valid_ = 0;  // bit i: the row tile of the thread's load i exists

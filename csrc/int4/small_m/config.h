@@ -15,28 +15,29 @@ namespace torchweld {
 // of 64 columns.
 struct Int4SmallMTile {
   int rows, tokens;
-  int warps;          // warpgroups with the same 64 rows divide the chunks of a k-block
-  int chunks;         // per k-block
-  int stages;         // of x: two stages are multiplied while the others are loaded
-  int weight_stages;  // k-blocks of the weight that are kept in registers
+  int warps;          // number of warps; warpgroups with the same 64 rows divide the chunks
+  int chunks;         // number of chunks per k-block
+  int stages;         // number of stages of x; two are multiplied while others load
+  int weight_stages;  // number of k-blocks of the weight that are kept in registers
   Int4Times times;
 
-  // NOTE: only a ring as large as the shared memory of an SM keeps enough loads of x in flight.
+  // The number of blocks per SM.
+  // NOTE: enough loads of x are in flight only if the ring fills the shared memory of an SM.
   static constexpr int blocks = 1;
   static constexpr bool kThreeSplits = true;
-  static constexpr int64_t kMaxTokens = 4096;  // beyond this the large-M tiles are as fast
+  static constexpr int64_t kMaxTokens = 4096;  // with more tokens, large-M tiles are as fast
 
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
   constexpr int warp_splits() const { return warps / row_tiles(); }
-  constexpr int warp_chunks() const { return chunks / warp_splits(); }  // per k-block and warp
+  constexpr int warp_chunks() const { return chunks / warp_splits(); }  // per k-block
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
   // Stages are aligned to 1024 bytes, because the swizzle of x requires it.
   constexpr int stage_bytes() const {
     return (x_bytes() + row_tiles() * chunks * kInt4ScaleBytes + 1023) / 1024 * 1024;
   }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // After the mainloop, the accumulators are staged in the shared memory of the ring.
+  // After the mainloop, the accumulators overwrite the ring in shared memory.
   constexpr int shared_bytes() const {
     return std::max(stages * stage_bytes(), tokens * sum_row_floats() * 4);
   }

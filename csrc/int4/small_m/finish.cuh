@@ -1,6 +1,6 @@
-// The epilogue of the small-M kernel. It adds up the accumulators of the warp splits of a block,
-// then the partials of the splits of K, both in a fixed order. Then it adds the bias and rounds.
-// The accumulators hold y^T.
+// The epilogue of the small-M kernel. The accumulators hold y^T. The epilogue first adds up the
+// accumulators of a block's warps, and then the partials of the splits of K. Both sums have a fixed
+// order. Then it adds the bias and rounds.
 #pragma once
 
 #include "device/features.cuh"
@@ -10,8 +10,9 @@
 
 namespace torchweld {
 
-// NOTE: the exponent range of bf16 includes lifted weights (see kInt4Lift), the range of fp16 does
-// not.
+// Whether the kernel uses lifted weights (see kInt4Lift).
+// NOTE: the exponent range of bf16 includes lifted weights. The exponent range of fp16 does not
+// include them.
 template <typename T>
 inline constexpr bool kInt4SmallMLifted = std::is_same_v<T, __nv_bfloat16>;
 
@@ -19,8 +20,8 @@ template <int kTile>
 using Int4SmallMSums = float[kInt4SmallMTiles[kTile].tokens / 2];
 
 #if TW_HAS_CLUSTERS
-// Reduces the accumulators of the block's warps and of the cluster's blocks to y. Uses the shared
-// memory of the ring.
+// Reduces the accumulators of the block's warps and of the cluster's blocks, and writes y. The
+// function overwrites the ring in shared memory.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_small_m_finish(const Int4SmallMParams& p,
                                                     const Int4SmallMWorkTile& work, char* s_memory,

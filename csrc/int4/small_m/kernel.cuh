@@ -2,13 +2,14 @@
 // wgmma.
 //
 // A block computes a tile of y (rows of W by tokens) for a split of K. The splits of a tile form a
-// cluster, which adds up their partials through distributed shared memory in a fixed order. A warp
-// loads its rows of W from global memory into registers, weight_stages k-blocks ahead; x goes
-// through a ring of large stages. An SM runs one block, so that x is read once for all warps. A
-// warp has 16 rows of W. Warpgroups with the same rows divide the chunks of a k-block among them. A
-// warp unpacks a slice of 16 columns while the tensor cores multiply the previous slice.
+// cluster. The blocks of the cluster add up their partials through distributed shared memory, in a
+// fixed order. A warp has 16 rows of W. It loads these rows from global memory into registers,
+// weight_stages k-blocks ahead. x goes through a ring of large stages in shared memory. An SM runs
+// one block, so that x is read once for all warps. Warpgroups with the same rows divide the chunks
+// of a k-block among themselves. A warp unpacks a slice of 16 columns while the tensor cores
+// multiply the previous slice.
 //
-// With PDL the kernel starts before the previous kernel ends, and reads nothing before
+// With PDL the kernel starts before the previous kernel ends. It reads no global memory before
 // griddep_wait.
 //
 // Rounding: code - zero is exact. Each weight is rounded once, to the dtype of x.
@@ -27,7 +28,8 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// The weights of a warp: the words of the next k-blocks, and the fragments of two slices.
+// The weight in a warp's registers: the words of the next k-blocks, and the fragments of two
+// slices.
 template <typename T, int kTile>
 class Int4SmallMWarp {
   static constexpr Int4SmallMTile kT = kInt4SmallMTiles[kTile];
@@ -51,7 +53,8 @@ class Int4SmallMWarp {
     }
   }
 
-  // Loads the words of chunk i of the next k-block, if the split has that chunk.
+  // Loads the words of chunk i of the next k-block into stage d. Does nothing if chunk i is behind
+  // the end of the split.
   __device__ __forceinline__ void read_words(int d, int i) {
     if (i < left_) words_[d][i] = load_words_once(g_words_ + i * kChunkBytes);
   }
@@ -98,7 +101,7 @@ class Int4SmallMWarp {
   std::conditional_t<kLifted, Int4LiftedZeros, Int4Zeros<T>> zeros_;
   Int4ZeroPlace<T> zero_place_;
   const char* g_words_;  // this lane's words of the next k-block
-  int left_;             // chunks of the split from the warp's first chunk on
+  int left_;             // number of chunks of the split from the warp's first chunk on
 };
 #endif
 
@@ -120,7 +123,7 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
   Int4SmallMLoader<kTile> loader(p, work, thread);
   griddep_wait();
 
-  int left = k_blocks;  // k-blocks that are not loaded yet
+  int left = k_blocks;  // number of k-blocks that are not loaded yet
 #pragma unroll
   for (int stage = 0; stage < kAhead; ++stage) {
     if (stage < left) loader.load(s_base + stage * kStageBytes, p.group_chunks, thread);
@@ -157,7 +160,8 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
         for (int slice = 0; slice < 4; ++slice) {
           w.multiply(acc, s_x + i * kXChunk, slice);
           if (i == 0 && slice == 0) {
-            // Load into the stage of two k-blocks ago, which every warp has multiplied.
+            // Load into the stage of the k-block before the previous one. Every warp has multiplied
+            // that k-block.
             if (left > 0) loader.load(s_free, p.group_chunks, thread);
             copy_async_commit();
             --left;
@@ -168,7 +172,8 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
             copy_async_wait<kAhead - 1>();
             async_fence();
             __syncthreads();  // the next k-block has arrived
-            // NOTE: after the last k-block this reads and unpacks data that is not multiplied.
+            // NOTE: after the last k-block, this code reads and unpacks data that is not
+            // multiplied.
             w.read_scales(s_next, tile, first_warp_chunk, lane);
           }
           wgmma_wait<1>();  // wgmma has read the registers of the previous slice

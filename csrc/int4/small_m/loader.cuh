@@ -20,7 +20,7 @@ struct Int4SmallMParams : Int4Operands {
 // The tile of y and the split of K that a block computes.
 struct Int4SmallMWorkTile {
   int first_tile, first_token;
-  int first_chunk, count;  // chunks of the split
+  int first_chunk, count;  // first chunk and number of chunks of the split
   int split;
 
   __device__ __forceinline__ Int4SmallMWorkTile(const Int4SmallMParams& p,
@@ -58,7 +58,7 @@ class Int4SmallMLoader {
   }
 
  private:
-  // place is the index of the thread's scales in [tile][chunk].
+  // `place` is the index of the thread's scales in the array [tile][chunk].
   __device__ __forceinline__ Int4SmallMLoader(const Int4SmallMParams& p,
                                               const Int4SmallMWorkTile& work, int thread, int place)
       : chunk_(work.first_chunk),
@@ -69,7 +69,7 @@ class Int4SmallMLoader {
                work.first_tile + place / kT.chunks < p.tiles, place % kT.chunks,
                thread % ScaleCopy::kCopies, kScaleAt + place * kInt4ScaleBytes) {}
 
-  int chunk_, left_;  // of the next k-block
+  int chunk_, left_;  // first chunk of the next k-block; chunks left
   Int4XCopies<kInt4SmallMTiles, kTile, 2> x_;
   ScaleCopy scale_;
 };

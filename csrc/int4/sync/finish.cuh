@@ -8,8 +8,8 @@
 
 namespace torchweld {
 
-// Reads 8 sums of a token: either the sums of this block, or the sums of all splits, added in the
-// order of the cluster's ranks.
+// Reads 8 sums of a token. If `splits` is 1, the sums are those of this block. Otherwise the
+// function adds the sums of all splits, in the order of the cluster's ranks.
 __device__ __forceinline__ void int4_read_sums(float (&v)[kGroup], const float* s_from,
                                                int splits) {
   const auto* s_pairs = reinterpret_cast<const float2*>(s_from);
@@ -28,8 +28,8 @@ __device__ __forceinline__ void int4_read_sums(float (&v)[kGroup], const float* 
   }
 }
 
-// Writes the staged sums of a block, s_sums[token][row], to y, or to the workspace if another
-// kernel adds the splits.
+// Writes the sums of a block, s_sums[token][row], to y. If another kernel adds the partials of the
+// splits, writes the sums to the workspace instead.
 template <typename T, int kTile>
 __device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4WorkTile& work,
                                          const float* s_sums) {
@@ -42,7 +42,7 @@ __device__ __noinline__ void int4_finish(const Int4LinearParams& p, const Int4Wo
   const int64_t column = work.first_row + in_row;
   if (column >= g.n) return;
   const int tokens = work.tokens_left(p, kT.tokens);
-  // The blocks of a cluster divide the tokens.
+  // The blocks of a cluster divide the tokens among themselves.
   const int splits = p.choice.cluster ? p.choice.splits : 1;
   const int first = threadIdx.x / kGroups + (splits > 1 ? work.split * kTokensAtOnce : 0);
   const int stride = splits * kTokensAtOnce;

@@ -2,17 +2,18 @@
 // newer.
 //
 // A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
-// weight is operand A: each warp has its own rows and all tokens of the block, so that a block
-// unpacks every code once. The accumulators hold y^T and are staged in shared memory, so that each
-// thread writes 8 contiguous columns of y.
+// weight is operand A. Each warp has its own rows and all tokens of the block, so that a block
+// unpacks every code only once. The accumulators hold y^T. They go through shared memory, so that
+// each thread can write 8 contiguous columns of y.
 //
-// The splits of a tile form a cluster, which adds up their partials through distributed shared
-// memory. Without clusters, the second kernel of the matmul engine adds them. Both add in a fixed
-// order.
+// The splits of a tile form a cluster. The blocks of the cluster add up their partials through
+// distributed shared memory. On devices without clusters, the second kernel of the matmul engine
+// adds the partials. In both cases the order is fixed.
 //
 // Rounding: code - zero is exact. If scales multiply the fp32 sums of groups, only y is rounded.
-// With many 16-bit tokens, each weight is rounded once, to the dtype of x, which needs half as many
-// accumulators. fp32 x is split into three bf16 terms, whose products are exact.
+// With many 16-bit tokens, each dequantised weight is rounded once, to the dtype of x. This needs
+// only half as many accumulators. fp32 x is split into three bf16 terms, and the products of these
+// terms are exact.
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 
@@ -29,7 +30,7 @@ struct Int4Divisors {
   FastDivisor group_chunks, group_units;
 };
 
-// acc[row tile][group of 8 tokens][fragment]
+// The accumulators of a warp: [row tile][group of 8 tokens][fragment].
 template <int kN, int kM>
 using Int4Sums = float[kN][kM][4];
 
@@ -43,7 +44,7 @@ struct Int4Warp {
 
   using Loader = Int4Loader<T, kTile, true>;
 
-  int lane, first_tile;  // first_tile: index of the warp's first row tile in the block
+  int lane, first_tile;                    // first_tile: the warp's first row tile in the block
   uint32_t s_words, s_x, s_scale, s_zero;  // the lane's addresses in the first stage
   Reader x;
 
@@ -56,8 +57,8 @@ struct Int4Warp {
     s_zero = s_base + Loader::kZeroAt + offset * 8;
   }
 
-  // Loads a lane's words (four slices) of a chunk. stage is the byte offset of the stage in the
-  // ring.
+  // Loads a lane's four words of a chunk, one word per slice. `stage` is the byte offset of the
+  // stage in the ring.
   __device__ __forceinline__ uint4 words(int stage, int n, int chunk) const {
     return load_words_4(s_words + stage + (n * kT.chunks + chunk) * 512);
   }
@@ -70,7 +71,7 @@ struct Int4Warp {
       x.load(s_x + stage, chunk, i, slice);
 #pragma unroll
       for (int c = 0; c < Reader::kCount; ++c) {
-        // NOTE: the smallest terms of fp32 come first.
+        // NOTE: the smallest terms of fp32 x are multiplied first.
 #pragma unroll
         for (int term = Reader::kTerms - 1; term >= 0; --term) {
 #pragma unroll
@@ -96,7 +97,7 @@ struct Int4Warp {
   }
 };
 
-// A chunk in a stage of the ring, if chunks lie within one group.
+// A chunk in a stage of the ring. Used only if every chunk lies within one group.
 template <typename T, int kTile>
 struct Int4Chunk {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
@@ -146,7 +147,7 @@ struct Int4Chunk {
       }
       warp.multiply(sums, a, stage, chunk, slice);
       if (sizeof(T) == 4)
-        __syncwarp();  // NOTE: without this the compiler interleaves slices and spills
+        __syncwarp();  // NOTE: without it, the compiler interleaves slices and spills
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -177,7 +178,7 @@ struct Int4Chunk {
         scales[n].scale(a[n]);
       }
       warp.multiply(acc, a, stage, chunk, slice);
-      __syncwarp();  // NOTE: without this the compiler interleaves slices and spills
+      __syncwarp();  // NOTE: without it, the compiler interleaves slices and spills
     }
   }
 
@@ -198,9 +199,9 @@ struct Int4Chunk {
   }
 };
 
-// Computes acc += W x^T for a chunk whose units may belong to different groups. There is one mma of
-// 16 columns per unit, in which the 8 columns of the other unit are zeroed in both operands. The
-// function loads scales and zeros from global memory.
+// Computes acc += W x^T for a chunk whose units may belong to different groups. The function issues
+// one mma of 16 columns per unit. The other 8 columns of the mma belong to another unit and are
+// zeroed in both operands. The function loads scales and zeros from global memory.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_units(typename Int4Warp<T, kTile>::Sums& acc,
                                            Int4Warp<T, kTile>& warp, const Int4Weight& weight,

@@ -15,13 +15,15 @@ template <typename T, int kTile, bool kWholeChunks>
 class Int4Loader {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
   static constexpr int kThreads = kT.threads(), kElem = sizeof(T);
-  // The chunks of a tile in a k-block are contiguous: kTileVectors vectors of 16 bytes.
+  // The number of 16-byte vectors in the chunks of a tile in a k-block. These chunks are
+  // contiguous.
   static constexpr int kTileVectors = kT.chunks * 32;
   static constexpr int kTileStep = kThreads / kTileVectors;
   static constexpr int kWeightLoads = kT.row_tiles() / kTileStep;
   static constexpr int kChunkBytes = kInt4ChunkWords * 4, kXChunkBytes = kInt4ChunkK * kElem;
   static constexpr int kXVectors = kXChunkBytes / 16;
-  // The 16-byte vectors of scales and the words of zeros. A thread loads at most one of them.
+  // The number of 16-byte vectors of scales and the number of words of zeros. A thread loads at
+  // most one vector of scales or one word of zeros.
   static constexpr int kScaleLoads = kT.scale_bytes(kElem) / 16;
   static constexpr int kZeroLoads = kT.zero_bytes() / 4;
   static constexpr int kZeroThread = kThreads - kZeroLoads;
@@ -63,8 +65,8 @@ class Int4Loader {
   // Loads the next k-block into a stage.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
-    // NOTE: a k-block of one chunk never exceeds the split. Passing a byte count to cp.async needs
-    // no predicate.
+    // NOTE: if a k-block has only one chunk, this chunk is never behind the end of the split. The
+    // byte count that is passed to cp.async replaces a predicate.
     const bool chunk_valid = kT.chunks == 1 || weight_chunk_ < chunks_left_;
 #pragma unroll
     for (int i = 0; i < kWeightLoads; ++i) {
@@ -116,9 +118,9 @@ class Int4Loader {
 
   const char *g_weight_, *g_scale_ = nullptr;
   int64_t tile_stride_;      // the distance between two loads of the thread
-  int chunk_, chunks_left_;  // of the next k-block
+  int chunk_, chunks_left_;  // first chunk of the next k-block; chunks left
   Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
-  int units_left_;  // units of the split, from this thread's vector of its first chunk of x on
+  int units_left_;  // units of the split from this thread's first vector of x on
   int weight_chunk_, scale_chunk_ = 0;
   int valid_tile_bytes_[kWeightLoads];
   uint32_t s_scale_ = 0;
