@@ -3,9 +3,10 @@
 //   value (batch, nheads_kv, seqlen_k, head_dim_v), out (batch, nheads, seqlen_q, head_dim_v)
 //   nheads_kv divides nheads: query heads [h * group, (h + 1) * group) share kv head h.
 //
-// attention_forward also returns lse (batch, nheads, seqlen_q), from which the backward recomputes
-// the probabilities. attention_with_lse returns lse too, and lse has a gradient. The CPU code holds
-// the scores of one block of query rows at a time, so its memory is linear in the sequence length.
+// attention_forward also returns lse (batch, nheads, seqlen_q). The backward recomputes the
+// probabilities from lse. attention_with_lse also returns lse. There, lse is differentiable. The
+// CPU code holds the scores of one block of query rows at a time, so its memory is linear in the
+// sequence length.
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
 #include <ATen/ops/zeros_like.h>
 
@@ -59,7 +60,8 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
 }
 constexpr auto attention_checks = mask_op<check_attention>;
 
-// These functions check the arguments of an op and allocate its results without computing them.
+// The empty_* functions check the arguments of an op and allocate its results. They do not compute
+// the results.
 Tensor empty_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                        const Mask& mask, std::optional<double> scale) {
   return at::empty_symint(check_attention("attention", query, key, value, mask, scale),
@@ -106,7 +108,7 @@ TW_OP(attention_forward);
 TW_OP(attention_with_lse);
 TW_OP(attention_backward);
 
-// The ops of the forward. `fill` is the function that computes their results on a device.
+// The ops of the forward. `fill` is the device's function that computes the results.
 template <auto fill>
 Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
                     std::optional<double> scale) {
@@ -163,8 +165,8 @@ Grads attention_grads_cpu(const Tensor& dout, const Tensor& query, const Tensor&
 constexpr auto attention_backward_cpu = mask_op<attention_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// CUDA: returns `t` with rows as AttentionTensor requires them. Copies `t` if its rows are
-// different.
+// CUDA: returns `t`, or a copy of `t` if the rows of `t` don't meet the requirements of
+// AttentionTensor.
 Tensor aligned_rows(const Tensor& t) {
   const int64_t elems = 16 / t.element_size(), cols = t.size(3);
   bool aligned = cols % elems == 0 && t.stride(3) == 1 &&
@@ -177,14 +179,16 @@ Tensor aligned_rows(const Tensor& t) {
       .copy_(t);
 }
 
-// Chooses the kernel of the backward. If there are no keys, there is no kernel to choose.
+// Chooses the kernel of the backward. If there are no keys, no kernel runs, and the result is
+// arbitrary.
 AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32,
                                 const MaskParams& mask) {
   if (sizes.batch * sizes.nheads_kv * sizes.seqlen_k == 0) return {AttentionEngine::kSync, 0};
   return pick<AttentionBackwardFamily>(attention_problem(sizes, dtype, tf32, mask));
 }
 
-// The stride of a dim with one element has no meaning; 0 keeps every address aligned.
+// Converts a tensor to an AttentionTensor. If a dim has only one element, its stride is set to 0,
+// because the original stride has no meaning and might not be aligned.
 AttentionTensor strided(const Tensor& t) {
   const auto stride = [&](int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; };
   return {t.const_data_ptr(), stride(0), stride(1), stride(2)};
@@ -285,7 +289,8 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
 constexpr auto attention_backward_cuda = mask_op<attention_grads_cuda>;
 #endif
 
-// kWithLse says that lse has a gradient too, as in attention_with_lse.
+// The autograd function of attention. If kWithLse is true, it is the function of
+// attention_with_lse, and lse is also differentiable.
 template <bool kWithLse>
 struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,

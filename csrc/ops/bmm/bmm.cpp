@@ -1,8 +1,9 @@
 // bmm:       y = a @ b           a (batch, M, K), b (batch, K, N), y (batch, M, N)
-// Gradient:  da = dy @ b^T, db = a^T @ dy, summed over the batch for an operand of batch 1
+// Gradient:  da = dy @ b^T, db = a^T @ dy, summed over the batch if the operand has batch 1
 //
-// An operand with a batch of 1 is used for every batch of the other operand. Its gradient is one
-// matmul whose sum also runs over the batch, so that it is rounded once and added in a fixed order.
+// An operand with a batch of 1 is used for every batch of the other operand. The gradient of such
+// an operand is a single matmul that also sums over the batch. Therefore the gradient is rounded
+// only once, and its sum has a fixed order.
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
@@ -45,13 +46,14 @@ Grads2 bmm_backward_meta(const Tensor& dy, const Tensor& a, const Tensor& b,
   return {empty_input_grad(a, output_mask[0]), empty_input_grad(b, output_mask[1])};
 }
 
-// Returns t (batch, rows, n) as one matrix. Makes no copy if all its rows have the same distance.
+// Returns t (batch, rows, n) as one matrix (batch * rows, n). If all rows of t are evenly spaced in
+// memory, the function makes no copy.
 Tensor stack_rows(const Tensor& t) { return t.reshape({t.size(0) * t.size(1), t.size(2)}); }
 
 bool shared(const Tensor& t, const Tensor& dy) { return t.size(0) == 1 && dy.size(0) != 1; }
 
 // Computes the gradients with the matmul of a device. multiply(y, left, right) must compute y =
-// left @ right. y is (M, N) or (batch, M, N). In the latter case left and right have the batch of y
+// left @ right. y is (M, N) or (batch, M, N). If y has a batch, left and right have the same batch
 // or a batch of 1.
 template <typename Multiply>
 void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
@@ -74,8 +76,8 @@ void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted
   }
 }
 
-// NOTE: at::matmul can't be used. Its choice of a kernel depends on requires_grad, so the same call
-// would give other bits with gradients than without.
+// NOTE: at::matmul can't be used, because its choice of a kernel depends on requires_grad. The same
+// call would give different bits with and without gradients.
 void multiply_cpu(Tensor y, const Tensor& left, const Tensor& right) {
   if (y.dim() == 2) {
     at::mm_out(y, left, right);
@@ -110,7 +112,7 @@ Tensor bmm_cuda(const Tensor& a, const Tensor& b) {
   const Tensor y = bmm_meta(a, b);
   const OnDevice on(a.device());
   if (shared(b, y) && stacks(a)) {
-    // One tall matmul fills its tiles better than many short ones.
+    // If b is shared, run one tall matmul. It fills its tiles better than many short matmuls.
     multiply_cuda(stack_rows(y), stack_rows(a), b[0]);
   } else {
     multiply_cuda(y, a, b);

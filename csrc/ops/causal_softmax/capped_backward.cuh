@@ -2,9 +2,9 @@
 //   dx = scale * y * (dy - sum(dy * y)) * (1 - tanh(scale * x / softcap)^2) over the live columns
 //   sink_terms = -p_sink * sum(dy * y)       of every row; p_sink is the sink's probability
 //
-// There is one block per row, with one thread per access. The block reads the row twice: first to
-// compute sum(dy * y) and, with a sink, the running (max, sum) of x, then to write dx. If the row
-// has a usual length, the second read hits the cache.
+// There is one block per row, with at most one thread per 16-byte access. The block reads the row
+// twice. The first read computes sum(dy * y) and, with a sink, the running (max, sum) of x. The
+// second read computes dx. For rows of usual length, the second read hits the cache.
 // Source: see softmax/stream.cuh.
 #pragma once
 
@@ -50,7 +50,7 @@ __global__ __launch_bounds__(kSoftmaxStreamThreads) void capped_softmax_backward
     const MaxSum total = s_scores.merge_warps(warp_merge(part, exponent), exponent);
     const float sink = mask.sink(whole_row);
     if (threadIdx.x == 0) {
-      // A row that sees no key adds 0 to dsink.
+      // The term of a row that sees no key is 0.
       const float p_sink = expf(sink - exponent.finish(total, sink).lse);
       capped.sink_terms[whole_row] = live.empty() ? 0.f : -p_sink * dot;
     }

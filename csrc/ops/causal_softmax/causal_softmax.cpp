@@ -2,8 +2,9 @@
 //   scores, y (batch, ..., seqlen_q, seqlen_k) or (seqlen_q, seqlen_k), leftpad (batch,)
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
-// attention/mask.h defines the mask; hidden scores are not read. With softcap or a sink, the
-// backward reads the scores again. dscores is then also multiplied by the slope of the cap, and
+// attention/mask.h defines the mask. Hidden scores are not read. With softcap or a sink, the
+// backward also reads the scores. With softcap, dscores is also multiplied by the slope of the cap.
+// The gradient of a sink is
 //   dsink = -sum over rows of p_sink * sum(dy * y),  p_sink the sink's softmax probability
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -27,7 +28,7 @@ c10::SymInt batch_of(const Tensor& scores) {
   return scores.dim() == 2 ? c10::SymInt(1) : scores.sym_size(0);
 }
 
-// The product of all dims between the batch and the rows.
+// Returns the number of heads: the product of all dims between the batch and the rows.
 c10::SymInt heads_of(const Tensor& scores) {
   c10::SymInt heads = 1;
   for (int64_t d = 1; d < scores.dim() - 2; ++d) heads *= scores.sym_size(d);
@@ -38,7 +39,8 @@ void check_causal_mask(const char* op, const Mask& mask, const char* name, const
   check_mask(op, mask, batch_of(scores), heads_of(scores), scores.sym_size(-2), name, scores);
 }
 
-// These functions check the arguments of an op and allocate its results without computing them.
+// The empty_* functions check the arguments of an op and allocate its results. They do not compute
+// the results.
 Tensor empty_causal_softmax(const Tensor& scores, const Mask& mask, double scale) {
   const char* op = "causal_softmax";
   check_floating(op, "scores", scores);
@@ -131,7 +133,7 @@ Grads causal_softmax_grads_cpu(const Tensor& dy, const Tensor& y, const Mask& ma
 constexpr auto causal_softmax_backward_cpu = causal_mask_op<causal_softmax_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// `mask` must come from kernel_mask.
+// Returns the parameters of the kernels. `mask` must come from kernel_mask.
 ScoresParams params_of(const Tensor& scores, const Mask& mask, double scale) {
   const int64_t batch = scores.dim() == 2 ? 1 : scores.size(0);
   return {kernel_params(mask, scores.size(-2), scores.size(-1)),

@@ -11,8 +11,8 @@
 
 namespace torchweld {
 
-// Which mask arguments a kernel supports in addition to causal. kCausal supports leftpad; kRange
-// also supports key_start, key_end and window; kCapped also supports softcap and sinks.
+// The mask arguments that a kernel supports in addition to causal. kCausal: leftpad. kRange: also
+// key_start, key_end and window. kCapped: also softcap and sinks.
 enum class MaskKind { kCausal, kRange, kCapped };
 
 inline MaskKind mask_kind(const MaskParams& mask) {
@@ -39,18 +39,18 @@ struct ScoresMask {
 
   TW_HOST_DEVICE float scale() const { return factor; }
 
-  // Whether the register kernels support the mask: they count rows in 32 bits and need a scale
+  // Whether the register kernels support the mask. They count rows in 32 bits and require a scale
   // other than 0.
   bool tiled(int64_t rows) const { return rows <= INT32_MAX && factor != 0.f; }
 
-  // The columns that a row sees. There may be any number of rows.
+  // Returns the columns that a row sees. `row` may exceed 32 bits.
   TW_HOST_DEVICE KeyRange live(int64_t row) const {
     const int64_t b = row / rows_per_batch, i = row % mask.seqlen_q;
     if constexpr (kKind == MaskKind::kCausal) return mask.row_keys(i, mask.pad(b));
     return general_keys(b, i);
   }
 
-  // The columns that a row sees, computed in 32 bits for the register kernels.
+  // Returns the columns that a row sees, computed in 32 bits for the register kernels.
   TW_HOST_DEVICE KeyRange32 live_columns(int64_t row) const {
     const uint32_t r = static_cast<uint32_t>(row);
     if constexpr (kKind == MaskKind::kCausal) {
@@ -59,7 +59,8 @@ struct ScoresMask {
       const int i = static_cast<int>(r) - static_cast<int>(fast_seqlen_q.divide(r)) * seqlen_q;
       int pad = mask.leftpad ? mask.leftpad[fast_rows_per_batch.divide(r)] : 0;
       pad = pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
-      // Rows of padding need no test: under causal the end of their range is before its begin.
+      // Rows of padding need no test. Under causal, their range is empty, because its end is not
+      // above its begin.
       const int end = i + seqlen_k - seqlen_q + 1;
       return {pad, end < seqlen_k ? end : seqlen_k};
     } else {
@@ -69,7 +70,7 @@ struct ScoresMask {
     }
   }
 
-  // The logit of the sink in the softmax of a row, or -inf if there is no sink.
+  // Returns the logit of the sink of a row, or -inf if there is no sink.
   TW_HOST_DEVICE float sink(int64_t row) const {
     return mask.sink ? mask.sink[row % rows_per_batch / mask.seqlen_q] : -INFINITY;
   }
@@ -92,7 +93,7 @@ struct ScoresParams {
 struct CappedBackward {
   const void* scores;  // (rows, n), row_stride elements apart
   int64_t row_stride;
-  float* sink_terms;  // (rows,): the term of each row in dsink, or nullptr
+  float* sink_terms;  // (rows,): the term of each row in the sum dsink, or nullptr
 };
 
 void launch_causal_softmax(const SoftmaxParams& params, const ScoresParams& scores,
@@ -101,8 +102,8 @@ void launch_causal_softmax_backward(const SoftmaxBackwardParams& params, const S
                                     const CappedBackward& capped, const ZeroCounter& counter,
                                     cudaStream_t stream);
 
-// Launchers for one element type and one ScoresMask. Each is compiled in a file of its own
-// (csrc/instantiations.py).
+// Launchers for one element type and one ScoresMask. csrc/instantiations.py generates a separate
+// file for each instance.
 template <typename T, typename Mask>
 void launch_causal_softmax_of(const SoftmaxParams& params, const Mask& mask,
                               const ZeroCounter& counter, cudaStream_t stream);

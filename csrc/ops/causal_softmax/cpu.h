@@ -1,5 +1,5 @@
 // CPU: causal_softmax and its backward, row by row. scores, y and dy are (batch, heads, seqlen_q,
-// seqlen_k) with contiguous rows; results are contiguous. A task computes a block of 16 rows of a
+// seqlen_k) with contiguous rows. Results are contiguous. A task computes a block of 16 rows of a
 // head.
 #pragma once
 
@@ -50,8 +50,8 @@ struct CausalSoftmaxCpu : CpuScores {
   }
 };
 
-// Calls body(b, h, i, the keys that the row sees) for every row, in parallel. If a row sees no key,
-// its range is [0, 0).
+// Calls body(b, h, i, keys) for every row, in parallel. `keys` is the range of keys that the row
+// sees, or [0, 0) if it sees none.
 template <typename Body>
 void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
   constexpr int64_t kRows = 16;
@@ -69,9 +69,9 @@ void for_each_live_row(const CausalSoftmaxCpu& a, const Body& body) {
   });
 }
 
-constexpr int64_t kSoftmaxChunk = 256;  // scores that are converted to the wider dtype at a time
+constexpr int64_t kSoftmaxChunk = 256;  // number of scores that are converted at a time
 
-// Calls body(first key, logits, count) for every chunk of a row.
+// Calls body(j, logits, count) for every chunk of a row. j is the first key of the chunk.
 template <typename T, typename acc_t, typename Body>
 void each_chunk(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,
                 const Body& body) {
@@ -93,7 +93,7 @@ acc_t max_of_row(const T* scores, const KeyRange& live, const CausalSoftmaxCpu::
   return max;
 }
 
-// Computes y = softmax over the live keys, and 0 elsewhere.
+// Computes a row of y: the softmax of the scores over the live keys, and 0 elsewhere.
 template <typename T, typename acc_t>
 void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
                         const CausalSoftmaxCpu::Head<acc_t>& head) {
@@ -108,8 +108,8 @@ void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
     const acc_t inverse = 1 / sum;
     for (int64_t j = live.begin; j < live.end; ++j) y[j] *= inverse;
   } else {
-    // The exponentials are computed twice, because rounding them before the division would lose
-    // accuracy.
+    // Compute the exponentials twice. If they were stored in the dtype of y before the division,
+    // this rounding would lose accuracy.
     each_chunk(scores, live, head, [&](int64_t, acc_t* logits, int64_t count) {
       sum += exp_and_sum(logits, logits, count, max);
     });
@@ -122,9 +122,9 @@ void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
   }
 }
 
-// Computes dscores = scale * y * (dy - sum(dy * y)) over the live keys, times the slope of the cap,
-// and 0 elsewhere. If dsink is not null, *dsink becomes the row's term of dsink. `scores` are read
-// only with softcap or a sink.
+// Computes a row of dscores. Over the live keys it is scale * y * (dy - sum(dy * y)) times the
+// slope of the cap. Elsewhere it is 0. If dsink is not null, *dsink becomes the row's term of the
+// sink's gradient. `scores` is read only with softcap or a sink.
 template <typename T, typename acc_t>
 void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* scores,
                                  const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,

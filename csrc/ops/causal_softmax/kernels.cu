@@ -7,7 +7,7 @@
 namespace torchweld {
 namespace {
 
-// Calls body with the ScoresMask for the MaskKind of the scores.
+// Calls body with a ScoresMask of the kind that the call's mask needs.
 template <typename Body>
 void with_scores_mask(const ScoresParams& s, const Body& body) {
   switch (mask_kind(s.mask)) {

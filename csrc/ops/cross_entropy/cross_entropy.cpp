@@ -4,20 +4,22 @@
 //
 // For a scalar loss, training reads the logits once and writes their gradient once.
 // cross_entropy_gradients_forward computes the loss and its gradient for dloss = 1.
-// cross_entropy_gradients_backward multiplies this gradient by dloss, in place if only the graph
-// holds it. The kernel reads dloss on the device, so the host doesn't wait. If dloss is 1, the
-// kernel leaves the gradient as it is; otherwise it reads and writes the gradient once more.
+// cross_entropy_gradients_backward multiplies this gradient by dloss. If only the graph holds the
+// gradient, the multiplication is in place. The kernel reads dloss on the device, so the host
+// doesn't wait. If dloss is 1, the kernel leaves the gradient as it is. Otherwise it reads and
+// writes the gradient once more.
 //
-// Calls with reduction "none", with float16, or whose gradient can't be scaled in place
-// (torch.compile, saved-tensor hooks, transforms) read the logits twice. cross_entropy_forward then
-// also returns each row's lse (0 for an ignored row), from which cross_entropy_backward computes
-// the gradient. float16 is excluded because a gradient without the loss scale would underflow.
+// Some calls read the logits twice: calls with reduction "none", calls with float16, and calls
+// whose gradient can't be scaled in place (torch.compile, saved-tensor hooks, transforms).
+// cross_entropy_forward then also returns each row's lse (0 for an ignored row), and
+// cross_entropy_backward computes the gradient from lse. float16 is excluded because a gradient
+// without the loss scale would underflow.
 //
 // NOTE: no kernel overwrites the logits with their gradient. The forward can't know whether the
 // caller still reads the logits. The backward can't know either, because the Python object of a
 // tensor stays alive as long as the graph holds the tensor, even after its last variable is gone.
-// The stored gradient has no Python object, so its reference count tells whether only the graph
-// holds it.
+// The stored gradient has no Python object. Therefore its reference count shows whether only the
+// graph holds the gradient.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -254,7 +256,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   }
 };
 
-// Runs the checks of a call that is recorded for autograd, so that errors name cross_entropy.
+// Checks the arguments of a call that autograd records. With these checks, errors name
+// cross_entropy instead of an internal op.
 void cross_entropy_checks(const char* op, const Tensor& logits, const Tensor& target,
                           c10::string_view reduction, int64_t ignore_index, double label_smoothing,
                           std::optional<double> softcap, double z_loss, int64_t shift,

@@ -15,7 +15,7 @@ struct LogitInputs {
 
 // Vectors over all rows are in the accumulation dtype. If rows.loss is undefined, rows.lse is an
 // input. dloss may have stride 0. dlogits is contiguous, or undefined if no gradient is requested.
-// The engine does not write the loss and lse of an ignored row, and sets its dlogits to 0.
+// For an ignored row, the engine does not write loss and lse, and it sets dlogits to 0.
 using Engine = void (*)(const char* op, const LogitInputs& in, const LossRows& rows,
                         const Tensor& dloss, const Tensor& dlogits);
 

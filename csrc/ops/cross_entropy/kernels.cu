@@ -1,5 +1,6 @@
-// Launches the CUDA kernels of cross_entropy. If a call computes both the loss and the gradient of
-// long rows, it uses the ring kernel (ring.cuh), otherwise the stream kernel (stream.cuh).
+// Launches the CUDA kernels of cross_entropy. If a call computes both the loss and the gradient,
+// and its rows are long, it uses the ring kernel (ring.cuh). Other calls use the stream kernel
+// (stream.cuh).
 #include "core/device.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -10,10 +11,11 @@
 namespace torchweld {
 namespace {
 
-// The minimum row length for the ring kernel, which holds a row in shared memory.
+// The minimum row length for the ring kernel.
 constexpr int64_t kRingFrom = 16384;
 
-// Returns the index of a softmax ring that reads each row only once, or -1 if there is none.
+// Returns the index of a softmax ring that reads each row only once. Returns -1 if there is no such
+// ring or the call needs the stream kernel.
 template <typename T>
 int choose_ring(const CrossEntropyParams& p) {
   const bool reads_twice_else = p.loss != nullptr && p.dlogits != nullptr;
@@ -55,8 +57,8 @@ void launch_ring(const CrossEntropyParams& p, const std::function<unsigned*()>& 
   launch_kernel(cross_entropy_ring_kernel<Config>, grid, stream, args, TargetMask{p}, counter());
 }
 
-// Returns the number of threads per row: at most 512, and few enough that each thread makes at
-// least 4 loads if the row is long enough.
+// Returns the number of threads per row. It is at most 512. It is chosen so that each thread makes
+// at least 4 loads, if the row is long enough.
 template <typename T>
 int stream_threads(int64_t n) {
   const int64_t accesses = n / (kVectorBytes / static_cast<int>(sizeof(T)));

@@ -1,7 +1,7 @@
-// The device code for one row that the kernels of cross_entropy share.
+// Device functions for one row, used by all kernels of cross_entropy.
 //
-// NOTE: NDEBUG would disable the assertion on the targets. The host can't check them instead,
-// because it would have to wait for the GPU.
+// NOTE: NDEBUG would disable the assertion that checks the targets. The host does not check the
+// targets, because it would have to wait for the GPU.
 #pragma once
 
 #undef NDEBUG
@@ -13,15 +13,16 @@
 
 namespace torchweld {
 
-// Returns exp(x). For 16-bit gradients, an approximation is enough: its error of 2 ulp and its
-// flush of subnormal results are far below 16-bit rounding. fp32 rows use expf.
+// Returns exp(x). 16-bit rows use an approximation with an error of 2 ulp that flushes subnormal
+// results to 0. Both effects are far below the rounding to 16 bits. fp32 rows use expf.
 template <typename T>
 __device__ __forceinline__ float loss_exp(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(x * kLog2e);
   return expf(x);
 }
 
-// The functor that the reductions of device/reduce.cuh call for exponentials relative to a maximum.
+// A functor that computes exponentials relative to a maximum. The reductions of device/reduce.cuh
+// call it.
 template <typename T>
 struct LossExponent {
   __device__ __forceinline__ float operator()(float z, float max) const {
@@ -30,7 +31,7 @@ struct LossExponent {
   __device__ __forceinline__ float rescale(float from, float to) const { return expf(from - to); }
 };
 
-// Returns false if the row is ignored.
+// Returns true if the row has a target, and false if the row is ignored.
 __device__ __forceinline__ bool has_target(const CrossEntropyParams& p, int64_t target) {
   if (target == p.ignore_index) return false;
   assert(target >= 0 && target < p.n && "torchweld: target must be from 0 to N - 1");
@@ -48,12 +49,12 @@ __device__ __forceinline__ float target_logit(const CrossEntropyParams& p, int64
   return scaled_logit(p, to_float(static_cast<const T*>(p.logits)[row * p.row_stride + target]));
 }
 
-// Returns the statistics of a row from its (max, sum of exponentials) and its sum of z. Only label
-// smoothing needs `total`, the sum of z.
+// Returns the statistics of a row. `found` is the row's (max, sum of exponentials), and `total` is
+// the row's sum of z. Only label smoothing needs `total`.
 __device__ __forceinline__ LogitStatistics<float> row_statistics(const CrossEntropyParams& p,
                                                                  const MaxSum& found, float total,
                                                                  float z_target) {
-  // A row whose logits are all -inf gives NaN, as in torch.
+  // If all logits of a row are -inf, the results of the row are NaN, as in torch.
   const float max = found.max == -INFINITY ? NAN : found.max;
   return {max, logf(found.sum), z_target - max, total / static_cast<float>(p.n) - max, 0.f};
 }
@@ -63,7 +64,8 @@ __device__ __forceinline__ RowGradient<float> row_gradient(const CrossEntropyPar
   return RowGradient<float>::of_loss(p.dloss[row * p.dloss_stride], lse, p.terms, p.n);
 }
 
-// Returns the gradient of a logit from its z, without the term of the target.
+// Returns the gradient with respect to a logit, without the term of the target. z is the scaled and
+// capped logit.
 template <typename T>
 __device__ __forceinline__ float logit_gradient(const CrossEntropyParams& p,
                                                 const RowGradient<float>& row, float z) {

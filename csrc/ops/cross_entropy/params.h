@@ -11,8 +11,8 @@
 
 namespace torchweld {
 
-// The rows of logits and the vectors over the rows. The kernels don't write the loss and lse of an
-// ignored row, and set its dlogits to 0.
+// The rows of logits and the vectors over the rows. For an ignored row, the kernels don't write
+// loss and lse, and they set dlogits to 0.
 struct CrossEntropyParams {
   const void* logits;  // (rows, n) in `dtype`
   int64_t row_stride;
@@ -22,18 +22,18 @@ struct CrossEntropyParams {
   const int64_t* targets;
   int64_t ignore_index;
   LogitScale<float> scale;
-  // NOTE: dividing by the temperature would take a third of all instructions
+  // NOTE: kernels multiply by the inverse, because divisions would be a third of all instructions.
   float inverse_temperature;
   CrossEntropyTerms<float> terms;
-  float* loss;  // nullptr: lse is an input
+  float* loss;  // if nullptr, lse is an input
   float* lse;
   const float* dloss;    // nullptr if no gradient is requested
   int64_t dloss_stride;  // 0 or 1
   void* dlogits;         // (rows, n) in `dtype`, contiguous; nullptr if no gradient is requested
 };
 
-// Launches the kernel. If the chosen kernel needs a counter, the function calls `counter`, which
-// returns one that is 0.
+// Launches the kernel. If the chosen kernel needs a counter, this function calls `counter`, which
+// must return the address of a counter with the value 0.
 void launch_cross_entropy(const CrossEntropyParams& params,
                           const std::function<unsigned*()>& counter, cudaStream_t stream);
 

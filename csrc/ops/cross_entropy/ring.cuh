@@ -1,6 +1,6 @@
 // Computes the loss and the gradient of long rows in a single read of the logits. A thread block
-// cluster holds each row in shared memory (softmax/ring_rows.cuh). The kernel does not support
-// label smoothing and the soft cap.
+// cluster holds a whole row in shared memory (softmax/ring_rows.cuh). The kernel supports neither
+// label smoothing nor the soft cap.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,8 +9,9 @@
 
 namespace torchweld {
 
-// The mask that tells the ring which columns of a row are live. An ignored row has no live columns,
-// so the ring neither loads nor computes it, and writes zeros to its gradient.
+// The mask that tells the ring which columns of a row are live. An ignored row has no live columns.
+// Therefore the ring neither loads nor computes an ignored row, and it sets the row's gradient to
+// zero.
 struct TargetMask {
   static constexpr bool kMasked = true, kCapped = false;
   CrossEntropyParams p;
@@ -103,8 +104,8 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
 };
 #endif
 
-// g_claims must be 0; the kernel resets it to 0 at the end. The launch must not have more clusters
-// than rows.
+// *g_claims must be 0 before the launch. The kernel resets it to 0 at the end. The number of
+// clusters must not exceed the number of rows.
 template <typename Config>
 __global__ __launch_bounds__(Config::kBlockThreads, 1) void cross_entropy_ring_kernel(
     const RowArgs<typename Config::T> args, const TargetMask mask, unsigned* g_claims) {

@@ -1,5 +1,6 @@
-// Computes cross_entropy on the CPU. Loops go through a row in blocks, which they convert to the
-// accumulation dtype in the L1 cache: one loop for the statistics, another for the gradient.
+// Computes cross_entropy on the CPU. One loop over a row computes the statistics, and another loop
+// computes the gradient. Both loops process the row in blocks. A block is converted to the
+// accumulation dtype and stays in the L1 cache.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 
@@ -22,8 +23,8 @@ namespace torchweld::cross_entropy_op {
 namespace {
 
 #ifdef TW_SIMD_TARGETS
-// Converts between float16 and float, 16 elements at a time. Returns the number of converted
-// elements; the caller converts the rest.
+// Convert between float16 and float, 16 elements at a time. The functions return the number of
+// converted elements. The caller must convert the remaining elements.
 // NOTE: the compiler does not vectorise the conversions of c10::Half.
 __attribute__((target("avx512f"))) int64_t convert_avx512(float* to, const at::Half* from,
                                                           int64_t n) {
@@ -68,7 +69,7 @@ template <typename scalar_t>
 struct RowsCpu {
   using T = at::opmath_type<scalar_t>;
   static constexpr T kInfinity = std::numeric_limits<T>::infinity();
-  static constexpr int64_t kBlock = 2048;  // the number of logits that stay in the L1 cache
+  static constexpr int64_t kBlock = 2048;  // number of logits per block; they stay in the L1 cache
 
   const scalar_t* logits;
   int64_t n, row_stride;
@@ -105,8 +106,8 @@ struct RowsCpu {
   }
 
  private:
-  // Returns the statistics of a row. Each block's sum is relative to the block's maximum; fp64 sums
-  // over the blocks are rescaled to the largest maximum so far.
+  // Returns the statistics of a row. The sum of a block is relative to the maximum of the block.
+  // The fp64 sum over the blocks is relative to the largest maximum so far.
   LogitStatistics<T> statistics(const scalar_t* from, T z_target) const {
     T z[kBlock], max = -kInfinity;
     double sum = 0, total = 0;
@@ -114,7 +115,8 @@ struct RowsCpu {
       const int64_t size = std::min(kBlock, n - first);
       convert_row(z, from + first, size);
       const T block_max = scale_row<T>(z, nullptr, size, scale);
-      // If the maximum is -inf, the code subtracts 0 instead, because -inf - (-inf) is NaN.
+      // If the block's maximum is -inf, subtract 0 instead of the maximum, because -inf - (-inf) is
+      // NaN.
       const T shift = block_max == -kInfinity ? T(0) : block_max;
       T block_sum = 0;
       with_vectors([&] {
@@ -134,14 +136,14 @@ struct RowsCpu {
       sum = sum * factor(max, raised) + block_sum * factor(block_max, raised);
       max = raised;
     }
-    // A row whose logits are all -inf gives NaN, as in torch.
+    // If all logits of a row are -inf, the results of the row are NaN, as in torch.
     if (max == -kInfinity) max = std::numeric_limits<T>::quiet_NaN();
     const T mean = static_cast<T>(total / static_cast<double>(n) - max);
     return {max, static_cast<T>(std::log(sum)), z_target - max, mean, T(0)};
   }
 
-  // Returns exp(from - to), which rescales a sum relative to the maximum `from` to the maximum
-  // `to`.
+  // Returns exp(from - to). This factor converts a sum relative to the maximum `from` into a sum
+  // relative to the maximum `to`.
   static double factor(T from, T to) {
     return from == -kInfinity ? 0 : std::exp(static_cast<double>(from) - static_cast<double>(to));
   }

@@ -1,6 +1,6 @@
 // A kernel of cross_entropy with one block per row. The block reads the row once for the statistics
-// and again for the gradient. The second read hits the L2 cache, because all rows that are in
-// progress fit in it.
+// and a second time for the gradient. The second read hits the L2 cache, because the rows of all
+// running blocks fit in the L2 cache.
 #pragma once
 
 #include "device/access.cuh"
@@ -25,8 +25,9 @@ struct RowSpan {
     tail = n - head - accesses * kElems;
   }
 
-  // Calls each_access(column, words) for this thread's 16-byte accesses and each_element(column,
-  // value) for its single elements. Several loads are in flight at once.
+  // Calls each_access(column, words) for each 16-byte access of this thread, and
+  // each_element(column, value) for each single element of this thread. Several loads are in flight
+  // at the same time.
   template <typename EachAccess, typename EachElement>
   __device__ __forceinline__ void visit(const T* g_row, const EachAccess& each_access,
                                         const EachElement& each_element) const {
@@ -66,8 +67,8 @@ __global__ __launch_bounds__(kCrossEntropyThreads) void cross_entropy_stream_ker
   const bool in_phase = reinterpret_cast<uintptr_t>(g_row) % kVectorBytes ==
                         reinterpret_cast<uintptr_t>(g_out) % kVectorBytes;
 
-  // Stores the gradients of one 16-byte access. If the gradient's row is not aligned like the row
-  // of logits, they are stored one by one.
+  // Stores the gradients of one 16-byte access. If the row of the gradient has a different
+  // alignment than the row of logits, the elements are stored one by one.
   const auto store = [&](int64_t column, const float (&r_d)[kElems]) {
     if (in_phase) {
       store_floats<T>(g_out + column, r_d);

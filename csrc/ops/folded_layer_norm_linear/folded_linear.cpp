@@ -6,10 +6,11 @@
 //                            with mean and rstd of each row of x (..., K); y (..., N)
 //
 // These ops are layer_norm_linear with the LayerNorm's own weights folded into the matmul, for
-// inference. weight_sum is the sum of the rounded folded weight, so that the mean cancels exactly
-// and only the rounding of the accumulator is left. The kernels go further and normalise the rows
-// before the matmul, so that the error does not grow with |mean| / std. This gives the same result
-// only if weight_sum holds the row sums of folded_weight, which callers must ensure.
+// inference. weight_sum is the sum of the rounded folded weight. Therefore the mean cancels
+// exactly, except for the rounding of the accumulator. The kernels don't use the formula above.
+// They normalise the rows before the matmul, so that the error does not grow with |mean| / std.
+// Both give the same result only if weight_sum holds the row sums of folded_weight. Callers must
+// ensure this.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mv.h>
 #include <ATen/ops/native_layer_norm.h>
@@ -98,9 +99,9 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
 }
 TW_OP(folded_layer_norm_linear_backward);
 
-// CPU: the rows of x minus their rounded mean. The statistics of these shifted rows do not lose
-// digits if the mean is large. mean and rstd are (rows, 1); mean is the small rest that rounding
-// leaves.
+// CPU: the rows of x, minus the rounded mean of each row. The statistics of these shifted rows do
+// not lose digits if the mean is large. mean and rstd are (rows, 1) and belong to the shifted rows.
+// mean is small: it is only the rounding error of the subtracted mean.
 struct ShiftedRows {
   Tensor rows, normalised, mean, rstd;
 
@@ -113,7 +114,7 @@ struct ShiftedRows {
 };
 
 // CPU: returns the pre-activation (rows, N) in the dtype of the statistics. The rows are normalised
-// before the matmul, so there is no mean left to subtract by weight_sum.
+// before the matmul, so weight_sum is not needed.
 Tensor folded_preact(const ShiftedRows& x, const Tensor& folded_weight,
                      const OptionalTensor& folded_bias) {
   const auto dtype = x.rstd.scalar_type();
@@ -262,7 +263,7 @@ void check_frozen(const char* op, const Tensor& x, const Tensor& folded_weight,
   frozen("folded_bias", folded_bias);
 }
 
-// weight_sum and folded_bias stay in fp32, because they are added to fp32 sums.
+// Under autocast, weight_sum and folded_bias stay in fp32, because they are added to fp32 sums.
 template <at::DeviceType device>
 Tensor folded_layer_norm_linear_autocast(const Tensor& x, const Tensor& folded_weight,
                                          const Tensor& weight_sum,

@@ -24,7 +24,7 @@ struct FoldParams {
   DType dtype;
 };
 
-// n must be at least 1.
+// Launches the kernel of fold_layer_norm. n must be at least 1.
 void launch_fold_layer_norm(const FoldParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

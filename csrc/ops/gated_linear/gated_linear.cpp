@@ -123,9 +123,9 @@ Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor
   auto [dx, dweight, dbias] =
       gated_linear_backward_meta(dy, x, weight, z, gate, interleaved, output_mask);
   const OnDevice on(x.device());
-  // gate_backward_into writes the sums for interleaved columns to one vector. Otherwise it writes
-  // the sums of the left columns to the first half of dbias and those of the right columns to the
-  // second.
+  // If the columns are interleaved, gate_backward_into writes all sums to one vector. Otherwise it
+  // writes the sums of the left columns to the first half of dbias, and the sums of the right
+  // columns to the second half.
   const int64_t left = interleaved ? dbias.numel() : dbias.numel() / 2;
   const Tensor dz =
       gate_backward_into(dbias.narrow(0, 0, left), dbias.narrow(0, left, dbias.numel() - left), dy,

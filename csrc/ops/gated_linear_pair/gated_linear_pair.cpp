@@ -3,8 +3,9 @@
 // The gates are those of gated_linear. The gradients are dx = dz_left @ left + dz_right @ right,
 // dleft = dz_left^T @ x and dright = dz_right^T @ x.
 //
-// gated_linear_pair_forward also returns z (..., 2N), the results of the left and the right matmul
-// side by side. The matmul kernel reads the two weights in place, without concatenating them.
+// gated_linear_pair_forward also returns z (..., 2N). The first N columns of z are the result of
+// the left matmul, and the last N columns are the result of the right matmul. The matmul kernel
+// reads both weights where they are; they are not concatenated.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -74,7 +75,7 @@ Grads gated_linear_pair_backward_meta(const Tensor& dy, const Tensor& x, const T
 }
 TW_OP(gated_linear_pair_backward);
 
-// CPU: returns the results of the left and the right matmul, (rows, N) each.
+// CPU: returns the result of the left matmul and the result of the right matmul, both (rows, N).
 Halves branches(const Tensor& x, const Tensor& left, const Tensor& right,
                 const OptionalTensor& left_bias, const OptionalTensor& right_bias) {
   const Tensor rows = as_matrix(x);
@@ -107,8 +108,8 @@ Forward gated_linear_pair_forward_cpu(const Tensor& x, const Tensor& left, const
 }
 
 // CPU: computes to += a @ b.
-// NOTE: for float32, matmul_into_cpu runs oneDNN, which is twice as fast as addmm_ but can't add to
-// an existing matrix.
+// NOTE: for float32, the code calls matmul_into_cpu and then adds. matmul_into_cpu uses oneDNN,
+// which is twice as fast as addmm_, but can't add to an existing matrix.
 void add_matmul_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   if (to.scalar_type() != at::kFloat) {
     to.addmm_(a, b);

@@ -1,7 +1,7 @@
 // int4_linear_repacked:  int4_linear with a weight from int4_repack
 //   x (..., K), packed int32 (ceil(N/16), ceil(K/64), 128), packed_scale (ceil(N/16), groups, 16),
 //   packed_zero int32 (ceil(N/16), groups, 2), bias (N,), y (..., N) with N = out_features
-// Gradient:              dx = dy @ W; only x has one, as in int4_linear
+// Gradient:              dx = dy @ W; only x has a gradient, as in int4_linear
 #include "core/dispatch.h"
 #include "int4/checks.h"
 #include "int4/cpu/linear.h"
@@ -13,7 +13,8 @@
 namespace torchweld::repacked_op {
 namespace {
 
-// Checks the shapes of the three tensors for N and K, and their devices against `like`.
+// Checks that the shapes of the three tensors fit N and K, and that the tensors are on the device
+// of `like`.
 void check_repacked(const char* op, const Tensor& packed, const Tensor& packed_scale,
                     const Tensor& packed_zero, const c10::SymInt& n, const c10::SymInt& k,
                     const char* like_name, const Tensor& like) {

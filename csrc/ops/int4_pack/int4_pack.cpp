@@ -3,8 +3,8 @@
 // int4_repack:  qweight (N, K/8), scale (N, groups), zero (N, ceil(groups/8)) -> the
 //               repacked layout of int4/layout.h
 //
-// Only the low four bits of a code are used. The values are not checked, because that would
-// synchronise with the device.
+// Only the low four bits of a code are used. The ops don't check the values of the codes, because
+// the host would have to wait for the device.
 #include <ATen/ops/empty.h>
 
 #include <cstring>
@@ -23,7 +23,8 @@ namespace {
 
 using Repacked = std::tuple<Tensor, Tensor, Tensor>;
 
-// Calls body(i) for every i below count on torch's threads. A task calls it for kGrain values of i.
+// Calls body(i) for every i from 0 to count - 1, on torch's threads. A task handles kGrain values
+// of i.
 template <typename Body>
 void for_each_word(int64_t count, const Body& body) {
   constexpr int64_t kGrain = 1 << 14;

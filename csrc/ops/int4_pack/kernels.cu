@@ -1,5 +1,5 @@
 // The kernels of int4_pack, int4_unpack and int4_repack. A thread writes one word, or the scale of
-// one row in a group of a tile.
+// one row for one group.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/int4_pack/int4_pack.h"
@@ -8,7 +8,7 @@ namespace torchweld {
 namespace {
 
 constexpr int kPackThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 20;  // if more are needed, threads loop
+constexpr int64_t kMaxBlocks = 1 << 20;  // in larger problems, threads loop
 
 __device__ __forceinline__ int64_t first_index() {
   return int64_t{blockIdx.x} * kPackThreads + threadIdx.x;
@@ -60,8 +60,8 @@ __global__ __launch_bounds__(kPackThreads) void int4_repack_kernel(const Int4Rep
   }
 }
 
-// A thread writes the scale of one row in a group of a tile. Every eighth thread also writes the
-// zeros of eight rows.
+// Repacks scales and zeros. A thread writes the scale of one row of a tile for one group. Every
+// eighth thread also writes the zeros of eight rows.
 template <typename T>
 __global__ __launch_bounds__(kPackThreads) void int4_repack_scales_kernel(
     const Int4RepackParams p) {

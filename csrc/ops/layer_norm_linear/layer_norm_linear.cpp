@@ -21,7 +21,8 @@ struct LayerNorm {
   using Vectors = NormVectors<2>;
   using Statistics = NormStatistics<2>;
 
-  // ATen keeps the statistics of half-precision rows in fp32 only if the parameters are fp32.
+  // Converts a parameter of LayerNorm to the dtype of the statistics. ATen computes the statistics
+  // of half-precision rows in fp32 only if the parameters are fp32.
   static OptionalTensor statistics_parameter(const OptionalTensor& t) {
     return is_given(t) ? OptionalTensor(t->to(acc_dtype(*t))) : std::nullopt;
   }
@@ -46,8 +47,8 @@ struct LayerNorm {
     return rows.to(x.scalar_type());
   }
 
-  // Computes the gradients in the dtype of the statistics, because ATen would sum half-precision
-  // parameter gradients in half precision.
+  // Computes the gradients in the dtype of the statistics. With half-precision inputs, ATen would
+  // sum the gradients of the parameters in half precision.
   static void backward(const std::array<Tensor, 3>& grads, bool wants_x, const Tensor& dnormalised,
                        const Tensor& x, const Vectors& vectors, const Statistics& statistics) {
     const std::array<bool, 3> wanted = {wants_x, grads[1].numel() > 0, grads[2].numel() > 0};

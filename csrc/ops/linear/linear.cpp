@@ -1,14 +1,16 @@
 // linear:  y = activation(x @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
-// linear_forward also returns what the backward needs: the pre-activation z, or a (0,) tensor if
-// the gradient of the activation does not need it (none, relu).
+// linear_forward also returns the pre-activation z for the backward. If the gradient of the
+// activation does not need z (none, relu), z is a tensor of size (0,).
 //
-// _linear_part writes y and the pre-activation into existing tensors: some rows of larger tensors,
-// while the other rows of x have yet to arrive (python/torchweld/distributed/overlap.py). x, y and
-// the pre-activation may have a leading batch dim. It has no gradient.
+// _linear_part writes y and the pre-activation into existing tensors. The caller passes some rows
+// of larger tensors, while the other rows of x are still arriving
+// (python/torchweld/distributed/overlap.py). x, y and the pre-activation may have a leading batch
+// dim. _linear_part has no gradient.
 //
-// _activation_backward computes dz and its sum over the rows, the first step of linear_backward.
+// _activation_backward computes dz and the sum of dz over the rows. This is the first step of
+// linear_backward.
 #include "core/dispatch.h"
 #include "layers/linear_cpu.h"
 
@@ -156,7 +158,8 @@ void _linear_part_cuda(const Tensor& x, const Tensor& weight, const OptionalTens
   const OnDevice on(x.device());
   MatmulEpilogue epilogue = {bias, parse_activation("_linear_part", activation)};
   if (is_given(preact)) epilogue.preact = *preact;
-  // One tall matmul fills its tiles better than several short ones, but is not worth a copy.
+  // Run one tall matmul if it needs no copy, because it fills its tiles better than several short
+  // matmuls.
   const bool tall = y.is_contiguous() && (row_stride_of(x) || x.dim() != 3);
   if (tall) {
     matmul_into(rows_of(y), rows_of(x), weight, epilogue);
@@ -205,8 +208,8 @@ TW_OP(linear);
 TW_OP(linear_forward);
 TW_OP(linear_backward);
 
-// Raises an error if a tensor needs a gradient. _linear_part writes into existing tensors, so the
-// graph has no node for it that could raise an error in a later backward.
+// Raises an error if a tensor needs a gradient. The error can't be raised in a later backward: the
+// graph has no node for _linear_part, because _linear_part writes into existing tensors.
 void linear_part_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                           const Tensor& y, const OptionalTensor& preact,
                           c10::string_view activation) {
@@ -248,7 +251,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-// Checks the arguments before linear_forward does, so that errors name linear.
+// Checks the arguments before linear_forward checks them, so that errors name linear instead of
+// linear_forward.
 void linear_checks(const char* op, const Tensor& x, const Tensor& weight,
                    const OptionalTensor& bias, c10::string_view activation) {
   check_linear(op, x, "weight", weight, bias);

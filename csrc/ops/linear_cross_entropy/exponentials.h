@@ -1,5 +1,5 @@
 // The ops behind keep="exponentials". In addition to the loss, the forward returns y and factor
-// (losses/exponentials.h), from which the backward computes the gradients.
+// (losses/exponentials.h). The backward computes the gradients from y and factor.
 #pragma once
 
 #include "core/dispatch.h"

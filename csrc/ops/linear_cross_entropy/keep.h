@@ -7,8 +7,9 @@ namespace torchweld::linear_cross_entropy_op {
 
 enum class Keep { kExponentials, kGradients, kNothing };
 
-// NOTE: with keep="gradients", the forward stores the gradients for dloss = 1, without the loss
-// scale. In float16, the gradients of a mean over many rows would underflow to 0.
+// NOTE: with keep="gradients", the forward stores the gradients for dloss = 1, that is, without a
+// loss scale. float16 does not support this, because the gradients of a mean over many rows would
+// underflow to 0.
 inline Keep parse_keep(const char* op, c10::string_view name, const LossOptions& options,
                        const Tensor& x, const Tensor& weight) {
   const bool reduced = options.reduction != Reduction::kNone;

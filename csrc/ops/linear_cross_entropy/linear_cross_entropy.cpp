@@ -4,12 +4,12 @@
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
 // keep="nothing": linear_cross_entropy_forward also returns lse of each row (0 if the row is
-// ignored), with which linear_cross_entropy_backward computes the logits again.
-// backward's dlse is a gradient of lse, for example of a row whose target is in another shard of the
-// vocabulary.
+// ignored). linear_cross_entropy_backward computes the logits again and uses lse. Argument dlse of
+// linear_cross_entropy_backward is the gradient with respect to lse. It is needed, for example, for
+// a row whose target is in another shard of the vocabulary.
 //
 // keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for dloss =
-// 1, and linear_cross_entropy_gradients_backward multiplies them by dloss.
+// 1. linear_cross_entropy_gradients_backward multiplies these gradients by dloss.
 //
 // keep="exponentials": see exponentials.h.
 #include <ATen/ops/ones.h>
@@ -300,7 +300,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   }
 };
 
-// Checks the arguments before linear_cross_entropy_forward does, so that errors name
+// Checks the arguments before linear_cross_entropy_forward checks them, so that errors name
 // linear_cross_entropy.
 void linear_cross_entropy_checks(const char* op, const Tensor& x, const Tensor& weight,
                                  const Tensor& target, const OptionalTensor& bias,

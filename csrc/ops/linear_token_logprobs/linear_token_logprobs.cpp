@@ -3,8 +3,8 @@
 //   z = softcap tanh(linear(x, weight, bias) / softcap) / temperature
 //   x (..., K), weight (N, K), bias (N,), target t (...), logprob and entropy (...)
 //
-// linear_token_logprobs_forward also returns the lse. linear_token_logprobs_backward uses the lse
-// and computes the logits again. entropy has shape (0,) if it is not requested.
+// linear_token_logprobs_forward also returns lse. linear_token_logprobs_backward computes the
+// logits again and uses lse. If entropy is not requested, it is a tensor of size (0,).
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -174,7 +174,7 @@ struct LogprobsFunction : torch::autograd::Function<LogprobsFunction> {
   }
 };
 
-// Checks the arguments before linear_token_logprobs_forward does, so that errors name
+// Checks the arguments before linear_token_logprobs_forward checks them, so that errors name
 // linear_token_logprobs.
 void linear_token_logprobs_checks(const char* op, const Tensor& x, const Tensor& weight,
                                   const Tensor& target, const OptionalTensor& bias,

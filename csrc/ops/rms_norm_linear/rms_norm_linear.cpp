@@ -19,7 +19,8 @@ struct RmsNorm {
   using Vectors = NormVectors<1>;
   using Statistics = NormStatistics<1>;
 
-  // Returns x * rstd in the dtype of the statistics. The caller multiplies by norm_weight.
+  // Returns x * rstd in the dtype of the statistics. The caller must multiply the result by
+  // norm_weight.
   static Tensor scale_rows(const Tensor& x, const Tensor& rstd) {
     return x.to(rstd.scalar_type()) * rstd.unsqueeze(-1);
   }

@@ -1,10 +1,11 @@
 // Computes rotary position embedding on CUDA. One launch rotates both q and k.
 //
-// Each thread handles one position and kHeads heads. In each head it has two 16-byte chunks that
-// together hold both values of its pairs. It reads the cos and sin of its chunks once, and loads
-// the chunks of all its heads before it rotates any. The threads of a position are consecutive, so
-// only the first of them loads the position's row of the tables from L2; the others find it in L1.
-// Additional threads copy the values behind rotary_dim.
+// Each thread handles one position and kHeads heads. In each head, a thread has two 16-byte chunks.
+// Together they hold both values of every pair. The thread reads cos and sin for its chunks only
+// once. It loads the chunks of all its heads before it rotates any chunk. The threads of a position
+// are consecutive. Therefore only the first of these threads loads the position's row of the tables
+// from L2, and the other threads find the row in L1. Additional threads copy the values behind
+// rotary_dim.
 #include "core/index.h"
 #include "core/launch.h"
 #include "device/access.cuh"
@@ -19,10 +20,10 @@ constexpr int kHeads = 4;
 
 // The assignment of threads to the values of a position. A lane is a thread's index within a head.
 struct RotaryThreads {
-  int rotating_lanes;  // the threads per head that rotate values
-  int lanes;           // the threads per head, including those that copy values
-  int copied_step;     // the distance in elements between the two chunks of a thread that copies
-  int64_t groups[2];   // the groups of kHeads heads in q and in k
+  int rotating_lanes;  // number of threads per head that rotate values
+  int lanes;           // number of threads per head, including those that copy values
+  int copied_step;     // elements between the two chunks of a thread that copies values
+  int64_t groups[2];   // number of groups of kHeads heads in q and in k
 
   RotaryThreads(const RotaryParams& p, int elems) {
     rotating_lanes = p.rotary_dim / (2 * elems);
@@ -55,7 +56,8 @@ struct Rotation {
   // chunk.
   bool pairs_in_chunk;
 
-  // Changes the rotation to its transpose: exchanges the two sines of each pair and negates both.
+  // Changes the rotation to its transpose. To do so, exchanges the two sines of each pair and
+  // negates both sines.
   __device__ __forceinline__ void transpose() {
 #pragma unroll
     for (int i = 0; i < kElems; ++i) {

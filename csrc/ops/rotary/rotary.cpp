@@ -1,9 +1,10 @@
 // Rotary position embedding of q and k: out = x * cos + rotate(x) * sin.
 //
 // x stands for the first rotary_dim values of a head of q (batch, nheads, seqlen, head_dim) or of k
-// (batch, nheads_k, seqlen, head_dim). The op copies the values behind them. cos and sin are (batch
-// or 1, seqlen, rotary_dim) or (seqlen, rotary_dim). rotate maps each pair (a, b) to (-b, a). The
-// pairs are (x[i], x[i + rotary_dim / 2]) or, if `interleaved` is true, (x[2i], x[2i + 1]):
+// (batch, nheads_k, seqlen, head_dim). The op copies the other values of the head unchanged. cos
+// and sin are (batch or 1, seqlen, rotary_dim) or (seqlen, rotary_dim). rotate maps each pair (a,
+// b) to (-b, a). The pairs are (x[i], x[i + rotary_dim / 2]) or, if `interleaved` is true, (x[2i],
+// x[2i + 1]):
 //   out_a = a cos_a - b sin_a,  out_b = b cos_b + a sin_b
 // The gradient is da = dout_a cos_a + dout_b sin_b and db = dout_b cos_b - dout_a sin_a.
 //
@@ -85,7 +86,8 @@ TW_OP(rotary);
 Pair rotary_backward_meta(const Tensor& dq_out, const Tensor& dk_out, const Tensor& cos,
                           const Tensor& sin, bool, std::array<bool, 2> output_mask) {
   check_inputs("rotary_backward", "dq_out", dq_out, "dk_out", dk_out, cos, sin);
-  // The gradient of attention lies head by head. A projection's backward would copy such a gradient.
+  // The gradients have the memory order of a projection's result. If they had the memory order of
+  // attention's gradients (head by head), the backward of the projection would have to copy them.
   const auto gradient = [](bool wanted, const Tensor& dout) {
     return wanted ? empty_by_position(dout) : at::empty({0}, dout.options());
   };
@@ -93,8 +95,8 @@ Pair rotary_backward_meta(const Tensor& dq_out, const Tensor& dk_out, const Tens
 }
 TW_OP(rotary_backward);
 
-// The operands of a call: from[i] is rotated into to[i], with i = 0 for q and 1 for k. Both are
-// undefined if that tensor is empty or its result is not requested.
+// The operands of a call: from[i] is rotated into to[i], with i = 0 for q and 1 for k. from[i] and
+// to[i] are undefined if the tensor is empty or its result is not requested.
 struct Rotation {
   std::array<Tensor, 2> from, to;
   Tensor cos, sin;  // (batch, seqlen, rotary_dim)
@@ -231,8 +233,8 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
                                         ctx->saved_data["k"].toBool() && grads[1].defined()};
     if (!wanted[0] && !wanted[1]) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
-    // If one gradient is not needed, the other gradient is passed in its place, because it may be
-    // undefined. The op does not read the placeholder.
+    // A gradient that is not needed may be undefined. In that case, pass the other gradient
+    // instead. The op does not read this placeholder.
     auto [dq, dk] =
         call_rotary_backward(wanted[0] ? grads[0] : grads[1], wanted[1] ? grads[1] : grads[0],
                              saved[0], saved[1], ctx->saved_data["interleaved"].toBool(), wanted);
@@ -240,7 +242,7 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
   }
 };
 
-// Runs the checks of a call that is recorded for autograd.
+// Checks the arguments of a call that autograd records.
 void rotary_checks(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos,
                    const Tensor& sin, bool) {
   check_inputs(op, "q", q, "k", k, cos, sin);

@@ -10,8 +10,8 @@
 namespace torchweld {
 
 // A tensor (batch, nheads, seqlen, head_dim) to rotate, and the memory of its result. The strides
-// are those of the batch, head and position dims, in elements; head_dim is contiguous. nheads is 0
-// if the tensor is absent.
+// belong to the batch, head and position dims and are in elements. head_dim is contiguous. If the
+// tensor is absent, nheads is 0.
 struct RotaryTensor {
   const void* from;
   void* to;
@@ -20,7 +20,8 @@ struct RotaryTensor {
   int64_t to_strides[3];
 };
 
-// A table (batch, seqlen, rotary_dim), cos or sin, with the strides of its batch and position dims.
+// The table cos or sin (batch, seqlen, rotary_dim). The strides belong to the batch and position
+// dims.
 struct RotaryTable {
   const void* data;
   int64_t strides[2];

@@ -12,8 +12,8 @@
 
 namespace torchweld::rotary_op {
 
-// A tensor to rotate, and the memory of its result. The strides are those of the batch, head and
-// position dims, in elements; head_dim is contiguous.
+// A tensor to rotate, and the memory of its result. The strides belong to the batch, head and
+// position dims and are in elements. head_dim is contiguous.
 template <typename T>
 struct RotaryOperand {
   const T* from = nullptr;
@@ -60,7 +60,7 @@ void rotate_head_cpu(T* __restrict__ to, const T* __restrict__ from, const A* __
 }
 
 // Loads the cos and sin of one position. For the transposed rotation, the function exchanges the
-// two sines of each pair and negates both.
+// two sines of each pair and negates both sines.
 template <typename A, typename Table>
 void load_tables_cpu(A* __restrict__ cos, A* __restrict__ sin, const Table* from_cos,
                      const Table* from_sin, int64_t rotary_dim, bool interleaved, bool transposed) {

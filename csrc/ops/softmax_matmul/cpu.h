@@ -1,13 +1,13 @@
-// CPU: softmax_matmul and its backward. They process a block of query rows at a time, in tiles
-// (rows, 64 keys) that stay in the cache. One task computes the backward of a head, so that the
-// order of its sums does not depend on the number of threads.
+// CPU: softmax_matmul and its backward. Both process a block of query rows at a time, in tiles
+// (rows, 64 keys) that stay in the cache. In the backward, one task computes a whole head, so that
+// the order of the sums does not depend on the number of threads.
 #pragma once
 
 #include "attention/cpu/tiles.h"
 
 namespace torchweld {
 
-// The columns of tile `t` that row r of the block sees.
+// Returns the columns of tile `t` that row r of the block sees.
 inline KeyRange live_columns(const QueryBlock& block, int64_t r, int64_t t) {
   const int64_t first = t * kTileKeys;
   return {std::clamp<int64_t>(block.begin[r] - first, 0, kTileKeys),

@@ -1,13 +1,14 @@
 // dscores = scale * p * (dout @ value^T - rowsum(dout * out)), 0 where a row does not see the key:
 //   p = exp(scale * scores - lse), dscores (seqlen_q, seqlen_k); dout, out (seqlen_q, head_dim_v)
-// With softcap, dscores is also multiplied by the slope of the cap. The term of a row in dsink is
+// With softcap, dscores is also multiplied by the slope of the cap. Each row has a term in the sum
+// dsink:
 //   -exp(sink - lse) * rowsum(dout * out)
 //
-// A block has 128 query rows of a head, and a warp 16 of them. The block loops over the tiles of
-// keys that its rows see and, in each tile, over head_dim_v in chunks of 128 bytes. cp.async fills
-// a ring of tiles. dout stays in shared memory if its chunks fit. The gradients overwrite their
-// scores in shared memory and are stored 128 bytes per row. Columns that are hidden become 0, and
-// their scores are not read.
+// A block has 128 query rows of a head, and a warp has 16 of these rows. The block loops over the
+// tiles of keys that its rows see. In each tile it loops over head_dim_v in chunks of 128 bytes.
+// cp.async fills a ring of tiles. If all chunks of dout fit in shared memory, dout stays there. The
+// gradients overwrite the scores in shared memory and are then stored, 128 bytes per row. Hidden
+// columns of dscores become 0, and their scores are not read.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -21,21 +22,21 @@ struct DscoresConfig {
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr int kBlockM = kThreads / kWarp * 16;
-  static constexpr int kBlockN = 128 / sizeof(T);  // 128 bytes of every row
-  static constexpr int kChunk = 128 / sizeof(T);   // columns of value and dout
+  static constexpr int kBlockN = 128 / sizeof(T);  // keys in a tile: 128 bytes of a row
+  static constexpr int kChunk = 128 / sizeof(T);   // number of columns of value and dout in a chunk
   static constexpr int kSteps = kChunk * sizeof(T) / kStepBytes;
   static constexpr int kPitch = kBlockN + kPitchPadBytes / sizeof(T);
   static constexpr int kStages = 2;
-  // The largest unrolling that does not spill
+  // The largest unroll factor without register spills.
   static constexpr int kUnroll = sizeof(T) == 4 ? 1 : kMasked ? 2 : kSteps;
 
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kPitch];
     alignas(16) T s_value[kStages][kBlockN][kPitch];
-    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // there are more stages if all chunks fit
+    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // has more stages if all chunks fit
   };
   static constexpr int64_t kChunkBytes = sizeof(T) * kBlockM * kPitch;
-  // The number of chunks of dout that fit in the shared memory of every GPU from sm_80 on.
+  // The maximum number of chunks of dout that fit in the shared memory of every GPU from sm_80 on.
   static constexpr int64_t kResident =
       kStages + (99 * 1024 - int64_t(sizeof(Shared))) / kChunkBytes;
   static_assert(kResident >= kStages);
@@ -63,7 +64,8 @@ __device__ __forceinline__ void clear_columns(typename Config::T* g_rows, int ro
   }
 }
 
-// Stores the first `rows` rows and the first `columns` columns of a warp's 16 rows of a tile.
+// Stores a warp's 16 rows of a tile. Only the first `rows` rows and the first `columns` columns are
+// stored.
 template <typename Config>
 __device__ __forceinline__ void store_rows(typename Config::T* g_rows,
                                            const typename Config::T* s_rows, int rows, int columns,
@@ -92,13 +94,13 @@ __device__ __forceinline__ void store_rows(typename Config::T* g_rows,
   }
 }
 
-// The statistics of a thread's two rows, rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
+// The statistics of a thread's two rows: rows lane / 4 and lane / 4 + 8 of the warp's 16 rows.
 struct RowPair {
   float lse[2];
   float delta[2];       // sum(dout * out)
   int64_t live_end[2];  // the end of the keys that a row sees
-  // Whether the row sees a single key. NOTE: such a row has dp = delta and its gradient is exactly
-  // 0, but dp and delta are rounded differently, so it needs a special case.
+  // Whether the row sees only one key. NOTE: the gradient of such a row is exactly 0, because dp =
+  // delta. But dp and delta are rounded differently, so such a row needs a special case.
   bool single[2];
 };
 
@@ -155,7 +157,8 @@ __global__ __launch_bounds__(Config::kThreads,
   const int64_t first_row = (row_blocks - 1 - block % row_blocks) * kBlockM;
   const HeadIndex head(problem, block / row_blocks);
   const int rows = clamp_int(mask.seqlen_q - first_row, 0, kBlockM);
-  // Under a mask of causal and leftpad only, the last row sees all keys that the other rows see.
+  // If the mask consists of causal and leftpad only, the last row sees every key that another row
+  // sees.
   const TileMask seen = [&] {
     if constexpr (Config::kMasked) {
       return TileMask::general(mask, mask.sequence(head.batch), first_row);
@@ -215,8 +218,8 @@ __global__ __launch_bounds__(Config::kThreads,
     }
   };
   RowPair row = load_row_pair<T>(params, head, first_row + warp_row, live_of);
-  // NOTE: the ranges are in shared memory because registers are scarce. Only the warp of a row
-  // reads the row's range.
+  // NOTE: the key ranges are in shared memory, because the kernel has no registers for them. Only
+  // the warp of a row reads the row's range.
   __shared__ int64_t s_begin[kBlockM], s_end[kBlockM];
   if constexpr (Config::kMasked) {
     const int thread_row = warp_row + threadIdx.x % kWarp / 4;
@@ -225,8 +228,8 @@ __global__ __launch_bounds__(Config::kThreads,
       s_begin[thread_row + 8 * i] = seen.rows[i].begin;
       s_end[thread_row + 8 * i] = seen.rows[i].end;
       if (!mask.sink) continue;
-      // With a sink, the gradient of a row that sees a single key is not 0, so it needs no special
-      // case.
+      // With a sink, the gradient of a row with only one key is not 0, so the special case does not
+      // apply.
       row.single[i] = false;
       if (params.sink_terms && seen.rows[i].end > 0 && threadIdx.x % 4 == 0) {
         params.sink_terms[head.flat * mask.seqlen_q + first_row + thread_row + 8 * i] =

@@ -2,11 +2,11 @@
 //   p = exp(scale * scores - lse) (seqlen_q, seqlen_k) where a row sees the key, 0 elsewhere;
 //   dout (seqlen_q, head_dim_v), dvalue (seqlen_k, head_dim_v) of a head
 //
-// A block has 128 keys of a head and up to 128 columns of value, and a warp 16 of the keys. The
-// block loops over the query rows that see any of its keys, 32 at a time, through a ring of tiles
-// that cp.async fills. The transposed probabilities are computed in registers, as the left operand,
-// and rounded to the dtype as in the forward. Under a general mask, some rows between the first and
-// the last row that see one of the keys may see none of them. Such rows are not read.
+// A block has 128 keys of a head and up to 128 columns of value. A warp has 16 of the keys. The
+// block loops over the query rows that see any of its keys, 32 rows at a time. cp.async fills a
+// ring of tiles. The transposed probabilities are the left operand of the matmul. They are computed
+// in registers and rounded to the dtype as in the forward. Under a general mask, the loop may
+// include rows that see none of the keys. Such rows are not read.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -27,7 +27,7 @@ struct DvalueConfig {
   static constexpr int kScorePitch = kBlockN + kPitchPadElems;
   static constexpr int kDoutPitch = kBlockD + kPitchPadElems;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
-  static constexpr int kMinBlocks = kExact ? 1 : 2;  // blocks per SM, without spills
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // number of blocks per SM, without spills
 
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kScorePitch];
@@ -37,8 +37,8 @@ struct DvalueConfig {
   static_assert(sizeof(Shared) <= 99 * 1024, "the shared memory of every GPU from sm_80 on");
 };
 
-// Loads a step of transposed scores, (16 keys, kStepRows rows). s_step is the first row of the step
-// in a tile.
+// Loads one step of transposed scores (16 keys, kStepRows rows) from a tile. s_step is the address
+// of the step's first row in the tile.
 template <typename T, int kPitch>
 __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const T* s_step) {
   const int lane = threadIdx.x % kWarp;
@@ -55,8 +55,8 @@ __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const
 }
 
 // Returns biased_exp(z), for z <= 0.
-// NOTE: for bf16, subnormal results come from a multiplication. With the instruction that gives
-// them directly, the masked kernel would spill.
+// NOTE: for bf16, a multiplication at the end produces the subnormal results. The exponential
+// instruction that produces subnormal results directly would make the masked kernel spill.
 template <typename T>
 __device__ __forceinline__ float lean_exp(float z) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -71,8 +71,8 @@ struct RowRange {
   int64_t begin, end;
 };
 
-// Returns the range from the first to the last row that sees any of the keys, or {0, 0} if no row
-// does. All threads of a block call this.
+// Returns the range from the first to the last row that sees any of the keys. Returns {0, 0} if no
+// row sees any of them. All threads of a block call this function.
 template <int kThreads, typename LiveOf>
 __device__ __forceinline__ RowRange rows_that_see(int64_t seqlen_q, const KeyRange& keys,
                                                   const LiveOf& live_of) {
@@ -149,8 +149,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
                    reads ? 4 : 0);
     }
   };
-  // The keys that each row of a tile sees, counted from the block's first key: the begin in the low
-  // half of the word, the number of keys in the high half.
+  // The range of keys that each row of a tile sees, in one word. The low half of the word is the
+  // begin, counted from the block's first key. The high half is the number of keys.
   __shared__ int s_live[Config::kMasked ? kStages : 1][kBlockM];
   const auto load = [&](int tile, int stage) {
     const int64_t row = int64_t{kBlockM} * tile;
@@ -176,7 +176,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     load_tile<kBlockM, kBlockN, Config::kScorePitch, Config::kThreads>(
         &s.s_scores[stage][0][0], g_scores + row * params.scores.row_stride,
         params.scores.row_stride, 0, rows, keys, params.scores.aligned);
-    // dout of a row that sees no key is not read.
+    // Do not read dout of rows that see no key.
     load_tile<kBlockM, kBlockD, Config::kDoutPitch, Config::kThreads>(
         &s.s_dout[stage][0][0], g_dout + row * params.dout.row_stride, params.dout.row_stride,
         tile == tile_begin ? seeing : 0, rows, columns, params.dout.aligned);
@@ -186,7 +186,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   // begin[i] is the first row that sees key lane / 4 + 8 * i of the warp's 16 keys.
   const int warp_key = threadIdx.x / kWarp * 16, thread_key = warp_key + threadIdx.x % kWarp / 4;
   const int64_t key = first_key + warp_key + threadIdx.x % kWarp / 4;
-  int begin[2];  // counted from the current tile; undefined if the key is padding
+  int begin[2];  // index in the current tile; undefined if the key is padding
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     begin[i] = clamp_int(mask.first_row_seeing(key + 8 * i, head.pad) - origin, 0, 2 * kBlockN);
@@ -207,8 +207,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     if (ahead < tile_end) load(ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy_async_commit();
 
-    // NOTE: rows behind the last row need no mask: their gradient is 0, and their probability is
-    // finite, because score and lse are 0.
+    // NOTE: rows behind the last row need no mask. Their dout is 0, and their probabilities are
+    // finite, because their scores and lse are 0.
 #pragma unroll 1
     for (int first = 0; first < kBlockM; first += Config::kStepRows) {
       uint32_t words[4];
@@ -241,7 +241,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // Store the sums. Keys that are padding get zeros.
+  // Store the sums. The gradient of keys that are padding is 0.
   const float factor = exp2f(-kProbabilityBias<T>);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,12 +1,13 @@
 // out = softmax(scale * scores) @ value:
 //   scores (seqlen_q, seqlen_k), value (seqlen_k, head_dim_v), out (seqlen_q, head_dim_v) of a head
 //
-// A block has 128 query rows of a head and up to 128 columns of value, and a warp 16 of the rows.
-// The block loops over the tiles of keys that its rows see, through a ring of tiles that cp.async
-// fills. ldmatrix loads scores into the registers of the left operand. There the warp computes
-// their exponentials relative to the running maximum and rounds them; the tensor cores multiply
-// them by value. The kernel divides once, at the end. Scores are read once per 128 columns of
-// value. Under a general mask the loop runs from the first to the last key that any row sees.
+// A block has 128 query rows of a head and up to 128 columns of value. A warp has 16 of the rows.
+// The block loops over the tiles of keys that its rows see. cp.async fills a ring of tiles.
+// ldmatrix loads scores into the registers of the left operand. In these registers the warp
+// replaces each score by its exponential relative to the running maximum, and rounds it. The tensor
+// cores multiply the exponentials by value. The kernel divides by the sum of exponentials once, at
+// the end. Every block reads its scores, so the scores are read once per 128 columns of value.
+// Under a general mask the loop runs from the first to the last key that any row sees.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022, algorithm 1 without its first product.
 #include "attention/gap_keys.cuh"
@@ -23,10 +24,10 @@ struct ForwardConfig {
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
-  static constexpr int kMinBlocks = kExact ? 1 : 2;  // blocks per SM, without spills
+  static constexpr int kMinBlocks = kExact ? 1 : 2;  // number of blocks per SM, without spills
   static constexpr int kUnroll = kExact || kBlockD_ > 64 ? 1 : 2;
   static constexpr int kBlockM = kThreads / kWarp * 16;
-  static constexpr int kBlockN = 128 / sizeof(T);  // 128 bytes of every row
+  static constexpr int kBlockN = 128 / sizeof(T);  // keys in a tile: 128 bytes of a row
   static constexpr int kBlockD = kBlockD_;
   static constexpr int kStages = kBlockD == 64 ? 3 : 2;
   static constexpr int kSteps = kBlockN * sizeof(T) / kStepBytes;
@@ -51,14 +52,16 @@ struct ScoreExponent {
   __device__ __forceinline__ explicit ScoreExponent(float scale)
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * (kPowerOf2 ? kLog2e : 1.f)) {}
-  // NOTE: x - max comes first, because it is exact for the largest score, whose probability must be
-  // 1 even if max * c needs more than 24 bits. Subnormal probabilities are flushed to 0. In 16 bits
-  // this is harmless, because the row also has a probability of 1.
+  // NOTE: x - max is computed before the multiplication. It is exactly 0 for the largest score, so
+  // the probability of the largest score is exactly 1. With max * c, rounding could change this. In
+  // 16 bits, subnormal probabilities become 0. This is harmless, because the row also has a
+  // probability of 1.
   __device__ __forceinline__ float operator()(float x, float max) const {
     if constexpr (kPowerOf2) return exp2_approx_ftz(fmaf(x - max, c, kProbabilityBias<T>));
     return expf((x - max) * c);
   }
-  // The factor that converts a sum relative to `max` into one relative to the larger maximum.
+  // Returns the factor that converts a sum of exponentials relative to `max` into a sum relative to
+  // the maximum `larger`.
   __device__ __forceinline__ float rescale(float max, float larger) const {
     const float exponent = (max - finite_max(larger)) * c;
     return kPowerOf2 ? exp2_approx(exponent) : expf(exponent);
@@ -75,8 +78,8 @@ struct CappedScoreExponent : ScoreExponent<T> {
     if (kInPlace && softcap > 0.f) this->sign = 1.f;
   }
 
-  // fp32 scores are capped once, in place: shared memory holds the results exactly. 16-bit scores
-  // are capped twice in registers, for the maximum and for the exponentials.
+  // fp32 scores are capped once, in shared memory, which holds the capped scores exactly. 16-bit
+  // scores are capped twice, in registers: once for the maximum and once for the exponentials.
   static constexpr bool kInPlace = sizeof(T) == 4;
   template <int kColumns, int kPitch>
   __device__ __forceinline__ void cap_in_place(T* s_rows) const {
@@ -89,7 +92,8 @@ struct CappedScoreExponent : ScoreExponent<T> {
     }
     __syncwarp();
   }
-  // The cap of x = sign * score. The cap maps -inf to -1, so scores are hidden after the cap.
+  // Applies the soft cap to x = sign * score. The cap maps -inf to -1. Therefore callers hide
+  // scores after the cap.
   __device__ __forceinline__ float capped(float x) const {
     return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }
@@ -99,7 +103,8 @@ template <typename Config>
 using ExponentOf = std::conditional_t<Config::kMasked, CappedScoreExponent<typename Config::T>,
                                       ScoreExponent<typename Config::T>>;
 
-// A warp's 16 rows of a tile of scores: sign * score if the row sees the key, else -inf.
+// A warp's 16 rows of a tile of scores. A loaded value is sign * score if the row sees the key,
+// else -inf.
 template <typename Config>
 struct ScoreTile {
   using T = typename Config::T;
@@ -112,8 +117,8 @@ struct ScoreTile {
     return key >= begin[row] && key < end[row];
   }
 
-  // NOTE: scores are loaded twice, for the maximum and for the exponentials. Keeping them would
-  // need the registers that allow a second block per SM.
+  // NOTE: scores are loaded twice from shared memory: for the maximum and for the exponentials. If
+  // the scores stayed in registers instead, there would be no registers for a second block per SM.
   __device__ __forceinline__ void load(uint32_t (&words)[4], int step) const {
     const int column = step * (kStepBytes / int(sizeof(T)));
     load_left(words, s_rows + column, Config::kScorePitch);
@@ -132,12 +137,13 @@ struct ScoreTile {
   }
 };
 
-// The softmax in progress of a warp's 16 rows. A thread holds rows lane / 4 and lane / 4 + 8.
+// The state of the online softmax of a warp's 16 rows. A thread holds rows lane / 4 and lane / 4 +
+// 8.
 template <typename Config>
 struct RunningSoftmax {
   using T = typename Config::T;
   float max[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0.f, 0.f};  // over this thread's columns
+  float sum[2] = {0.f, 0.f};  // sums over this thread's columns
   float acc[Config::kBlockD / 8][4] = {};
 
   // Updates the running maxima with the scores of the tile and rescales the sums.
@@ -211,8 +217,8 @@ struct RunningSoftmax {
   }
 };
 
-// The gaps between the keys that a block's rows see under a general mask. Keys are counted from the
-// position of the block's first row, because 32 bits may not hold the index of every key.
+// The gaps between the keys that a block's rows see under a general mask. Key indices count from
+// the position of the block's first row, because absolute key indices may not fit in 32 bits.
 template <typename Config>
 struct BlockGaps {
   GapKeys<Config::kBlockM> gaps;
@@ -222,7 +228,7 @@ struct BlockGaps {
     return clamp_int(key - position, -(1 << 30), 1 << 30);
   }
 
-  // Finds the gaps. All threads of the block call this.
+  // Finds the gaps. All threads of the block call this function.
   __device__ __forceinline__ void find(const TileMask& seen, int64_t position) {
     const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16 + lane / 4;
 #pragma unroll
@@ -238,7 +244,8 @@ struct BlockGaps {
     __syncthreads();
   }
 
-  // Sets the values in the gaps of a tile from `key` on to 0. All threads of the block call this.
+  // Sets the rows of a tile of value that lie in gaps to 0. The tile starts at `key`. All threads
+  // of the block call this function.
   __device__ __forceinline__ void clear(typename Config::T* s_value, int64_t key,
                                         int64_t position) const {
     const int first = count(key, position);
@@ -262,7 +269,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // The rows, columns and keys of this block. Under causal, the longest rows of a head come first.
+  // The rows, columns and keys of this block. Blocks with the longest rows of a head come first,
+  // because the work of a row differs under causal.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);
@@ -282,7 +290,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
     }
   }();
   const int64_t tile_begin = seen.any.begin / kBlockN, tile_end = divide_up(seen.any.end, kBlockN);
-  // A gap consists of keys that no row of the block sees, between keys that some row sees.
+  // A gap is a range of keys that no row of the block sees, with seen keys before and after it.
   // `position` is the position of the block's first row.
   [[maybe_unused]] const bool may_have_gaps = Config::kMasked && mask.causal && mask.key_start;
   [[maybe_unused]] int64_t position = 0;
@@ -368,7 +376,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
         params.lse[flat_row] = empty ? sink : finished.lse;
       }
     } else if (params.lse && first_column == 0 && threadIdx.x % 4 == 0) {
-      // A row that sees only scores of -inf gives NaN, here and in the backward, as in torch.
+      // If a row sees only scores of -inf, its results are NaN here and in the backward, as in
+      // torch.
       const float total = sum * exp2f(-kProbabilityBias<T>);
       const float lse = fmaf(softmax.max[i], fabsf(problem.scale), logf(total));
       params.lse[flat_row] = empty ? -INFINITY : (total == 0.f ? NAN : lse);

@@ -1,4 +1,4 @@
-// What the kernels of softmax_matmul share: tiles in shared memory, the steps of a matmul, and
+// Functions for all kernels of softmax_matmul: tiles in shared memory, the steps of a matmul, and
 // masks.
 //
 // A step is 32 bytes along K: k16 of 16-bit elements, k8 of fp32. The four registers of the left
@@ -19,22 +19,22 @@
 namespace torchweld {
 
 constexpr int kStepBytes = 32;
-constexpr int kQuadBytes = 16;      // half a step of a row, which four lanes hold
-constexpr int kPitchPadBytes = 16;  // padding of rows that ldmatrix loads
+constexpr int kQuadBytes = 16;      // half of a step in a row; four lanes hold it
+constexpr int kPitchPadBytes = 16;  // padding in bytes of rows that ldmatrix loads
 constexpr int kPitchPadElems = 8;   // padding of rows that are loaded by column, in elements
 
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
 
-// Probabilities that are rounded to fp16 are first multiplied by 2^kProbabilityBias. Otherwise
-// probabilities below 2^-24 would be lost.
+// Probabilities in fp16 are multiplied by 2^kProbabilityBias before they are rounded. Otherwise
+// probabilities below 2^-24 would become 0.
 template <typename T>
 constexpr float kProbabilityBias = 0.f;
 template <>
 constexpr float kProbabilityBias<__half> = 15.f;
 
-// 2^kProbabilityBias * exp(z) for the backward, in one instruction for 16-bit types. Subnormal fp32
-// results are kept for bf16 and become 0 for fp16.
+// Returns 2^kProbabilityBias * exp(z) for the backward. The exponential is one instruction for
+// 16-bit types. Results that are subnormal in fp32 are kept for bf16 and become 0 for fp16.
 template <typename T>
 __device__ __forceinline__ float biased_exp(float z) {
   if constexpr (sizeof(T) == 4) return expf(z);
@@ -62,8 +62,8 @@ __device__ __forceinline__ uint32_t pack_word(const float (&from)[kPerWord<T>]) 
   }
 }
 
-// Compares two words, each with one fp32 or two 16-bit values, and returns the larger of each two
-// corresponding values. If one of them is NaN, the result is the other one.
+// Returns the elementwise maximum of two words. A word has one fp32 value or two 16-bit values. If
+// one of two compared values is NaN, the result is the other value.
 template <typename T>
 __device__ __forceinline__ uint32_t max_of_words(uint32_t a, uint32_t b);
 template <>
@@ -82,8 +82,8 @@ __device__ __forceinline__ uint32_t max_of_words<__nv_bfloat16>(uint32_t a, uint
   return *reinterpret_cast<const uint32_t*>(&m);
 }
 
-// Which column of the step is value `half` of word r of a left operand. The row of that value is
-// lane / 4 + 8 * (r % 2) of 16.
+// Returns the column, within the step, of value `half` in word r of a left operand. The row of this
+// value is row lane / 4 + 8 * (r % 2) of 16.
 template <typename T>
 __device__ __forceinline__ int step_column(int r, int half) {
   return threadIdx.x % 4 * kPerWord<T> + half + (r / 2) * (kQuadBytes / int(sizeof(T)));
@@ -115,16 +115,17 @@ struct LeftOperand<float, true> {
   }
 };
 
-// What remains of an fp32 value after its two TF32 terms: its last bit.
+// Returns the value minus its two TF32 terms. This rest is the last bit of the fp32 value.
 __device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& terms) {
   const float rest = __uint_as_float(value) - __uint_as_float(terms.big);
   return terms.small == 0u ? 0u : __float_as_uint(rest - __uint_as_float(terms.small));
 }
 
-// Fp32 accuracy from three mma instructions. There is a fourth mma if the right operand needs its
-// last bit, so that a probability of 1 gives the value itself.
-// NOTE: each mma starts from zero, and its result is added by ordinary additions, because the
-// tensor core truncates when it accumulates.
+// The left operand with fp32 accuracy, by three TF32 mma instructions. If an element of the right
+// operand has a last bit that its two TF32 terms don't hold, a fourth mma adds it. Therefore a
+// probability of 1 gives exactly the value.
+// NOTE: each mma starts from zero, and ordinary additions add its result. The tensor core would
+// truncate when it accumulates.
 template <>
 struct LeftOperand<float, false> {
   uint32_t big[4], small[4], cross[4];
@@ -158,8 +159,8 @@ __device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step,
                                       lane / 16 * (kQuadBytes / int(sizeof(T)))));
 }
 
-// Computes acc (16, kColumns) += left (16, step) @ B, where B (step, kColumns) is the rows of a
-// tile from s_rows on.
+// Computes acc (16, kColumns) += left (16, step) @ B. B (step, kColumns) is the rows of a tile from
+// s_rows on.
 template <typename T, bool kTf32, int kColumns, int kPitch>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
                                               const LeftOperand<T, kTf32>& left, const T* s_rows) {
@@ -183,8 +184,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
   }
 }
 
-// Computes acc (16, kKeys) += left (16, step) @ B^T, where B (kKeys, step) is the columns of a tile
-// from s_step on.
+// Computes acc (16, kKeys) += left (16, step) @ B^T. B (kKeys, step) is the columns of a tile from
+// s_step on.
 template <typename T, bool kTf32, int kKeys, int kPitch>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
                                                     const LeftOperand<T, kTf32>& left,
@@ -201,9 +202,9 @@ __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
   }
 }
 
-// Loads the rows for which reads_row(row) is true, and their first `columns` columns, from g_tile
-// into a tile (kRows, kColumns). All other elements become 0 and are not read. The load is complete
-// after copy_async_wait and a barrier.
+// Loads a tile (kRows, kColumns) from g_tile. The function loads the first `columns` columns of
+// every row for which reads_row(row) is true. All other elements become 0 and are not read. The
+// load is complete after copy_async_wait and a barrier.
 template <int kRows, int kColumns, int kPitch, int kThreads, typename T, typename ReadsRow>
 __device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t row_stride,
                                              const ReadsRow& reads_row, int columns, bool aligned) {
@@ -244,8 +245,8 @@ __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t ro
       aligned);
 }
 
-// Stores columns `column` and `column` + 1 of a row, if they are below `columns`. `even` says that
-// every row of the tensor is aligned to a pair.
+// Stores columns `column` and `column` + 1 of a row. Columns from `columns` on are not stored. If
+// `even` is true, every row of the tensor is aligned to a pair of elements.
 template <typename T>
 __device__ __forceinline__ void store_pair(T* g_row, int column, int columns, bool even,
                                            float first, float second) {
@@ -278,11 +279,12 @@ struct HeadIndex {
 
 // The keys that a block of query rows sees.
 struct TileMask {
-  KeyRange any;      // no row of the block sees a key outside; 0 and 0 if no row sees a key
-  KeyRange all;      // every row of the warp sees all keys inside
-  KeyRange rows[2];  // the keys of rows lane / 4 and lane / 4 + 8 of the warp's 16
+  KeyRange any;      // contains the keys of all rows of the block; {0, 0} if empty
+  KeyRange all;      // every row of the warp sees all these keys
+  KeyRange rows[2];  // the keys that rows lane / 4 and lane / 4 + 8 of the warp see
 
-  // The mask of a block with rows [first_row, first_row + count), if it is only causal and leftpad.
+  // Returns the mask of a block with rows [first_row, first_row + count), under causal and leftpad
+  // only.
   static __device__ __forceinline__ TileMask causal(const MaskParams& mask, int64_t pad,
                                                     int64_t first_row, int count) {
     const KeyRange first = mask.row_keys(first_row, pad);
@@ -299,8 +301,8 @@ struct TileMask {
     return tile;
   }
 
-  // The mask of a block with rows from first_row on, in `sequence`, under a general mask. All
-  // threads of the block call this.
+  // Returns the mask of a block under a general mask. The block's rows start at first_row of
+  // `sequence`. All threads of the block call this function.
   static __device__ __forceinline__ TileMask general(const MaskParams& mask,
                                                      const SequenceMask& sequence,
                                                      int64_t first_row) {
@@ -339,7 +341,8 @@ struct TileMask {
   }
 };
 
-// The logits of scores in the backward under a general mask: scale and soft cap.
+// Converts scores into logits in the backward under a general mask: applies the scale and the soft
+// cap.
 template <typename T>
 struct Logits {
   float scale, softcap, cap;
@@ -355,7 +358,7 @@ struct Logits {
   }
 };
 
-// Calls body(T{}, tf32), where tf32 is a compile-time constant.
+// Calls body(T{}, tf32). tf32 is a compile-time constant.
 template <typename Body>
 void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
   switch (problem.dtype) {
@@ -368,7 +371,8 @@ void dispatch_math(const SoftmaxMatmulProblem& problem, const Body& body) {
   }
 }
 
-// Calls body(T{}, tf32, the columns of value in a block). The last two are compile-time constants.
+// Calls body(T{}, tf32, columns). `columns` is the number of columns of value in a block. tf32 and
+// `columns` are compile-time constants.
 template <typename Body>
 void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
   dispatch_math(problem, [&](auto element, auto tf32) {
@@ -377,8 +381,8 @@ void dispatch_columns(const SoftmaxMatmulProblem& problem, const Body& body) {
   });
 }
 
-// Launches `blocks` blocks in grids of at most kMaxGrid blocks. The last argument of the kernel is
-// the index of the grid's first block.
+// Launches `blocks` blocks in one or more grids of at most kMaxGrid blocks each. The last argument
+// of the kernel is the index of the grid's first block.
 template <typename Kernel, typename Params>
 void launch_blocks(Kernel kernel, int64_t blocks, int threads, size_t shared_bytes,
                    cudaStream_t stream, const Params& params) {

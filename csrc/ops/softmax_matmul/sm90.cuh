@@ -1,8 +1,8 @@
 // The forward of softmax_matmul on Hopper, in 16 bits. It uses attention's kernel
-// (attention/sm90/fwd_kernel.cuh) with scores that are loaded instead of computed. TMA loads scores
-// instead of keys, in boxes of a tile's query rows by 64 keys; ldmatrix loads them into registers.
-// A box must start on a 16-byte boundary. If the first live key of a sequence is not on such a
-// boundary, the loop starts up to 7 keys earlier and masks them.
+// (attention/sm90/fwd_kernel.cuh), but loads the scores instead of computing them. TMA loads scores
+// instead of keys. A box has a tile's query rows and 64 keys. ldmatrix then loads the scores into
+// registers. A box must start on a 16-byte boundary. If the first live key of a sequence is not on
+// such a boundary, the loop starts up to 7 keys earlier and masks these keys.
 #pragma once
 
 #include "attention/sm90/fwd_kernel.cuh"
@@ -14,10 +14,10 @@ template <typename T_, int kDimV_, bool kMasked>
 struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr bool kReadsScores = true;
-  // The blocks of all tiles read all values, so L2 bandwidth is the limit. Therefore tiles have
-  // many rows.
+  // Every work tile reads all values of its head, so L2 bandwidth limits the kernel. Therefore a
+  // work tile has many rows.
   static constexpr int kDim = 0, kDimV = kDimV_, kWarpgroups = kDimV > 128 ? 2 : 3;
-  // NOTE: wide accumulators or a mask leave no registers for more keys.
+  // NOTE: with wide accumulators or a general mask, no registers are free for more keys.
   static constexpr int kKeys = kDimV > 64 || kMasked ? 64 : 128;
   static constexpr int kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1),
                        kQueryStages = 1, kWarpRows = 16, kCtasPerSm = 1;

@@ -3,8 +3,9 @@
 //   out (batch, nheads, seqlen_q, head_dim_v)
 //
 // softmax_matmul_forward also returns lse (batch, nheads, seqlen_q), the logarithm of the
-// denominator of the softmax, from which the backward recomputes the probabilities. The CPU code
-// holds the probabilities of one block of rows at a time, the CUDA code only those in registers.
+// denominator of the softmax. The backward recomputes the probabilities from lse. No code holds all
+// probabilities: the CPU code holds those of one block of rows at a time, and the CUDA code holds
+// only those in registers.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -43,7 +44,8 @@ std::vector<c10::SymInt> check_softmax_matmul(const char* op, const Tensor& scor
 }
 constexpr auto softmax_matmul_checks = mask_op<check_softmax_matmul>;
 
-// These functions check the arguments of an op and allocate its results without computing them.
+// The empty_* functions check the arguments of an op and allocate its results. They do not compute
+// the results.
 Tensor empty_softmax_matmul(const Tensor& scores, const Tensor& value, const Mask& mask,
                             double scale) {
   return at::empty_symint(check_softmax_matmul("softmax_matmul", scores, value, mask, scale),
@@ -74,7 +76,8 @@ TW_OP(softmax_matmul);
 TW_OP(softmax_matmul_forward);
 TW_OP(softmax_matmul_backward);
 
-// The op and its forward op. `fill` is the function that computes their results on a device.
+// softmax_matmul and softmax_matmul_forward. `fill` is the device's function that computes the
+// results.
 template <auto fill>
 Tensor softmax_matmul_on(const Tensor& scores, const Tensor& value, const Mask& mask,
                          double scale) {
@@ -125,7 +128,8 @@ Grads softmax_matmul_grads_cpu(const Tensor& dout, const Tensor& scores, const T
 constexpr auto softmax_matmul_backward_cpu = mask_op<softmax_matmul_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// CUDA: a tensor (batch, nheads, rows, columns) with contiguous rows, copied if it has others.
+// CUDA: a tensor (batch, nheads, rows, columns) with contiguous rows. If the rows of t are not
+// contiguous, the constructor copies t.
 struct Heads {
   Tensor tensor;
 
@@ -134,7 +138,7 @@ struct Heads {
 
   HeadsOperand operand() const {
     const void* data = tensor.const_data_ptr();
-    // The stride of a dim with one element has no meaning.
+    // If a dim has only one element, its stride has no meaning, so it is set to 0.
     const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
     const auto aligned = [&](int64_t dim) { return stride(dim) * tensor.element_size() % 16 == 0; };
     return {data, stride(0), stride(1), stride(2),
@@ -143,7 +147,7 @@ struct Heads {
   }
 };
 
-// `mask` must come from kernel_mask.
+// Returns the problem of a call. `mask` must come from kernel_mask.
 SoftmaxMatmulProblem problem_of(const Tensor& scores, const Tensor& value, const Mask& mask,
                                 double scale) {
   return {kernel_params(mask, scores.size(2), scores.size(3)),

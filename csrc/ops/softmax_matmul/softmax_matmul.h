@@ -12,7 +12,7 @@
 
 namespace torchweld {
 
-// A tensor (batch, nheads, rows, columns) with contiguous rows. Strides count elements.
+// A tensor (batch, nheads, rows, columns) with contiguous rows. Strides are in elements.
 struct HeadsOperand {
   const void* data;
   int64_t batch_stride;
@@ -37,7 +37,7 @@ struct SoftmaxMatmulParams {
   HeadsOperand value;   // (batch, nheads, seqlen_k, head_dim_v)
   void* out;            // (batch, nheads, seqlen_q, head_dim_v), contiguous
   float* lse;           // (batch, nheads, seqlen_q), contiguous, or nullptr
-  unsigned* counters;  // one counter, zero before and after a call of Hopper's kernel; else nullptr
+  unsigned* counters;   // Hopper's ticket counter, zero before and after a call; else nullptr
 };
 
 // Whether Hopper's kernel (ops/softmax_matmul/sm90.cuh) supports the problem.
@@ -62,15 +62,16 @@ struct SoftmaxMatmulBackwardParams {
   const float* lse;  // contiguous
   void* dscores;     // contiguous
   void* dvalue;      // contiguous
-  // (batch, nheads, seqlen_q), zero before the launch: the term of each row in dsink; or nullptr.
+  // (batch, nheads, seqlen_q): the term of each row in the sum dsink, or nullptr. The memory must
+  // be zero before the launch.
   float* sink_terms;
 };
 
-// csrc/instantiations.py generates one file per dtype.
+// csrc/instantiations.py generates the files that instantiate this template, one per dtype.
 template <typename T, bool kMasked>
 void launch_softmax_matmul_sm90(const SoftmaxMatmulParams& params, cudaStream_t stream);
 
-// No size may be 0, except for head_dim_v in the forward.
+// Launch functions. No size may be 0, except head_dim_v in the forward.
 void launch_softmax_matmul(const SoftmaxMatmulParams& params, cudaStream_t stream);
 void launch_softmax_matmul_dscores(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
 void launch_softmax_matmul_dvalue(const SoftmaxMatmulBackwardParams& params, cudaStream_t stream);
