@@ -1,10 +1,11 @@
-// The tables that pick() reads, and the private ops with which torchweld.tune and torchweld.explain
-// fill and observe them.
+// The tables of choices that pick() reads, and private ops that access the tables. torchweld.tune
+// and torchweld.explain call these ops.
 //
-// Forced choices and observation belong to a thread. Remembered choices belong to the process and a
-// GPU name, so that a file of them can be read before CUDA is initialised. A remembered choice
-// covers a shape class. If it does not support a problem of the class, that problem ignores it.
-// Outside of the library a choice is identified by its name.
+// Forced choices and observation belong to a thread. Remembered choices belong to the process and
+// to the name of a GPU. Therefore a file of remembered choices can be read before CUDA is
+// initialised. A remembered choice covers a shape class. If the choice does not support a problem
+// of the class, it is ignored for this problem. Outside of the library, a choice is identified by
+// its name.
 #include "core/choices.h"
 
 #include <torch/library.h>
@@ -27,7 +28,7 @@ std::atomic<int> choices_in_use{0};
 
 namespace {
 
-using Key = std::pair<std::string, Encoded>;  // family, shape class
+using Key = std::pair<std::string, Encoded>;  // the family's name and the shape class
 
 struct Remembered {
   std::shared_mutex mutex;
@@ -42,9 +43,9 @@ Remembered& remembered() {
 struct ThreadState {
   std::map<Key, Encoded> forced;
   bool observing = false;
-  bool dry_run = false;              // observed calls launch nothing
+  bool dry_run = false;              // true in a dry run: observed calls launch nothing
   DeviceFacts assumed = kH100Facts;  // the facts of the GPU that a dry run assumes
-  std::string assumed_gpu;           // the name of that GPU, or "" if there is none
+  std::string assumed_gpu;           // the name of the assumed GPU, or "" if it has no name
   const char* part = "";
   std::vector<Record> records;
 
@@ -52,7 +53,8 @@ struct ThreadState {
 };
 thread_local ThreadState this_thread;
 
-// The name of the current GPU, or in a dry run of the assumed GPU. "" if there is no GPU.
+// Returns the name of the current GPU, or "" if there is no GPU. In a dry run, returns the name of
+// the assumed GPU.
 std::string current_gpu() {
   if (is_dry_run()) return this_thread.assumed_gpu;
 #ifdef TORCHWELD_CUDA
@@ -93,8 +95,8 @@ struct Resolved {
   const char* source;
 };
 
-// Returns the forced choice, else the remembered choice, else `heuristic`. If `gpu` is null, uses
-// the current device.
+// Returns the forced choice of a problem, if there is one, else the remembered choice for `gpu`,
+// else `heuristic`. If `gpu` is null, the function uses the current device.
 template <typename KernelFamily>
 Resolved resolve(const std::string* gpu, const Encoded& problem, const Encoded& heuristic) {
   const Key key = {KernelFamily::kName, KernelFamily::shape_class(problem)};
@@ -157,7 +159,8 @@ Encoded checked_choice(const char* op, const Encoded& problem, const std::string
            ", but got '", name, "'; torchweld._C.candidates lists them");
 }
 
-// Forces a choice on this thread. An empty choice removes the forced one.
+// Forces a choice for calls of this thread. If `choice` is empty, the function removes the forced
+// choice of the problem.
 void force_choice(std::string family, at::IntArrayRef problem, std::string choice) {
   const char* op = "_force_choice";
   visit_family(op, family, [&](auto f) {
@@ -197,7 +200,7 @@ void forget_choices() {
   table.by_gpu.clear();
 }
 
-// Returns the choice of a call on the GPU called `gpu`, and where the choice comes from.
+// Returns the choice of a call on the GPU called `gpu`, and the origin of the choice.
 std::tuple<std::string, std::string> picked_choice(std::string gpu, std::string family,
                                                    at::IntArrayRef problem) {
   const char* op = "_picked_choice";
@@ -297,7 +300,7 @@ void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
 #ifdef TORCHWELD_CUDA
   ThreadState& state = this_thread;
   if (!state.observing) return;
-  if (state.records.empty()) state.records.emplace_back();  // a launch that belongs to no family
+  if (state.records.empty()) state.records.emplace_back();  // a record for a launch of no family
   cudaFuncAttributes attributes = {};
   if (!state.dry_run && cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
     (void)cudaGetLastError();  // the launch will report the error

@@ -1,8 +1,8 @@
-// The families of kernels that tune knows. This is pure host code.
+// The kernel families for which torchweld.tune can choose configurations. This is pure host code.
 //
-// scalar_attention and the matrix passes are not families. They choose twice, once for the size of
-// the scratch memory and once for the launch, and another thread could remember a choice in
-// between.
+// scalar_attention and the matrix passes are not families. They choose a configuration twice: for
+// the size of the scratch memory and for the launch. If they were families, another thread could
+// change the remembered choice between the two.
 #pragma once
 
 #include <string_view>

@@ -1,5 +1,5 @@
-// What torchweld._C reports about the kernel families: their problems, and every configuration with
-// the reason if it is illegal.
+// Functions with which torchweld._C reports the kernel families: their problems and all their
+// configurations. If a configuration is illegal, the report has the reason.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,8 +14,7 @@ namespace torchweld {
 
 namespace py = pybind11;
 
-// Checks that the numbers are a problem of the family called `name`, then calls body(family,
-// problem).
+// Checks that `list` is a problem of the family called `name`. Then calls body(family, problem).
 template <typename Body>
 void with_problem(const std::string& name, const std::vector<int64_t>& list, const Body& body) {
   const bool known = Families::visit(name, [&](auto f) {
@@ -40,7 +39,7 @@ inline py::list as_list(const Encoded& numbers) {
   return list;
 }
 
-// Describes a candidate. Its refusal is "" if it is legal.
+// Returns a dict that describes a candidate. If the candidate is legal, its refusal is "".
 template <typename KernelFamily>
 py::dict candidate_dict(const Encoded& problem, const Encoded& choice) {
   const auto call = decode_problem<KernelFamily>(problem);
@@ -81,7 +80,7 @@ inline py::dict candidate(const std::string& name, const std::vector<int64_t>& p
   return found;
 }
 
-// Describes the heuristic choice.
+// Returns a dict that describes the choice of the heuristic.
 inline py::dict choose(const std::string& name, const std::vector<int64_t>& problem) {
   py::dict found;
   with_problem(name, problem, [&](auto f, const Encoded& numbers) {

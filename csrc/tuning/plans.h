@@ -1,4 +1,4 @@
-// What torchweld._C reports about the kernels that are in no family: their grids.
+// Functions with which torchweld._C reports the grids of kernels that belong to no family.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -30,7 +30,8 @@ inline py::list scalar_attention_sweeps(int64_t n, bool backward, int sms) {
   return sweeps;
 }
 
-// Returns the plan for matrices whose row 0 starts `shift` elements behind a 16-byte boundary.
+// Returns the plan for matrices with a given alignment: row 0 starts `shift` elements behind a
+// 16-byte boundary.
 inline py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int reads,
                                  bool column_values, bool column_sums, int shift,
                                  int64_t row_stride, int sms) {

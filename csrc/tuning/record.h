@@ -19,8 +19,9 @@ struct Record {
   std::string json() const;
 };
 
-// Returns the rejected alternatives. If the family chooses the first legal candidate, these are the
-// candidates before the choice. Otherwise they are the other engines.
+// Returns the rejected alternatives to a choice. If the family chooses the first legal candidate,
+// the alternatives are the candidates before the choice. Otherwise the alternatives are the other
+// engines.
 template <typename KernelFamily>
 std::vector<std::pair<std::string, std::string>> rejected_by(
     const typename KernelFamily::Problem& problem, const Encoded& chosen) {
