@@ -15,9 +15,9 @@ void sum_into(const Tensor& to, const Tensor& x, int64_t dim) {
     at::sum_out(out, x, dim);
     return;
   }
-  // NOTE: the sum is computed in chunks, because ATen rounds the partial of each thread to 16 bits
-  // if several threads share a 16-bit sum.
-  constexpr int64_t kChunk = 1 << 16;  // fits into the cache as fp32
+  // NOTE: the sum is computed in chunks with fp32 partials. If several threads compute a 16-bit
+  // sum, ATen rounds the partial sum of each thread to 16 bits.
+  constexpr int64_t kChunk = 1 << 16;  // fits in the cache in fp32
   const Tensor values = x.reshape({x.numel()});
   const Tensor partials =
       at::empty({(x.numel() + kChunk - 1) / kChunk}, x.options().dtype(at::kFloat));

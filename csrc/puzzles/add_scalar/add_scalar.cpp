@@ -1,7 +1,7 @@
 // add_scalar:  z = x + value       x, z of any shape
 // Gradient:    dx = dz
 //
-// Computes in fp32 (fp64 for fp64) and rounds once.
+// The op computes in fp32 (fp64 for fp64 inputs) and rounds once.
 #include <ATen/ScalarOps.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -29,8 +29,8 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
   if (acc_dtype(x) == x.scalar_type()) {
     at::add_out(z, x, at::native::wrapped_scalar_tensor(value));
   } else {
-    // torch would round a scalar to 16 bits before adding it. It does not round a float32 tensor
-    // that has dims.
+    // Pass `value` as a float32 tensor with dims. torch would round a scalar to 16 bits before the
+    // addition, but it does not round such a tensor.
     const std::vector<int64_t> ones(x.dim(), 1);
     at::add_out(z, x, at::full(ones, value, at::kDouble).to(acc_dtype(x)));
   }
@@ -38,7 +38,8 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
 }
 
 #ifdef TORCHWELD_CUDA
-// A contiguous tensor can be viewed as a matrix of any width. This width fits the tiles.
+// The width of the matrix as which a contiguous tensor is processed. Any width is possible, and
+// kWidth fits the tiles.
 constexpr int64_t kWidth = 16384;
 
 Tensor add_scalar_cuda(const Tensor& x, double value) {

@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// All sizes must be at least 1.
+// Launches add_scalar. All sizes must be at least 1.
 void launch_add_scalar(const MatrixPassParams& params, float value, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,12 +1,13 @@
 // Convolution in 16 bits on tensor cores, for kernels too large for puzzles/conv2d/cells.cuh.
 //
 // A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0],
-// where band_p[k, n] is weight[p, k - n] if that is inside the kernel, else 0. A tile of 16 rows by
-// 8 columns then needs kernel_height mma m16n8k16 instructions for kernels up to 9 wide, and two or
-// three times as many for wider ones. Products are exact, accumulators fp32.
+// where band_p[k, n] is weight[p, k - n] if that is inside the kernel, else 0. For kernels with up
+// to 9 columns, a tile of 16 rows by 8 columns then needs kernel_height mma m16n8k16 instructions.
+// For wider kernels, it needs two or three times as many. Products are exact, and accumulators are
+// fp32.
 //
 // A block stages its rows of x, with halo and zeros, in shared memory. Images are stacked
-// (StackedRows), so that many small ones share a block. Each warp computes its own tiles.
+// (StackedRows), so that a block can process many small images. Each warp computes its own tiles.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
 // NaN. Therefore an output that is not finite is recomputed from its own window.
 #include "device/dispatch.cuh"
@@ -18,9 +19,9 @@ namespace torchweld {
 namespace {
 
 constexpr int kBandedThreads = kBandedWarps * kWarp;
-constexpr int kVector = 8;  // elements in a 16-byte vector, and also the columns of a tile
+constexpr int kVector = 8;  // elements in a 16-byte vector, and columns of a tile
 constexpr int kTileRows = 16;
-constexpr int kBlockK = 16;  // columns of x that one mma multiplies
+constexpr int kBlockK = 16;  // number of columns of x that one mma multiplies
 
 template <typename T_, int kTile>
 struct BandedConfig {
@@ -30,19 +31,19 @@ struct BandedConfig {
   static constexpr int kTilesN = kShape.tiles_n;
   static constexpr int kRows = kShape.rows(kBandedWarps);
   static constexpr int kOutPitch =
-      kVector * (kTilesN | 1);  // odd in 16-byte units: no bank conflicts
+      kVector * (kTilesN | 1);  // odd number of 16-byte units: no bank conflicts
   static_assert(sizeof(T) == 2 && kTilesN * kVector == kShape.columns());
 };
 
-// The sizes of the block's shared memory, computed from the kernel's size.
+// The sizes in a block's shared memory. They are computed from the size of the convolution kernel.
 template <typename Config>
 struct BandedLayout {
-  int steps;       // mma instructions along K per row of weights
-  int before;      // vectors of x that windows need to the left of the outputs' columns
-  int halo;        // vectors of x that windows need in addition to the outputs' columns
-  int pitch;       // elements from one staged row to the next
+  int steps;       // number of mma instructions along K per row of weights
+  int before;      // number of vectors of x left of the outputs' columns in a window
+  int halo;        // number of vectors of x beside the outputs' columns in a window
+  int pitch;       // number of elements from one staged row to the next
   int rows;        // staged rows
-  int band_words;  // words of all band matrices
+  int band_words;  // number of words of all band matrices
 
   TW_HOST_DEVICE BandedLayout(int kernel_height, int kernel_width, bool flipped) {
     steps = (kernel_width - 1 + kVector + kBlockK - 1) / kBlockK;
@@ -58,13 +59,14 @@ struct BandedLayout {
   }
 };
 
-// The offsets of a stacked row in x and in z, or -1 for a row of zeros.
+// The offset of a stacked row in x, and its offset in z. An offset is -1 for a row of zeros.
 struct RowOffsets {
   int64_t in_x, in_z;
 };
 
-// NOTE: ldmatrix may read one vector behind the last row of x, which is in s_z. These values are
-// not used.
+// The arrays in a block's shared memory.
+// NOTE: ldmatrix may read one vector behind the last row of s_x. This vector lies in s_z, and its
+// values are not used.
 template <typename Config>
 struct BandedShared {
   using T = typename Config::T;
@@ -81,7 +83,7 @@ struct BandedShared {
   }
 };
 
-// Writes the band matrices to shared memory: each lane has two words of every matrix.
+// Writes the band matrices to shared memory. In every matrix, each lane of a warp has two words.
 template <typename T>
 __device__ __forceinline__ void make_bands(uint32_t* s_band, const Conv2dArgs<T>& args, int steps,
                                            int shift) {
@@ -99,7 +101,7 @@ __device__ __forceinline__ void make_bands(uint32_t* s_band, const Conv2dArgs<T>
   }
 }
 
-// Stages eight columns of x. Columns outside the image become zeros.
+// Copies eight columns of a row of x to shared memory. Columns outside the image become zeros.
 template <typename T>
 __device__ __forceinline__ void stage_vector(T* s_to, const Conv2dArgs<T>& args, int64_t row_offset,
                                              int64_t column) {
@@ -117,7 +119,7 @@ __device__ __forceinline__ void stage_vector(T* s_to, const Conv2dArgs<T>& args,
   store_vec(s_to, in);
 }
 
-// Stages the rows of the block: first the outputs' columns, then the halo.
+// Copies the block's rows of x to shared memory: first the outputs' columns, then the halo.
 template <typename Config>
 __device__ __forceinline__ void stage_rows(const BandedShared<Config>& shared,
                                            const BandedLayout<Config>& layout,
@@ -160,7 +162,8 @@ __device__ __forceinline__ void recompute_tile(const BandedShared<Config>& share
   }
 }
 
-// Computes the warp's tile, the 16 rows from `row` on, and writes it to shared memory.
+// Computes a tile of the warp and writes it to shared memory. The tile has the 16 rows from `row`
+// on.
 template <typename Config>
 __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
                                              const BandedLayout<Config>& layout,
@@ -248,7 +251,7 @@ __global__ __launch_bounds__(kBandedThreads, 6) void conv2d_banded_kernel(
   const int64_t column_tile = block - row_tile * args.by_column_tiles.divisor();
   const int64_t first_row = row_tile * Config::kRows;  // row of the stack
   const int64_t first_column = column_tile * Config::kShape.columns();
-  // The column of a window's first element within its vector.
+  // The index of a window's first element in its 16-byte vector.
   const int shift = args.flipped ? layout.before * kVector - (kernel_width - 1) : 0;
 
   const StackedRows<typename Config::T> stack{args};

@@ -1,16 +1,17 @@
 // Convolution in 16 bits with small kernels, on tensor cores, without shared memory for x.
 //
-// A cell is 4 rows by 8 columns of 16-bit elements; each of four lanes holds a row of 16 bytes.
-// Loads of x and stores of z have this layout, which is also that of operand A of m16n8k16: rows g
-// and g + 8 of A are the even and the odd pairs of columns of the same cell. Operand B is a band
-// matrix of weights. It maps a pair of columns (k, with the 4 rows) to a pair of columns (n, with
-// the 4 rows) at a fixed distance. An output is the sum of the contributions of even and odd pairs.
-// The accumulators of a lane are 16 bytes of z.
+// A cell is 4 rows by 8 columns of 16-bit elements. Each of four lanes holds a row of 16 bytes.
+// Loads of x and stores of z have this layout. Operand A of m16n8k16 has the same layout: row g of
+// A holds the even pairs of columns of a cell, and row g + 8 holds the odd pairs of columns of the
+// same cell. Operand B is a band matrix of weights. It maps a pair of columns of x (k: 2 columns by
+// 4 rows) to a pair of columns of z (n: 2 columns by 4 rows) at a fixed distance. An output is the
+// sum of the contributions of even and odd pairs. The accumulators of a lane are 16 bytes of z.
 //
-// A warp computes strips (columns of cells), side by side or in different images, from top to
-// bottom, with the loads of the next cells in flight. An output depends on its own cell, on the
-// cells below it, and on the cells to the right, which neighbouring lanes hold. For the gradient of
-// x (flipped), strips run from bottom to top, and an output depends on the cells to the left.
+// A strip is a column of cells. A warp computes several strips, which lie side by side or in
+// different images. It computes them from top to bottom, while the loads of the next cells are in
+// flight. An output depends on its own cell, on the cells below that cell, and on the cells to the
+// right. Neighbouring lanes hold the cells to the right. For the gradient with respect to x
+// (flipped), strips run from bottom to top, and an output depends on the cells to the left.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
 // NaN. Therefore an output that is not finite is recomputed from its own window.
 #pragma once
@@ -24,7 +25,7 @@
 
 namespace torchweld {
 
-constexpr int kCellTiles = 5;  // tiles of accumulators: for pairs -1 (odd pairs only) to 3
+constexpr int kCellTiles = 5;  // number of accumulator tiles: pairs -1 (odd pairs only) to 3
 
 template <typename T_, int kTile, bool kFlipped_>
 struct CellsConfig {
@@ -32,13 +33,14 @@ struct CellsConfig {
   static constexpr CellsTile kShape = kCellsTiles[kTile];
   static constexpr int kSize = kShape.size;
   static constexpr bool kFlipped = kFlipped_;
-  // Cells that a window covers vertically.
+  // The maximum number of cells that a window covers vertically.
   static constexpr int kDown = (kSize + 2) / kCellRows + 1;
-  static constexpr int kBands = (kSize + 1) / 2;  // pairs of columns that a window covers
-  // Words that are loaded of the neighbouring cell.
+  static constexpr int kBands = (kSize + 1) / 2;  // number of pairs that a window covers
+  // The number of words of the neighbouring cell that are loaded.
   static constexpr int kBeside = kBands > 3 ? 4 : 2;
   static constexpr int kBuffers = kDown + kShape.ahead;
-  // Loads of single elements need more registers than vector loads, for their predicates.
+  // The number of blocks per SM. It is lower if single elements are loaded, because the predicates
+  // of such loads need registers.
   static constexpr int blocks_per_sm(bool vector) {
     return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2 + 1;
   }
@@ -51,11 +53,11 @@ template <typename T>
 struct Strip {
   const T* g_x;      // address of the lane's row in the next cell of x
   T* g_z;            // address of the lane's row in the next cell of z
-  int rows;          // rows of x, from the lane's first row on, that the strip depends on
+  int rows;          // number of rows of x that the lane needs, from its first row on
   bool beside;       // whether the image continues in the neighbouring cell
   bool outermost;    // whether no lane of the warp holds the neighbouring cell
-  int columns;       // columns of the image from the strip's first column on
-  int columns_left;  // columns of the image before the strip
+  int columns;       // number of columns of the image from the strip's first column on
+  int columns_left;  // number of columns of the image before the strip
 };
 
 struct CellsPlan {
@@ -95,7 +97,8 @@ __device__ __forceinline__ Strip<typename Config::T> find_strip(
           clamped(column, kCellColumns)};
 }
 
-// Loads pairs of columns from g_row on. Columns outside the image become zeros.
+// Loads kCount pairs of columns. The first pair is at g_row. Columns outside the image become
+// zeros.
 template <bool kVector, int kCount, typename T>
 __device__ __forceinline__ void load_pairs(uint32_t (&r_words)[kCount], const T* g_row, bool valid,
                                            int columns) {
@@ -116,13 +119,14 @@ __device__ __forceinline__ void load_pairs(uint32_t (&r_words)[kCount], const T*
   }
 }
 
-// The lane's row of a cell and of the neighbouring cell.
+// The lane's row of a cell, and its row of the neighbouring cell.
 template <typename Config>
 struct CellRow {
   static constexpr int kBeside = Config::kBeside;
   uint32_t words[4], beside[kBeside];
 
-  // With vector loads, lanes exchange neighbouring cells, and only the outermost lanes load them.
+  // Loads the lane's row of a cell. With vector loads, only the outermost lanes also load their row
+  // of the neighbouring cell. The other lanes get it from another lane in exchange().
   template <bool kVector>
   __device__ __forceinline__ void load(const Strip<typename Config::T>& strip, int row) {
     const bool loads_beside = !kVector || strip.outermost;
@@ -131,7 +135,7 @@ struct CellRow {
                         row < strip.rows && strip.beside && loads_beside,
                         Config::kFlipped ? kCellColumns : strip.columns - kCellColumns);
   }
-  // Exchanges the loaded words. All lanes of the warp must call this.
+  // Exchanges loaded words between lanes. All lanes of the warp must call this function.
   template <bool kVector>
   __device__ __forceinline__ void exchange(const Strip<typename Config::T>& strip) {
     if constexpr (kVector) {
@@ -143,8 +147,8 @@ struct CellRow {
       }
     }
   }
-  // Returns word i of the cell's row (side 0) or of the neighbouring cell's row (side 1). The
-  // neighbouring cell may be loaded only in part.
+  // Returns word i of the cell's row (side 0) or of the neighbouring cell's row (side 1). Only the
+  // loaded words of the neighbouring cell are valid.
   __device__ __forceinline__ uint32_t word(int side, int i) const {
     if (side == 0) return words[i];
     return beside[Config::kFlipped ? i - (4 - kBeside) : i];
@@ -179,12 +183,12 @@ struct WeightTable {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) s_weights[threadIdx.x + i * kCellsThreads] = r_weights[i];
   }
-  // Reads the lane's words of the band matrices. [d][i] maps a pair of columns of x, d cells below,
-  // to the pair of columns of z at a distance of i pairs.
+  // Reads the lane's words of the band matrices. r_band[d][i] maps a pair of columns of x to a pair
+  // of columns of z. The pair of x is d cells below the pair of z and i pairs beside it.
   __device__ __forceinline__ void read(uint32_t (&r_band)[Config::kDown][Config::kBands]) const {
     const int lane = threadIdx.x % kWarp;
     const int down = lane % 4 - lane / 8;  // rows from z to x
-    const int odd = lane / 4 % 2;          // column of z in its pair
+    const int odd = lane / 4 % 2;          // index of the column of z in its pair
     const uint16_t* s_first =
         s_weights + (kMargin + down) * kPitch + 1 + (Config::kFlipped ? odd : -odd);
 #pragma unroll
@@ -198,15 +202,15 @@ struct WeightTable {
   }
 };
 
-// Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1). Accumulator
-// tile o holds the contributions of even pairs to pair o - 1 in rows g, and of odd pairs to pair o
-// in rows g + 8.
+// Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1). In
+// accumulator tile o, rows g hold the contributions of even pairs to pair o - 1, and rows g + 8
+// hold the contributions of odd pairs to pair o.
 template <typename Config, int kSide, typename Word>
 __device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], const Word& word,
                                               const uint32_t (&r_band)[Config::kBands]) {
 #pragma unroll
   for (int tile = 0; tile < kCellTiles; ++tile) {
-    // The distances of the first and of the third pair.
+    // The distances from the tile's pair of z to the first pair and to the third pair of x.
     const int to_right = 4 * kSide - (tile - 1);
     const int first = Config::kFlipped ? 4 * kSide + tile - 1 : to_right;
     const int third = Config::kFlipped ? first - 2 : first + 2;
@@ -223,7 +227,7 @@ __device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], con
   }
 }
 
-// Accumulates the products of a cell and its neighbouring cell.
+// Accumulates the products of a cell and of its neighbouring cell with the weights.
 template <typename Config>
 __device__ __forceinline__ void multiply_cell(float (&r_acc)[kCellTiles][4],
                                               const CellRow<Config>& cell,
@@ -232,7 +236,7 @@ __device__ __forceinline__ void multiply_cell(float (&r_acc)[kCellTiles][4],
   multiply_side<Config, 1>(r_acc, [&](int i) { return cell.word(1, i); }, r_band);
 }
 
-// Makes `check` non-zero if a value is not finite.
+// Sets `check` to a non-zero value if one of the two values in `word` is not finite.
 template <typename T>
 __device__ __forceinline__ void check_finite(uint32_t& check, uint32_t word) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -243,7 +247,7 @@ __device__ __forceinline__ void check_finite(uint32_t& check, uint32_t word) {
   check = *reinterpret_cast<const uint32_t*>(&sum);
 }
 
-// Packs and stores the lane's row of a cell.
+// Rounds the lane's row of a cell of z to 16 bits and stores it.
 template <typename Config, bool kVector>
 __device__ __forceinline__ void store_cell(const Strip<typename Config::T>& strip,
                                            const float (&r_acc)[kCellTiles][4], bool valid,
@@ -267,8 +271,8 @@ __device__ __forceinline__ void store_cell(const Strip<typename Config::T>& stri
   }
 }
 
-// Recomputes the lane's outputs in `steps` cells that are not finite, or all of them if `all`. Each
-// output is computed from its own window.
+// Recomputes outputs of the lane in `steps` cells of a strip. If `all` is false, only outputs that
+// are not finite are recomputed. Each output is computed from its own window.
 template <typename Config>
 __device__ __forceinline__ void recompute_strip(const Conv2dArgs<typename Config::T>& args,
                                                 const Strip<typename Config::T>& strip, int steps,
@@ -327,8 +331,9 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
 #pragma unroll
       for (int u = 0; u < kBuffers; ++u) {
         const int step = first + u;
-        // NOTE: this is a return, not a break. At a point where control flow merges, the compiler
-        // would move the cells in flight to other registers, and would wait for them.
+        // NOTE: this is a return, not a break. After a break, control flow would merge. At that
+        // point the compiler would move the cells in flight to other registers and therefore wait
+        // for them.
         if (step >= plan.steps) return;
         load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
         float r_acc[kCellTiles][4] = {};
@@ -370,7 +375,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
                 });
 }
 
-// Launches the kernel for a tile. The weight must not be larger than the size of the tile.
+// Launches the kernel for a tile. The tile must be large enough for the convolution kernel.
 template <typename T>
 void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
   dispatch_index<kNumCellsTiles>(tile, [&](auto index) {

@@ -5,28 +5,29 @@
 
 namespace torchweld {
 
-// kDirect computes fp32 with the square kernels of kDirectTiles in registers. kBanded computes 16
-// bits on tensor cores. kGeneral supports any kernel. kCells computes 16 bits with kernels up to 9
-// x 9 on tensor cores, without shared memory. kSmall computes fp32 if the image and the square
-// kernel fit a tile of kSmallTiles. kNarrow computes 16 bits for images of 8 columns and up to 8
-// rows and kernels up to 7 x 7, on tensor cores.
+// The engines. "Kernel" means the convolution kernel here. kDirect: fp32, square kernels with a
+// size in kDirectTiles, in registers. kBanded: 16 bits, on tensor cores. kGeneral: any dtype and
+// kernel. kCells: 16 bits, kernels up to 9 x 9, on tensor cores, without shared memory. kSmall:
+// fp32, images and square kernels that fit a tile of kSmallTiles. kNarrow: 16 bits, images of 8
+// columns and up to 8 rows, kernels up to 7 x 7, on tensor cores.
 enum class Conv2dEngine : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, kNarrow };
 
-// A thread of the direct kernel computes kDirectColumns contiguous columns of a strip of up to
-// strip_rows rows, from top to bottom, with the loads of `ahead` rows in flight. The registers hold
-// `buffers` rows of x and `buffers` rows of sums. If `ahead` equals `buffers`, the registers of a
-// row are reloaded directly after the row is added.
+// A tile of the direct kernel. A thread computes kDirectColumns contiguous columns of a strip. The
+// strip has up to strip_rows rows and is computed from top to bottom. The loads of `ahead` rows are
+// in flight. The registers hold `buffers` rows of x and `buffers` rows of sums. If `ahead` equals
+// `buffers`, the registers of a row are reloaded directly after the row is added.
 struct DirectTile {
   int size;     // kernel height and width
   int buffers;  // at least size
   int ahead;
   int strip_rows;
-  int blocks_per_sm;  // minimum; limits the registers
+  int blocks_per_sm;  // minimum number; limits the registers
 };
 inline constexpr int kDirectThreads = 128;
 inline constexpr int kDirectColumns = 4;
-// NOTE: the tile for kernels of size 4 has 5 buffers, so that a fifth row is in flight. It takes
-// 1.06 to 1.08 of the time of a copy on an H200; with 4 buffers it took 1.09 to 1.10.
+// NOTE: the tile for convolution kernels of size 4 has 5 buffers, so that a fifth row is in flight.
+// On an H200, it needs 1.06 to 1.08 times the time of a copy. With 4 buffers, it needed 1.09 to
+// 1.10 times.
 inline constexpr DirectTile kDirectTiles[] = {
     {3, 3, 3, 16, 8}, {4, 5, 5, 16, 4}, {5, 5, 5, 16, 4}, {7, 7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
@@ -41,8 +42,8 @@ constexpr int64_t count_strips(int64_t height, int64_t max_rows, int64_t min_row
   return strips();
 }
 
-// The number of rows in a strip. All strips except the last have the same number. Small calls have
-// smaller strips, to keep a large GPU busy.
+// The number of rows in a strip. All strips of an image except the last one have this number of
+// rows. Small calls have smaller strips, to keep a large GPU busy.
 inline constexpr int64_t kDirectMinThreads = 65536;
 inline constexpr int kDirectMinRows = 8;
 constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64_t height,
@@ -66,13 +67,14 @@ inline constexpr BandedTile kBandedTiles[] = {{8, 1}, {4, 2}, {4, 4}, {2, 8}};
 inline constexpr int kNumBandedTiles = sizeof(kBandedTiles) / sizeof(kBandedTiles[0]);
 inline constexpr int kBandedMaxKernel = 31;
 
-// A lane of the cells kernel computes a strip of up to strip_rows rows from top to bottom, with the
-// loads of `ahead` cells of 4 rows in flight. The kernel may have up to `size` rows and columns.
+// A tile of the cells kernel. Four lanes compute a strip of up to strip_rows rows, from top to
+// bottom. The loads of `ahead` cells of 4 rows are in flight. The convolution kernel may have up to
+// `size` rows and `size` columns.
 struct CellsTile {
   int size;
   int ahead;
   int strip_rows;
-  int blocks_per_sm;  // minimum; limits the registers
+  int blocks_per_sm;  // minimum number; limits the registers
 };
 inline constexpr int kCellsWarps = 4;
 inline constexpr int kCellsThreads = 32 * kCellsWarps;
@@ -82,8 +84,9 @@ inline constexpr CellsTile kCellsTiles[] = {
     {3, 2, 32, 8}, {5, 2, 32, 8}, {7, 2, 64, 6}, {9, 2, 64, 5}};
 inline constexpr int kNumCellsTiles = sizeof(kCellsTiles) / sizeof(kCellsTiles[0]);
 
-// The number of rows in a strip, a multiple of the rows of a cell. All strips except the last have
-// the same number. Small calls have smaller strips, to keep the schedulers of a large GPU busy.
+// The number of rows in a strip. It is a multiple of the number of rows of a cell. All strips of an
+// image except the last one have this number of rows. Small calls have smaller strips, to keep the
+// schedulers of a large GPU busy.
 inline constexpr int64_t kCellsMinStrips = 4096;
 inline constexpr int kCellsMinRows = 8;
 constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t height,
@@ -95,19 +98,20 @@ constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t
   return ((cells - 1) / strips + 1) * kCellRows;
 }
 
-// The narrow kernel supports the first kNumNarrowTiles tiles of the cells kernel, for images of at
-// most two cells.
-// NOTE: (65536, 8, 8) needs 0.96 to 1.00 of the time of a copy on an H200 with kernels of size 3 to
-// 5, and 1.04 with size 7. The cells kernel took 1.13 to 1.25.
+// The narrow kernel is for images of at most two cells. It supports the first kNumNarrowTiles tiles
+// of the cells kernel.
+// NOTE: for (65536, 8, 8) on an H200, the narrow kernel needs 0.96 to 1.00 of the time of a copy
+// with convolution kernels of size 3 to 5, and 1.04 with size 7. The cells kernel needed 1.13 to
+// 1.25.
 inline constexpr int kNarrowHeight = 2 * kCellRows;
 inline constexpr int kNumNarrowTiles = 3;
 
-// A thread of the small kernel computes kSmallColumns columns of an image, kSmallRows rows at a
-// time.
+// A tile of the small kernel. A thread computes kSmallColumns columns of an image, kSmallRows rows
+// at a time.
 struct SmallTile {
   int size;           // kernel height and width
   int width;          // max width of an image
-  int blocks_per_sm;  // minimum; limits the registers
+  int blocks_per_sm;  // minimum number; limits the registers
 };
 inline constexpr int kSmallWarps = 4;
 inline constexpr int kSmallThreads = 32 * kSmallWarps;
@@ -123,7 +127,8 @@ inline constexpr int kGeneralThreads = 256;
 inline constexpr int kGeneralRows = 8;  // per thread
 inline constexpr int kTapChunk = 32;
 
-// The index of the tile for square kernels of a size, or -1.
+// Returns the index of the tile for square convolution kernels of size `size`, or -1 if there is no
+// such tile.
 template <typename Tile, int kCount>
 constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
   for (int i = 0; i < kCount; ++i) {
@@ -132,7 +137,7 @@ constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
   return -1;
 }
 
-// fits_direct, fits_banded and the functions below tell whether an engine supports a problem.
+// The fits_* functions return whether an engine supports a problem.
 constexpr bool fits_direct(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   return elem_size == 4 && kernel_height == kernel_width &&
          tile_of_size(kDirectTiles, kernel_height) >= 0;
@@ -171,7 +176,7 @@ constexpr Conv2dEngine choose_conv2d(int64_t height, int64_t width, int64_t kern
   return Conv2dEngine::kGeneral;
 }
 
-// Returns the smallest tile that supports the kernel.
+// Returns the index of the smallest tile that supports the convolution kernel.
 constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
   int i = 0;
   while (i < kNumCellsTiles - 1 && !fits_cells(kCellsTiles[i], kernel_height, kernel_width, 2)) {
@@ -180,7 +185,8 @@ constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
   return i;
 }
 
-// Returns the narrowest tile that covers a row of the image, else the widest.
+// Returns the index of the narrowest tile that covers a whole row of the image. If no tile covers a
+// row, returns the index of the widest tile.
 constexpr int choose_banded_tile(int64_t width) {
   for (int i = 0; i < kNumBandedTiles - 1; ++i) {
     if (width <= kBandedTiles[i].columns()) return i;
@@ -188,8 +194,8 @@ constexpr int choose_banded_tile(int64_t width) {
   return kNumBandedTiles - 1;
 }
 
-// How the computation of dweight is divided: into `chunks` squares of taps x taps weights, with
-// `blocks` blocks each. A block writes taps * taps partials.
+// The division of the computation of dweight. The weights are divided into `chunks` squares of taps
+// x taps weights. Each square is computed by `blocks` blocks. A block writes taps * taps partials.
 struct Conv2dWeightSplit {
   int taps;
   int64_t chunks_across;
@@ -199,7 +205,7 @@ struct Conv2dWeightSplit {
   constexpr int64_t partials() const { return chunks * blocks * taps * taps; }
 };
 inline constexpr int kWeightThreads = 256;
-inline constexpr int kWeightRows = 16;  // outputs of a column that a thread computes at a time
+inline constexpr int kWeightRows = 16;  // outputs of a column that a thread computes
 inline constexpr int64_t kWeightBlocks = 1056;
 inline constexpr int64_t kMinWeightBlocks = 16;
 

@@ -4,9 +4,10 @@
 // Gradients:  dx[b, i, j] = sum_pq weight[p, q] * dz[b, i - p, j - q]
 //             dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
 //
-// x is 0 behind the bottom and right edge, dz before the top and left edge. These zeros are
-// multiplied, too, so an inf or NaN weight gives NaN, as F.conv2d of a padded x does. The sums are
-// accumulated in fp32 (fp64 for fp64) and rounded once.
+// In these formulas, x is 0 behind the bottom and the right edge of the image, and dz is 0 before
+// the top and the left edge. The products with these zeros count, so an inf or NaN weight gives
+// NaN. F.conv2d of a padded x does the same. The sums are accumulated in fp32 (fp64 for fp64) and
+// rounded once.
 #include <ATen/ops/empty.h>
 
 #include <array>
@@ -51,7 +52,8 @@ Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& wei
 }
 TW_OP(conv2d_backward);
 
-// Returns whether the result needs products. If not, fills it with zeros.
+// Returns whether the elements of the result are sums of products. Returns false if the result is
+// empty. If x or weight is empty, fills the result with zeros and returns false.
 bool has_products(Tensor& result, const Tensor& x, const Tensor& weight) {
   if (result.numel() == 0) return false;
   if (x.numel() > 0 && weight.numel() > 0) return true;
@@ -76,8 +78,8 @@ Grads2 conv2d_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& weig
 }
 
 #ifdef TORCHWELD_CUDA
-// A tensor as images with contiguous columns. The stride of a dim with one element is not used, so
-// it is set to 0 and counts as aligned.
+// A tensor as images with contiguous columns. If a dim has only one element, its stride is not
+// used. It is set to 0, which counts as aligned.
 struct Images {
   Tensor tensor;
   int64_t batch_stride, row_stride;

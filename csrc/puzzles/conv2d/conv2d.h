@@ -10,9 +10,10 @@
 
 namespace torchweld {
 
-// z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q], where x is 0 behind the bottom and right
-// edge. With `flipped`, which computes the gradient of x: z[b, i, j] = sum_pq weight[p, q] * x[b, i
-// - p, j - q], where x stands for dz and is 0 before the top and left edge.
+// The kernels compute z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q]. x is 0 behind the
+// bottom and the right edge. If `flipped` is true, they compute the gradient with respect to x.
+// Then `x` holds dz, z holds dx, and z[b, i, j] = sum_pq weight[p, q] * x[b, i - p, j - q]. In this
+// formula x is 0 before the top and the left edge.
 struct Conv2dParams {
   const void* x;       // (batch, height, width), columns contiguous
   const void* weight;  // (kernel_height, kernel_width), contiguous
@@ -28,7 +29,7 @@ struct Conv2dParams {
   DType dtype;
 };
 
-// dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
+// The kernels compute dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q].
 struct Conv2dWeightParams {
   const void* dz;   // (batch, height, width), columns contiguous
   const void* x;    // (batch, height, width), columns contiguous
@@ -47,7 +48,7 @@ struct Conv2dWeightParams {
   DType dtype;
 };
 
-// All sizes must be at least 1.
+// Launch functions of the kernels. All sizes must be at least 1.
 void launch_conv2d(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);

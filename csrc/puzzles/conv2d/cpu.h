@@ -1,5 +1,6 @@
-// CPU: convolution of single-channel images by strips. A strip of rows is copied, with its halo, to
-// a zero-padded buffer in the dtype of the accumulator, so that no sum needs bounds checks.
+// CPU: convolution of single-channel images. An image is processed in strips of rows. Each strip is
+// copied, with its halo, to a buffer that is padded with zeros. Therefore no sum needs bounds
+// checks. The buffer has the dtype of the accumulator.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -14,7 +15,7 @@
 namespace torchweld {
 
 constexpr int64_t kStripRows = 16;
-constexpr int64_t kLanes = 8;  // independent accumulators
+constexpr int64_t kLanes = 8;  // number of independent accumulators
 
 struct ConvShape {
   int64_t batch, height, width, kernel_height, kernel_width;
@@ -27,11 +28,12 @@ struct ConvShape {
         kernel_width(weight.size(1)) {}
 
   int64_t strips() const { return (height + kStripRows - 1) / kStripRows; }
-  // The length of a row of the buffer: the width rounded up to groups of lanes, plus the halo.
+  // pitch() is the length of a row of the buffer: the padded width plus the halo. padded_width() is
+  // the width, rounded up to whole groups of lanes.
   int64_t padded_width() const { return (width + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes); }
   int64_t pitch() const { return padded_width() + kernel_width - 1; }
   int64_t buffer() const { return (kStripRows + kernel_height - 1) * pitch(); }
-  // The number of tasks for `units` units with `products` products each.
+  // Returns the number of tasks for `units` units of work. Each unit has `products` products.
   int64_t tasks(int64_t units, int64_t products) const {
     constexpr int64_t kProducts = 1 << 18, kMax = 64;
     const int64_t per_task = std::max<int64_t>(1, kProducts / products);
@@ -39,8 +41,8 @@ struct ConvShape {
   }
 };
 
-// Copies rows [row, row + rows) of an image, from column -left on. Elements outside the image are
-// 0.
+// Copies rows [row, row + rows) of an image, padded with zeros. The first copied column is column
+// -left of the image.
 template <typename scalar_t, typename acc_t>
 void copy_strip(acc_t* to, const scalar_t* image, const ConvShape& s, int64_t row, int64_t rows,
                 int64_t left) {
@@ -52,7 +54,7 @@ void copy_strip(acc_t* to, const scalar_t* image, const ConvShape& s, int64_t ro
   }
 }
 
-// Computes kColumns contiguous outputs and stores the first `columns` of them.
+// Computes kColumns contiguous outputs and stores only the first `columns` outputs.
 template <int64_t kColumns, typename scalar_t, typename acc_t>
 void convolve_columns(scalar_t* z, const acc_t* x, const acc_t* weight, const ConvShape& s,
                       int64_t columns) {
@@ -67,7 +69,8 @@ void convolve_columns(scalar_t* z, const acc_t* x, const acc_t* weight, const Co
   for (int64_t c = 0; c < std::min(columns, kColumns); ++c) z[c] = static_cast<scalar_t>(sums[c]);
 }
 
-// Computes z of conv2d or, if flipped, the gradient of x. x and weight must be contiguous.
+// Computes z of conv2d. If `flipped` is true, computes the gradient with respect to x instead. x
+// and weight must be contiguous.
 inline void conv2d_into(Tensor& z, const Tensor& x, const Tensor& weight, bool flipped) {
   const ConvShape s(x, weight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "conv2d", [&] {
@@ -109,8 +112,8 @@ inline void conv2d_into(Tensor& z, const Tensor& x, const Tensor& weight, bool f
   });
 }
 
-// Adds sum_ij dz[i, j] * x[i + p, j + q] of a strip to sums (taps,). dz and x are buffers that
-// copy_strip filled.
+// Adds sum_ij dz[i, j] * x[i + p, j + q] to sums (taps,), for the outputs (i, j) of a strip. dz and
+// x are buffers that copy_strip filled.
 template <typename acc_t>
 void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape& s, int64_t rows) {
   for (int64_t p = 0; p < s.kernel_height; ++p) {
@@ -129,8 +132,8 @@ void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape
 }
 
 // Computes dweight of conv2d. dz and x must be contiguous.
-// NOTE: the number of groups does not depend on the number of threads, and groups are added in
-// order, so results have the same bits in every run.
+// NOTE: the number of groups does not depend on the number of threads, and the sums of groups are
+// added in order. Therefore results have the same bits in every run.
 inline void conv2d_dweight_into(Tensor& dweight, const Tensor& dz, const Tensor& x) {
   const ConvShape s(x, dweight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "conv2d", [&] {

@@ -1,11 +1,11 @@
 // Convolution in fp32 with small square kernels, in registers.
 //
 // A thread computes 4 contiguous columns of a strip. It reads the rows of x from top to bottom,
-// with the loads of the next rows in flight, and adds each row to the `size` rows of outputs that
-// depend on it. The windows of neighbouring threads overlap, so these loads hit L1. The registers
-// hold a few rows of windows and of sums, and the weights. A block has up to 32 threads side by
-// side. The other threads of the block compute the strips below and the next images, so that small
-// images fill a block.
+// while the loads of the next rows are in flight. It adds each row of x to the `size` rows of
+// outputs that depend on this row. The windows of neighbouring threads overlap, so these loads hit
+// L1. The registers hold a few rows of windows and of sums, and the weights. A block has up to 32
+// threads side by side. The other threads of the block compute the strips below and the next
+// images, so that small images fill a block.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
@@ -18,39 +18,42 @@ struct DirectConfig {
   static constexpr int kSize = kShape.size;
   static constexpr int kBuffers = kShape.buffers;
   static constexpr int kAhead = kShape.ahead;
-  // Loads of single elements need more registers than vector loads, for their predicates.
+  // The number of blocks per SM. It is lower if single elements are loaded, because the predicates
+  // of such loads need registers.
   static constexpr int blocks_per_sm(bool vector) {
     return vector ? kShape.blocks_per_sm : kShape.blocks_per_sm / 2;
   }
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kElems = kDirectColumns;
-  // The window of a row consists of whole vectors. It starts kBefore columns before the first
-  // output.
+  // The window of a thread in a row of x. It consists of whole vectors and starts kBefore columns
+  // before the thread's first output.
   static constexpr int kAccesses = 1 + (kSize - 1 + kElems - 1) / kElems;
   static constexpr int kWindow = kAccesses * kElems;
   static constexpr int kBefore = kFlipped ? (kAccesses - 1) * kElems : 0;
   static constexpr int kShift = kFlipped ? kBefore - (kSize - 1) : 0;
   static constexpr int kRowsBefore = kFlipped ? kSize - 1 : 0;
-  // The index of the outermost vector of the window. kUnseen of its elements are not used.
+  // kOutermost is the index of the outermost vector of the window. kUnseen is the number of
+  // elements of this vector that are not used.
   static constexpr int kOutermost = kFlipped ? 0 : kAccesses - 1;
   static constexpr int kUnseen = kWindow - kElems - (kSize - 1);
   static_assert(kElems * sizeof(float) == kVectorBytes && kSize <= kBuffers && kAhead <= kBuffers);
 };
 
-// The bounds of the image relative to a thread's first output, clamped.
+// The clamped distances from a thread's first output to the bounds of the image.
 struct DirectBounds {
-  int rows_above, rows_below;       // rows of the image before the first output, and from it on
-  int columns_left, columns_right;  // columns of the image before the first output, and from it on
+  int rows_above, rows_below;       // rows of the image above the output; rows from it on
+  int columns_left, columns_right;  // columns left of the output; columns from it on
 };
 
 __device__ __forceinline__ int clamped(int64_t distance) {
   return static_cast<int>(distance < 1024 ? distance : 1024);
 }
 
-// Loads the last or the first three elements of a vector; the fourth is 0.
-// NOTE: if all four are loaded, the compiler reuses the register of the unused element, and the
-// reuse waits for the load. That took 1.23 of the time of a copy on an H200, instead of 1.08.
-// Inline PTX keeps the compiler from loading all four.
+// Loads three elements of a vector: the last three if kLast, else the first three. The fourth
+// element becomes 0.
+// NOTE: if all four elements are loaded, the compiler reuses the register of the unused element,
+// and this reuse waits for the load. On an H200, the kernel then needed 1.23 times the time of a
+// copy, instead of 1.08 times. Inline PTX prevents the compiler from loading all four elements.
 template <bool kLast>
 __device__ __forceinline__ Vec<float, 4> load_three(const float* g_from) {
   Vec<float, 4> in = {};
@@ -99,8 +102,8 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
 }
 
 // Adds a row of x to the outputs that depend on it. `buffer` is the index of the row in the strip,
-// modulo kBuffers. kFirst marks the first kBuffers rows of the strip, which fewer outputs depend
-// on.
+// modulo kBuffers. kFirst must be true for the first kBuffers rows of the strip. Fewer outputs
+// depend on these rows.
 template <typename Config, bool kFirst>
 __device__ __forceinline__ void add_row(float (&r_z)[Config::kBuffers][Config::kElems],
                                         const float (&r_x)[Config::kWindow], int buffer,
@@ -155,8 +158,8 @@ __global__ __launch_bounds__(
   const DirectBounds bounds = {clamped(i), clamped(args.height - i), clamped(j),
                                clamped(args.width - j)};
   const int outputs = bounds.rows_below < rows ? bounds.rows_below : rows;
-  // The rows of x inside the image are [first_valid, behind), counted from the first row of the
-  // strip's window.
+  // [first_valid, behind) is the range of rows of x inside the image. Its row indices count from
+  // the first row of the strip's window.
   const int first_valid = Config::kRowsBefore - bounds.rows_above;
   const int seen = outputs + kSize - 1;
   const int below = Config::kRowsBefore + bounds.rows_below;
@@ -185,7 +188,8 @@ __global__ __launch_bounds__(
   }
 
   float r_z[kBuffers][kElems];
-  // If all buffers are in flight, a row's buffer is reloaded only after the row is added.
+  // Whether the load of the next row is issued before the current row is added. If the loads of all
+  // buffers are in flight, a buffer can be reloaded only after its row is added.
   constexpr bool kLoadBefore = kAhead < kBuffers;
 #pragma unroll
   for (int buffer = 0; buffer < kBuffers; ++buffer) {
@@ -199,8 +203,8 @@ __global__ __launch_bounds__(
   for (int done = 1;; done += kBuffers) {
 #pragma unroll
     for (int buffer = 0; buffer < kBuffers; ++buffer) {
-      // NOTE: this is a return, not a break. At a point where control flow merges, the compiler
-      // would move the rows in flight to other registers, and would wait for them.
+      // NOTE: this is a return, not a break. After a break, control flow would merge. At that point
+      // the compiler would move the rows in flight to other registers and therefore wait for them.
       if (done + buffer >= outputs) return;
       const int next = done + buffer + kBuffers - 1 + kAhead;
       if (kLoadBefore) load((buffer + kAhead) % kBuffers, next, false);

@@ -2,9 +2,9 @@
 //   dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q], x 0 behind the bottom and right edge
 //
 // A block computes a square of kTaps x kTaps weights over a slice of the outputs. A thread
-// processes a column of kWeightRows outputs at a time, from top to bottom, with its window of x in
-// registers. The block writes its partials, and a second kernel adds up the partials of all blocks.
-// Both kernels add in a fixed order, so the sums have the same bits in every run.
+// processes a column of kWeightRows outputs at a time, from top to bottom. The thread's window of x
+// is in registers. The block writes its partials, and a second kernel adds up the partials of all
+// blocks. Both kernels add in a fixed order, so the sums have the same bits in every run.
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "puzzles/conv2d/tiles.cuh"
@@ -24,11 +24,12 @@ struct WeightArgs {
   int64_t x_batch_stride, x_row_stride;
   int64_t chunks_across;
   int blocks;
-  int64_t items;  // columns of kWeightRows outputs in all images
+  int64_t items;  // number of columns of kWeightRows outputs in all images
   Divider by_width, by_row_blocks;
 };
 
-// Adds the products of one item (a column of outputs of an image) for the weights from (p0, q0) on.
+// Adds the products of one item to r_sums, for the kTaps x kTaps weights from (p0, q0) on. An item
+// is a column of outputs of an image.
 template <typename T, int kTaps>
 __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const WeightArgs<T>& args,
                                          int64_t item, int64_t p0, int64_t q0) {
@@ -47,8 +48,7 @@ __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const We
   for (int first = 0; first < rows + kTaps - 1; first += kTaps) {
 #pragma unroll
     for (int u = 0; u < kTaps; ++u) {
-      const int step =
-          first + u;  // row of x; with it the window of output step - kTaps + 1 is complete
+      const int step = first + u;  // row of x; it completes the window of output step - kTaps + 1
 #pragma unroll
       for (int q = 0; q < kTaps; ++q) {
         const bool valid = step < x_rows && q < x_columns;
@@ -100,7 +100,7 @@ __global__ __launch_bounds__(kWeightThreads) void conv2d_dweight_kernel(const We
   args.g_partials[static_cast<int64_t>(blockIdx.x) * kSums + threadIdx.x] = sum;
 }
 
-// Adds up the partials. There is one warp per weight.
+// Adds up the partials of all blocks. Each weight has one warp.
 template <typename T>
 __global__ __launch_bounds__(kWarp) void add_partials_kernel(const WeightArgs<T> args, int taps) {
   const int64_t p = blockIdx.x / args.kernel_width, q = blockIdx.x % args.kernel_width;

@@ -14,7 +14,8 @@ struct Conv2dProblem {
   DeviceFacts device;
 };
 
-// `tile` is the index into the tiles of the banded, the cells or the narrow kernel, else 0.
+// `tile` is an index into the tiles of the engine, for kBanded, kCells and kNarrow. For other
+// engines it is 0.
 struct Conv2dChoice {
   Conv2dEngine engine;
   int tile;
@@ -101,7 +102,8 @@ struct Conv2dFamily {
     return all;
   }
 
-  // The text is the kernel size that the tile supports, or the rows and columns of a block's tile.
+  // Returns the text for a configuration: the maximum size of the convolution kernel (cells,
+  // narrow), or the rows and columns of a block's tile (banded).
   static std::string tile(const Encoded& x) {
     switch (static_cast<Conv2dEngine>(x[0])) {
       case Conv2dEngine::kCells:
@@ -114,8 +116,9 @@ struct Conv2dFamily {
     }
   }
 
-  // The rows and columns of a block's tile; for the cells kernel, the rows of a strip and the cells
-  // in flight. They are zeros if the kernel computes them from the image.
+  // Returns the rows and columns of a block's tile. For the cells kernel, returns the rows of a
+  // strip and the number of cells in flight. If a kernel computes its tile from the image, the
+  // values are zeros.
   static Columns columns(const Conv2dProblem&, const Encoded& x) {
     const bool banded = x[0] == static_cast<int64_t>(Conv2dEngine::kBanded);
     const bool cells = x[0] == static_cast<int64_t>(Conv2dEngine::kCells);
@@ -140,7 +143,7 @@ struct Conv2dFamily {
   }
 
  private:
-  // The number of tiles of a kernel, or 0 if there is no such kernel.
+  // Returns the number of tiles of an engine, or 0 if there is no such engine.
   static int64_t tiles_of(int64_t kernel) {
     if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dEngine::kNarrow)) return 0;
     switch (static_cast<Conv2dEngine>(kernel)) {

@@ -1,23 +1,23 @@
 // Convolution with any kernel.
 //
-// A block computes a tile of outputs, and a thread kGeneralRows outputs of a column. The block
-// loops over chunks of kTapChunk x kTapChunk taps (elements of the kernel). For each chunk it
-// stages the tile's x, with its halo, and the weights in shared memory, in fp32. A thread reads its
-// window column by column, so that it reads a value once for all of its outputs. Images are stacked
-// (StackedRows).
+// A block computes a tile of outputs. A thread computes kGeneralRows outputs of a column. Taps are
+// the elements of the convolution kernel. The block loops over chunks of kTapChunk x kTapChunk
+// taps. For each chunk it copies the weights and the tile's x, with its halo, to shared memory in
+// fp32. A thread reads its window column by column, so that it reads each value once for all its
+// outputs. Images are stacked (StackedRows).
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
 namespace torchweld {
 namespace {
 
-// `columns` must be a power of two.
+// The tile of outputs of a block. `columns` must be a power of two.
 struct GeneralTile {
   int columns;
 
   TW_HOST_DEVICE int rows() const { return kGeneralThreads / columns * kGeneralRows; }
-  // NOTE: an odd pitch avoids bank conflicts if a warp has several rows. The last row of a window
-  // is read but not used.
+  // NOTE: an odd pitch avoids bank conflicts if a warp has several rows. staged_rows() includes one
+  // more row, because a thread reads the last row of its window although it does not use the row.
   TW_HOST_DEVICE int pitch(int taps_across) const { return (columns + taps_across - 1) | 1; }
   TW_HOST_DEVICE int staged_rows(int taps_down) const { return rows() + taps_down; }
   TW_HOST_DEVICE int floats(int taps_down, int taps_across) const {
@@ -29,8 +29,9 @@ __device__ __forceinline__ int chunk_of(int64_t left) {
   return static_cast<int>(left < kTapChunk ? left : kTapChunk);
 }
 
-// Adds a chunk of taps_down x taps_across taps. Each column of taps has its own accumulator, so
-// that the error grows with the length of a column, not with the number of taps.
+// Adds the products of a chunk of taps_down x taps_across taps to r_z. Each column of taps has its
+// own accumulator, so that the error grows with the length of a column, not with the number of
+// taps.
 __device__ __forceinline__ void add_taps(float (&r_z)[kGeneralRows], const float* s_x, int pitch,
                                          const float* s_weight, int taps_down, int taps_across) {
   for (int q = 0; q < taps_across; ++q) {
@@ -82,7 +83,7 @@ __global__ __launch_bounds__(kGeneralThreads,
       float* s_x = s_base;                          // (staged_rows, pitch)
       float* s_weight = s_x + staged_rows * pitch;  // (taps_down, taps_across)
       __syncthreads();
-      // `columns` threads stage each row of x.
+      // Copy x to shared memory. tile.columns threads copy a row.
       for (int r = threadIdx.x / tile.columns; r < staged_rows;
            r += kGeneralThreads / tile.columns) {
         const int64_t offset = stack.offset_in_x(first_row - rows_before + p0 + r);

@@ -1,11 +1,12 @@
 // Convolution in 16 bits for images of 8 columns and up to 8 rows, on tensor cores, with the cells
 // of puzzles/conv2d/cells.cuh. A cell has no neighbouring cell and at most one cell below it.
 //
-// A warp loads all its images at once, 8 cells per instruction: four images of 8 rows are 512
-// contiguous bytes. The lanes of an image's lower cell follow those of its upper cell.
+// A warp first loads all its images, 8 cells per instruction. For example, four images of 8 rows
+// are 512 contiguous bytes. The four lanes of an image's upper cell are followed by the four lanes
+// of its lower cell.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
-// NaN. Therefore an output that is not finite is recomputed. Padding is not multiplied at all, so
-// if a weight is not finite, every output is recomputed.
+// NaN. Therefore an output that is not finite is recomputed. The kernel does not multiply padding.
+// Therefore, if a weight is not finite, every output is recomputed.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/cells.cuh"
 
@@ -22,7 +23,8 @@ struct NarrowConfig : CellsConfig<T, kTile, kFlipped> {
   static_assert(kNarrowHeight == 2 * kCellRows && kWarp == kNarrowImages * kNarrowHeight);
 };
 
-// x and z must be contiguous. The lanes of a load hold the rows in the order of computation.
+// x and z must be contiguous. The lanes hold the rows in the order in which the kernel computes
+// them.
 template <typename Config>
 __global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void conv2d_narrow_kernel(
     const Conv2dArgs<typename Config::T> args) {

@@ -1,13 +1,13 @@
 // Convolution in fp32 with small square kernels, for images up to 8 or 16 columns wide.
 //
-// A warp copies consecutive images to shared memory. Each image is followed by 16 bytes of padding,
-// against bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time: it
-// reads each row of their window once and adds it to all of them, with the weights in registers.
-// Results replace rows of x that are no longer needed. At the end the warp stores all images. The
-// copies of other warps overlap with the math. Padding below an image, or to the right of an image
-// of 8 columns, is neither read nor multiplied.
-// NOTE: 0 * inf is NaN. If a weight is inf or NaN, the outputs near these edges are therefore
-// corrected afterwards.
+// A warp copies consecutive images to shared memory. After each image are 16 bytes of padding, to
+// avoid bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time. It
+// reads each row of the window of these outputs once and adds it to all outputs that depend on it.
+// The weights are in registers. Results overwrite rows of x that are no longer needed. At the end
+// the warp stores all images. The copies of other warps overlap with the math. The zeros below an
+// image, and the zeros to the right of an image of 8 columns, are neither read nor multiplied.
+// NOTE: 0 * inf is NaN. Therefore, if a weight is inf or NaN, the kernel later corrects the outputs
+// near the bottom and the right edge.
 #include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"
@@ -16,7 +16,7 @@
 namespace torchweld {
 namespace {
 
-constexpr int kElems = 4;  // elements of a 16-byte vector
+constexpr int kElems = 4;  // number of elements of a 16-byte vector
 
 // kAcross threads side by side compute an image.
 template <int kTile, int kAcross_, bool kFlipped_>
@@ -27,22 +27,23 @@ struct SmallConfig {
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kWidth = kSmallColumns * kAcross;
   static constexpr int kImages = kWarp / kAcross;  // images per warp
-  // The number of columns in a window. For an image of 8 columns these are only the columns inside
-  // it.
+  // kWindow is the number of columns in a thread's window. For an image of 8 columns, the window
+  // has only the columns inside the image.
   static constexpr int kBeside = kAcross == 1 ? 0 : (kSize - 1 + kElems - 1) / kElems * kElems;
   static constexpr int kWindow = kSmallColumns + kBeside;
 };
 
 struct SmallPlan {
-  FastDivisor by_image;  // divides by the rows of an image
+  FastDivisor by_image;  // divides by the number of rows of an image
   int height;
-  int pitch;        // floats from one staged image to the next
-  bool contiguous;  // x and z are contiguous, aligned and as wide as staged images
+  int pitch;        // number of floats from one image in shared memory to the next
+  bool contiguous;  // x and z are contiguous, aligned and as wide as the tile
 };
 
-// Calls body(g_offset, s_offset) for every vector of the warp's contiguous images, with the offsets
-// of the vector from the first image in global and in shared memory. It handles 4 rows of several
-// images at a time, so that the offsets advance by constants and need no divisions.
+// Calls body(g_offset, s_offset) for every vector of the warp's contiguous images. The arguments
+// are the offsets of the vector from the first image, in global memory and in shared memory. The
+// function handles 4 rows of several images at a time, so that the offsets advance by constants and
+// need no divisions.
 template <typename Config, typename Body>
 __device__ __forceinline__ void for_each_access(const SmallPlan& plan, int images,
                                                 const Body& body) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void stage_images(float* s_x, const Conv2dArgs<float>
   copy_async_commit();
 }
 
-// Stores the warp's images.
+// Stores the warp's images from shared memory to z.
 template <typename Config>
 __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<float>& args,
                                              const SmallPlan& plan, int64_t first_image,
@@ -111,8 +112,8 @@ __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<
   }
 }
 
-// A thread's view of an image in shared memory: its 8 columns and the columns next to them, in the
-// order of computation.
+// A thread's view of an image in shared memory: the thread's 8 columns and the columns beside them.
+// Rows and columns are in the order in which the thread processes them.
 template <typename Config>
 struct SmallImage {
   float* s_first;  // the thread's columns of the first row
@@ -147,7 +148,8 @@ struct SmallImage {
   }
 };
 
-// Computes the thread's outputs in place. All lanes of the warp must call this.
+// Computes the thread's outputs. They overwrite x in shared memory. All lanes of the warp must call
+// this function.
 template <typename Config>
 __device__ __forceinline__ void convolve_image(
     const SmallImage<Config>& image, int height,
@@ -184,7 +186,7 @@ __device__ __forceinline__ void convolve_image(
   }
 }
 
-// Adds the products with zeros that convolve_image skips.
+// Adds the products of weights with zeros outside the image. convolve_image skips these products.
 template <typename Config>
 __device__ __forceinline__ void mark_edges(const SmallImage<Config>& image, int height,
                                            const float* g_weight) {
@@ -228,9 +230,9 @@ __global__ __launch_bounds__(kSmallThreads, Config::kShape.blocks_per_sm) void c
   copy_async_wait<0>();
   __syncwarp();
 
-  // NOTE: the lanes of the same half of a row are consecutive. They have no bank conflicts, because
-  // the pitch of an image is an odd number of vectors. Lanes without an image compute on stale
-  // memory.
+  // NOTE: lanes with the same half of the columns are consecutive. They have no bank conflicts,
+  // because the pitch of an image is an odd number of vectors. Lanes without an image compute with
+  // undefined values, which are not stored.
   const int across = lane / Config::kImages;
   float* s_first = s_images + lane % Config::kImages * plan.pitch + across * kSmallColumns;
   if (Config::kFlipped) s_first += (plan.height - 1) * Config::kWidth;

@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// Division by a divisor that the host knows. It is fast if both operands are below 2^31.
+// Division by a divisor that the host knows. The division is fast if both operands are below 2^31.
 class Divider {
  public:
   explicit Divider(int64_t divisor)
@@ -37,8 +37,8 @@ struct Conv2dArgs {
   int64_t kernel_height, kernel_width;
   int64_t x_batch_stride, x_row_stride;
   bool flipped;
-  bool aligned;         // every row of x and z starts and ends on a 16-byte boundary
-  int64_t first_block;  // first block of this launch, if the call needs several grids
+  bool aligned;         // all rows of x and z start and end on 16-byte boundaries
+  int64_t first_block;  // index of the first block of this launch
   Divider by_column_tiles;
   Divider by_image;  // divides by the number of rows, or of row tiles, per image
 };
@@ -68,8 +68,8 @@ Conv2dArgs<T> conv2d_args(const Conv2dParams& params, int64_t column_tiles, int6
           Divider(per_image)};
 }
 
-// Splits the blocks into ranges that each fit into one grid, and calls launch(args, blocks) for
-// each range.
+// Splits the blocks into ranges, so that each range fits into one grid. Calls launch(args, blocks)
+// for each range.
 template <typename T, typename Launch>
 void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
   for_each_grid_of(blocks, [&](int64_t first, int64_t count) {
@@ -78,13 +78,13 @@ void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
   });
 }
 
-// The images of a batch, stacked along H. Each image is followed by kernel_height - 1 rows of
-// zeros, which are its padding. The rows of a block may belong to several images.
+// The images of a batch, stacked along H. After each image are kernel_height - 1 rows of zeros,
+// which are the padding of the image. The rows of a block may belong to several images.
 template <typename T>
 struct StackedRows {
   const Conv2dArgs<T>& args;
 
-  // The offset of row `stacked` in x (or z), or -1 for a row of zeros.
+  // Returns the offset of stacked row `stacked` in x or z, or -1 if the row is a row of zeros.
   __device__ __forceinline__ int64_t offset(int64_t stacked, int64_t batch_stride,
                                             int64_t row_stride) const {
     if (stacked < 0) return -1;
@@ -101,7 +101,7 @@ struct StackedRows {
   }
 };
 
-// The weight of element (p, q) in the window of an output.
+// Returns the weight that multiplies element (p, q) of the window of an output.
 template <typename T>
 __device__ __forceinline__ float weight_at(const Conv2dArgs<T>& args, int64_t p, int64_t q) {
   if (args.flipped) {

@@ -14,7 +14,7 @@ struct MulReluCell : MatrixPass<1, pass::row_values | pass::writes> {
   }
 };
 
-// in[0] is dz, in[1] is x.
+// The backward of a cell. in[0] is dz, and in[1] is x.
 struct MulReluBackwardCell : MatrixPass<2, pass::row_values | pass::writes | pass::row_sums> {
   template <typename F>
   TW_HOST_DEVICE void operator()(Cell<F>& cell) const {

@@ -2,7 +2,7 @@
 // Gradient:  dx[i, j] = g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[i, j], with g = dz if the
 //            product is positive, else 0; one pass over dz and x computes both
 //
-// Products, their sign and sums are computed in fp32 (fp64 for fp64).
+// Products, their signs and sums are computed in fp32 (fp64 for fp64 inputs).
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"

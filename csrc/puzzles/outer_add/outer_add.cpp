@@ -2,7 +2,7 @@
 // Gradient:   dx = dz summed over the rows, dy = dz summed over the columns; a GPU computes both in
 //             one pass over dz
 //
-// The sums are accumulated in fp32 (fp64 for fp64).
+// The sums are accumulated in fp32 (fp64 for fp64 inputs).
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 

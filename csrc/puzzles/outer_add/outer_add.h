@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// All sizes must be at least 1.
+// Launch functions. All sizes must be at least 1.
 void launch_outer_add(const MatrixPassParams& params, cudaStream_t stream);
 void launch_outer_add_backward(const MatrixPassParams& params, cudaStream_t stream);
 

@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// All sizes must be at least 1.
+// Launch functions. All sizes must be at least 1.
 void launch_outer_mul_relu(const MatrixPassParams& params, cudaStream_t stream);
 void launch_outer_mul_relu_backward(const MatrixPassParams& params, cudaStream_t stream);
 

@@ -7,34 +7,35 @@
 
 namespace torchweld {
 
-// `threads` threads sum a row, or a split of a row, with `loads` 16-byte accesses per thread in
-// flight.
+// A tile: `threads` threads sum a row or a split of a row. Each thread has `loads` 16-byte accesses
+// in flight.
 struct RowSumTile {
   int threads;
   int loads;
 };
 
-// The tiles, sorted by size. The first tile that reads the row in one pass is chosen, else the last
-// tile, which is a whole block.
+// The tiles, sorted by size. The first tile that reads the row in one pass is chosen. If no tile
+// does, the last tile is chosen, which is a whole block.
 inline constexpr RowSumTile kRowSumTiles[] = {{1, 2},  {2, 2},  {4, 2},  {8, 2},  {16, 2},
                                               {32, 2}, {32, 4}, {32, 8}, {256, 4}};
 inline constexpr int kNumRowSumTiles = sizeof(kRowSumTiles) / sizeof(kRowSumTiles[0]);
-inline constexpr int kRowSumThreads = 256;  // per block, for every tile
+inline constexpr int kRowSumThreads = 256;  // threads per block, for every tile
 
-// Contiguous unaligned rows of at most kStagedRowBytes are staged in shared memory, kStagedBytes at
-// a time.
+// Contiguous unaligned rows with at most kStagedRowBytes bytes go through shared memory,
+// kStagedBytes bytes at a time.
 inline constexpr int kStagedRowBytes = 2048;
 inline constexpr int kStagedBytes = 16384;
 
-// The size of a split lies between the minimum and the maximum. It is chosen to give kSplitsPerSm
-// splits per SM, or kFewSplitsPerSm if a split then has at most kGoodSplitBytes.
+// The size of a split is at least kMinSplitBytes and at most kMaxSplitBytes. Usually it is chosen
+// so that there are kSplitsPerSm splits per SM. If a split has fewer than kGoodSplitBytes bytes
+// with kFewSplitsPerSm splits per SM, kFewSplitsPerSm is used.
 inline constexpr int64_t kMinSplitBytes = 16 << 10;
 inline constexpr int64_t kMaxSplitBytes = 256 << 10;
 inline constexpr int64_t kGoodSplitBytes = 128 << 10;
 inline constexpr int64_t kSplitsPerSm = 8;
 inline constexpr int64_t kFewSplitsPerSm = 4;
 inline constexpr int64_t kMaxSplits = 4096;      // one block adds up the partials of a row
-inline constexpr int64_t kMaxSplitRows = 16384;  // more rows than this fill the GPU without splits
+inline constexpr int64_t kMaxSplitRows = 16384;  // more rows fill the GPU without splits
 
 struct RowSumProblem {
   int64_t rows;
@@ -46,20 +47,21 @@ struct RowSumProblem {
   DeviceFacts device;
 };
 
-// kTile assigns a group of threads to each row. kStaged stages contiguous rows in shared memory.
+// kTile assigns a group of threads to each row. kStaged copies contiguous rows to shared memory
+// first.
 enum class RowSumEngine : int8_t { kTile, kStaged };
 
 struct RowSumChoice {
   RowSumEngine engine;
   int tile;             // index into kRowSumTiles, 0 for kStaged
   int64_t splits;       // splits of a row
-  int64_t split_elems;  // elements of a split; the last one may have fewer
+  int64_t split_elems;  // number of elements of a split; the last split may have fewer
 
   constexpr int64_t partials(int64_t rows) const { return splits > 1 ? rows * splits : 0; }
 };
 
-// The number of elements in a split: a multiple of what a block reads at once, so that every split
-// has the alignment of the row.
+// Returns the number of elements in a split. It is a multiple of the elements that a block reads at
+// once, so that every split has the alignment of the row.
 constexpr int64_t row_sum_split_elems(const RowSumProblem& p, int64_t splits) {
   const RowSumTile& tile = kRowSumTiles[kNumRowSumTiles - 1];
   const int64_t round = int64_t{16} / p.elem_size * tile.threads * tile.loads;
@@ -91,8 +93,8 @@ constexpr RowSumChoice choose_row_sum(const RowSumProblem& problem) {
                     : (split_bytes > kMaxSplitBytes ? kMaxSplitBytes : split_bytes);
   const int64_t min_bytes = (bytes + kMaxSplits - 1) / kMaxSplits;
   split_bytes = split_bytes < min_bytes ? min_bytes : split_bytes;
-  // Round up to a multiple of what a block reads at once, so that every split has the alignment of
-  // the row.
+  // Round the size of a split up to a multiple of the bytes that a block reads at once, so that
+  // every split has the alignment of the row.
   const int64_t round = int64_t{16} * kRowSumTiles[last].threads * kRowSumTiles[last].loads;
   const int64_t split_elems = (split_bytes + round - 1) / round * round / problem.elem_size;
   return {RowSumEngine::kTile, last, (problem.n + split_elems - 1) / split_elems, split_elems};

@@ -73,7 +73,7 @@ struct RowSumFamily : FirstSizeByClass {
     return staged(x) ? "" : tile_text(kRowSumTiles[x[1]].threads, kRowSumTiles[x[1]].loads, x[2]);
   }
 
-  // Staged rows have no row_threads and no loads, so these columns are 0.
+  // For kStaged, row_threads and loads don't exist, so these columns are 0.
   static Columns columns(const RowSumProblem&, const Encoded& x) {
     return {{"row_threads", staged(x) ? 0 : kRowSumTiles[x[1]].threads},
             {"loads", staged(x) ? 0 : kRowSumTiles[x[1]].loads},

@@ -1,14 +1,15 @@
 // Sums over the last dim.  y[r] = sum_j x[r, j]        x (rows, n), y (rows,)
 //
-// If rows are short, some lanes of a warp sum a row; if they are also contiguous and unaligned, a
-// block stages several rows in shared memory. Longer rows have one block per row. If there are few
-// long rows, each row is split, with one block per split; the block that finishes a row last adds
-// up its partials. Every sum is added in a fixed order, so sums have the same bits in every run.
+// If rows are short, some lanes of a warp sum a row. If short rows are contiguous and unaligned, a
+// block first copies several rows to shared memory. Longer rows have one block per row. If there
+// are few long rows, each row is divided into splits, with one block per split. The last block of a
+// row that finishes adds up the partials of the row's splits. Every sum is added in a fixed order,
+// so sums have the same bits in every run.
 //
-// Error bound: an element takes part in 3 additions within its access, 16 additions of a thread's
-// accumulator, one addition per 16 rounds of the block, and at most 60 additions between
-// accumulators, threads and splits. So the error is at most (80 + n / 65536) * 2^-24 * sum |x|,
-// plus the rounding of the result.
+// Error bound: the value of an element goes through 3 additions within its access, 16 additions of
+// a thread's accumulator, one addition per 16 rounds of the block, and at most 60 additions between
+// accumulators, threads and splits. Therefore the error is at most (80 + n / 65536) * 2^-24 * sum
+// |x|, plus the rounding of the result.
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -64,14 +65,15 @@ __device__ __forceinline__ float sum_of(const Vec<T, kElems>& x) {
   return pairwise_sum(r_x);
 }
 
-// The number of elements before the first 16-byte boundary.
+// Returns the number of elements between g_from and the first 16-byte boundary.
 template <typename T>
 __device__ __forceinline__ int elems_to_boundary(const T* g_from) {
   const int past = static_cast<int>(reinterpret_cast<uintptr_t>(g_from) % kVectorBytes);
   return (kVectorBytes - past) % kVectorBytes / static_cast<int>(sizeof(T));
 }
 
-// Returns the partial sum over n elements of thread `lane`, one of kRowThreads threads.
+// Returns the partial sum of one thread. kRowThreads threads together sum n elements, and `lane` is
+// the index of this thread.
 template <typename Config>
 __device__ __forceinline__ float thread_sum(const typename Config::T* g_from, int64_t n, int lane) {
   using T = typename Config::T;
@@ -110,7 +112,7 @@ __device__ __forceinline__ float thread_sum(const typename Config::T* g_from, in
   return sum;
 }
 
-// Sums rows with at most a warp per row and several rows per block.
+// Sums short rows. A row has at most one warp, and a block has several rows.
 template <typename Config>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_rows_kernel(
     const RowSumArgs<typename Config::T> args) {
@@ -125,7 +127,7 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_rows_kernel(
   if (lane == 0 && row < args.rows) args.g_y[row] = from_float<typename Config::T>(sum);
 }
 
-// Sums one row, or one split of a row, per block.
+// Sums long rows. A block sums one row or one split of a row.
 template <typename Config>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
     const RowSumArgs<typename Config::T> args) {
@@ -146,7 +148,7 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
   float* g_partials = args.g_partials + static_cast<int64_t>(row) * args.splits;
   if (threadIdx.x == 0) {
     g_partials[split] = sum;
-    __threadfence();  // publishes the partial before the counter shows it
+    __threadfence();  // publishes the partial before the counter rises
     s_last = atomicAdd(args.g_counters + row, 1u) == static_cast<unsigned>(args.splits - 1);
   }
   __syncthreads();
@@ -161,8 +163,8 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
   }
 }
 
-// Stages rows_per_block contiguous short rows in shared memory, where kRowSumThreads /
-// rows_per_block threads sum each row. rows_per_block must be a power of two.
+// Sums contiguous short rows. A block copies rows_per_block rows to shared memory. Then
+// kRowSumThreads / rows_per_block threads sum each row. rows_per_block must be a power of two.
 template <typename T>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T* g_x, T* g_y,
                                                                         int64_t rows, int n,
@@ -170,8 +172,9 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T*
   constexpr int kElems = kVectorBytes / sizeof(T);
   constexpr int kLoads = kStagedBytes / kVectorBytes / kRowSumThreads;
   constexpr int kSums = 4;
-  // NOTE: rows keep their offset from a 16-byte boundary, so that source and destination of the
-  // copy are both aligned. This needs space for one more access.
+  // NOTE: in shared memory, the first row has the same offset from a 16-byte boundary as in global
+  // memory. Therefore both the source and the destination of a copy are aligned. This needs space
+  // for one more access.
   __shared__ alignas(kVectorBytes) T s_x[kStagedBytes / sizeof(T) + kElems];
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int64_t rows_left = rows - first_row;
@@ -221,7 +224,7 @@ void launch_staged(const RowSumArgs<T>& args, cudaStream_t stream) {
   int rows_per_block = kRowSumThreads;
   while (rows_per_block * row_bytes > kStagedBytes) rows_per_block /= 2;
   static_assert(kStagedBytes / kStagedRowBytes >=
-                kRowSumThreads / kWarp);  // at most a warp per row
+                kRowSumThreads / kWarp);  // a row has at most one warp
   for (int64_t first = 0; first < args.rows; first += kMaxGrid * rows_per_block) {
     const int64_t blocks = (args.rows - first + rows_per_block - 1) / rows_per_block;
     launch_kernel(row_sum_staged_kernel<T>, {std::min(blocks, kMaxGrid), kRowSumThreads}, stream,

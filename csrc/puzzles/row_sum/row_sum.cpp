@@ -1,8 +1,8 @@
 // Sums over the last dim:  y[...] = sum_j x[..., j]        x (..., n), y (...)
 // Gradient:                dx[..., j] = dy[...], an expanded view, twice differentiable
 //
-// The sums are accumulated in fp32 (fp64 for fp64) and rounded once. n = 0 gives zeros, as in
-// torch.
+// The sums are accumulated in fp32 (fp64 for fp64 inputs) and rounded once. If n is 0, the sums are
+// 0, as in torch.
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"

@@ -22,7 +22,7 @@ struct RowSumParams {
   unsigned* counters;  // (rows,), zero before and after the launch; nullptr without splits
 };
 
-// All sizes must be at least 1.
+// Launches the sum. All sizes must be at least 1.
 void launch_row_sum(const RowSumParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,5 +1,6 @@
-// Launches the backward of scalar_attention. A sweep whose threads own rows computes dq; a sweep
-// whose threads own keys computes dk and dv. The sweeps are in puzzles/scalar_attention/sweep.cuh.
+// Launches the backward of scalar_attention. In the sweep that computes dq, threads own rows. In
+// the sweep that computes dk and dv, threads own keys. puzzles/scalar_attention/sweep.cuh defines
+// the sweeps.
 #include "puzzles/scalar_attention/launch.cuh"
 
 namespace torchweld {

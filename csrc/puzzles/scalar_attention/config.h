@@ -1,14 +1,15 @@
-// How the sweeps of scalar_attention divide the (i, j) plane. This is pure host code that is tested
-// without a GPU.
+// Chooses how the sweeps of scalar_attention divide the pairs (i, j) among blocks and threads. This
+// is pure host code that is tested without a GPU.
 #pragma once
 
 #include <cstdint>
 
 namespace torchweld {
 
-// A sweep computes all pairs (i, j): each thread owns elements of one side and streams all elements
-// of the other side. Exponentials limit its speed. Therefore a thread computes the exponentials of
-// some of its owned elements by a polynomial, which balances the FMA pipe and the exponential unit.
+// A sweep computes all pairs of a row i and a key j. Each thread owns some elements of one side
+// (rows or keys) and streams all elements of the other side. Exponentials limit the speed of a
+// sweep. Therefore a thread computes the exponentials of some of its owned elements by a
+// polynomial. This balances the load of the FMA pipe and of the exponential unit.
 enum ScalarAttentionSweep {
   kForwardSweep,  // owns rows i; sums e and e v over j
   kQuerySweep,    // owns rows i; sums e (v - mean) k over j
@@ -16,13 +17,14 @@ enum ScalarAttentionSweep {
   kNumScalarAttentionSweeps
 };
 
-// NOTE: there are no default member initialisers, because nvcc 13.0 would run them only for the
-// first row of an array.
+// A tile of a sweep.
+// NOTE: this struct has no default member initialisers, because nvcc 13.0 would run them only for
+// the first row of an array.
 struct ScalarAttentionTile {
-  int owners;      // owned elements per thread
-  int polynomial;  // owned elements whose exponentials are polynomials
-  int chunk;       // streamed elements that share an accumulator
-  int cost;        // per pair, relative to the other tiles of the sweep
+  int owners;      // number of owned elements per thread
+  int polynomial;  // number of owned elements per thread that use the polynomial
+  int chunk;       // number of streamed elements that share an accumulator
+  int cost;        // time per pair, relative to the other tiles of the sweep
 };
 
 inline constexpr int kNumScalarAttentionTiles = 2;
@@ -33,11 +35,11 @@ inline constexpr ScalarAttentionTile kScalarAttentionTiles[kNumScalarAttentionSw
                                                               {{8, 1, 64, 90}, {2, 0, 8, 130}}};
 
 inline constexpr int kScalarAttentionThreads = 128;
-inline constexpr int kScalarAttentionStage = 512;  // streamed elements in shared memory
+inline constexpr int kScalarAttentionStage = 512;  // streamed elements per stage
 inline constexpr int kScalarAttentionMaxSplits = 64;
 
-// The power of two that scales the values, so that the sum of n products of values and exponentials
-// below 2 does not overflow unless the values do.
+// Returns a power of two by which the values are multiplied. A sum of n products of scaled values
+// and exponentials below 2 then overflows only if a value is infinite.
 constexpr float scalar_attention_value_scale(int64_t n) {
   float scale = 0.5f;
   for (int64_t reach = 1; reach < n; reach *= 2) scale *= 0.5f;
@@ -46,16 +48,16 @@ constexpr float scalar_attention_value_scale(int64_t n) {
 
 struct ScalarAttentionChoice {
   int tile;
-  int splits;         // splits of the streamed side, one block each; partials are added in order
-  int64_t per_split;  // streamed elements of a split
+  int splits;         // number of splits of the streamed side; one block per split
+  int64_t per_split;  // number of streamed elements of a split
 };
 
-// Returns the tile and the split with the lowest estimated time on `sms` multiprocessors.
+// Returns the tile and the number of splits with the lowest estimated time on a GPU with `sms` SMs.
 constexpr ScalarAttentionChoice choose_scalar_attention(ScalarAttentionSweep sweep, int64_t n,
                                                         int sms) {
-  constexpr int64_t kBusyBlocks = 4;  // per SM; fewer blocks leave the exponential unit idle
-  constexpr int64_t kMin = 32;        // minimum of streamed elements per split
-  constexpr int64_t kOverhead = 48;   // launch and reduction, in streamed elements
+  constexpr int64_t kBusyBlocks = 4;  // blocks per SM; fewer leave the exponential unit idle
+  constexpr int64_t kMin = 32;        // minimum number of streamed elements per split
+  constexpr int64_t kOverhead = 48;   // time of launch and reduction, in streamed elements
   ScalarAttentionChoice best = {0, 1, n};
   double best_cost = -1.0;
   for (int tile = 0; tile < kNumScalarAttentionTiles; ++tile) {

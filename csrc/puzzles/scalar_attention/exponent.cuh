@@ -1,10 +1,10 @@
 // The two ways to compute the exponentials of scalar_attention, e = exp(q k - max_j q k).
 //
-// The largest score of a row is q * max(k) or q * min(k), so the final maximum is known in advance.
-// If the scores of a row have a small range (spans_little), the exponential is computed as 2^(scale
-// * k + shift) with an integer shift. This needs one FMA and either the exponential unit, or
-// rounding to an integer and a polynomial. All other rows, including those with inf and NaN,
-// subtract the maximum first.
+// The largest score of a row is q * max(k) or q * min(k), so it is known before the sweep. If the
+// scores of a row have a small range (spans_little), the exponential is computed as 2^(scale * k +
+// shift) with an integer shift. The argument needs one FMA. The power of two is then computed by
+// the exponential unit, or by rounding to an integer and a polynomial. In all other rows, including
+// rows with inf and NaN, the maximum is first subtracted.
 // Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (the reduction).
 #pragma once
 
@@ -44,8 +44,8 @@ __device__ __forceinline__ RowExponent row_exponent(float q, KeyRange keys) {
   return {q, 0.5f * top_key(q, keys)};
 }
 
-// The factor that corrects the exponentials of a row: the integer shift of a fast row is off by up
-// to half a power of two.
+// Returns the factor that corrects the exponentials of a row. In a fast row, the shift is an
+// integer instead of the exact maximum, so the exponentials differ by a factor of up to sqrt(2).
 template <bool kFast>
 __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   if constexpr (!kFast) return 1.f;
@@ -58,19 +58,19 @@ __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
 template <bool kFast>
 __device__ __forceinline__ float exponential(RowExponent row, float k) {
   if constexpr (kFast) return exp2_approx_ftz(fmaf(row.scale, k, row.shift));
-  // The keys are halved, so that the difference of two finite keys is finite.
+  // Halve the keys, so that the difference of two finite keys is finite.
   const float below = fmaf(0.5f, k, -row.shift);
   return exp2_approx_ftz(row.scale * below * (2.f * kLog2OfE));
 }
 
-// Computes exponential<true> on the FMA pipe, as 2^n * 2^f with |f| <= 1/2. 2^f has an error of
-// 2^-22.
+// Computes exponential<true> on the FMA pipe, as 2^n * 2^f with an integer n and |f| <= 1/2. A
+// polynomial computes 2^f with an error of 2^-22.
 __device__ __forceinline__ float exponential_polynomial(RowExponent row, float k) {
-  // Adding kRound rounds to an integer, which is then in the low bits of the sum.
+  // Adding kRound rounds a number to an integer. The low bits of the sum hold this integer.
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23
   const float anchor = kRound + row.shift;
   const float rounded = fmaf(row.scale, k, anchor);
-  const float f = fmaf(row.scale, k, anchor - rounded);  // exact except for one rounding
+  const float f = fmaf(row.scale, k, anchor - rounded);  // only one rounding
   float y = 0.0013264728477224708f;
   y = fmaf(y, f, 0.009671512991189957f);
   y = fmaf(y, f, 0.05550733581185341f);

@@ -1,11 +1,12 @@
-// The three sweeps of scalar_attention: which elements each owns and streams, and what it sums.
+// The jobs of the three sweeps of scalar_attention. A job defines the owned elements, the streamed
+// elements and the sums of a sweep.
 #pragma once
 
 #include "puzzles/scalar_attention/sweep.cuh"
 
 namespace torchweld {
 
-// A row that a thread owns.
+// A row that a thread owns: its query and its exponent.
 struct RowOwner {
   float q;
   RowExponent row;

@@ -1,4 +1,4 @@
-// Launch functions that the forward and the backward of scalar_attention share.
+// Launch functions for both the forward and the backward of scalar_attention.
 #pragma once
 
 #include "core/device.h"
@@ -13,7 +13,7 @@ constexpr int kMaxVectors = 4;
 constexpr int kPrepareThreads = 1024;
 constexpr int kReduceThreads = 256;
 
-// The vectors of a call. The first one is the keys.
+// The vectors of a call. The first vector is the keys.
 struct PrepareArgs {
   ScalarAttentionVector from[kMaxVectors];
   int count;
@@ -63,7 +63,8 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
   *args.g_keys = {min, -min_negative};
 }
 
-// The scratch memory holds the range of the keys, the vectors, and the partials of the splits.
+// The number of floats for the range of the keys. The scratch memory holds this range, the vectors,
+// and the partials of the splits, in this order.
 constexpr int64_t kRangeFloats = 4;
 
 // Copies the vectors (k, v, q, then others) to the scratch memory and returns the arguments of the

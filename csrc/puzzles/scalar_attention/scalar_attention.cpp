@@ -4,11 +4,10 @@
 //
 // This is attention with a head dim of 1. The largest score of a row is q[i] * max(k) or q[i] *
 // min(k), so the sums need no rescaling, and the memory is linear in n. scalar_attention_forward
-// also returns what the backward needs, two vectors (n,) in fp32 (fp64 for fp64): mean, which is z
-// before rounding, and sum, which is each row's sum of exp(q[i] * k[j] - max_j). The backward
-// recomputes p from the sum, which is more accurate than from a logsumexp if the scores are large.
-// The CPU kernels hold one block of rows of scores at a time, and the backward computes their
-// softmax again.
+// also returns two vectors (n,) for the backward, in fp32 (fp64 for fp64 inputs). `mean` is z
+// before rounding. `sum` is each row's sum of exp(q[i] * k[j] - max_j). The backward recomputes p
+// from `sum`. For large scores, this is more accurate than a logsumexp. The CPU code holds the
+// scores of one block of rows at a time. Its backward computes the softmax of the scores again.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_softmax.h>
@@ -61,7 +60,8 @@ Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Te
 }
 TW_OP(scalar_attention_forward);
 
-// The op and its forward op. `into` is the function that computes their results on a device.
+// scalar_attention and scalar_attention_forward. `into` is the device's function that computes the
+// results.
 template <auto into>
 Tensor scalar_attention_on(const Tensor& q, const Tensor& k, const Tensor& v) {
   Tensor z = scalar_attention_meta(q, k, v);
@@ -96,9 +96,9 @@ Grads3 scalar_attention_backward_meta(const Tensor& dz, const Tensor& q, const T
 }
 TW_OP(scalar_attention_backward);
 
-// CPU: blocks of rows whose scores fit into the cache of a core, in a fixed number of groups. Sums
-// over the rows are accumulated per group, so that their bits do not depend on the number of
-// threads.
+// CPU: the division of the rows into blocks and groups. The scores of a block fit into the cache of
+// a core. The number of groups does not depend on the number of threads. Sums over rows are
+// accumulated per group, so that their bits do not depend on the number of threads.
 struct RowBlocks {
   static constexpr int64_t kScores = int64_t{1} << 16;
   static constexpr int64_t kMaxGroups = 32;
@@ -123,8 +123,8 @@ struct RowBlocks {
   }
 };
 
-// CPU: returns a contiguous copy of a vector in the dtype of the accumulator. It always copies,
-// because the bits of a matmul may depend on the alignment of its operands.
+// CPU: returns a contiguous copy of a vector in the dtype of the accumulator. The function always
+// copies, because the bits of a matmul may depend on the alignment of its operands.
 Tensor vector_of(const Tensor& t) {
   return t.detach().to(acc_dtype(t), /*non_blocking=*/false, /*copy=*/true).contiguous();
 }
@@ -135,7 +135,7 @@ Tensor probabilities(const Tensor& q, const Tensor& k, int64_t first, int64_t ro
   return at::_softmax(scores, -1, /*half_to_float=*/false);
 }
 
-// mean and sum may be nullptr if they are not needed.
+// CPU: computes z, mean and sum. mean and sum may be nullptr if they are not needed.
 void scalar_attention_into(Tensor& z, Tensor* mean, Tensor* sum, const Tensor& q, const Tensor& k,
                            const Tensor& v) {
   if (z.numel() == 0) return;

@@ -17,7 +17,7 @@ struct ScalarAttentionVector {
 struct ScalarAttentionParams {
   ScalarAttentionVector q, k, v;
   void* z;         // (n,), contiguous
-  float* mean;     // (n,), contiguous: z before rounding; mean and sum are nullptr if not needed
+  float* mean;     // (n,), contiguous: z before rounding; nullptr if not needed, as sum
   float* sum;      // (n,), contiguous
   float* scratch;  // scalar_attention_scratch_floats() floats
   int64_t n;
@@ -28,7 +28,7 @@ struct ScalarAttentionBackwardParams {
   ScalarAttentionVector dz, q, k, v;
   const float* mean;  // (n,), contiguous
   const float* sum;   // (n,), contiguous
-  void* dq;           // (n,), contiguous; dq, dk and dv are nullptr if not needed
+  void* dq;           // (n,), contiguous; nullptr if not needed, as dk and dv
   void* dk;
   void* dv;
   float* scratch;
@@ -36,7 +36,7 @@ struct ScalarAttentionBackwardParams {
   DType dtype;
 };
 
-// The number of floats of `scratch` that a launch on the current device needs.
+// Returns the number of floats in `scratch` for a launch on the current device.
 int64_t scalar_attention_scratch_floats(int64_t n, bool backward);
 
 void launch_scalar_attention(const ScalarAttentionParams& params, cudaStream_t stream);

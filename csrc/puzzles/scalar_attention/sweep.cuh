@@ -1,17 +1,17 @@
 // The sweep over all pairs (i, j) that computes scalar_attention and its gradient.
 //
-// A Job defines the owned and the streamed elements, and what a pair of them adds to the sums of
-// the owned element:
+// A Job defines the owned elements, the streamed elements, and the terms that a pair adds to the
+// sums of its owned element:
 //   Owner, Stream               an owned element in registers, a streamed one in shared memory
 //   owner(i), stream<kFast>(i)  load them
 //   row, key                    the row's exponent and the key of a pair
 //   fast_owner, fast_stream     whether the row allows the fast exponential (true for keys)
 //   prepare, add, factor        prepares an owner for a stage, adds a pair, scales the owner's sums
 // A block owns kThreads * kOwners elements and streams its split of the other side through shared
-// memory. The block chooses the fast or the general exponential once per stage. Each chunk of a few
-// streamed elements has its own accumulator, so that the error grows with the size of a chunk, not
-// with n. Each split writes its partials; a second kernel adds them in order, so results have the
-// same bits in every run.
+// memory. A stage is the streamed elements in shared memory. For each stage, the block chooses the
+// fast or the general exponential. Each chunk of a few streamed elements has its own accumulator,
+// so that the error grows with the size of a chunk, not with n. Each split writes its partials. A
+// second kernel adds the partials in order, so results have the same bits in every run.
 #pragma once
 
 #include "device/vec.cuh"
@@ -20,7 +20,8 @@
 
 namespace torchweld {
 
-// Contiguous fp32 vectors. The vectors that only the backward needs are nullptr in the forward.
+// The arguments of a sweep. The vectors are contiguous fp32 vectors. In the forward, the vectors
+// that only the backward needs are nullptr.
 struct ScalarAttentionArgs {
   const KeyRange* g_keys;
   const float *g_q, *g_k, *g_v, *g_dz, *g_mean, *g_sum;
@@ -96,7 +97,7 @@ __global__ __launch_bounds__(kScalarAttentionThreads,
   bool fast_owners = true;
 #pragma unroll
   for (int r = 0; r < Job::kOwners; ++r) {
-    // Threads behind the end use the last element and write nothing.
+    // Threads behind the last element load the last element and write nothing.
     const int64_t i = first + r * kScalarAttentionThreads;
     r_owner[r] = job.owner(i < args.n ? i : args.n - 1);
     fast_owners = fast_owners && job.fast_owner(r_owner[r]);
