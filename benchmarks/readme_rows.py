@@ -150,11 +150,19 @@ SUMMARY = [
         pictured=True,
     ),
     Summary(
-        "peak memory of that step",
-        "gpt2",
-        r"gpt2 training step .* bfloat16 peak memory, MiB",
+        "Llama 1.2B and Qwen3 0.6B training steps, bfloat16",
+        "models",
+        r"(llama|qwen3) .* bfloat16(, recomputed)?",
         "stock sdpa",
         "Hugging Face model with SDPA, eager",
+        pictured=True,
+    ),
+    Summary(
+        "the same steps",
+        "models",
+        r"(llama|qwen3) .* bfloat16(, recomputed)?",
+        "liger",
+        "Liger 0.8.5 with SDPA",
     ),
     Summary(
         "attention forward and backward, context parallel on 2 H100s",

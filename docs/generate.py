@@ -130,6 +130,29 @@ def versions_table() -> str:
     return "\n".join(["| | |", "| --- | --- |", *table, ""])
 
 
+def families_table() -> str:
+    """The decoder families that `fuse` knows, and the ops of their parts."""
+    from torchweld.integrations.families import FAMILIES
+
+    rows = [
+        "| family | norms | MLP | attention | layer | loss |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for family in FAMILIES.values():
+        offset = ", 1 + weight" if family.weight_offset else ""
+        heads = {"head": ", norms of each head", "row": ", norms of q and k", None: ""}
+        cells = [
+            f"`{family.prefix}ForCausalLM`",
+            f"`rms_norm`{offset}",
+            "`gated_linear`" if family.packed else "`gated_linear_pair`",
+            f"`rotary`{heads[family.head_norm]}, `attention`",
+            "`add_rms_norm`" if family.layer else "stock",
+            "`linear_cross_entropy`",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def plan_table() -> str:
     """The fastest layout that fits, by model and number of GPUs."""
     rows = ["| model | GPUs | FSDP2, context, tensor | GB a GPU | communication, without overlap |"]
@@ -261,6 +284,7 @@ def write() -> None:
         "ops.part.md": ops_table(),
         "versions.part.md": versions_table(),
         "plan.part.md": plan_table(),
+        "families.part.md": families_table(),
         **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),
