@@ -171,7 +171,7 @@ struct MaskedAttentionBlock : AttentionBlock {
   __device__ __forceinline__ bool may_have_gaps() const {
     return gaps.first_position != kSeesNothing;
   }
-  // Finds the gaps between the keys. All threads of `threads` / 32 warps call this function.
+  // Finds the gaps between the keys. `threads` threads, which form whole warps, call it together.
   __device__ __forceinline__ void find_gaps(int thread, int threads) {
     gaps.find(begin, first_position(), 0, keys, thread, threads);
   }

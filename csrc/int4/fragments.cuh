@@ -73,7 +73,7 @@ __device__ __forceinline__ void int4_clear(Sums& sums) {
   }
 }
 
-// Returns the word of a 16-column slice, out of a lane's four words of a chunk.
+// A lane holds four words of a chunk, one per 16-column slice. Returns the word of slice `slice`.
 __device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slice) {
   return slice == 0 ? words.x : slice == 1 ? words.y : slice == 2 ? words.z : words.w;
 }

@@ -382,7 +382,7 @@ struct AttentionSm90Consumer {
     query_state.advance();
   }
 
-  // The index in out and lse of row `row` of the work tile.
+  // The index that row `row` of the work tile has in `out` and `lse`.
   __device__ __forceinline__ int64_t out_row(const AttentionBlock& block, int row) const {
     const AttentionSizes& sizes = p.attention.sizes;
     const int head = static_cast<int>(block.batch) * static_cast<int>(sizes.nheads) +

@@ -17,8 +17,8 @@ __device__ __forceinline__ void griddep_launch_dependents() {
 
 // Waits until all earlier kernels have ended. Before this wait, a thread must not access memory
 // that the earlier kernels use.
-// NOTE: every thread must call this. Only then have all earlier kernels ended when this kernel
-// ends.
+// NOTE: every thread must call this function. Otherwise this kernel could end before an earlier
+// kernel has ended.
 __device__ __forceinline__ void griddep_wait() {
 #if TW_HAS_CLUSTERS
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -53,9 +53,9 @@ struct ScoreExponent {
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * (kPowerOf2 ? kLog2e : 1.f)) {}
   // NOTE: x - max is computed before the multiplication. It is exactly 0 for the largest score, so
-  // the probability of the largest score is exactly 1. With max * c, rounding could change this. In
-  // 16 bits, subnormal probabilities become 0. This is harmless, because the row also has a
-  // probability of 1.
+  // the probability of the largest score is exactly 1. x * c - max * c could differ from 0 by a
+  // rounding. For 16-bit types, subnormal probabilities become 0. This is harmless, because the row
+  // also has a probability of 1.
   __device__ __forceinline__ float operator()(float x, float max) const {
     if constexpr (kPowerOf2) return exp2_approx_ftz(fmaf(x - max, c, kProbabilityBias<T>));
     return expf((x - max) * c);
@@ -228,7 +228,8 @@ struct BlockGaps {
     return clamp_int(key - position, -(1 << 30), 1 << 30);
   }
 
-  // Finds the gaps. All threads of the block call this function.
+  // Finds the gaps between the key ranges of the rows of `seen`. All threads of the block call this
+  // function.
   __device__ __forceinline__ void find(const TileMask& seen, int64_t position) {
     const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16 + lane / 4;
 #pragma unroll

@@ -283,8 +283,8 @@ struct TileMask {
   KeyRange all;      // every row of the warp sees all these keys
   KeyRange rows[2];  // the keys that rows lane / 4 and lane / 4 + 8 of the warp see
 
-  // Returns the mask of a block with rows [first_row, first_row + count), under causal and leftpad
-  // only.
+  // Returns the mask of a block with rows [first_row, first_row + count). It takes only causal
+  // masking and left padding into account.
   static __device__ __forceinline__ TileMask causal(const MaskParams& mask, int64_t pad,
                                                     int64_t first_row, int count) {
     const KeyRange first = mask.row_keys(first_row, pad);

@@ -205,7 +205,7 @@ struct Conv2dWeightSplit {
   constexpr int64_t partials() const { return chunks * blocks * taps * taps; }
 };
 inline constexpr int kWeightThreads = 256;
-inline constexpr int kWeightRows = 16;  // outputs of a column that a thread computes
+inline constexpr int kWeightRows = 16;  // number of outputs, all in one column, per thread
 inline constexpr int64_t kWeightBlocks = 1056;
 inline constexpr int64_t kMinWeightBlocks = 16;
 

@@ -15,7 +15,7 @@ namespace torchweld {
 // Then `x` holds dz, z holds dx, and z[b, i, j] = sum_pq weight[p, q] * x[b, i - p, j - q]. In this
 // formula x is 0 before the top and the left edge.
 struct Conv2dParams {
-  const void* x;       // (batch, height, width), columns contiguous
+  const void* x;       // (batch, height, width), stride 1 along the width
   const void* weight;  // (kernel_height, kernel_width), contiguous
   void* z;             // (batch, height, width), contiguous
   int64_t batch;
@@ -31,8 +31,8 @@ struct Conv2dParams {
 
 // The kernels compute dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q].
 struct Conv2dWeightParams {
-  const void* dz;   // (batch, height, width), columns contiguous
-  const void* x;    // (batch, height, width), columns contiguous
+  const void* dz;   // (batch, height, width), stride 1 along the width
+  const void* x;    // (batch, height, width), stride 1 along the width
   void* dweight;    // (kernel_height, kernel_width), contiguous
   float* partials;  // split.partials() floats
   int64_t batch;
