@@ -111,6 +111,7 @@ __getattr__, __dir__ = _lazy(
     __name__,
     {
         "FuseReport": "integrations",
+        "integrations": "integrations",
         "fuse": "integrations",
         "unfuse": "integrations",
         "testing": "testing",
