@@ -182,7 +182,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
     return make_float2(Config::kCentred ? p.mean[of] : 0.f, p.rstd[of]);
   };
   float2 next = statistics(row);
-  int stage = 0, free_stage = stages - 1, turn = 0;
+  int stage = 0, free_stage = stages - 1, exchange = 0;
   for (; row < p.rows; row += step) {
     const float mean = next.x, rstd = next.y;
     next = statistics(row + step);
@@ -210,7 +210,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
     }
     if (p.dx != nullptr) {
       sums = warp_sum(sums);
-      if constexpr (kExchanges) sums = s_exchange[turn].sum_warps(sums);
+      if constexpr (kExchanges) sums = s_exchange[exchange].sum_warps(sums);
       const float mean_g = Config::kCentred ? sums.x / count : 0.f, mean_product = sums.y / count;
       T* g_dx = static_cast<T*>(p.dx) + row * p.dx_row_stride;
 #pragma unroll
@@ -234,7 +234,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
     }
     free_stage = stage;
     stage = stage + 1 == stages ? 0 : stage + 1;
-    turn ^= 1;
+    exchange ^= 1;
   }
   copy_async_wait<0>();
   if (sums_rows) store_sums<Config>(p, reinterpret_cast<float*>(s_ring), r_sums);
