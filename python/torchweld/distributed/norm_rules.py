@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
 
 # Names of arguments and results that have the leading dims of the rows.
 _ROWS = ("x", "residual", "dy", "dnormed", "dsum", "dx", "result", "y", "normed", "sum")
 _STATISTICS = ("mean", "rstd")
 
 
-def _norm(call: Any) -> list[dict[str, Any]]:
-    from torch.distributed.tensor import Partial, Shard
-
+def _norm(call: Call) -> list[Row]:
     dims = len(call.shape("x" if call.has("x") else "sum")) - 1
-    shared = dict.fromkeys(("dweight", "dbias"), Partial())
-    return [{**shared, **dict.fromkeys((*_ROWS, *_STATISTICS), Shard(d))} for d in range(dims)]
+    shared = all_of(("dweight", "dbias"), partial())
+    return [{**shared, **all_of((*_ROWS, *_STATISTICS), shard(d))} for d in range(dims)]
 
 
-RULES = {
+NORM_RULES: dict[str, Rule] = {
     op + end: _norm
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
     for end in ("", "_forward", "_backward")

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from torchweld.distributed import norm_rules
 from torchweld.distributed.loss_rules import LOSS_RULES
+from torchweld.distributed.norm_rules import NORM_RULES
 from torchweld.distributed.pair_rules import PAIR_RULES
 from torchweld.distributed.rotary_rules import ROTARY_RULES
 from torchweld.distributed.rows import OF_NORM, Call, Row, Rule, all_of, partial, shard
@@ -192,7 +192,7 @@ _LAYERS: dict[str, Rule] = {
 RULES: dict[str, Rule] = {
     **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
     **LOSS_RULES,
-    **norm_rules.RULES,
+    **NORM_RULES,
     "attention_with_lse": _attention,
     "causal_softmax": _causal_softmax,
     "causal_softmax_backward": _causal_softmax,
