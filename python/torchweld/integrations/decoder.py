@@ -150,15 +150,15 @@ class FusedNorm(Part):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not _runs_norm(self, hidden_states):
             return stock_forward(self, hidden_states)
-        row = getattr(self, ROW)
         if measure.seen is not None:
             measure.note(self)
-        return ops.rms_norm(
-            hidden_states,
-            self.weight,
-            eps=getattr(self, row.eps),
-            weight_offset=row.weight_offset,
-        )
+        return ops.rms_norm(hidden_states, self.weight, **_options(self))
+
+
+def _options(norm: nn.Module) -> dict[str, float]:
+    """What a fused norm hands its op."""
+    row: Norm = getattr(norm, ROW)
+    return {"eps": getattr(norm, row.eps), "weight_offset": row.weight_offset}
 
 
 def _runs_norm(norm: nn.Module, x: Tensor) -> bool:
@@ -347,14 +347,7 @@ class FusedLayer(Part):
         else:
             if measure.seen is not None:
                 measure.note((norm, "add"))
-            norm_row = getattr(norm, ROW)
-            h, x = ops.add_rms_norm(
-                h,
-                x,
-                norm.weight,
-                eps=getattr(norm, norm_row.eps),
-                weight_offset=norm_row.weight_offset,
-            )
+            h, x = ops.add_rms_norm(h, x, norm.weight, **_options(norm))
         return x + _after(self, row.after_mlp, row.multiplier, self.mlp(h))
 
 
