@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +88,24 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
 def each_of(times: int, timings: dict[str, Timing]) -> dict[str, Timing]:
     """The timings of one call out of `times`."""
     return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in timings.items()}
+
+
+def peak_memory(call: Callable[[], object], held: int | None = None) -> Timing:
+    """The largest memory in MiB during a call beyond `held` bytes, by default those before it."""
+    if held is None:
+        held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    mib = (torch.cuda.max_memory_allocated() - held) / 2**20
+    return Timing(mib, mib, mib)
+
+
+def installed(module: str, name: str) -> Any:
+    """A peer's function or class, None where its package is not installed or lacks it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def free() -> None:

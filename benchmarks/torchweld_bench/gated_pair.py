@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, free, in_turn, largest_error
+from torchweld_bench.common import dtype_text, free, in_turn, installed, largest_error
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
@@ -38,11 +38,10 @@ def _packed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _liger() -> Callable[..., Tensor] | None:
-    try:
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-    except ImportError:
+    gate = installed("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
+    if gate is None:
         return None
-    return lambda x, left, right: LigerSiLUMulFunction.apply(F.linear(x, left), F.linear(x, right))
+    return lambda x, left, right: gate.apply(F.linear(x, left), F.linear(x, right))
 
 
 def _errors(x: Tensor, left: Tensor, right: Tensor) -> dict[str, float]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import torchweld
-from torchweld.tuning.timer import Timing, interleaved
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import peak_memory
 from torchweld_bench.results import Row, make_row
 
 _BATCH, _SEQLEN = 16, 1024
@@ -63,10 +64,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         for other in models.keys() - {name}:
             optimizers[other].zero_grad(set_to_none=True)
             others += _held_bytes(models[other], optimizers[other])
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        mib = (torch.cuda.max_memory_allocated() - others) / 2**20
-        memory[name] = Timing(mib, mib, mib)
+        memory[name] = peak_memory(step, held=others)
     for name, end in (("fuse", ""), ("fuse(loss=True)", ", with its loss")):
         case = f"gpt2 training step ({_BATCH}, {_SEQLEN}) bfloat16{end}"
         for label, values in ((case, times), (f"{case} peak memory, MiB", memory)):

@@ -13,11 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.common import dtype_text, free, in_turn, largest_error
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import (
+    dtype_text,
+    free,
+    in_turn,
+    installed,
+    largest_error,
+    peak_memory,
+)
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
+_LIGER = "liger_kernel.transformers.functional"
 _CHECKED_ROWS = 64
 # Rows, features, words: Llama 3.2 1B, Llama 3.1 8B, GPT-2, Qwen 2.5.
 _SIZES = (
@@ -49,38 +57,16 @@ def _products(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor
     return torch.mm(x, weight.t()), torch.mm(logits, weight), torch.mm(logits.t(), x)
 
 
-def _liger() -> Callable[..., Tensor] | None:
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError:
-        return None
-    return liger_fused_linear_cross_entropy
-
-
 def _peers_of_logits() -> dict[str, Callable[..., Tensor]]:
     """The losses of given logits that are installed."""
     peers: dict[str, Callable[..., Tensor]] = {}
-    try:
-        from quack.cross_entropy import cross_entropy as quack
-
+    quack = installed("quack.cross_entropy", "cross_entropy")
+    if quack is not None:
         peers["quack"] = lambda logits, target: quack(logits, target, reduction="mean")
-    except ImportError:
-        pass
-    try:
-        from liger_kernel.transformers.functional import liger_cross_entropy
-
-        peers["Liger"] = lambda logits, target: liger_cross_entropy(logits, target)
-    except ImportError:
-        pass
+    liger = installed(_LIGER, "liger_cross_entropy")
+    if liger is not None:
+        peers["Liger"] = liger
     return peers
-
-
-def _peak(call: Callable[[], Any]) -> Timing:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return Timing(mib, mib, mib)
 
 
 def _errors(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, float]:
@@ -121,13 +107,13 @@ def _training(
         "torch.compile": gradients(torch.compile(_eager)),
         "products": lambda: _products(x.detach(), padded, logits),
     }
-    liger = _liger()
+    liger = installed(_LIGER, "liger_fused_linear_cross_entropy")
     if liger is not None:
         calls["Liger"] = lambda: torch.autograd.grad(liger(x, weight, target), operands)
     errors = _errors(x, weight, target)
     times = interleaved(_captured(calls), device="cuda", rounds=_ROUNDS)
     free()
-    memory = {name: _peak(call) for name, call in calls.items() if name != "products"}
+    memory = {name: peak_memory(call) for name, call in calls.items() if name != "products"}
     for peer in ("eager", "torch.compile", "products", "Liger"):
         if peer in times:
             name = f"{case} over {peer}"
@@ -164,7 +150,7 @@ def _forward(
     }
     graphs = {name: in_turn([call], 1) for name, call in calls.items()}
     times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
-    memory = {name: _peak(call) for name, call in calls.items() if name != "product"}
+    memory = {name: peak_memory(call) for name, call in calls.items() if name != "product"}
     for what, column in (("the loss", "loss"), ("log-probabilities and entropy", "ours")):
         name = f"{case}, {what} over one product"
         both = {"ours": times[column], "product": times["product"]}
@@ -203,7 +189,7 @@ def _given_logits(m: int, n: int, targets: dict[str, float]) -> Iterator[Row]:
         "allowed_error": eager_error,
     }
     times = interleaved(_captured(calls), device="cuda", rounds=_ROUNDS)
-    memory = {name: _peak(calls[name]) for name in ("ours", "eager")}
+    memory = {name: peak_memory(calls[name]) for name in ("ours", "eager")}
     case = f"cross_entropy ({m}, {n}) {dtype_text(logits.dtype)}, forward and backward"
     for peer in ("copy", "eager", "torch.compile", "quack", "Liger"):
         if peer in times:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.common import dtype_text, in_turn, largest_error
+from torchweld.tuning.timer import interleaved
+from torchweld_bench.common import dtype_text, in_turn, largest_error, peak_memory
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 11
@@ -52,14 +52,6 @@ def _gradients(f: Callable[..., Tensor], args: list[Tensor], dy: Tensor) -> tupl
     return torch.autograd.grad(f(*args), args, dy)
 
 
-def _peak(f: Callable[[], object]) -> Timing:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    f()
-    mib = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return Timing(mib, mib, mib)
-
-
 def _rows_of(
     op: str, m: int, k: int, n: int, dtype: torch.dtype, targets: dict[str, float]
 ) -> Iterator[Row]:
@@ -91,7 +83,7 @@ def _rows_of(
     }
     graphs = {name: in_turn([call], 1) for name, call in calls.items()}
     times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
-    memory = {name: _peak(call) for name, call in calls.items()}
+    memory = {name: peak_memory(call) for name, call in calls.items()}
     case = f"{op} ({m}, {k}, {n}) {dtype_text(dtype)}, forward and backward"
     for name, what, against in (
         (case, times, "torch.compile"),

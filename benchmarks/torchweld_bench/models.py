@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torchweld
 from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.common import free
+from torchweld_bench.common import free, peak_memory
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
@@ -132,10 +132,7 @@ def _variants(case: _Case) -> tuple[dict[str, Callable[[], Tensor]], nn.Module]:
 
 def _peak(step: Callable[[], Tensor]) -> Timing:
     free()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    mib = torch.cuda.max_memory_allocated() / 2**20
-    return Timing(mib, mib, mib)
+    return peak_memory(step, held=0)
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:

@@ -8,7 +8,6 @@ three.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, in_turn, judged, two_roundings
+from torchweld_bench.common import dtype_text, in_turn, installed, judged, two_roundings
 from torchweld_bench.results import Row, make_row
 
 _SHAPES = ((16384, 4096), (16384, 2048), (4096, 8192), (1024, 4096), (8192, 768))
@@ -50,16 +49,12 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _peers() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     """RMSNorms of packages that are installed, as functions of x and weight."""
     found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-    try:
-        quack = importlib.import_module("quack")
-        found["quack"] = lambda x, weight: quack.rmsnorm(x, weight, eps=_EPS)
-    except Exception:  # an installed package may not fit this torch
-        pass
-    try:
-        liger = importlib.import_module("liger_kernel.transformers.functional")
-        found["Liger"] = lambda x, weight: liger.liger_rms_norm(x, weight, _EPS, in_place=False)
-    except Exception:
-        pass
+    quack = installed("quack", "rmsnorm")
+    if quack is not None:
+        found["quack"] = lambda x, weight: quack(x, weight, eps=_EPS)
+    liger = installed("liger_kernel.transformers.functional", "liger_rms_norm")
+    if liger is not None:
+        found["Liger"] = lambda x, weight: liger(x, weight, _EPS, in_place=False)
     return found
 
 

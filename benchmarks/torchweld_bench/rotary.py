@@ -16,6 +16,7 @@ from torchweld_bench.common import (
     dtype_text,
     free,
     in_turn,
+    installed,
     largest_error,
     largest_magnitude,
     two_roundings,
@@ -53,14 +54,6 @@ def eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return rotated(q), rotated(k)
 
 
-def _liger() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    try:
-        from liger_kernel.ops.rope import LigerRopeFunction
-    except ImportError:
-        return None
-    return LigerRopeFunction.apply
-
-
 def _tables(seqlen: int, size: int) -> list[Tensor]:
     inverse = 10000.0 ** (-torch.arange(0, size, 2, device="cuda") / size)
     angle = torch.arange(seqlen, device="cuda")[None, :, None] * inverse
@@ -91,9 +84,9 @@ def _case(
         "eager": eager_rotary,
         "torch.compile": torch.compile(eager_rotary),
     }
-    liger = _liger()
+    liger = installed("liger_kernel.ops.rope", "LigerRopeFunction")
     if liger is not None and tables[0].shape[-1] == q.shape[-1] and tables[0].dtype == q.dtype:
-        functions["Liger"] = liger
+        functions["Liger"] = liger.apply
     # Liger writes over its arguments.
     given = {name: [q.clone(), k.clone()] if name == "Liger" else [q, k] for name in functions}
 
