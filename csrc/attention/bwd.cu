@@ -3,6 +3,7 @@
 // attention/sm90/bwd_2cta_kernel.cuh and attention/sync/bwd_tiles.cuh, and for large head dims in
 // attention/general/bwd.cu.
 #include <climits>
+#include <cmath>
 
 #include "attention/bwd_args.cuh"
 #include "attention/sm90/bwd.h"
@@ -179,7 +180,11 @@ struct Scratch {
     const int64_t columns = attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
     rows = (sizes.seqlen_q + pad - 1) / pad * pad;
     delta = sizes.batch * sizes.nheads * rows;
-    dq = 2 * delta;
+    const bool has_stat_slice =
+        choice.engine == AttentionEngine::kSm90 &&
+        kAttentionBackwardSm90Tiles[choice.tile].has_stat_slice(params.mask.is_general());
+    constexpr int64_t kStatSliceFloats = AttentionBackwardSm90Tile::kStatSliceBytes / 4;
+    dq = (has_stat_slice ? kStatSliceFloats : 2) * delta;
     turns = dq + delta * columns;
     groups = turns + turns_bytes() / 4;
     const int64_t all_rows = params.mask.is_general() ? sizes.batch * rows : 0;
@@ -229,9 +234,16 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   args.parts_at_once = static_cast<unsigned>(order.at_once);
   args.wave = static_cast<unsigned>(order.wave);
   args.lse_factor = base_2 ? kLog2e : 1.f;
+  // NOTE: the stat slice holds lse / score_factor, so the factor must not be 0. A score times
+  // kMinFactor is 0 in all but name.
+  constexpr float kMinFactor = 1e-30f;
   args.score_factor = base_2 ? params.scale * kLog2e : params.scale;
+  if (std::fabs(args.score_factor) < kMinFactor) {
+    args.score_factor = std::copysign(kMinFactor, args.score_factor);
+  }
   args.shift = params.dtype == DType::kFloat16 ? kProbabilityShift<__half> : 0;
   args.g_lse = g_scratch;
+  args.g_stat_slice = static_cast<uint4*>(params.scratch);
   args.g_delta = g_scratch + scratch.delta;
   args.g_dq = g_scratch + scratch.dq;
   args.g_parts = reinterpret_cast<float4*>(g_scratch + scratch.parts);
@@ -314,7 +326,7 @@ void launch(const Args& args, const AttentionBackwardParams& params, cudaStream_
   } else {
     launch_rows<T>(args, stream);
   }
-  launch_dlse(args, params.dlse, stream);
+  if (!sm90) launch_dlse(args, params.dlse, stream);
   launch_sink(args, params, stream);
   if (params.sizes.batch * params.sizes.nheads_kv * params.sizes.seqlen_k == 0) return;
   if (sm90) {

@@ -85,10 +85,8 @@ inline constexpr int kNumAttentionBackwardTiles =
 
 // A tile of Hopper's kernels. Each of two consumer warpgroups has 64 keys of the block. Both loop
 // over the query rows, `rows` at a time, with two stages of Q and dO. One warp loads tiles, and
-// other warps add to dQ. Head dims below `dim` are padded with zeros. If dk_in_flight is true, dK
-// += dS^T Q still runs while the warpgroups meet at the barrier before the dQ product. Not every
-// shape has registers for that. Under a general mask a tile has the rows of one group
-// (kAttentionBackwardRowPad). This leaves registers for the mask.
+// other warps add to dQ. Head dims below `dim` are padded with zeros. Under a general mask a tile
+// has the rows of one group (kAttentionBackwardRowPad). This leaves registers for the mask.
 //
 // For head dims above 128, two CTAs of a cluster process the same query tiles
 // (attention/sm90/bwd_2cta_kernel.cuh). Both warpgroups of a CTA have the same 64 keys. Each
@@ -97,8 +95,6 @@ inline constexpr int kNumAttentionBackwardTiles =
 struct AttentionBackwardSm90Tile {
   int dim;  // the number of columns of the sums of dQ
   int rows;
-  bool dk_in_flight;
-  bool masked_dk_in_flight;
   int keys;                  // per block
   int blocks;                // per cluster
   int head_dim, head_dim_v;  // maximum
@@ -110,6 +106,11 @@ struct AttentionBackwardSm90Tile {
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
   constexpr bool is_2cta() const { return dim > 128; }
+  // Whether lse and delta of the query rows are one more k-slice of the products for S and dP. This
+  // k-slice has kStatSliceBytes bytes per query row. With 128 rows it does not fit in shared
+  // memory. Under a soft cap it can't be used, because tanh is applied before lse is subtracted.
+  static constexpr int kStatSliceBytes = 16;
+  constexpr bool has_stat_slice(bool masked) const { return dim == 128 && !masked; }
   // The size of the tile in shared memory, in bytes. Shared memory holds K, V, two stages of Q and
   // dO, two buffers of dS, and one fp32 dQ tile per dQ store warp. In a 2-CTA tile, dO has one
   // stage, dS has one buffer, and dQ is half a tile. Two more buffers hold half of the peer's K,
@@ -126,10 +127,10 @@ struct AttentionBackwardSm90Tile {
 };
 
 inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
-    {64, 128, false, true, 128, 1, 64, 64},
-    {128, 64, true, false, 128, 1, 128, 128},
-    {256, 64, true, true, 64, 2, 192, 128},
-    {256, 64, true, true, 64, 2, 256, 256}};
+    {64, 128, 128, 1, 64, 64},
+    {128, 64, 128, 1, 128, 128},
+    {256, 64, 64, 2, 192, 128},
+    {256, 64, 64, 2, 256, 256}};
 inline constexpr int kNumAttentionBackwardSm90Tiles =
     sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
 

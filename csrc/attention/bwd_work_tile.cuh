@@ -15,7 +15,7 @@ namespace torchweld {
 // block's query tiles see.
 template <typename Span>
 struct alignas(8) BackwardWorkTile {
-  int sequence;
+  int sequence;  // kNoWork if all work tiles have been drawn
   int head_kv;
   int first_key;
   int dq_order;  // this block's position in the order in which blocks add to a dQ tile
@@ -30,8 +30,12 @@ struct alignas(8) BackwardWorkTile {
   // keys have fewer query tiles. With tile_steps = 1 they would wait for the blocks of earlier keys
   // at the end of every head.
   int tile_steps;
-  int direction;  // only for Hopper: 1 if the loop visits the tiles in ascending order, else -1
-  int part;       // index of the part among all batch * nheads_kv * group_parts parts
+  int direction;   // only for Hopper: 1 if the loop visits the tiles in ascending order, else -1
+  int first_step;  // only for the persistent kernel: the iterations of the CTA's earlier work tiles
+  int part;        // index of the part among all batch * nheads_kv * group_parts parts
+
+  static constexpr int kNoWork = -1;
+  __device__ __forceinline__ bool is_end() const { return sequence == kNoWork; }
 
   // Only for Hopper's kernels: the number of iterations of the loop over the tiles of all heads.
   __device__ __forceinline__ int steps() const {
@@ -51,6 +55,10 @@ struct alignas(8) BackwardWorkTile {
     const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
     const unsigned parts = args.group_parts, all_parts = sizes.batch * sizes.nheads_kv * parts;
     const unsigned ticket = atomicAdd(g_ticket, 1u);
+    if (ticket >= all_parts * key_tiles) {
+      sequence = kNoWork;
+      return;
+    }
     const unsigned before = ticket / (args.parts_at_once * key_tiles) * args.parts_at_once;
     const unsigned rest = ticket - before * key_tiles;
     const unsigned abreast = min(all_parts - before, args.parts_at_once);
@@ -82,17 +90,25 @@ struct alignas(8) BackwardWorkTile {
     }
   }
 
-  // The version of get_work for a general mask. All threads call this function. dq_order is the
-  // index of the key tile. first_tile and last_tile are the first and the last query tile in which
-  // some row sees a key of the block.
-  template <typename Config>
+  // The version of get_work for a general mask. kThreads threads call this function: the block, or
+  // one warp. dq_order is the index of the key tile. first_tile and last_tile are the first and the
+  // last query tile in which some row sees a key of the block.
+  template <typename Config, int kThreads = Config::kThreads>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
                                                   unsigned* g_ticket) {
     constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
+    const auto sync = [] {
+      if constexpr (kThreads == kWarp) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
+    };
     if (threadIdx.x == 0) get_work<Config>(args, g_ticket);
-    __syncthreads();
+    sync();
+    if (is_end()) return;
     const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
-    for (int i = threadIdx.x; i < groups; i += Config::kThreads) {
+    for (int i = threadIdx.x; i < groups; i += kThreads) {
       const BlockMask& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
       if (group.begin >= first_key + Config::kKeys || group.end <= first_key) continue;
       atomicMin(&span.begin, group.begin);
@@ -100,13 +116,13 @@ struct alignas(8) BackwardWorkTile {
       atomicMin(&first_tile, i * kGroupTiles);
       atomicMax(&last_tile, (i + 1) * kGroupTiles - 1);
     }
-    __syncthreads();
+    sync();
     if (threadIdx.x == 0) {
       const int rows = static_cast<int>(args.params.sizes.seqlen_q);
       if (span.end == 0) end_head = first_head;
       last_tile = min(last_tile, (rows - 1) / Config::kRows);
     }
-    __syncthreads();
+    sync();
   }
 };
 

@@ -19,5 +19,9 @@ template <int kBarrier, int kThreads>
 __device__ __forceinline__ void named_barrier_wait() {
   asm volatile("bar.sync %0, %1;" : : "n"(kBarrier), "n"(kThreads) : "memory");
 }
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_barrier_arrive() {
+  asm volatile("bar.arrive %0, %1;" : : "n"(kBarrier), "n"(kThreads) : "memory");
+}
 
 }  // namespace torchweld

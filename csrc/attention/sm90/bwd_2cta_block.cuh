@@ -25,6 +25,8 @@ struct Backward2CtaConfig {
   // kCtaKeys is the number of keys of a CTA, kKeys the number of keys of the cluster.
   static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
+  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked);
+  static_assert(!kStatSlice);
   static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is complete
   // kStages is the number of stages of Q. dO has one stage.
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
@@ -52,6 +54,12 @@ struct Backward2CtaConfig {
     return work.first_key + cta_rank() * kCtaKeys;
   }
   static __device__ __forceinline__ int first_row(int warpgroup) { return warpgroup * kScoreRows; }
+  static __device__ __forceinline__ const WorkTile& work_tile(const Shared& s, int /*stage*/) {
+    return s.work;
+  }
+  static __device__ __forceinline__ const float* lse_tile(const Shared& s, int stage) {
+    return s.lse[stage];
+  }
   static_assert(kDim == 256 && kCtaKeys == 64 && kRows == 64 && kCtas == 2);
   static_assert(kRows == kAttentionBackwardRowPad);
 };
@@ -79,6 +87,7 @@ struct Backward2CtaShared {
   uint64_t ds_full;    // the peer's dS has arrived in this CTA
   uint64_t ds_sent;    // this CTA's dS has arrived in the peer
   alignas(8) typename Config::WorkTile work;
+  int2 query_tiles[Config::kStages];  // see BackwardQueryTile
 };
 
 // Named barriers of the 2-CTA kernel, in addition to those of BackwardSm90Barrier. They reuse the
@@ -133,6 +142,10 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
   constexpr int kStatBytes = kRows * 4;
   constexpr int kSeenBytes = sizeof(BlockMask) + kRows * sizeof(KeyRange32);
   for (int step = 0; step < steps; ++step) {
+    if constexpr (!Config::kMasked) {
+      mbarrier_wait(&s.q_pipeline.empty[q_state.stage], q_state.parity ^ 1);
+      s.query_tiles[q_state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
+    }
     uint64_t* s_full =
         s.q_pipeline.acquire(q_state, kBoxesQk * Config::kQueryBoxBytes + kStatBytes +
                                           (Config::kMasked ? kSeenBytes : 0));

@@ -17,12 +17,11 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   using Base = BackwardSm90Scores<Config>;
   using T = typename Config::T;
   using Base::dp_to_ds, Base::end_live, Base::first_live, Base::first_row, Base::init_dp,
-      Base::is_edge, Base::lane, Base::load_stats, Base::make_tile_iterator, Base::s_to_p,
-      Base::warp, Base::zero_unseen_rows;
+      Base::lane, Base::load_stats, Base::query_tile, Base::s_to_p, Base::warp,
+      Base::zero_unseen_rows;
   using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices;
   using typename Base::Params, typename Base::RowStats, typename Base::ScoreAcc,
-      typename Base::ScoreOperand, typename Base::Shared, typename Base::State,
-      typename Base::TileIterator;
+      typename Base::ScoreOperand, typename Base::Shared, typename Base::State;
   using DoutState = PipelineState<1>;
   static constexpr int kDkBoxes = Config::kBoxes / 2, kDvBoxes = Config::kBoxesV / 2;
   using DkAcc = float[kDkBoxes * 32];
@@ -65,6 +64,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     Base::template epilogue_dkv<false>(acc_dk, s_k + dk_box * Config::kKeyBoxBytes, 0, dk_box,
                                        p.dkey, p.args.params.scale);
     tma_wait_read<0>();
+    backward_sm90_close_dq_buffer(0, warpgroup);
   }
 
  private:
@@ -85,13 +85,12 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     ScoreAcc acc_s, acc_dp;
     DqAcc acc_dq;
     RowStats r_lse;
-    TileIterator tiles = make_tile_iterator();
     mbarrier_wait(&s.k_full, 0);
     zero_unseen_keys();
-    bool edge = mma_s(acc_s, r_lse, q_state, dout_state, tiles);
+    bool is_edge = mma_s(acc_s, r_lse, q_state, dout_state);
     mbarrier_wait(&s.v_full, 0);
     mma_dp(acc_dp, dout_state);
-    mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, tiles, edge);
+    mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
     // NOTE: at the start of an iteration, no wgmma is in flight whose result the iteration reads.
     // Otherwise ptxas would insert a wait directly after that wgmma (C7510).
 #pragma unroll 1
@@ -99,14 +98,13 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
       mma_dq(acc_dq, acc_dk, q_state, dout_state);
       q_state.advance();
       dout_state.advance();
-      tiles.advance();
-      edge = mma_s(acc_s, r_lse, q_state, dout_state, tiles);
+      is_edge = mma_s(acc_s, r_lse, q_state, dout_state);
       wgmma_wait<1>();
       named_barrier_arrive(kDsConsumedWg0 + warpgroup, kBackwardConsumerThreads);
       store_dq_smem(acc_dq);
       mma_dp(acc_dp, dout_state);
       signal_dq_store();
-      mma_dv_dk<false>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, tiles, edge);
+      mma_dv_dk<false>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
     }
     mma_dq(acc_dq, acc_dk, q_state, dout_state);
     wgmma_wait<0>();
@@ -118,13 +116,14 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
 
   // Wait for Q, then issue S^T = K Q^T. Return whether the mask hides some of the scores.
   __device__ __forceinline__ bool mma_s(ScoreAcc& acc_s, RowStats& r_lse, const State& q_state,
-                                        const DoutState& dout_state, const TileIterator& tiles) {
+                                        const DoutState& dout_state) {
     s.q_pipeline.wait(q_state);
-    zero_unseen_rows(q_state, dout_state, tiles);
+    const BackwardQueryTile tile = query_tile(q_state);
+    zero_unseen_rows(q_state, dout_state, tile.unseen_rows);
     discard_accumulators(acc_s);
     gemm_ss<Config::kBoxesQk, 0>(acc_s, s_k, s_q + q_state.stage * Config::kQueryBytes);
     if constexpr (Config::kEarlyLse) load_stats(r_lse, s.lse[q_state.stage]);
-    return is_edge(q_state, tiles);
+    return tile.is_edge;
   }
 
   // Wait for dO, then issue dP^T - delta = V dO^T - delta.
@@ -140,14 +139,13 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   template <bool kFirstTile>
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
                                             DvAcc& acc_dv, DkAcc& acc_dk, const State& q_state,
-                                            const DoutState& dout_state, const TileIterator& tiles,
-                                            bool edge) {
+                                            const DoutState& dout_state, bool is_edge) {
     ScoreOperand p16, ds16;
-    s_to_p(p16, acc_s, r_lse, q_state, tiles.tile, edge);
+    s_to_p(p16, acc_s, r_lse, q_state, is_edge);
     mma_dv<kFirstTile>(acc_dv, p16);
     wgmma_wait<2>();
     warpgroup_fence_operand(acc_dp);
-    dp_to_ds(ds16, acc_s, acc_dp, edge);
+    dp_to_ds(ds16, acc_s, acc_dp, is_edge);
     mma_dk(acc_dk, ds16, q_state);
     store_ds(ds16, dout_state);
     wgmma_wait<1>();

@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warp == 0) {
       if (elect_one()) backward_2cta_load<Config>(p, s);
     } else if (warp == 1) {
-      backward_sm90_store_dq<Config>(p, s, 0);
+      backward_sm90_open_dq_buffer(0);
+      backward_sm90_store_dq<Config>(p, s, s.work, 0, 0);
     } else if (warp == 2) {
       backward_2cta_send_ds<Config>(s);
     }

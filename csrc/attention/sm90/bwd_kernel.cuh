@@ -9,19 +9,32 @@
 // and dS^T stay in registers for dV and dK. Only dS also goes through shared memory, for dQ^T = K^T
 // dS^T.
 //
+// A CTA is persistent: it draws work tiles by ticket until none is left. The loads of the next work
+// tile run while the consumers still process the last query tiles of the current one, and while dV
+// and dK are written.
+//
+// The schedule of a warpgroup has the exponentials of one warpgroup run while the other warpgroup
+// keeps the tensor cores busy. For this, the warpgroups must be half a step apart: named barriers
+// let only one of them compute exponentials (kExpWg0), and dQ of a query tile is computed one step
+// late, so that a warpgroup rarely waits for the other's dS. On an H100, this reduces the time of
+// (4, 16, 4096, 64) without causal by a factor of 0.84. Without the barriers it is 0.97.
+//
+// wgmma keeps shared memory busy with reads of operands. Therefore a load from shared memory takes
+// 150 to 300 cycles, and so does a fence after stores. For head dims above 64, lse and delta are
+// therefore part of the products (StatSliceTile). For smaller head dims they don't fit.
+//
 // dQ is deterministic: dQ store warps add to it in global memory, in fp32, in the order of the
 // keys. CTAs draw tickets in the order of their keys, so a CTA only waits for CTAs that have
-// started. wgmma keeps shared memory busy with reads of operands. Therefore a load from shared
-// memory takes 150 to 300 cycles, and so does a fence after stores. The code between two products
-// has no instruction that waits for a load or a fence. On an H100 this reduces the time of (4, 16,
-// 4096, 128) by a factor of 0.92, and the time of (1, 16, 8192, 128) without causal by a factor of
-// 0.91.
+// started. The waits cost 1 to 5 % of the time.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The
 // fixed order of dQ is new.
 #pragma once
 
+#include <algorithm>
+
 #include "attention/sm90/bwd_consumer.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
+#include "core/device.h"
 #include "core/launch.h"
 #include "device/features.cuh"
 
@@ -31,7 +44,8 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_backward_sm90_kernel(const __grid_constant__ typename Config::Params p) {
 #if TW_HAS_WGMMA
-  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240, kConsumerWarps = 8;
+  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  constexpr int kConsumerWarps = kBackwardConsumerWarps;
   extern __shared__ __align__(1024) char s_memory[];
   auto& s = *reinterpret_cast<BackwardSm90Shared<Config>*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -42,22 +56,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefetch_tensor_map(p.dout);
     s.q_pipeline.init(kConsumerWarps);
     s.dout_pipeline.init(kConsumerWarps);
-    mbarrier_init(&s.k_full, 1);
-    mbarrier_init(&s.v_full, 1);
+    s.ds_pipeline.init(kConsumerWarps, kConsumerWarps);
+    s.k_pipeline.init(kConsumerWarps);
+    s.v_pipeline.init(2);
+    s.work_pipeline.init(kConsumerWarps + Config::kDqStoreWarps);
     mbarrier_init_fence();
   }
-  if constexpr (Config::kMasked) {
-    s.work.template get_work_masked<Config>(p.args, p.args.g_tickets);
-  } else {
-    if (threadIdx.x == 0) s.work.template get_work<Config>(p.args, p.args.g_tickets);
-    __syncthreads();
-  }
+  __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
-      if (elect_one()) backward_sm90_load(p, s);
+      backward_sm90_load(p, s);
     } else if (warp <= Config::kDqStoreWarps) {
-      backward_sm90_store_dq<Config>(p, s, warp - 1);
+      backward_sm90_store_all_dq<Config>(p, s, warp - 1);
     }
     __syncwarp();
   } else {
@@ -74,8 +85,9 @@ void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) 
   constexpr int kBytes = sizeof(BackwardSm90Shared<Config>);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
   const AttentionSizes& sizes = args.params.sizes;
-  const int64_t ctas =
+  const int64_t work_tiles =
       sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, kKeys);
+  const int64_t ctas = std::min<int64_t>(work_tiles, device_facts().sms);
   launch_kernel(attention_backward_sm90_kernel<Config>, {ctas, Config::kThreads, kBytes}, stream,
                 backward_sm90_params<Config>(args, kKeys));
   launch_attention_backward_sm90_postprocess<Config>(args, stream);

@@ -39,12 +39,28 @@ struct BackwardLiveRows {
   }
 };
 
-// Computes lse and delta = sum(dout * out) of every query row, including the padding rows of
-// scratch memory: (batch, nheads, rows). Also zeroes `counters` counters: the ticket counters and
-// the dQ semaphores behind them. kDim / 8 lanes compute a row together. A thread handles
-// kRowsPerThread rows.
-// Source: preprocess of FlashAttention-2's backward.
-template <typename T, int kDim, typename Args>
+// Returns the bfloat16 numbers {a, b, c} whose sum is x, in the upper halves of words. If x is not
+// finite, a is x.
+__device__ __forceinline__ uint3 split_into_bfloat16(float x) {
+  const auto upper = [](float x) { return __float_as_uint(x) & 0xffff0000u; };
+  const uint32_t a = upper(x);
+  const float rest = fabsf(x) < INFINITY ? x - __uint_as_float(a) : 0.f;
+  const uint32_t b = upper(rest);
+  return {a, b, upper(rest - __uint_as_float(b))};
+}
+
+// Returns a row of StatSliceTile.
+__device__ __forceinline__ uint4 stat_slice_row(float score_offset, float delta) {
+  const uint3 a = split_into_bfloat16(score_offset), d = split_into_bfloat16(-delta);
+  return make_uint4(a.x >> 16 | a.y, a.z >> 16 | d.x, d.y >> 16 | d.z, 0);
+}
+
+// Computes lse and delta = sum(dout * out) - dlse of every query row, including the padding rows of
+// scratch memory: (batch, nheads, rows). dlse is the gradient of lse: it adds dlse * d lse / d
+// score = dlse * p to dS, and dS = p * (dP - delta). Also zeroes `counters` counters: the ticket
+// counters and the dQ semaphores behind them. kDim / 8 lanes compute a row together. A thread
+// handles kRowsPerThread rows. Source: preprocess of FlashAttention-2's backward.
+template <typename T, int kDim, bool kStatSlice, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_preprocess_kernel(const __grid_constant__ Args args, int64_t counters) {
   constexpr int kLanes = kDim / 8, kRowsAtOnce = kSm90RowThreads / kLanes, kRowsPerThread = 4;
@@ -92,8 +108,14 @@ __global__ void __launch_bounds__(kSm90RowThreads)
     }
     if (lane == 0 && flat_row < all_rows) {
       const int64_t lse_row = flat_row / rows * p.sizes.seqlen_q + flat_row % rows;
-      args.g_lse[flat_row] = live[i] ? args.shift - p.lse[lse_row] * args.lse_factor : -INFINITY;
-      args.g_delta[flat_row] = delta * (1.f / (1 << kProbabilityShift<T>));
+      const float lse = live[i] ? args.shift - p.lse[lse_row] * args.lse_factor : -INFINITY;
+      if (p.dlse && live[i]) delta -= p.dlse[lse_row];
+      if constexpr (kStatSlice) {
+        args.g_stat_slice[flat_row] = stat_slice_row(lse / args.score_factor, delta);
+      } else {
+        args.g_lse[flat_row] = lse;
+        args.g_delta[flat_row] = delta * (1.f / (1 << kProbabilityShift<T>));
+      }
     }
   }
 }
@@ -102,9 +124,10 @@ template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream) {
   constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   constexpr int kRows = kIsMasked<Args> ? kShape.kMaskedRows : kShape.rows;
+  constexpr bool kStatSlice = kShape.has_stat_slice(kIsMasked<Args>);
   constexpr int kRowsPerCta = kSm90RowThreads / (kShape.dim / 8) * 4;
   const int64_t rows = args.params.sizes.batch * args.params.sizes.nheads * args.rows;
-  launch_kernel(attention_backward_sm90_preprocess_kernel<T, kShape.dim, Args>,
+  launch_kernel(attention_backward_sm90_preprocess_kernel<T, kShape.dim, kStatSlice, Args>,
                 {divide_up(rows, kRowsPerCta), kSm90RowThreads}, stream, args,
                 kBackwardTickets + rows / kRows * kShape.blocks);
 }

@@ -48,13 +48,17 @@ struct BackwardSm90Scores {
   const Params& p;
   Shared& s;
   const int warpgroup;
+  PipelineState<kWorkStages> work_state;  // the position of the current work tile
 
   __device__ __forceinline__ BackwardSm90Scores(const Params& p, Shared& s, int warpgroup)
       : p(p), s(s), warpgroup(warpgroup) {}
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
-  __device__ __forceinline__ int first_key() const { return Config::first_key(s.work, warpgroup); }
+  __device__ __forceinline__ const typename Config::WorkTile& work() const {
+    return Config::work_tile(s, work_state.stage);
+  }
+  __device__ __forceinline__ int first_key() const { return Config::first_key(work(), warpgroup); }
   __device__ __forceinline__ int first_row() const { return Config::first_row(warpgroup); }
   __device__ __forceinline__ int seqlen_q() const {
     return static_cast<int>(p.args.params.mask.seqlen_q);
@@ -65,14 +69,14 @@ struct BackwardSm90Scores {
   // Keys outside of [first_live(), end_live()) are padding, or no query row sees them.
   __device__ __forceinline__ int first_live() const {
     if constexpr (Config::kMasked) {
-      return s.work.span.begin;
+      return work().span.begin;
     } else {
-      return s.work.span.pad;
+      return work().span.pad;
     }
   }
   __device__ __forceinline__ int end_live() const {
     if constexpr (Config::kMasked) {
-      return s.work.span.end;
+      return work().span.end;
     } else {
       return seqlen_k();
     }
@@ -85,43 +89,15 @@ struct BackwardSm90Scores {
     if (lane() == 0) mbarrier_arrive(s_empty);
   }
 
-  // Iterates over the query tiles of the work tile in the order of BackwardTileIterator.
-  // NOTE: TileIterator keeps all its values in registers. Between products a load from shared
-  // memory takes long, because the products keep shared memory busy.
-  struct TileIterator {
-    int tile, steps_left;  // steps_left: number of heads left for this tile
-    int first_tile, last_tile, tile_steps, direction;
-    // Only used without a general mask. Rows before first_row see no key of the warpgroup. Rows
-    // before first_full_row don't see all keys of the warpgroup.
-    int first_row, first_full_row;
-
-    __device__ __forceinline__ void advance() {
-      if (--steps_left == 0) {
-        steps_left = tile_steps;
-        tile += direction;
-      }
-      if (tile < first_tile) tile = last_tile;
-    }
-  };
-  __device__ __forceinline__ TileIterator make_tile_iterator() const {
-    const auto& work = s.work;
-    TileIterator tiles = {work.start_tile(),
-                          work.tile_steps,
-                          work.first_tile,
-                          work.last_tile,
-                          work.tile_steps,
-                          work.direction,
-                          0,
-                          0};
-    if constexpr (!Config::kMasked) {
+  // Read what the producer wrote about a query tile.
+  __device__ __forceinline__ BackwardQueryTile query_tile(const State& state) const {
+    if constexpr (Config::kMasked) {
       const int first = first_key(), end = first + 64;
-      tiles.first_row = tiles.first_full_row = work.span.first_row;
-      if (p.args.params.mask.causal) {
-        tiles.first_full_row = max(tiles.first_full_row, end - 1 - (seqlen_k() - seqlen_q()));
-      }
-      if (first < work.span.pad || end > seqlen_k()) tiles.first_full_row = INT_MAX;
+      const BlockMask& group = s.seen[state.stage].group;
+      return {0, 0, first < group.last_begin || end > group.first_end};
+    } else {
+      return unpack_query_tile(s.query_tiles[state.stage], warpgroup);
     }
-    return tiles;
   }
 
   // Load lse or delta of the thread's rows.
@@ -138,15 +114,19 @@ struct BackwardSm90Scores {
   // scores. p16 receives P in 16 bits. acc_s receives the factor by which dP - delta is multiplied
   // to give dS: P, or with a soft cap P * (1 - tanh^2).
   __device__ __forceinline__ void s_to_p(ScoreOperand& p16, ScoreAcc& acc_s, RowStats& r_lse,
-                                         const State& state, int tile, bool is_edge) const {
+                                         const State& state, bool is_edge) const {
     wgmma_wait<1>();
     warpgroup_fence_operand(acc_s);
     if (capped()) {
       exponentiate_capped(p16, acc_s, state, is_edge);
     } else {
-      if constexpr (!Config::kEarlyLse) load_stats(r_lse, s.lse[state.stage]);
-      exponentiate(acc_s, r_lse);
-      if (is_edge) hide(acc_s, state, tile);
+      if constexpr (!Config::kEarlyLse && !Config::kStatSlice) {
+        load_stats(r_lse, Config::lse_tile(s, state.stage));
+      }
+      subtract_lse(acc_s, r_lse);
+      if (is_edge) hide(acc_s, state);
+#pragma unroll
+      for (float& x : acc_s) x = exponential<T>(x);
       pack(p16, acc_s);
     }
   }
@@ -177,18 +157,6 @@ struct BackwardSm90Scores {
     pack(ds16, acc_dp);
   }
 
-  // Whether the mask hides any of the warpgroup's scores of a query tile.
-  __device__ __forceinline__ bool is_edge(const State& state, const TileIterator& tiles) const {
-    if constexpr (Config::kMasked) {
-      const int first = first_key(), end = first + 64;
-      const BlockMask& group = s.seen[state.stage].group;
-      return first < group.last_begin || end > group.first_end;
-    } else {
-      const int first_row = tiles.tile * kRows;
-      return first_row < tiles.first_full_row || first_row + kRows > seqlen_q();
-    }
-  }
-
   // Zero the rows of a tile for which should_zero(row) is true. Both warpgroups call this.
   template <int kBoxes, int kBoxBytes, typename ShouldZero>
   static __device__ __forceinline__ void zero_rows(char* s_tile, int rows,
@@ -207,7 +175,7 @@ struct BackwardSm90Scores {
   // NaN, and 0 * NaN would make dV and dK NaN.
   template <typename DoutState>
   __device__ __forceinline__ void zero_unseen_rows(const State& state, const DoutState& dout_state,
-                                                   const TileIterator& tiles) const {
+                                                   int unseen_rows) const {
     const auto zero = [&](int rows, const auto& should_zero) {
       s.dout_pipeline.wait(dout_state);
       zero_rows<Config::kBoxes, Config::kQueryBoxBytes>(s.q[state.stage], rows, should_zero);
@@ -220,19 +188,20 @@ struct BackwardSm90Scores {
       const uint64_t live = s.seen[state.stage].group.live;
       if (live != ~uint64_t{0}) zero(kRows, [&](int row) { return !(live >> row & 1); });
     } else {
-      const int count = tiles.first_row - tiles.tile * kRows;
-      if (count > 0) zero(count, [](int) { return true; });
+      if (unseen_rows > 0) zero(unseen_rows, [](int) { return true; });
     }
   }
 
   // Scale the warpgroup's columns of dK or dV and store them. In the gradient, the warpgroup's
   // columns start at box `first_box`. If the KV head has several parts, the function stores fp32
-  // partials. Otherwise it writes 16-bit values through shared memory at s_box, where they
-  // overwrite K or V. row_in_box is the row of the warpgroup's first key in the box.
+  // partials. Otherwise it writes 16-bit values through shared memory: the warpgroup's first box is
+  // at s_box, and the next box is box_bytes further on. row_in_box is the row of the warpgroup's
+  // first key in the box.
   template <bool kIsDv, int kAcc>
   __device__ __forceinline__ void epilogue_dkv(const float (&acc)[kAcc], uint32_t s_box,
                                                int row_in_box, int first_box, const TensorMap& map,
-                                               float scale) const {
+                                               float scale,
+                                               int box_bytes = Config::kKeyBoxBytes) const {
     const int key = first_key() + warp() * 16 + lane() / 4;
     const auto scale_of = [&](int key) {
       return key >= first_live() && (!Config::kMasked || key < end_live()) ? scale : 0.f;
@@ -241,7 +210,7 @@ struct BackwardSm90Scores {
     const auto scaled = [](float x, float by) { return by == 0.f ? 0.f : x * by; };
     if (p.args.group_parts > 1) {
       float4* const g_partial =
-          p.args.part_sums(s.work.part, first_key() / 64, kIsDv, Config::kDim) +
+          p.args.part_sums(work().part, first_key() / 64, kIsDv, Config::kDim) +
           first_box * 8 * 128;
 #pragma unroll
       for (int n = 0; n < kAcc / 4; ++n) {
@@ -262,18 +231,18 @@ struct BackwardSm90Scores {
         words[i] = pack_pair<T>(scaled(x[2 * i], by), scaled(x[2 * i + 1], by));
       }
       const int chunk = n % 4 * 2 + lane() / 16;
-      store_matrix_4(s_box + n / 4 * Config::kKeyBoxBytes + row * kSwizzleRowBytes +
-                         (swizzled_chunk(row, chunk) << 4),
-                     words);
+      store_matrix_4(
+          s_box + n / 4 * box_bytes + row * kSwizzleRowBytes + (swizzled_chunk(row, chunk) << 4),
+          words);
     }
     async_fence();
     named_barrier_wait(kConsumerWg0 + warpgroup, 128);
     if (threadIdx.x % 128 == 0 && first_key() < seqlen_k()) {
 #pragma unroll
       for (int i = 0; i < kAcc / 32; ++i) {
-        tma_store(map, s_box + i * Config::kKeyBoxBytes + row_in_box * kSwizzleRowBytes,
-                  (first_box + i) * Config::kBoxColumns, first_key(), s.work.head_kv,
-                  s.work.sequence);
+        tma_store(map, s_box + i * box_bytes + row_in_box * kSwizzleRowBytes,
+                  (first_box + i) * Config::kBoxColumns, first_key(), work().head_kv,
+                  work().sequence);
       }
       tma_commit();
     }
@@ -295,16 +264,19 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Replace S^T in acc_s by P^T.
-  __device__ __forceinline__ void exponentiate(ScoreAcc& acc_s, const RowStats& lse) const {
+  // Replace S^T in acc_s by the exponents of P^T.
+  __device__ __forceinline__ void subtract_lse(ScoreAcc& acc_s, const RowStats& lse) const {
 #pragma unroll
     for (int i = 0; i < kScoreRows / 2; ++i) {
-      acc_s[i] =
-          exponential<T>(fmaf(acc_s[i], p.args.score_factor, i % 2 ? lse[i / 4].y : lse[i / 4].x));
+      if constexpr (Config::kStatSlice) {
+        acc_s[i] *= p.args.score_factor;
+      } else {
+        acc_s[i] = fmaf(acc_s[i], p.args.score_factor, i % 2 ? lse[i / 4].y : lse[i / 4].x);
+      }
     }
   }
 
-  // The version of exponentiate for soft-capped scores. p16 receives P^T, and P^T * (1 - tanh^2)
+  // For soft-capped scores. p16 receives P^T, and P^T * (1 - tanh^2)
   // replaces S^T in acc_s.
   __device__ __forceinline__ void exponentiate_capped(ScoreOperand& p16, ScoreAcc& acc_s,
                                                       const State& state, bool is_edge) const {
@@ -318,7 +290,7 @@ struct BackwardSm90Scores {
   __device__ __forceinline__ void exponentiate_tanh(ScoreOperand& p16, ScoreAcc& acc_s,
                                                     const State& state) const {
     const float factor = p.args.params.mask.softcap * p.args.score_factor;
-    const float* s_lse = s.lse[state.stage] + first_row() + lane() % 4 * 2;
+    const float* s_lse = Config::lse_tile(s, state.stage) + first_row() + lane() % 4 * 2;
     const int key = first_key() + warp() * 16 + lane() / 4;
 #pragma unroll
     for (int n = 0; n < kScoreRows / 8; ++n) {
@@ -355,8 +327,8 @@ struct BackwardSm90Scores {
     return i % 2 ? own_key >= live.z && own_key < live.w : own_key >= live.x && own_key < live.y;
   }
 
-  // Set P = 0 for the keys that a row does not see.
-  __device__ __forceinline__ void hide(ScoreAcc& acc_p, const State& state, int tile) const {
+  // Set the exponent of P to -inf for the keys that a row does not see.
+  __device__ __forceinline__ void hide(ScoreAcc& exponents, const State& state) const {
     const int first_key = this->first_key() + warp() * 16 + lane() / 4;
     if constexpr (Config::kMasked) {
 #pragma unroll
@@ -364,24 +336,25 @@ struct BackwardSm90Scores {
         const int4 live = live_of(state, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (!sees(live, i, first_key)) acc_p[n * 4 + i] = 0.f;
+          if (!sees(live, i, first_key)) exponents[n * 4 + i] = -INFINITY;
         }
       }
     } else {
-      const int row = tile * kRows + first_row() + lane() % 4 * 2, end = seqlen_q() - row;
+      const int row = query_tile(state).tile * kRows + first_row() + lane() % 4 * 2,
+                end = seqlen_q() - row;
       int begin[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int key = first_key + i * 8;
-        int first = s.work.span.first_row;
+        int first = work().span.first_row;
         if (p.args.params.mask.causal) first = max(first, key - (seqlen_k() - seqlen_q()));
-        if (key < s.work.span.pad || key >= seqlen_k()) first = seqlen_q();
+        if (key < work().span.pad || key >= seqlen_k()) first = seqlen_q();
         begin[i] = first - row;
       }
 #pragma unroll
       for (int i = 0; i < kScoreRows / 2; ++i) {
         const int in_tile = i / 4 * 8 + i % 2;
-        if (in_tile < begin[i / 2 % 2] || in_tile >= end) acc_p[i] = 0.f;
+        if (in_tile < begin[i / 2 % 2] || in_tile >= end) exponents[i] = -INFINITY;
       }
     }
   }

@@ -44,6 +44,14 @@ TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t 
   return matrix_descriptor(s_tile, leading_bytes);
 }
 
+// Returns the descriptor of a K-major operand without swizzle, of which each row has eight 16-bit
+// values. wgmma reads 16 values along K: it reads the eight values twice. Operand A must be zero
+// for the second eight values.
+TW_HOST_DEVICE constexpr uint64_t half_slice_descriptor(uint32_t s_tile) {
+  constexpr uint64_t kAtom = uint64_t{8 * 16 >> 4} << 32;  // eight rows of 16 bytes
+  return kAtom | (s_tile & 0x3ffff) >> 4;
+}
+
 // Returns the descriptor of an operand with eight rows whose elements are all equal. The
 // kSameValuesBytes bytes at s_values must be filled with the value of the elements.
 TW_HOST_DEVICE constexpr uint64_t same_values_descriptor(uint32_t s_values) {

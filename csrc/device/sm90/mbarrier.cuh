@@ -31,6 +31,14 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier) {
                : "memory");
 }
 
+// Arrives at the barrier in the name of `threads` threads.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* s_barrier, uint32_t threads) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(shared_address(s_barrier)), "r"(threads)
+               : "memory");
+}
+
 // Arrives at the barrier and adds `bytes` to the number of bytes that the current phase expects.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"

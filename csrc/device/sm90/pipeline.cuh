@@ -27,6 +27,13 @@ struct PipelineState {
   }
 };
 
+// Returns the position of an item of the pipeline, if items are counted from 0.
+// NOTE: a count needs one register, a PipelineState that advances needs two.
+template <int kStages>
+__device__ __forceinline__ PipelineState<kStages> pipeline_state_of(unsigned item) {
+  return {static_cast<int>(item % kStages), item / kStages & 1};
+}
+
 // NOTE: the parity is one bit, so it can't distinguish phase n of a barrier from phase n + 2.
 // Therefore a thread that waits on a barrier must wait for every one of its phases.
 template <int kStages>
@@ -35,10 +42,10 @@ struct PipelineBarriers {
 
 #if TW_HAS_CLUSTERS
   // Initialises the barriers. `releases` is the number of arrivals on an empty barrier that release
-  // its stage.
-  __device__ __forceinline__ void init(uint32_t releases) {
+  // its stage. `fills` is the number of arrivals on a full barrier that fill it.
+  __device__ __forceinline__ void init(uint32_t releases, uint32_t fills = 1) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&full[i], 1);
+      mbarrier_init(&full[i], fills);
       mbarrier_init(&empty[i], releases);
     }
   }
