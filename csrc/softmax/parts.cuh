@@ -152,10 +152,9 @@ __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T
 }
 
 // Adds values to a running (max, sum). `largest` must be at least the largest of the values.
-template <typename T, int kCount>
+template <typename ExponentOf, int kCount>
 __device__ __forceinline__ void accumulate(MaxSum& running, float largest,
-                                           const float (&r_x)[kCount],
-                                           const Exponent<T>& exponent) {
+                                           const float (&r_x)[kCount], const ExponentOf& exponent) {
   const float max = fmaxf(running.max, largest);
   running = {max, rescaled_sum(running, max, exponent)};
 #pragma unroll

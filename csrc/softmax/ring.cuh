@@ -21,21 +21,6 @@ struct RingJob : RingRows<Config, Mask> {
   using Row = typename Base::Row;
   using Base::Base;
 
-  // Loads this thread's values of a chunk and returns the largest of them. Masked columns become
-  // -inf.
-  template <bool kFull>
-  __device__ __forceinline__ float load(float (&r_x)[kCount], int slot, const Slice& p, int done,
-                                        float sign) const {
-    uint4 r_in[Config::kAccesses];
-    Base::template load<kFull>(r_in, 0, slot, p, done);
-#pragma unroll
-    for (int i = 0; i < Config::kAccesses; ++i) {
-      Base::template convert<kFull>(r_x + i * kElems, r_in[i], p, done, i, sign, -INFINITY);
-    }
-    if constexpr (kFull && !Mask::kMasked) return largest<T>(r_in);
-    return largest(r_x);
-  }
-
   __device__ __forceinline__ void compute() const {
     const Exponent<T> exponent(this->mask.scale());
     Base::for_each_row([&](const Row& row) {
@@ -44,7 +29,7 @@ struct RingJob : RingRows<Config, Mask> {
       Base::for_each_chunk(row, [&](auto full, int slot, int done) {
         if (!full && done + Base::first_access() >= p.accesses) return;
         float r_x[kCount];
-        const float max = load<full>(r_x, slot, p, done, exponent.sign);
+        const float max = Base::template load_scores<full>(r_x, slot, p, done, exponent.sign);
         accumulate(local, max, r_x, exponent);
       });
       const MaxSum total = s.s_exchange[Base::group()].merge(local, exponent, row.iteration);
@@ -52,7 +37,7 @@ struct RingJob : RingRows<Config, Mask> {
       Base::for_each_chunk_again(row, [&](auto full, int slot, int done) {
         if (!full && done + Base::first_access() >= p.accesses) return Base::release(slot);
         float r_x[kCount];
-        load<full>(r_x, slot, p, done, exponent.sign);
+        Base::template load_scores<full>(r_x, slot, p, done, exponent.sign);
         Base::release(slot);
 #pragma unroll
         for (float& x : r_x) x = exponent(x, total.max) * factor;

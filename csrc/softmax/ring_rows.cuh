@@ -316,6 +316,21 @@ struct RingRows {
     }
   }
 
+  // Loads this thread's accesses of a chunk of the first input as fp32 values times `factor`, and
+  // returns the largest of the values. Masked columns become -inf.
+  template <bool kFull>
+  __device__ __forceinline__ float load_scores(float (&r_x)[kCount], int slot, const Slice& p,
+                                               int done, float factor) const {
+    uint4 r_in[Config::kAccesses];
+    load<kFull>(r_in, 0, slot, p, done);
+#pragma unroll
+    for (int i = 0; i < Config::kAccesses; ++i) {
+      convert<kFull>(r_x + i * kElems, r_in[i], p, done, i, factor, -INFINITY);
+    }
+    if constexpr (kFull && !Mask::kMasked) return largest<T>(r_in);
+    return largest(r_x);
+  }
+
   // Stores the live columns of this thread's access i.
   template <bool kFull>
   __device__ __forceinline__ void store(const Row& row, int done, int i, const float* r_y) const {

@@ -33,19 +33,6 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
   using Row = typename Base::Row;
   using Base::Base;
 
-  // Loads this thread's scaled logits of a chunk of the row. Columns that are not live become -inf.
-  template <bool kFull>
-  __device__ __forceinline__ void load(float (&r_z)[kCount], int slot, const Slice& p,
-                                       int done) const {
-    uint4 r_in[Config::kAccesses];
-    Base::template load<kFull>(r_in, 0, slot, p, done);
-#pragma unroll
-    for (int i = 0; i < Config::kAccesses; ++i) {
-      Base::template convert<kFull>(r_z + i * kElems, r_in[i], p, done, i,
-                                    this->mask.p.inverse_temperature, -INFINITY);
-    }
-  }
-
   __device__ __forceinline__ void compute() const {
     const CrossEntropyParams& all = this->mask.p;
     const LossExponent<T> exponent;
@@ -55,11 +42,9 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
       Base::for_each_chunk(row, [&](auto full, int slot, int done) {
         if (!full && done + Base::first_access() >= p.accesses) return;
         float r_z[kCount];
-        load<full>(r_z, slot, p, done);
-        const float max = fmaxf(local.max, largest(r_z));
-        local = {max, rescaled_sum(local, max, exponent)};
-#pragma unroll
-        for (const float z : r_z) local.sum += exponent(z, finite_max(max));
+        const float max =
+            Base::template load_scores<full>(r_z, slot, p, done, all.inverse_temperature);
+        accumulate(local, max, r_z, exponent);
       });
       const MaxSum found = s.s_exchange[Base::group()].merge(local, exponent, row.iteration);
       const bool live = p.end > 0;
