@@ -2,8 +2,9 @@
 
 Compiles every .cu of csrc, and every file of the table csrc/instantiations.py, as the build does,
 for sm_90a and sm_80, with the assembler's report on. Fails where a kernel spills, where the
-assembler serialised a wgmma or ignored setmaxnreg, where a kernel that names wgmma has none, or
-where a file takes longer than the limit. Prints a table.
+assembler serialised a wgmma or ignored setmaxnreg, where a kernel that names wgmma has none, where
+a file takes longer than the limit, or where the library that is built for the default
+architectures is too large. Prints a table.
 
     python benchmarks/kernel_check.py [--json FILE] [--limit SECONDS] [--all]
 """
@@ -28,6 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ARCHS = {"sm_90a": "arch=compute_90a,code=sm_90a", "sm_80": "arch=compute_80,code=sm_80"}
 # C7508: setmaxnreg ignored; C7510 to C7512: wgmma serialised.
 BAD_WARNINGS = re.compile(r"C75(08|10|11|12)")
+
+MAX_LIBRARY_BYTES = 40 * 10**6  # of _ops.abi3.so for the default architectures
+DEFAULT_ARCHS = "9.0a 8.0+PTX"  # what setup.py writes into _build.json for them
 
 # Processors differ, and a shared one is slower at times. If a file takes too long, its seconds are
 # scaled to a processor that compiles this in YARDSTICK_SECONDS.
@@ -170,6 +174,23 @@ def check_file(
     return kernels, faults, took / slowness(nvcc) if took > limit else took
 
 
+def library_fault(name: str, size: int) -> str | None:
+    """A sentence if a library of `size` bytes is too large, else None."""
+    if size <= MAX_LIBRARY_BYTES:
+        return None
+    return f"{name} must have at most {MAX_LIBRARY_BYTES} bytes, but has {size}"
+
+
+def built_library_fault(package: Path) -> str | None:
+    """`library_fault` of a package's library. Libraries of other architectures have no limit."""
+    facts, library = package / "_build.json", package / "_ops.abi3.so"
+    if not facts.exists() or not library.exists():
+        return None
+    if json.loads(facts.read_text())["arch_list"] != DEFAULT_ARCHS:
+        return None
+    return library_fault(library.name, library.stat().st_size)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write every kernel's numbers there")
@@ -196,6 +217,8 @@ def main(argv: list[str] | None = None) -> int:
             seconds[file] = took
             if took > args.limit:
                 faults.append(f"{file} took {took:.1f} s, the limit is {args.limit:.0f} s")
+    if fault := built_library_fault(ROOT / "python" / "torchweld"):
+        faults.append(fault)
     faults += [
         f"{k.file}, {k.arch}: {k.name} spills {k.spill_bytes} bytes"
         for k in kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -143,7 +144,7 @@ def test_a_wheel_with_too_large_a_library_is_refused(
 ):
     """The size that counts is that on disk, which the wheel's own compression does not lower."""
     monkeypatch.setattr(wheel_tool, "ROOT", tmp_path)
-    monkeypatch.setattr(wheel_tool, "MAX_LIBRARY_BYTES", 10)
+    monkeypatch.setattr(wheel_tool.kernel_check, "MAX_LIBRARY_BYTES", 10)
     wheel = wheel_of(tmp_path, "0.1.0+torch2.11.cu130", "torch==2.11.*")
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("torchweld/_ops.abi3.so", bytes(size))
@@ -152,6 +153,20 @@ def test_a_wheel_with_too_large_a_library_is_refused(
         return
     with pytest.raises(SystemExit, match="_ops.abi3.so must have at most 10 bytes, but has 11"):
         wheel_tool.check_metadata(wheel, "2.11.0")
+
+
+@pytest.mark.parametrize(
+    ("arch_list", "refused"), [("9.0a 8.0+PTX", True), ("12.0", False), (None, False)]
+)
+def test_kernel_check_finds_too_large_a_library(
+    wheel_tool, tmp_path, monkeypatch, arch_list, refused
+):
+    monkeypatch.setattr(wheel_tool.kernel_check, "MAX_LIBRARY_BYTES", 10)
+    assert wheel_tool.kernel_check.built_library_fault(tmp_path) is None, "there is no library"
+    (tmp_path / "_build.json").write_text(json.dumps({"arch_list": arch_list}))
+    (tmp_path / "_ops.abi3.so").write_bytes(bytes(11))
+    fault = wheel_tool.kernel_check.built_library_fault(tmp_path)
+    assert fault == ("_ops.abi3.so must have at most 10 bytes, but has 11" if refused else None)
 
 
 def test_constraints_of_a_wheel_have_the_torch_that_was_asked_for(wheel_tool, tmp_path):

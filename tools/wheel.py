@@ -22,8 +22,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import kernel_check  # noqa: E402
+
 MAX_WHEEL_BYTES = 45 * 10**6
-MAX_LIBRARY_BYTES = 40 * 10**6  # of _ops.abi3.so, for the default architectures
 PIP = ("-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check")
 FACTS = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__.split('+')[0])"
 
@@ -128,11 +130,8 @@ def check_metadata(wheel: Path, torch: str) -> None:
     if top - {"torchweld", "torchweld_cli.py"}:
         sys.exit(f"wheel: it must hold torchweld and torchweld_cli.py, but has {', '.join(top)}")
     for library in libraries:
-        if library.file_size > MAX_LIBRARY_BYTES:
-            sys.exit(
-                f"wheel: {library.filename} must have at most {MAX_LIBRARY_BYTES} bytes, "
-                f"but has {library.file_size}"
-            )
+        if fault := kernel_check.library_fault(library.filename, library.file_size):
+            sys.exit(f"wheel: {fault}")
     size = wheel.stat().st_size
     if size > MAX_WHEEL_BYTES:
         sys.exit(f"wheel: it must have at most {MAX_WHEEL_BYTES} bytes, but has {size}")
