@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _MAX_SIZE = 2**62 - 1  # twice this size overflows torch's int64
-# Errors of writing to stdout: a full disk, a reader that is gone, a closed file.
+# The errors of writing to stdout: the disk is full, the reader of the pipe is gone, or the file is
+# closed.
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF)
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _LINEAR = ("M", "K", "N")
 _ATTENTION = ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim")
-# What the numbers of --shape mean; other ops take the shape of their tensors as it is.
+# For some ops, the meaning of the numbers of --shape. For other ops, --shape is the shape of their
+# tensors.
 _SHAPES = {
     "linear": _LINEAR,
     "linear_backward": _LINEAR,
@@ -316,11 +318,13 @@ def guarded(program: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        # An error with a file name is not stdout's; the commands report those themselves.
+        # An error with a file name does not come from stdout. The commands report such errors
+        # themselves.
         if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
             raise
         _drop_output()
-        if error.errno == errno.EPIPE:  # `torchweld info | head -1`
+        # the reader of the pipe is gone, as in `torchweld info | head -1`
+        if error.errno == errno.EPIPE:
             return 1
         print(f"{program}: the output can't be written: {error.strerror}", file=sys.stderr)
         return 1

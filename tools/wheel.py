@@ -105,7 +105,8 @@ def unpacked_sdist(python: str, folder: Path) -> Path:
         for path in [*stale, *source.glob("build/lib*")]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")  # keeps file times, which ninja compares
+        # this filter keeps the file times that ninja compares
+        tar.extractall(folder, filter="data")
     return source
 
 
@@ -152,7 +153,7 @@ def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
     installed = run(empty, "-c", "import torchweld; print(torchweld.__file__)", cwd=place)
     if not Path(installed).is_relative_to(folder / "empty"):
         sys.exit(f"wheel: the example ran with {installed}, not with the wheel")
-    shutil.rmtree(folder / "empty")  # torch's libraries take gigabytes
+    shutil.rmtree(folder / "empty")  # torch's libraries need gigabytes on disk
     say("the README's example runs")
 
 
@@ -169,7 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
     flags = ("--no-build-isolation", "--no-deps", "--wheel-dir", made)
-    tools = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # ninja is there
+    # ninja is in the folder of Python
+    tools = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
     env = {"TORCHWELD_LOCAL_VERSION": "1", "PYTHONPATH": "", "PATH": tools}
     run(python, *PIP, "wheel", *flags, source, **env)
     (wheel,) = made.glob("*.whl")

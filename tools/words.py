@@ -35,7 +35,7 @@ BANNED = {
 }
 # Words that are right at times: how often csrc may use them. The limits may only fall.
 LIMITED = {"turn|turns": 25, "line|lines": 20, "take|takes|taken": 40}
-# A comment that opens so is not understood without the one above it.
+# The openers of comments that are not understood without the previous comment.
 OPENERS = re.compile(r"(Of|The same|That|Those|It)\b(?! (is|are) not enough)")
 
 PART = r"(?<![a-z])(?:{0})(?![a-z])"  # of snake_case, and of prose

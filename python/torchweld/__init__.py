@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"  # before the imports, which read it
+__version__ = "0.1.0"  # defined before the imports, because they read it
 
 from torchweld import _flops, _functorch, nn
 from torchweld._library import is_available, unavailable_reason
@@ -106,7 +106,7 @@ __all__ = [
     "unfuse",
 ]
 
-# The integrations import transformers only when they are used.
+# torchweld.integrations is imported lazily, because its functions import transformers.
 __getattr__, __dir__ = _lazy(
     __name__,
     {

@@ -14,7 +14,7 @@ from torch.utils import flop_counter
 _Shape = Sequence[int]
 
 
-# A formula gets the shapes of the tensors; out_shape is the shape of the result.
+# torch calls each formula with the shapes of the op's tensors. out_shape is the result's shape.
 def _linear(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * prod(x) * weight[0]
 
@@ -22,7 +22,8 @@ def _linear(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
 def _linear_backward(
     dy: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
 ) -> int:
-    # The norm's gradients, after dbias in the mask, need the gradient to the norm's result.
+    # output_mask[3:] requests the gradients of the norm's parameters. They need the same product as
+    # dx: the gradient with respect to the norm's result.
     wants_x, wants_weight = output_mask[0] or any(output_mask[3:]), output_mask[1]
     return (wants_x + wants_weight) * _linear(x, weight)
 
@@ -71,7 +72,7 @@ def _attention(query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: 
 def _attention_backward(
     dout: _Shape, query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: Any
 ) -> int:
-    # The scores are recomputed.
+    # The backward recomputes the scores.
     return 2 * prod(query[:-1]) * key[2] * (3 * query[-1] + 2 * value[-1])
 
 
@@ -92,7 +93,7 @@ def _conv2d_backward(
 def _loss_backward(
     dloss: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
 ) -> int:
-    # The logits are recomputed.
+    # The backward recomputes the logits.
     return (any(output_mask) + output_mask[0] + output_mask[1]) * _linear(x, weight)
 
 
@@ -145,6 +146,6 @@ def install() -> None:
     """Registers the formulas with FlopCounterMode."""
     for name, formula in FORMULAS.items():
         op = getattr(torch.ops.torchweld, name)
-        # torch does not replace the formula of an earlier import.
+        # torch keeps the formula of an earlier import of torchweld unless that formula is removed.
         flop_counter.flop_registry.pop(op, None)
         flop_counter.register_flop_formula(op)(formula)

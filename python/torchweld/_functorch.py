@@ -22,18 +22,20 @@ from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-# The suffix of an op whose second result has a gradient too.
+# The suffix of attention's variant that also returns lse. Its second result is differentiable.
 _WITH_LSE = "_with_lse"
-# The name of that gradient in the backward op of another op with such a second result.
+# For each other op with a differentiable second result: the argument of its backward op that
+# receives the gradient of the second result.
 _SECOND_GRADIENTS = {
     "linear_token_logprobs": "dentropy",
     "rotary": "dk_out",
     "add_rms_norm": "dsum",
     "add_layer_norm": "dsum",
 }
-# Arguments whose gradient is that of another argument.
+# For each op: arguments whose gradient equals the gradient of another argument.
 _SAME_GRADIENT = {"add_rms_norm": {"residual": "x"}, "add_layer_norm": {"residual": "x"}}
-# Ops that keep the dtype of these arguments under autocast, the widest where they differ.
+# Ops that autocast does not cast. The listed arguments must have one dtype; if their dtypes differ,
+# autocast uses the widest one.
 _KEEPS_DTYPE = {
     "rms_norm": ("x",),
     "layer_norm": ("x",),
@@ -41,10 +43,11 @@ _KEEPS_DTYPE = {
     "add_layer_norm": ("x", "residual"),
 }
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
-# The attribute of torch.ops.torchweld that keeps the kernels.
+# The attribute of torch.ops.torchweld that keeps the registered kernels alive.
 _KEPT = "_kernels_of_functorch"
 _LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear", "gated_linear_pair")
-# The arguments that carry leading dims; all others must be the same for the whole batch.
+# For each op: the arguments that may have a batch dimension. The other arguments must have the same
+# value for the whole batch.
 _LEADING = {
     "softmax": ("x",),
     "softmax_backward": ("dy", "y"),
@@ -63,17 +66,17 @@ _LEADING = {
     },
     **dict.fromkeys(("folded_layer_norm_linear", "int4_linear", "int4_linear_repacked"), ("x",)),
 }
-# Arguments with one entry per sequence or head of the op's own batch.
+# Arguments with one entry per sequence or per head of the batch that the op itself takes.
 _OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink")
-# Ops whose tensors all begin with the batch, except a sink.
+# Ops whose tensors, except the sink, all have the batch as their first dimension.
 _BATCHED = tuple(
     op + suffix
     for op in ("attention", "softmax_matmul", "bmm")
     for suffix in ("", "_forward", "_backward", _WITH_LSE)
 )
-# Arguments that autocast leaves in the dtype of sums.
+# Arguments that autocast does not cast, because they are added to fp32 sums.
 _WIDE = ("weight_sum", "folded_bias")
-# Gradients without an op of their own: dx of dy and x's shape.
+# For each op without a backward op: the function that computes dx from dy and the shape of x.
 _GRADIENTS: dict[str, Callable[[Tensor, torch.Size], Tensor]] = {
     "row_sum": lambda dy, shape: dy.unsqueeze(-1).expand(shape),
     "add_scalar": lambda dy, shape: dy,
@@ -242,7 +245,7 @@ def _backward(
                 f"torchweld::{op}: {name} must not require a gradient, but got one that does; use "
                 f"{name}.detach()"
             )
-    if values.get("activation") in ("none", "relu"):  # relu's gradient is read off its result
+    if values.get("activation") in ("none", "relu"):  # relu's gradient depends on y alone
         values["preact"] = values["y"] if values["activation"] == "relu" else None
     values["output_mask"] = [
         wanted[name] or any(wanted[n] for n, like in same.items() if like == name)
@@ -260,7 +263,7 @@ def _front(op: str) -> Callable[..., Any]:
     """The kernel for torch.func: the op's results alone, cast as autocast would."""
     function = _function(op)
     schema = _op(op)._schema
-    # What only says what the op keeps for its gradient is no argument of <op>_forward.
+    # <op>_forward lacks the arguments that only choose what <op> saves for its backward.
     forward = _op(op + "_forward" if _exists(op + "_forward") else op)
     names = [a.name for a in forward._schema.arguments]
     casts = {
@@ -277,7 +280,7 @@ def _front(op: str) -> Callable[..., Any]:
         given = _all_values(schema, args, kwargs)
         values = [v for v, a in zip(given, schema.arguments, strict=True) if a.name in names]
         interpreter = retrieve_current_functorch_interpreter()
-        if interpreter.key() == TransformType.Functionalize:  # there is nothing to functionalize
+        if interpreter.key() == TransformType.Functionalize:  # the op mutates no argument
             from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
             api = FunctorchFunctionalizeAPI(interpreter)
@@ -341,6 +344,6 @@ def install(ops: Sequence[str]) -> None:
             library.impl(op, _vmap_kernel(op), "FuncTorchBatched", with_keyset=True)
         elif f"{op.removesuffix(_WITH_LSE)}_backward" in ops or op in _GRADIENTS:
             library.impl(op, _front(op), _FRONT_KEY)
-    # They are there as long as the library, and a second import must find it: torch allows one
-    # kernel an op and key.
+    # The kernels are registered while `library` exists. torch allows one kernel per op and dispatch
+    # key, so a second import of torchweld must find this library instead of registering again.
     setattr(namespace, _KEPT, library)

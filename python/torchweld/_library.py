@@ -16,7 +16,8 @@ import torch
 
 _HERE = Path(__file__).resolve().parent
 
-# The ops of this version; an editable install may hold the library of another commit.
+# The ops that this Python code needs. In an editable install the built library may be of another
+# commit and lack some of them.
 _OPS = (
     "add_layer_norm", "add_layer_norm_backward", "add_layer_norm_forward", "add_rms_norm",
     "add_rms_norm_backward", "add_rms_norm_forward", "add_scalar", "attention",
@@ -63,7 +64,7 @@ def _source() -> tuple[Path | None, bool]:
     try:
         installed = importlib.metadata.distribution("torchweld")
         if Path(str(installed.locate_file("torchweld"))).resolve() != _HERE:
-            return None, False  # another copy than this one
+            return None, False  # the installed package is another copy of torchweld
         url = urlsplit(json.loads(installed.read_text("direct_url.json") or "{}").get("url", ""))
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None, False
@@ -92,7 +93,7 @@ def _load() -> str | None:
     if not found:
         return f"torchweld's operator library is missing from {_HERE}; build it with: {_mend()}"
     built_for = build_facts().get("torch")
-    # libtorch's C++ interface changes with every minor release.
+    # libtorch's C++ interface changes in every minor release, so the library must match.
     if built_for and _release(built_for) != _release(torch.__version__):
         return (
             f"torchweld was built for torch {built_for}, but torch {torch.__version__} is "
@@ -101,7 +102,8 @@ def _load() -> str | None:
     try:
         torch.ops.load_library(str(found[0]))
     except OSError as error:
-        # torch names the file alone; the cause is what the dynamic linker said.
+        # torch's message only names the file. The exception's cause has the dynamic linker's
+        # message.
         said = " ".join(str(error.__cause__ or error).split())
         return (
             f"torchweld's operator library, built for torch {built_for or 'unknown'}, can't load "
@@ -143,7 +145,8 @@ class _Missing:
 
 _reason = _load()
 if _reason is not None and "is missing" not in _reason:
-    # A library that is there was meant to be used: said now, and not where a user's job stops.
+    # If a library was built but does not load, warn at import, because the user's job would
+    # otherwise fail only at its first call of an op.
     _warn(_reason)
 ops: Any = torch.ops.torchweld if _reason is None else _Missing(_reason)
 

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from torch import SymBool, SymFloat, SymInt, Tensor, strided
 
-# TorchScript, which looks names up where a decorator was written, finds this one here.
+# TorchScript resolves the names of a decorated function in the decorator's module, so that module
+# needs `ops`.
 from torchweld._library import ops  # noqa: F401
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -36,7 +37,8 @@ _MASK = (
     "key_end=, window="
 )
 _NUMBERS = ("leftpad", "key_start", "key_end")
-# The name of an argument in other libraries: our argument, and the fix.
+# For each argument name of other libraries: torchweld's argument, and the advice for the error
+# message.
 _FIXES: dict[str, list[tuple[str, str]]] = {
     "is_causal": [("causal", "use causal=, which is aligned at the bottom right")],
     **dict.fromkeys(
@@ -76,7 +78,9 @@ def sentences(function: _Function) -> _Function:
         try:
             return function(*args, **kwargs)
         except (TypeError, RuntimeError) as error:
-            # The op's own sentence, or the one about a library that isn't there.
+            # Messages that begin with "torchweld" are readable already: they come from the op's own
+            # checks or say that the library is missing. Messages of torch's dispatcher are
+            # replaced.
             op = f"torchweld::{function.__name__}"
             theirs = (f"{op}() ", "torchweld.")
             if str(error).startswith("torchweld") and not str(error).startswith(theirs):
@@ -111,7 +115,7 @@ def _sentence(
         return f"arguments must be {listed}, but got {len(args)} without a name{fix}"
     try:
         given = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # one is missing or given twice; Python names it
+    except TypeError:  # Python's own message names the missing or repeated argument
         return None
     hints = typing.get_type_hints(function)
     for name, value in given.items():

@@ -19,13 +19,14 @@ from torchweld.info import has_cuda_kernel, ops_of_library
 
 _TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
 _ASSUMED = "NVIDIA H100 (assumed: there is no GPU here)"
-# Ops in the place of torch's mm, the one op beside which inductor takes collectives apart.
+# Ops that compute what torch's mm computes. Inductor's async tensor parallelism splits collectives
+# only next to torch's own mm.
 _MATMULS = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear", "gated_linear_pair")
 _ASYNC = (
     "torch.compile overlaps collectives with torch's own mm alone (async tensor parallelism, "
     "_micro_pipeline_tp), not with this op; where that gains more than the fusion use nn.Linear"
 )
-_DEVICE_FIELDS = 6  # the last numbers of every problem
+_DEVICE_FIELDS = 6  # the number of device fields at the end of every encoded problem
 
 
 @dataclass
@@ -100,7 +101,7 @@ def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     values = {name: _meta(value) for name, value in kwargs.items()}
     for argument in overload._schema.arguments:
-        if argument.name == "output_mask":  # all gradients, where the call names none
+        if argument.name == "output_mask":  # request all gradients if the call does not say which
             values.setdefault("output_mask", [True] * argument.N)
     library.ops._begin_dry_run(device)
     try:

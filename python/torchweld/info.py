@@ -107,12 +107,14 @@ def ops_of_library() -> list[str]:
     """The names of every public op that the library has registered."""
     names = torch._C._dispatch_get_all_op_names() if library.is_available() else []
     mine = (n.split("::")[1].split(".")[0] for n in names if n.startswith("torchweld::"))
-    return sorted({name for name in mine if not name.startswith("_")})  # private ones: tuning's
+    # names with a leading underscore are private ops
+    return sorted({name for name in mine if not name.startswith("_")})
 
 
 def has_cuda_kernel(op: str) -> bool:
     """True where this build has a CUDA kernel of the op."""
-    # An op without one registers the boxed function that says so; kernels are unboxed functions.
+    # An op without a CUDA kernel registers a boxed function for CUDA, which raises an error.
+    # Kernels are unboxed functions.
     table = torch._C._dispatch_dump(f"torchweld::{op}").splitlines()
     return any(line.startswith("CUDA:") and "unboxed" in line for line in table)
 

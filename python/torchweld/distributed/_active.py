@@ -6,17 +6,18 @@ from typing import Any
 
 import torch
 
-# The ContextParallel of the running :func:`torchweld.distributed.context_parallel`; None outside.
-#
-# NOTE: a ContextVar or a thread-local would lose the block in backward: activation checkpointing
-# recomputes attention in autograd's device threads, which do not inherit the caller's context.
+# The ContextParallel of the active :func:`torchweld.distributed.context_parallel` block, or None
+# outside of such a block. NOTE: a ContextVar or a thread-local would lose the block in backward:
+# activation checkpointing recomputes attention in autograd's device threads, which do not inherit
+# the caller's context.
 current: Any = None
 
 _STOCK = torch.nn.functional.scaled_dot_product_attention
 
 
 def _inside_torchs_own() -> bool:
-    # torch replaces the function while its `with` block runs; others may replace it too.
+    # torch's own context_parallel replaces scaled_dot_product_attention while its block is active.
+    # Other libraries may replace it too.
     now = torch.nn.functional.scaled_dot_product_attention
     home = "torch.distributed.tensor.experimental._context_parallel"
     return now is not _STOCK and (getattr(now, "__module__", None) or "").startswith(home)

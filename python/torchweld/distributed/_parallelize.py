@@ -39,7 +39,7 @@ class _SummedGradients(ParallelStyle):
         return module
 
 
-# transformers' style names and the styles that implement them.
+# For each style name in a tp_plan of transformers: the style that implements it.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
@@ -170,7 +170,8 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
                     return (
                         f"{path}'s parameters must be plain, but got {kind} (sharded or quantised)"
                     )
-            # A result that is gathered before it is used may be uneven.
+            # A module whose result is gathered may have a size that the number of processes does
+            # not divide.
             sizes = {"colwise": "out_features", "rowwise": "in_features"}
             width = getattr(module, sizes.get(style, ""), 0)
             if width % size:

@@ -22,16 +22,18 @@ from .tensors import (
     parameter_of,
 )
 
-# Up to this many slabs are sent from where they are, in one call; more are copied together first.
+# Up to this many slabs are communicated in place by one coalesced call. With more slabs, one call
+# communicates the whole tensor, which is then copied into another memory order.
 _MAX_SLABS = 16
 
 
 def summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     """Sums tensors over a mesh's processes, in place where they are contiguous."""
-    # NOTE: functional collectives take the host twice as long as this, and one call a tensor three
-    # times as long.
+    # NOTE: functional collectives need twice as much host time as one coalesced call, and one call
+    # per tensor needs three times as much.
     sums = [t.contiguous() for t in tensors]
-    for dtype in dict.fromkeys(t.dtype for t in tensors):  # in the same order in all processes
+    # all processes must reduce the dtypes in the same order
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
         places = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         alike = [sums[i] for i in places]
         if torch.compiler.is_compiling():
@@ -61,8 +63,8 @@ class _CopyToTpRegion(torch.autograd.Function):
     @staticmethod
     @once_outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # summed may work in place: only layers of this package use the copies, and their gradients
-        # are new tensors.
+        # summed() may overwrite the gradients. They are new tensors, because only layers of this
+        # package use the outputs of forward.
         sums = summed(grads, ctx.mesh)
         pairs = zip(ctx.parameters, sums, strict=True)
         return None, *(gradient_of(parameter, grad) for parameter, grad in pairs)
@@ -71,7 +73,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mesh: DeviceMesh, y: Tensor) -> Tensor:
-        # summed works in place, and a checkpoint may keep y.
+        # summed() overwrites its argument, and activation checkpointing may still need y.
         return summed([y.clone(memory_format=torch.contiguous_format)], mesh)[0]
 
     @staticmethod

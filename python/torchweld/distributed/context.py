@@ -193,7 +193,7 @@ def _compare(
     mine = torch.tensor([reason is not None, *facts], dtype=torch.int64, device=query.device)
     everyone = plain_gather(mine, 0, group).view(group.size(), -1).tolist()
     if reason is not None:
-        return  # the caller raises this process's own reason
+        return  # the caller raises an error with the reason of this process
     for rank, (refused, *theirs) in enumerate(everyone):
         if refused:
             raise ValueError(f"context_parallel_attention: process {rank} of the group was refused")
@@ -215,7 +215,8 @@ def _all_gather(
         positions = local_positions(group, 2 * half, query.device)
         start = mask.first_keys(positions, 2 * size * half, query.shape[0])
         return ops.attention(query, key, value, None, key_start=start, **more)
-    # The keys end at the chunk's last token, so the bottom-right causal mask fits its positions.
+    # The keys passed to the op end at the last token of the chunk. Therefore the bottom-right
+    # aligned causal mask is right for the rows of the chunk.
     out = []
     for chunk, part in ((rank, slice(0, half)), (2 * size - 1 - rank, slice(half, None))):
         end = (chunk + 1) * half
@@ -285,7 +286,8 @@ class ContextParallel:
         self.method = method
         self.check = check
         self.calls = 0
-        self.leftpad: Tensor | None = None  # of the running model; set by hf_context
+        # leftpad of the model that is running; hf_context sets it
+        self.leftpad: Tensor | None = None
         self.seen_positions: Tensor | None = None
 
     def attention(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
 
-# Names of tensors with one row per token.
+# Names of arguments and results with one row per token.
 _ROWS = ("x", "dx", "y", "logits", "dlogits")
-# Names of tensors with one value per token.
+# Names of arguments and results with one value per token.
 _TOKENS = (
     "target",
     "logprob",
@@ -43,7 +43,7 @@ def _loss_gradients(call: Call) -> list[Row]:
         return [all_of(("unit_dlogits", "dlogits"), shard(d)) for d in range(dims)]
     parameters: Row = {}
     for name in ("dweight", "dbias"):
-        if tuple(call.shape("unit_" + name)) != (0,):  # a gradient that was not asked for
+        if tuple(call.shape("unit_" + name)) != (0,):  # size (0,): the gradient was not requested
             parameters |= all_of(("unit_" + name, name), partial())
     dims = len(call.shape("unit_dx")) - 1
     return [{**parameters, **all_of(("unit_dx", "dx"), shard(d))} for d in range(dims)]

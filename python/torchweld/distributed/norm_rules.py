@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
 
-# Names of arguments and results that have the leading dims of the rows.
+# Names of arguments and results that have the same leading dims as x.
 _ROWS = ("x", "residual", "dy", "dnormed", "dsum", "dx", "result", "y", "normed", "sum")
 _STATISTICS = ("mean", "rstd")
 

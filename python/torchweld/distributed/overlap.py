@@ -23,12 +23,13 @@ from torchweld._library import ops
 
 T = TypeVar("T")
 
-# The smallest matmul that overlaps, in multiply-adds per process. Overlap costs the host 100 us, in
-# which the GPU computes 2^35 multiply-adds; the replay of a CUDA graph costs the host nothing.
+# The smallest matmul whose communication is overlapped, in multiply-adds per process. The overlap
+# costs 100 us of host time, in which the GPU computes 2^35 multiply-adds. In a CUDA graph it costs
+# no host time.
 _MIN_PRODUCTS = 1 << 36
 _MIN_PRODUCTS_OF_GRAPHS = 1 << 32
 
-_MAX_SEQUENCES = 16  # multiplied in one batch
+_MAX_SEQUENCES = 16  # the maximum number of sequences in one batched matmul
 
 
 class _SymmetricBuffer:
@@ -43,7 +44,7 @@ class _SymmetricBuffer:
         RuntimeError: the processes can't access each other's memory; raised in all of them.
     """
 
-    _SENT = 1  # channel of the signals; barriers use channel 0
+    _SENT = 1  # the channel of "slot was sent" signals; barriers use channel 0
 
     def __init__(self, group: ProcessGroup, size: int) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -94,12 +95,13 @@ def _memory(size: int, device: torch.device) -> Tensor:
                 raise
             if not again:
                 raise torch.OutOfMemoryError(str(error)) from error
-            torch.cuda.empty_cache()  # symmetric memory bypasses torch's caching allocator
+            # symmetric memory can't use memory that torch's caching allocator holds
+            torch.cuda.empty_cache()
     raise AssertionError
 
 
-# The buffers of a group by its name, ascending in size. All are kept: CUDA graphs may use the
-# smaller ones.
+# For the name of each process group: its buffers in ascending order of size. Smaller buffers are
+# kept, because captured CUDA graphs may use them.
 _buffers: dict[str, list[_SymmetricBuffer]] = {}
 _no_p2p: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
@@ -110,7 +112,8 @@ def _symmetric_buffer(mesh: DeviceMesh, size: int) -> _SymmetricBuffer | None:
     """
     group = mesh.get_group()
     buffers = _buffers.setdefault(group.group_name, [])
-    gone = bool(buffers) and buffers[-1].group() is not group  # another group had that name
+    # the buffers belong to an earlier group with the same name
+    gone = bool(buffers) and buffers[-1].group() is not group
     if buffers and not gone and buffers[-1].size >= size:
         return buffers[-1]
     if torch.cuda.is_current_stream_capturing() or group in _no_p2p:
@@ -119,9 +122,10 @@ def _symmetric_buffer(mesh: DeviceMesh, size: int) -> _SymmetricBuffer | None:
         buffers.clear()
     try:
         buffers.append(_SymmetricBuffer(group, max(size, 2 * buffers[-1].size if buffers else 0)))
-    except torch.OutOfMemoryError:  # raised in this process alone
+    # only this process raises it, so it does not mean that peer access is missing
+    except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # the processes are on several hosts, or have no NVLink
+    except RuntimeError:  # all processes raise it if they are on several hosts or have no NVLink
         _no_p2p.add(group)
         return None
     return buffers[-1]
@@ -160,7 +164,8 @@ def supports_overlap(
         return False
     rows, columns = x.shape[:-1].numel() // (1 if gathers else size), weight.shape[0]
     products = rows * columns * x.shape[-1]
-    # Eager calls allocate the buffers of later graphs, so the smaller limit decides here.
+    # Eager calls allocate the buffers that later CUDA graphs need, so this test uses the smaller
+    # limit, that of graphs.
     if x.shape[:dim].numel() > _MAX_SEQUENCES or products < _MIN_PRODUCTS_OF_GRAPHS:
         return False
     part = rows * (x.shape[-1] if gathers else columns) * x.element_size()
@@ -210,7 +215,8 @@ def gathered_linear(
     def multiply(part: Tensor, rank: int) -> None:
         ops._linear_part(part, weight, bias, ys[rank], preacts[rank], activation=activation)
 
-    # NOTE: a local copy that starts during a matmul waits for its SMs, so x is copied first.
+    # NOTE: a local copy that starts during a matmul waits until the matmul leaves SMs free, so x is
+    # copied first.
     with _used(buffer):
         if keeps_x:
             with buffer.on_side_stream(sending=False):

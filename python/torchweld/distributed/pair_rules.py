@@ -19,7 +19,7 @@ def _gated_linear_pair(call: Call) -> list[Row]:
     columns = {
         **all_of((*_PARAMETERS, *_GRADIENTS), shard(0)),
         **all_of(("dy", "result", "y"), shard(last)),
-        # z has the left and the right branch side by side.
+        # The columns of z are those of the left branch, followed by those of the right branch.
         "z": _StridedShard(last, split_factor=2),
         "dx": partial(),
     }

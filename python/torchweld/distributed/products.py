@@ -94,7 +94,7 @@ class _ScatteredLinear(torch.autograd.Function):
             whole = gathered(ctx.mesh, ctx.dim, dy)
             dx = whole @ weight if needs_dx else None
         dweight = _weight_gradient(whole, x, wanted[0])
-        # `whole` has all tokens, so the bias's gradient needs no sum over the processes.
+        # `whole` has the tokens of all processes, so the bias gradient needs no sum over processes.
         dbias = _bias_gradient(whole, wanted[1])
         return None, None, dx, *_parameter_gradients(ctx, wanted, dweight, dbias)
 
@@ -106,7 +106,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
 def _bias_gradient(dy: Tensor, wanted: bool) -> Tensor | None:
     if not wanted:
         return None
-    if dy.is_cuda and dy.dtype == torch.float64:  # the op has float64 on the CPU only
+    if dy.is_cuda and dy.dtype == torch.float64:  # the op supports float64 only on the CPU
         return dy.flatten(0, -2).sum(0)
     # NOTE: torch's column sums take three times as long as this op.
     return ops._activation_backward(dy, sums=True)[1]
@@ -153,7 +153,7 @@ def _scattered_linear(
 ) -> Tensor:
     if overlap.supports_overlap(mesh, dim, x, weight, gathers=False):
         return overlap.scattered_linear(mesh, dim, x, weight, bias)[0]
-    # Rank 0 alone adds the bias, so the sum contains it once.
+    # Only rank 0 adds the bias, so that the sum over the processes contains the bias once.
     once = bias if bias is not None and mesh.get_local_rank() == 0 else None
     return scattered(mesh, dim, F.linear(x, weight, once))
 

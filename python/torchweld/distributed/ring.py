@@ -47,7 +47,8 @@ class _Steps:
             chunks = chunks[:1] if origin < self.rank else chunks
         start = None
         if self.first is not None:
-            # key_start counts the hidden keys of both chunks, which are adjacent in this step.
+            # In this step the keys are two adjacent chunks. key_start is the sum of the hidden keys
+            # of both.
             hidden = [(self.first[:, rows] - c * half).clamp(0, half) for c in chunks]
             start = sum(hidden[1:], hidden[0]).contiguous()
         more = {
@@ -55,7 +56,8 @@ class _Steps:
             "scale": self.mask.scale,
             "key_start": start,
             "softcap": self.mask.softcap,
-            "sink": self.mask.sink if step == 0 else None,  # each row's sum includes the sink once
+            # only step 0 adds the sink to the row's sum, so that it counts once
+            "sink": self.mask.sink if step == 0 else None,
         }
         return rows, keys, more
 
@@ -130,7 +132,8 @@ class _Ring(torch.autograd.Function):
             dkey[:, :, keys] += dk
             dvalue[:, :, keys] += dv
             dsink = ds if step == 0 else dsink
-            # dK and dV follow their keys around the ring; the last step returns them home.
+            # dK and dV are sent around the ring together with their keys. The last step returns
+            # them to the process that owns the keys.
             dhere = collectives.wait_tensor(_send_recv_kv(dhere, group))
             here = collectives.wait_tensor(there)
         dkey, dvalue = _split_kv(dhere, key, value)
@@ -145,7 +148,8 @@ def _split_kv(both: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     return k.view(key.shape), v.view(value.shape)
 
 
-@torch.compiler.disable  # torch 2.11 traces it to wrong gradients without an error
+# torch.compile of torch 2.11 traces this function without an error, but its gradients are wrong
+@torch.compiler.disable
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, group: dist.ProcessGroup
 ) -> Tensor:

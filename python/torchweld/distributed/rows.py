@@ -24,7 +24,8 @@ class Call:
         given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
         given.update(schema.kwargs_schema)
         defaults = {a.name: a.default_value for a in arguments}
-        # torch orders specs so: positional arguments, then keywords as in the call.
+        # torch lists the specs of positional arguments first, then those of keyword arguments in
+        # the order of the call.
         self.specs = {
             name: value.strategies[0].output_spec
             for name, value in given.items()

@@ -63,7 +63,8 @@ def _columns(call: Call, weights: Sequence[str], cut: Any = None) -> Row:
 def _linear(call: Call) -> list[Row]:
     rows = [*_leading(call), _columns(call, ("weight", "bias"))]
     if call.values["activation"] == "none":
-        # Columns of x can be sharded. The bias is partial, so that the sum contains it once.
+        # A row that shards the columns of x. The bias is Partial, so that the sum over the
+        # processes contains the bias once.
         last = shard(len(call.shape("x")) - 1)
         sums = all_of(("result", "y", "bias"), partial())
         weights = all_of(("weight", "dweight"), shard(1))
@@ -121,7 +122,7 @@ def _attention(call: Call) -> list[Row]:
     rows = [_batch(call), heads]
     values = call.values
     if not (values["causal"] or values["window"] or call.has("leftpad")):
-        # No mask depends on the position of a row, so queries can be sharded.
+        # No mask of the call depends on the position of a query row, so query rows can be sharded.
         queries = _with_gradients([n for n in _HEADS if n not in _KEYS], shard(2))
         queries |= all_of(("dkey", "dvalue", "dsink"), partial())
         rows.append({**queries, "key_start": shard(1)})
@@ -135,7 +136,7 @@ def _causal_softmax(call: Call) -> list[Row]:
         heads = _with_gradients(_HEADS, shard(d))
         if not call.has("sink"):
             rows.append(heads)
-        elif dims == 4:  # with more dims several dims share a sink
+        elif dims == 4:  # scores with more than 4 dims have several batch dims that share a sink
             rows.append({**heads, **all_of(("sink", "dsink"), shard(0))})
     return rows
 
@@ -185,7 +186,7 @@ _LAYERS: dict[str, Rule] = {
     "layer_norm_linear": _norm_linear,
     "rms_norm_linear": _norm_linear,
     "gated_linear": _gated_linear,
-    "scalar_attention": _replicated,  # keys and values are as many as queries
+    "scalar_attention": _replicated,  # q, k and v have the same length n
     "attention": _attention,
     "softmax_matmul": _attention,
 }
@@ -201,7 +202,8 @@ RULES: dict[str, Rule] = {
     "fold_layer_norm": _fold,
     "int4_linear": _int4,
     "int4_linear_backward": _int4,
-    # The repacked layout has no rows of one column: shard the weight, then repack it.
+    # A row of the repacked layout belongs to several output columns, so it can't be sharded by
+    # columns. Shard the weight first and repack the shards.
     "int4_linear_repacked": _leading,
     "int4_linear_repacked_backward": _leading,
     "int4_repack": _replicated,
@@ -233,13 +235,13 @@ def _divided(call: Call) -> tuple[str, int, int] | None:
             "key",
             1,
             call.shape("key")[1],
-        )  # query heads stay with their key head
+        )  # a shard must contain all query heads of its key heads
     if "interleaved" in call.values and call.has("weight"):
         return (
             "weight",
             0,
             call.shape("weight")[0] // 2,
-        )  # interleaved pairs stay together
+        )  # a shard must not split an interleaved pair of rows
     return None
 
 
@@ -281,7 +283,7 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
             wanted = dict(zip(names, each.input_specs, strict=True))
             for name, spec in wanted.items():
                 pairs = zip(spec.placements, call.specs[name].placements, strict=True)
-                # torch does not redistribute other placements to strided shards.
+                # torch can't redistribute a tensor to a strided shard from another placement.
                 if any(a != b and isinstance(a, _StridedShard) for a, b in pairs):
                     return False
             if divided is None:
@@ -314,7 +316,7 @@ def install() -> None:
     """Registers the rules with DTensor, where torch was built with torch.distributed."""
     if not torch.distributed.is_available():
         return
-    # torch may move these private names; importing torchweld must not fail then.
+    # These names of torch are private. If torch moves them, importing torchweld must still work.
     try:
         from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -332,7 +334,8 @@ def install() -> None:
     for name, strategy in strategies.items():
         op = getattr(torch.ops.torchweld, name).default
         keywords = [a.name for a in op._schema.arguments if a.kwarg_only]
-        # The key of torch's cache includes all arguments, None too; otherwise a call with ln_weight
-        # could get the placements of a call with bias.
+        # torch caches placements by the arguments listed here. All arguments are listed, including
+        # those that are None. Otherwise a call with ln_weight could get the placements of a call
+        # with bias.
         info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords)
         register_op_strategy(op, schema_info=info)(strategy)

@@ -46,7 +46,8 @@ class _Columns:
             dim = sharded_dim("NormColwise: input_layouts", placed.input, x)
             norm = copy_to_tp_region(mesh, *norm)
             if norm and dim < x.dim() - 1:
-                # NOTE: for many rows the op also runs the norm as a separate pass, over all rows.
+                # NOTE: for many rows the fused op would run the norm as a separate pass too, and
+                # over the rows of all processes.
                 normed, columns = self.norm_rows(x, *norm), (self.weight, self.bias)
                 y = gathered_linear(mesh, dim, normed, *columns, activation=self.activation)
                 return self.as_placed(y)

@@ -39,19 +39,21 @@ def full_tensor(t: DTensor) -> Tensor:
     for i, placement in enumerate(t.placements):
         earlier = (getattr(p, "dim", None) for p in t.placements[:i] if p.is_shard())
         if isinstance(placement, _StridedShard) and placement.dim in earlier:
-            # FSDP2 shards the tensor-parallel shard, but its placements list the opposite order.
+            # FSDP2 shards the tensor-parallel shard, but its placements list the two shards in the
+            # opposite order.
             raise ValueError(_sharded_twice(t))
     strided = [p.dim for p in t.placements if isinstance(p, _StridedShard)]
     try:
         whole = t.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-    except ValueError:  # raised before anything is sent
+    except ValueError:  # torch raises it before any communication
         if not strided:
             raise
-    except AssertionError:  # torch 2.15 raises it for FSDP2's shards of strided shards
+    except AssertionError:  # torch 2.15 raises it if FSDP2 has sharded a strided shard
         raise ValueError(_sharded_twice(t)) from None
     else:
         if len(set(strided)) < len(strided):
-            # torch 2.15 uses one placement for two layouts and gathers one of them wrongly.
+            # torch 2.15 describes two different layouts by one placement, and gathers one of them
+            # wrongly.
             raise ValueError(_sharded_twice(t))
         return whole
     for placement, size in zip(t.placements, mesh.shape, strict=True):
@@ -79,7 +81,8 @@ def full_tensor(t: DTensor) -> Tensor:
 def as_in_autocast(t: Tensor) -> Tensor:
     """Casts t to autocast's dtype as an op does; under autocast norms return float32."""
     device = t.device.type
-    if t.dtype == torch.float64 or device not in ("cpu", "cuda"):  # the ops have no other devices
+    # the ops support only CPU and CUDA
+    if t.dtype == torch.float64 or device not in ("cpu", "cuda"):
         return t
     return t.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else t
 
@@ -98,10 +101,9 @@ def sharded_dim(argument: str, placement: Placement, x: Tensor) -> int:
 
 
 # Below are functions for an autograd.Function that takes a DTensor parameter as it is and returns a
-# DTensor as its gradient.
-#
-# NOTE: `to_local()` adds two nodes to the graph and takes the host 80 us, forward and backward.
-# Neither way has batched gradients (`is_grads_batched`): torch raises NotImplementedError there.
+# DTensor as its gradient. NOTE: `DTensor.to_local()` would add two nodes to the autograd graph and
+# 80 us of host time, forward and backward. Batched gradients (`is_grads_batched`) work neither here
+# nor with `to_local()`: torch raises NotImplementedError.
 
 
 def is_dtensor_parameter(t: Tensor | None) -> bool:

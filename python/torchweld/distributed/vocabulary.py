@@ -38,16 +38,17 @@ class _Targets:
     def __init__(
         self, mesh: DeviceMesh, classes: int, target: Tensor, ignore_index: int, shift: int
     ) -> None:
-        # DTensor's shards: equal ones, of which the last is smaller.
+        # The number of classes per shard, as DTensor divides them: only the last shards may be
+        # smaller.
         size = -(-classes // mesh.size())
         ignored = target == ignore_index
         _check_targets(target, classes, ignored)
         owner = target.masked_fill(ignored, 0).long() // size
         inside = ~ignored & (owner == mesh.get_local_rank())
-        # Another shard's target is replaced by any class: its loss is not read.
+        # Targets of other shards are replaced by class 0. Their losses are not read.
         local = torch.where(inside, target - mesh.get_local_rank() * size, 0)
         self.local = local.masked_fill(ignored, _IGNORED)
-        # The rows that have a loss, one fewer per sequence with shift=1.
+        # With shift=1, the first position of each sequence is the target of no row.
         self.owner, self.ignored, self.inside = (
             t[..., 1:] if shift else t for t in (owner, ignored, inside)
         )
@@ -89,7 +90,8 @@ class _VocabParallel(torch.autograd.Function):
         losses, shards = gathered(mesh, 0, torch.stack((loss, lse))[None]).unbind(1)
         lse = torch.logsumexp(shards, 0)
         owner = targets.owner[None]
-        # The target's shard gives a loss relative to its own lse, which is at most the whole one.
+        # The loss of the target's shard is relative to the lse of that shard. The lse of all shards
+        # is larger, so their difference is added.
         loss = losses.gather(0, owner)[0] + (lse - shards.gather(0, owner)[0])
         loss = (loss + z_loss * lse.square()).masked_fill(targets.ignored, 0)
         ctx.mesh, ctx.targets, ctx.reduction = mesh, targets, reduction

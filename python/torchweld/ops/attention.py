@@ -167,7 +167,7 @@ class CausalSelfAttention(nn.Module):
     """
 
     __constants__ = ["embed_dim", "num_heads", "head_dim", "kernel", "scale", "_plain_qkv"]
-    __jit_unused_properties__ = ["_plain_qkv"]  # a constant of the scripted module
+    __jit_unused_properties__ = ["_plain_qkv"]  # scripting reads this property once, as a constant
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class CausalSelfAttention(nn.Module):
         layer = self.c_attn
         if not is_plain(layer, nn.Linear):
             return False
-        # A class of tensors may have an F.linear of its own, as quantised weights have.
+        # A tensor subclass may replace F.linear, as those of quantised weights do.
         kind = type(layer.weight)
         return kind is Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
 
@@ -322,7 +322,7 @@ class CausalSelfAttention(nn.Module):
             .permute(2, 0, 3, 1, 4)
             .unbind(0)
         )
-        if torch.jit.is_scripting():  # which leaves out what is below
+        if torch.jit.is_scripting():  # scripting does not compile the code below
             out = self._attend(q, k, v, leftpad)
         elif self._follows():
             out = _active.current.attention(q, k, v, leftpad, causal=True, scale=self.scale)

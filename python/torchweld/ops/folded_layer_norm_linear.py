@@ -150,7 +150,8 @@ class FoldedLayerNormLinear(nn.Module):
         return stock.requires_grad_(False).eval()
 
     def _apply(self, fn, recurse: bool = True):
-        # The sums stay in fp32 when the module is cast; a cast weight gets its sums anew.
+        # If the module is cast, weight_sum and folded_bias stay in fp32. If the cast rounds the
+        # weight, its sums are computed again.
         before = self.folded_weight
         sums = (self.weight_sum, self.folded_bias)
         super()._apply(fn, recurse)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchweld.ops.stock import refuse_mixed, refuse_other, text_of
 
 PROJECTIONS = ("c_attn", "c_proj")
-# transformers' attention functions that compute what GPT2Attention computes by itself.
+# Attention functions of transformers that compute the same as GPT2Attention's eager path.
 _PLAIN_FUNCTIONS = (
     "eager",
     "sdpa",
@@ -70,7 +70,8 @@ def scale_of(module: nn.Module) -> float:
     """What a GPT2Attention multiplies its scores by."""
     if hasattr(module, "scaling"):
         return float(module.scaling)
-    # NOTE: older versions of transformers know it in the forward alone.
+    # NOTE: older versions of transformers have no `scaling` attribute and compute the scale in
+    # forward.
     scale = module.head_dim**-0.5 if module.scale_attn_weights else 1.0
     return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
 

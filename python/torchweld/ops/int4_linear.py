@@ -302,7 +302,8 @@ class Int4Linear(nn.Module):
     @torch.jit.unused
     def dequantise(self) -> Tensor:
         """The weight `(out_features, in_features)` that the codes stand for."""
-        # Signed by a view: torch.export keeps a cast, and all before it, even where it is not used.
+        # A view makes the codes signed. A cast would stay in the graph of torch.export even if its
+        # result were not used.
         codes = ops.int4_unpack(self.qweight, self.in_features).view(torch.int8)
         zeros = ops.int4_unpack(self.zero, self.scale.shape[1]).view(torch.int8)
         groups = codes.unflatten(1, (-1, self.group_size))
@@ -314,12 +315,13 @@ class Int4Linear(nn.Module):
         if self.qweight.is_cuda:
             made = ops.int4_repack(self.qweight, self.scale, self.zero)
         else:
-            # Three tensors: torch.jit.trace refuses one in several places.
+            # Three separate tensors, because torch.jit.trace refuses a module that holds one tensor
+            # under several names.
             made = tuple(self.scale.new_empty(0) for _ in range(3))
         self.packed, self.packed_scale, self.packed_zero = made
 
     def _apply(self, fn, recurse: bool = True):
-        # Codes are no floats, so that .half() leaves them alone.
+        # The codes are integers, so .half() does not change them.
         super()._apply(fn, recurse)
         self.repack()
         return self
@@ -334,7 +336,8 @@ class Int4Linear(nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # transformers builds a model on the meta device and asks it for the keys that it wants.
+        # transformers builds the model on the meta device and reads the names of its parameters
+        # from the state_dict. Such a state_dict must not list `weight`, because files lack it.
         if not self.scale.is_meta:
             destination[prefix + "weight"] = self.scale.new_empty(0)
 
@@ -342,7 +345,7 @@ class Int4Linear(nn.Module):
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ) -> None:
         wrong = []
-        weight = state_dict.pop(prefix + "weight", None)  # not there in older files
+        weight = state_dict.pop(prefix + "weight", None)  # older files have no such entry
         if weight is not None and weight.numel() > 0:
             wrong.append(
                 f"{prefix}weight must be empty, but got {tuple(weight.shape)}; load it into "

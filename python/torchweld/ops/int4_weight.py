@@ -40,8 +40,8 @@ def round_weight(weight: Tensor, group: int) -> RoundedWeight:
     kept = torch.where(span.isinf(), high / 15 - low / 15, span / 15).to(weight.dtype)
     step = torch.where(kept > 0, kept, 1.0).to(wide)
     zero = (-low / step).round().clamp(0, 15)
-    # The outermost level may exceed the dtype's range. A slightly smaller scale is used where it
-    # brings the level back; otherwise the level is left unused.
+    # The outermost level of a group may exceed the range of the dtype. If a slightly smaller scale
+    # brings the level back into the range, that scale is used. Otherwise no code uses the level.
     largest = torch.finfo(weight.dtype).max
     reach = torch.maximum(zero, (high / step).round()).clamp(min=1)
     lower = _rounded_down(largest / reach, weight.dtype)
@@ -53,7 +53,8 @@ def round_weight(weight: Tensor, group: int) -> RoundedWeight:
     relative = maximum = 0.0
     if weight.numel():
         error = scale * (codes - zero) - groups
-        unit = groups.abs().max().clamp(min=torch.finfo(wide).tiny)  # squares stay in range
+        # so that squares of the quotients stay in range
+        unit = groups.abs().max().clamp(min=torch.finfo(wide).tiny)
         size = (groups / unit).square().mean().sqrt().item()
         lost = (error / unit).square().mean().sqrt().item()
         relative, maximum = lost / size if size else 0.0, error.abs().max().item()

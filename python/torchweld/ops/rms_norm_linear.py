@@ -145,14 +145,15 @@ def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
         refuse_other(owner, "module[0]", "nn.RMSNorm", norm, nn.RMSNorm)
         if norm.eps is not None:
             return norm.eps
-        # torch takes the epsilon of the dtype that it computes in.
+        # If eps is None, torch uses the machine epsilon of the dtype in which it computes the norm.
         dtype = (linear if norm.weight is None else norm).weight.dtype
         return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not isinstance(eps, float) or not hasattr(norm, "weight"):
         return None
     refuse_other(owner, "module[0]", "an RMSNorm", norm, type(norm))
-    # What another parameter, buffer or module does once it is trained is unknown.
+    # The norm must have no other parameter, buffer or child module, because training could change
+    # what it does to the result.
     if [(n, p.shape) for n, p in norm.named_parameters()] != [("weight", shape)]:
         return None
     if any(True for _ in norm.children()) or any(True for _ in norm.buffers()):
@@ -178,12 +179,13 @@ def _weight_offset(norm: nn.Module, eps: float) -> int | None:
         width = copied.weight.numel()
         weight = torch.randn(width, generator=generator, dtype=torch.float32)
         copied.weight.copy_(weight)
-        # Values of eps's own size, so that an eps in another place shows, and larger ones.
+        # Rows whose mean square is about eps reveal a norm that adds eps elsewhere. The other rows
+        # are larger.
         size = torch.tensor([[max(eps, 1e-12) ** 0.5], [1.0], [1e3]], dtype=torch.float32)
         x = torch.randn(2, 3, width, generator=generator, dtype=torch.float32) * size
         try:
             outs = [copied.train(mode)(x) for mode in (True, False)]
-        except Exception:  # a custom forward may want other arguments
+        except Exception:  # the forward may require other arguments
             return None
         for offset in (0, 1):
             expected = nn.functional.rms_norm(x, (width,), weight + offset, eps)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torchweld._library as library
 
-_FORMAT = 2  # choices by name
+_FORMAT = 2  # in format 2, choices are stored by name
 _MOST_BYTES = 4 << 20
 _MOST_ENTRIES = 4096
 _KEY = ("op", "gpu", "dtype", "family", "shape_class", "version")
@@ -189,7 +189,7 @@ def load() -> None:
         return
     try:
         _load()
-    except Exception as error:  # an import must not fail for the sake of a cache
+    except Exception as error:  # importing torchweld must not fail because of its cache
         _warn(f"{path()} could not be read ({type(error).__name__}: {error})")
 
 

@@ -45,7 +45,7 @@ def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
         weight = 2 if op.endswith("backward") else 1
         if made[weight].is_floating_point():
             made[weight] *= max(made[weight].shape[-1], 1) ** -0.5
-        else:  # scales of 4-bit codes
+        else:  # the weight has 4-bit codes, and made[2] is their scale
             made[2] = made[2].abs() * 0.1 * max(made[0].shape[-1], 1) ** -0.5
         if op.startswith("folded"):
             made[2] = made[1].float().sum(1).to(made[2].dtype)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu where there is no CUDA GPU, but got cuda")
-    if device == "cpu":  # nothing is timed there
+    if device == "cpu":  # on the CPU nothing is timed, so the values don't matter
         made = [torch.empty_like(t, device="cpu") for t in shapes]
     else:
         made = filled(shapes, args.op, device)

@@ -19,9 +19,9 @@ class Part:
     """A kernel of the call that has several configurations."""
 
     family: str
-    numbers: list[int]  # the encoded problem
-    problem: dict[str, int]  # its fields by name
-    choice: str  # what runs unless a choice is forced
+    numbers: list[int]  # the problem, encoded as a list of integers
+    problem: dict[str, int]  # the fields of the problem by name
+    choice: str  # the configuration that runs if none is forced
     source: str
 
     def text(self) -> str:
@@ -40,7 +40,7 @@ def observe(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]
         outputs = tensors_of(call())
     finally:
         seen = [json.loads(text) for text in library.ops._end_observing()]
-    # A launch before the first choice belongs to no family.
+    # A record without a family holds the launches before the first choice.
     return outputs, [record for record in seen if record["family"]]
 
 

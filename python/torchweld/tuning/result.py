@@ -10,7 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# The columns of every row, beside those of its tile.
+# The columns that every row has, in addition to the columns of its tile.
 _ABOUT = ("part", "problem", "family", "choice", "source")
 _MEASURED = (
     "us",

@@ -17,7 +17,7 @@ from torchweld.tuning.progress import Progress
 from torchweld.tuning.result import Row, TuneResult, empty_row
 from torchweld.tuning.work import Answers, bytes_of, flops, sum_length
 
-# A configuration that is so many times slower than another is timed once.
+# A configuration that is this many times slower than the fastest one is timed only once.
 _SLOW = 8.0
 
 

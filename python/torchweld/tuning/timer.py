@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-_FLUSH_BYTES = 256 << 20  # several times any L2
+_FLUSH_BYTES = 256 << 20  # several times as large as the L2 cache of any GPU
 
 
 @dataclass
@@ -56,7 +56,8 @@ class CudaRounds:
             if self._before:
                 self._before(name)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # Also a backlog: the next launches are queued while this runs.
+            # While this fill runs, the host queues the next launches, so that launch overhead is
+            # not timed.
             self._flush.fill_(len(self._rounds) & 255)
             start.record()
             self._variants[name]()

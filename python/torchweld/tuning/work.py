@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Calls up to these sizes are computed in float64 on the CPU, within seconds.
+# For calls up to these sizes, the reference is computed in float64 on the CPU, which takes seconds.
 _REFERENCE_FLOPS = 4e10
 _REFERENCE_ELEMENTS = 1 << 26
-_CHUNK = 1 << 26  # elements that are compared at a time
+_CHUNK = 1 << 26  # the number of elements that are compared at a time
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -39,7 +39,8 @@ def flops(family: str, p: dict[str, int]) -> float | None:
     if family == "attention":
         return 2.0 * p["heads"] * _attention_pairs(p) * (p["head_dim"] + p["head_dim_v"])
     if family == "attention_backward":
-        # Scores and dQ, dK take head_dim; dP and dV take head_dim_v.
+        # The products for the scores, dQ and dK sum over or produce head_dim columns, those for dP
+        # and dV head_dim_v columns.
         dims = 3 * p["head_dim"] + 2 * p["head_dim_v"]
         return 2.0 * p["heads"] * _attention_pairs(p) * dims
     return None
