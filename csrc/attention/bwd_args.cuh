@@ -21,10 +21,10 @@ struct BackwardArgs {
   unsigned wave;
   float lse_factor;  // the exponent of P is score * score_factor - lse * lse_factor
   float score_factor;
-  float shift;          // the kernels store probabilities times 2^shift
+  float shift;          // the kernels compute probabilities times 2^shift
   float* g_lse;         // (batch, nheads, rows): shift - lse * lse_factor
   float* g_delta;       // (batch, nheads, rows): sum(dout * out) * 2^-shift
-  uint4* g_stat_slice;  // (batch, nheads, rows): replaces g_lse and g_delta; see StatSlice
+  uint4* g_stat_slice;  // (batch, nheads, rows): replaces g_lse and g_delta; see StatSliceTile
   float* g_dq;  // (batch, nheads, rows, the tile's head_dim), in the order of the warps' registers
   float4* g_parts;  // partial dK and dV if group_parts > 1; see part_sums
   // Counters: the number of blocks that have added to a dQ tile, or to a warp's slice of a dQ tile.
@@ -46,7 +46,9 @@ static_assert(kAttentionBackwardRowPad == BlockMask::kRows);
 
 // The arguments of the kernels for a general mask.
 struct MaskedBackwardArgs : BackwardArgs {
-  float cap;            // logit = softcap * tanh(score * cap); score_factor multiplies logits
+  // cap is scale / softcap. A logit is softcap * tanh(score * cap), and score_factor multiplies the
+  // logit.
+  float cap;
   BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
   KeyRange32* g_live;   // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
 

@@ -27,9 +27,11 @@ struct AttentionBackwardTile {
   int warps;
   int groups;
   int blocks_per_sm;
-  bool prefetches;  // loads dQ's sums early if all earlier blocks have added to them
+  // Whether a block starts to load the sums of dQ before it needs them, if all earlier blocks have
+  // added to these sums.
+  bool prefetches;
   bool split;   // dV and dK have separate launches, because they don't fit in a warp's registers
-  bool paired;  // different warps accumulate dV and dK
+  bool paired;  // whether different warps accumulate dV and dK
 
   constexpr int threads() const { return warps * 32; }
   constexpr int strip_warps() const { return paired ? warps / 2 : warps; }
@@ -274,7 +276,8 @@ static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 // as long.
 struct AttentionBackwardOrder {
   int64_t at_once;  // the number of parts whose blocks run at the same time
-  int64_t wave;     // blocks between two changes of direction; 0 if all loop downwards
+  // Number of blocks between two changes of the loop direction; 0 if all blocks loop downwards.
+  int64_t wave;
 };
 
 // The work of a call. A part is some of the query heads of a kv head. If

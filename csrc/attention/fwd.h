@@ -33,7 +33,7 @@ struct AttentionVariant<true> {
 // may have fewer heads.
 struct AttentionSchedule {
   int64_t section;  // the number of heads in a section
-  int64_t tiles;    // tiles of a head
+  int64_t tiles;    // the number of query tiles of a head
   int64_t first_block = 0;
 
   AttentionSchedule(const AttentionParams& params, int rows, int elem_size) {

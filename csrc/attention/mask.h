@@ -35,7 +35,7 @@ struct KeyRangeOf {
   TW_HOST_DEVICE bool empty() const { return begin >= end; }
 };
 using KeyRange = KeyRangeOf<int64_t>;
-using KeyRange32 = KeyRangeOf<int>;  // for kernels without registers for a 64-bit range
+using KeyRange32 = KeyRangeOf<int>;  // for kernels that lack the registers for a 64-bit range
 
 // The mask of one sequence. Its values are clamped to the valid range.
 struct SequenceMask {

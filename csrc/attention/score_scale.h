@@ -32,7 +32,8 @@ struct ScoreScale {
 // tanh(x) / x as a polynomial in x^2 with kTerms (3 or 4) terms and a relative error of 2^-20.
 template <int kTerms>
 struct SmallTanh {
-  static constexpr float kMax = kTerms == 3 ? 0.25f : 0.5f;  // the largest |x|
+  // The largest |x| with this relative error.
+  static constexpr float kMax = kTerms == 3 ? 0.25f : 0.5f;
   // The coefficient of x^(2 i).
   static TW_HOST_DEVICE constexpr float term(int i) {
     if (i == 0) return kTerms == 3 ? 0.9999996f : 0.99999946f;
@@ -71,7 +72,7 @@ struct SmallExponent {
 // ScoreScale with a soft cap. A score first becomes tanh(score * cap). `size` and `c` multiply this
 // result.
 struct CappedScale : ScoreScale {
-  float softcap;  // 0 if not given
+  float softcap;  // 0 if the call has no softcap
   float cap;
 
   TW_HOST_DEVICE CappedScale(float scale, float softcap)

@@ -71,7 +71,7 @@ inline float exp_polynomial(float r) {
 
 // Returns exp(x) with an error of at most 2 ulp, including subnormal results.
 inline float exp_in_vectors(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding kRound rounds to an integer
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23. Adding kRound to x rounds x to an integer.
   x = x < -104.0f ? -104.0f : x;         // exp(-104) is 0
   x = x > 89.0f ? 89.0f : x;             // exp(89) is inf
   const float shifted = x * 1.44269504f + kRound;
@@ -93,9 +93,10 @@ inline float exp_in_vectors(float x) {
 // Returns exp(x) with an error of at most 2 ulp, including subnormal results.
 // Source: the rational function of Cephes' exp.
 inline double exp_in_vectors(double x) {
-  constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52: adding kRound rounds to an integer
-  x = x < -746.0 ? -746.0 : x;                   // exp(-746) is 0
-  x = x > 710.0 ? 710.0 : x;                     // exp(710) is inf
+  // 1.5 * 2^52. Adding kRound to x rounds x to an integer.
+  constexpr double kRound = 6755399441055744.0;
+  x = x < -746.0 ? -746.0 : x;  // exp(-746) is 0
+  x = x > 710.0 ? 710.0 : x;    // exp(710) is inf
   const double shifted = x * 1.4426950408889634073599 + kRound;
   const double n = shifted - kRound;
   const double r = (x - n * 6.93145751953125e-1) - n * 1.42860682030941723212e-6;

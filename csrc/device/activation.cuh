@@ -15,12 +15,12 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// 1 / (1 + 2^x), with a small relative error for every x.
+// Returns 1 / (1 + 2^x). The relative error is small for every x.
 __device__ __forceinline__ float one_over_one_plus_exp2(float x) {
   return reciprocal_approx(1.f + exp2_approx_ftz(x));
 }
 
-// 1 / (1 + e^-x), with a small relative error for every x.
+// Returns 1 / (1 + e^-x). The relative error is small for every x.
 template <bool kExact>
 __device__ __forceinline__ float sigmoid(float x) {
   if constexpr (kExact) return 1.f / (1.f + expf(-x));
@@ -45,8 +45,8 @@ __device__ __forceinline__ float gelu(float x) {
   tail = fmaf(t, tail, 0.15906724f);
   tail = fmaf(t, tail, 0.14672485f) * t;
   tail *= exp2_approx_ftz(x * x * (-0.5f * kLog2e));
-  // NOTE: without fminf, x = inf would give inf * 0 = NaN; with it the result is inf. The results
-  // for -inf and NaN are NaN, as in torch.
+  // NOTE: without fminf, x = inf would give inf * 0 = NaN. With fminf, x = inf gives inf. The
+  // results for -inf and NaN are NaN, as in torch.
   return fmaf(-fmaxf(-x, fminf(x, 16.f)), tail, relu(x));
 }
 
@@ -84,7 +84,7 @@ __device__ __forceinline__ float gelu_slope(float x) {
   return 0.5f * (1.f + erff(x * kSqrtHalf)) + x * (expf(-0.5f * x * x) * kDensity);
 }
 
-// sigmoid(x) and 1 - sigmoid(x), both with a small relative error.
+// Computes sigmoid(x) and 1 - sigmoid(x). The relative error of both values is small.
 template <bool kExact>
 struct Sigmoids {
   float of_x, complement;

@@ -80,7 +80,7 @@ const DeviceFacts& device_facts() {
   static std::mutex mutex;
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) {
-    (void)cudaGetLastError();  // the launch reports the error
+    (void)cudaGetLastError();  // clears the error; the launch reports it again
     return none;
   }
   if (const DeviceFacts* facts = known[device].load(std::memory_order_acquire)) return *facts;

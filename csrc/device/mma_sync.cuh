@@ -191,7 +191,8 @@ struct SplitBf16 {
   // Returns `rounded`, unless x is finite but rounds to inf. In that case returns two copies of the
   // upper 16 bits of x.
   static __device__ __forceinline__ uint32_t cut(float x, uint32_t rounded) {
-    constexpr float kRoundsToInf = 3.3961775e38f;  // 2^128 - 2^119
+    // 2^128 - 2^119: fp32 values of at least this size round to inf in bf16.
+    constexpr float kRoundsToInf = 3.3961775e38f;
     const uint32_t upper = __float_as_uint(x) >> 16;
     return finite(x) && fabsf(x) >= kRoundsToInf ? upper * 0x10001 : rounded;
   }
@@ -240,7 +241,7 @@ struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
 
   __device__ __forceinline__ void set(int pair, float x, float y) {
-    float check = 0.f;  // unused
+    float check = 0.f;  // SplitBf16<false> does not set it
     const SplitBf16<false> split(x, y, check);
     high[pair] = split.high;
     middle[pair] = split.middle;

@@ -75,7 +75,7 @@ void for_each_gemm_choice(const Body& body) {
 }
 
 inline GemmChoice choose_gemm(const GemmProblem& p) {
-  constexpr int64_t kMinKBlocks = 4;  // per split
+  constexpr int64_t kMinKBlocks = 4;  // the minimum number of k-blocks per split
   GemmChoice best{};
   best.splits = -1;
   double best_time = -1;

@@ -35,7 +35,8 @@ struct GemmProblem {
   bool normed;                // whether the rows of a are normalised before the product
   DeviceFacts device;
 
-  constexpr int64_t width() const { return gated ? 2 * n : n; }  // the rows of b
+  // The number of rows of b; a gated product has two halves.
+  constexpr int64_t width() const { return gated ? 2 * n : n; }
   constexpr int block_k() const { return kKBlockBytes / gemm_elem_size(math); }
   constexpr int64_t k_blocks() const {
     return k <= block_k() ? 1 : (k + block_k() - 1) / block_k();

@@ -21,7 +21,7 @@ struct Int4Tile {
   int warps;   // number of warps; each computes rows / warps rows for all tokens
   int chunks;  // number of chunks per k-block
   int stages;  // number of stages of the ring in shared memory
-  int blocks;  // number of blocks per SM for 16-bit x; registers limit it
+  int blocks;  // number of blocks per SM if x is 16-bit; the registers per thread limit this number
   // If true, the scale multiplies each group's accumulators. This supports any dtype and any group
   // size. If false, the scale multiplies the weight. This needs only half as many accumulators, but
   // requires 16-bit x and groups of whole chunks.
@@ -99,7 +99,7 @@ struct Int4Choice {
   Int4Engine engine;
   int tile;              // index into the engine's table of tiles, 0 for kDense
   int splits;            // number of splits of K
-  int64_t split_chunks;  // chunks per split
+  int64_t split_chunks;  // number of chunks of K per split
   bool cluster;          // true if the splits of a tile form a cluster
 };
 

@@ -10,8 +10,9 @@ namespace torchweld {
 
 // The work of a block: a tile of y and one split of K.
 struct Int4WorkTile {
-  int64_t first_row, first_token;  // first row of the weight, first row of x
-  int first_chunk, chunk_end;      // range of chunks of K
+  // The first weight row and the first row of x (token) of the block's tile.
+  int64_t first_row, first_token;
+  int first_chunk, chunk_end;  // the range of chunks of K that the block multiplies
   int split;
 
   // Work tiles are ordered by bands of kBandTokens tokens. Tiles that run at the same time then
@@ -102,7 +103,7 @@ class Int4XCopies {
   const char* g_x_;
   int64_t token_stride_;  // distance between two loads of the thread, in bytes
   int chunk_;
-  uint32_t valid_ = 0;  // bit i: the token of the thread's load i exists
+  uint32_t valid_ = 0;  // bit i is set if the token of the thread's load i exists
   uint32_t s_x_;
 };
 

@@ -58,7 +58,8 @@ inline double int4_blocks_time(const Int4Times& times, double tiles, int splits,
            static_cast<double>(k_blocks) * std::max(times.k_block, blocks * times.busy) +
            (reduces ? blocks * times.reduce * splits / 2 : 0);
   };
-  const double load = std::ceil(tiles * splits / (sms * usable));  // blocks on the busiest SM
+  // The number of blocks that the busiest SM runs.
+  const double load = std::ceil(tiles * splits / (sms * usable));
   const double waves = std::floor(load / resident), rest = load - waves * resident;
   return waves * wave(resident) + (rest > 0 ? wave(rest) : 0);
 }

@@ -21,11 +21,11 @@
 
 namespace torchweld {
 
-inline constexpr int kInt4Unit = 8;       // codes in a word
-inline constexpr int kInt4TileRows = 16;  // rows in a tile
-inline constexpr int kInt4ChunkK = 64;    // columns in a chunk
+inline constexpr int kInt4Unit = 8;       // the number of codes in a word
+inline constexpr int kInt4TileRows = 16;  // the number of weight rows in a tile
+inline constexpr int kInt4ChunkK = 64;    // the number of columns (of K) in a chunk
 inline constexpr int kInt4ChunkUnits = kInt4ChunkK / kInt4Unit;
-inline constexpr int kInt4ChunkWords = 128;  // words in a chunk of a tile
+inline constexpr int kInt4ChunkWords = 128;  // the number of words of codes in a chunk of a tile
 
 // The sizes of a weight and of its repacked form.
 struct Int4Shape {

@@ -122,7 +122,8 @@ Matrix Matrix::halves(const Tensor& weight, bool interleaved) {
 }
 
 Matrix Matrix::pair_of(const Tensor& left, const Tensor& right) {
-  constexpr intptr_t kMaxBytes = intptr_t{1} << 40;  // the upper limit of strides in a tensor map
+  // Strides in a tensor map must be smaller than this.
+  constexpr intptr_t kMaxBytes = intptr_t{1} << 40;
   const auto address = [](const Tensor& t) {
     return reinterpret_cast<intptr_t>(const_data<char>(t));
   };

@@ -53,7 +53,7 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
   if (in.x.is_cpu()) check_targets("linear_cross_entropy", in.targets, n, in.options);
   Tensor z = at::linear(wide(as_matrix(in.x)), wide(in.weight),
                         is_given(in.bias) ? wide(*in.bias) : Tensor());
-  Tensor slope;  // dz / dlogit
+  Tensor slope;  // the derivative of z with respect to the logit
   if (in.options.softcap) {
     const Tensor tanh = (z / *in.options.softcap).tanh_();
     slope = (1 - tanh * tanh).div_(in.options.temperature);

@@ -213,7 +213,7 @@ void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, c
 // The factors of the gradient with respect to a row's logits if there is a gradient dlse. The
 // gradient is total * p, where p are the probabilities. At the target it is total * (p - share).
 struct RowFactors {
-  Tensor total;  // (rows,)
+  Tensor total;  // (rows,): the sum of exponentials of each row
   Tensor share;  // (rows,); 1 if undefined
 
   RowFactors(const Tensor& dloss, const Tensor& dlse, const Tensor& lse, double z_loss)

@@ -34,8 +34,9 @@ struct LossRows {
 // not compute gradients, all of these tensors are undefined.
 struct LossUpstream {
   Tensor dloss;
-  Tensor dentropy;   // 0 if undefined
-  Tensor dlse = {};  // 0 if undefined; only for a cross entropy
+  Tensor dentropy;  // if undefined, the gradient is 0
+  // The gradient with respect to lse; if undefined, the gradient is 0; only for a cross entropy.
+  Tensor dlse = {};
 };
 
 // The gradients that an engine computes. dx is contiguous. A gradient that is passed as a tensor of

@@ -25,7 +25,7 @@ struct LossChunk {
   bool cross_entropy;  // true for a cross entropy, false for log-probabilities
   LogitScale<float> scale;
   CrossEntropyTerms<float> terms;
-  float* loss;  // loss or log-probability
+  float* loss;  // the losses of a cross entropy, or the log-probabilities
   float* lse;
   float* entropy;  // nullptr if not requested
 };

@@ -50,7 +50,7 @@ template <typename Config>
 struct Ring {
   using T = typename Config::T;
   const NormBackwardParams& p;
-  uint4* s_first;  // the thread's first 16-byte slot
+  uint4* s_first;  // the address of the thread's first 16-byte slot
   int inputs;
 
   __device__ __forceinline__ uint4* at(int stage, int input, int i) const {

@@ -31,7 +31,7 @@ namespace torchweld {
 // The elements of a matrix row are contiguous, and so are the elements of a vector.
 struct NormParams {
   const void* x;
-  const void* residual;     // if nullptr, the kernel normalises x alone
+  const void* residual;     // if residual is nullptr, the kernel normalises x alone
   const void* scale;        // if nullptr, the scale is 1, and scale_offset must be 0
   const void* shift;        // if nullptr, the shift is 0
   const float* saved_mean;  // saved statistics; if nullptr, the kernel computes them

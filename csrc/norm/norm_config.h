@@ -27,7 +27,7 @@ inline constexpr int kNormStreamThreads = 256;
 
 struct NormProblem {
   int64_t n;      // the length of a row
-  int elem_size;  // in bytes
+  int elem_size;  // size of an element in bytes
   bool aligned;   // whether every row and every vector starts on a 16-byte boundary
 
   constexpr bool vector() const { return aligned && n % (16 / elem_size) == 0; }

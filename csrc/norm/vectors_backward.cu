@@ -13,7 +13,7 @@ struct NormVectorsOp {
   using Sum = ColumnSumOf<T>;
   const T* g_dy;
   const T* g_x;
-  const float* g_mean;  // nullptr for RMSNorm
+  const float* g_mean;  // (rows,); nullptr for RMSNorm
   const float* g_rstd;
   int64_t dy_row_stride, x_row_stride;
 

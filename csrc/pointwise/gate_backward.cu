@@ -40,7 +40,8 @@ __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCoun
 template <typename T, int kElems_>
 struct GateOp : GateArgs<T> {
   static constexpr int kElems = kElems_;
-  static constexpr int kSums = 2;  // one sum for the left half and one for the right half
+  // The number of column sums: one for the left half and one for the right half.
+  static constexpr int kSums = 2;
   using Sum = ColumnSumOf<T>;
   int64_t first_step, apart;  // first_step and apart are 1 and n, or 2 and 1 if interleaved
 

@@ -62,7 +62,7 @@ __device__ __forceinline__ int log2_of(int power_of_two) { return __ffs(power_of
 // The work of a block: one tile of columns, and some rows of one phase. The indices of these rows
 // within the phase are [begin, end).
 struct MatrixBlock {
-  int64_t tile, begin, end, part;  // part: the index of the block's partial column sums
+  int64_t tile, begin, end, part;  // `part` is the index of the block's partial column sums
   int phase;
 
   __device__ __forceinline__ explicit MatrixBlock(const MatrixPlan& plan) {
@@ -98,7 +98,7 @@ struct MatrixWork {
   float* s_rows;
   float* s_columns;
   int lanes, lane, group, groups;
-  int batch;             // rows in a batch
+  int batch;             // the number of rows in a batch
   int64_t column;        // the column of the thread's access in a row whose head is 0
   int last_head;         // the access lies within a row if the head of the row is at most this
   int kept_head;         // if kKeepsColumns is true: the head of all rows of the block

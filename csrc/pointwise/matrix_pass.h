@@ -137,7 +137,7 @@ struct MatrixPlan {
   int groups;
   int phases;
   int shift;       // the offset of row 0 from a 16-byte boundary, in elements
-  int shift_step;  // the increase of this offset from one row to the next
+  int shift_step;  // the increase of a row's offset from one row to the next, in elements
   int64_t tiles;
   int64_t rows_per_chunk;  // the number of rows of one phase in a chunk
   int64_t chunks;
@@ -230,7 +230,7 @@ inline bool choose_whole_rows(const MatrixPassParams& p, const MatrixPlan& plan)
   const bool sums_rows_alone = plan.row_sums && !plan.column_sums && p.x == nullptr;
   const int64_t accesses = p.n / plan.elems;
   if (!sums_rows_alone || p.dtype == DType::kFloat32 || !plan.vector || plan.peeled) return false;
-  if (accesses <= kMatrixThreads) return false;  // one tile already covers the row
+  if (accesses <= kMatrixThreads) return false;  // one tile already covers the whole row
   const int64_t at_once = int64_t{kMatrixRowTile.blocks_per_sm} * (p.sms > 0 ? p.sms : 1);
   return accesses <= kMatrixRowTile.accesses() || p.rows >= kMatrixRowRounds * at_once;
 }

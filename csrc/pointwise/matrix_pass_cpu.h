@@ -23,7 +23,7 @@ namespace torchweld {
 
 struct MatrixPassCut {
   static constexpr int64_t kWidth = 4096;
-  static constexpr int64_t kCells = 65536;  // cells of a block
+  static constexpr int64_t kCells = 65536;  // the number of cells that one task processes at a time
   static constexpr int64_t kChunks = 64;    // the maximum number of chunks if columns are summed
   // The number of rows (for column sums), or of cells per lane (for row sums), that are summed in
   // the working dtype before their sum is added to an fp64 sum.

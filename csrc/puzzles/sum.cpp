@@ -17,7 +17,8 @@ void sum_into(const Tensor& to, const Tensor& x, int64_t dim) {
   }
   // NOTE: the sum is computed in chunks with fp32 partials. If several threads compute a 16-bit
   // sum, ATen rounds the partial sum of each thread to 16 bits.
-  constexpr int64_t kChunk = 1 << 16;  // fits in the cache in fp32
+  // the number of elements per chunk; an fp32 copy of a chunk fits into the cache
+  constexpr int64_t kChunk = 1 << 16;
   const Tensor values = x.reshape({x.numel()});
   const Tensor partials =
       at::empty({(x.numel() + kChunk - 1) / kChunk}, x.options().dtype(at::kFloat));

@@ -24,7 +24,8 @@ struct SoftmaxTile {
   int loads;
   SoftmaxRows rows;
 
-  constexpr int values(int elem_size) const { return loads * 16 / elem_size; }  // values per thread
+  // The number of values per thread.
+  constexpr int values(int elem_size) const { return loads * 16 / elem_size; }
   constexpr int64_t capacity(int elem_size, bool aligned) const {
     return static_cast<int64_t>(threads) * values(elem_size) + (aligned ? 0 : 16 / elem_size - 1);
   }
@@ -49,7 +50,7 @@ struct SoftmaxTile {
   constexpr bool fits_registers(int elem_size, bool backward, bool masked) const {
     if (!supports(elem_size, backward, masked)) return false;
     if (!backward) return values(elem_size) <= 32 || rows == SoftmaxRows::kScores;
-    return threads * (2 * values(elem_size) + 24) <= 65536;  // y and dy in fp32
+    return threads * (2 * values(elem_size) + 24) <= 65536;  // a thread holds y and dy in fp32
   }
 };
 
@@ -78,9 +79,10 @@ struct SoftmaxRing {
   int preferred[2][2];
 
   static constexpr int kGroups = 3;
-  static constexpr int kThreads = 256;      // per group
-  static constexpr int kLoads = 4;          // number of 16-byte accesses per thread and slot
-  static constexpr int kExtraBytes = 2048;  // bytes for barriers and the exchange between blocks
+  static constexpr int kThreads = 256;  // the number of threads per group
+  static constexpr int kLoads = 4;      // number of 16-byte accesses per thread and slot
+  // An upper bound on the bytes of barriers and of the exchange between blocks.
+  static constexpr int kExtraBytes = 2048;
   static constexpr int kSharedBytes = 227 * 1024;  // bytes per block; an SM runs one block
 
   constexpr int block_threads() const { return kGroups * kThreads + 32; }
@@ -144,8 +146,8 @@ inline constexpr int64_t kSoftmaxRingFrom[2] = {32768, 16384};
 inline constexpr int64_t kSoftmaxReadTwiceFrom = 16385, kSoftmaxReadTwiceTo = 24576;
 
 struct SoftmaxProblem {
-  int64_t n;      // row length
-  int elem_size;  // bytes
+  int64_t n;      // the length of a row
+  int elem_size;  // size of an element in bytes
   bool aligned;   // every row of the result starts on a 16-byte boundary
   bool backward = false;
   bool tiled = true;     // false if the mask needs the stream engine

@@ -25,9 +25,9 @@ struct NoMask {
 
 template <typename T>
 struct RowArgs {
-  const T* g_x;  // x, or y in the backward
+  const T* g_x;  // address of x in the forward, of y in the backward
   const T* g_dy;
-  T* g_y;  // y, or dx in the backward
+  T* g_y;  // address of y in the forward, of dx in the backward
   int64_t rows;
   int64_t n;
   int64_t x_row_stride;

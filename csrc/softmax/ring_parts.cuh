@@ -16,7 +16,7 @@ struct RingConfig {
   static constexpr bool kBackward = kBackward_;
   static constexpr int kInputs = kBackward ? 2 : 1;
   static constexpr int kGroups = kShape.kGroups;
-  static constexpr int kThreads = kShape.kThreads;  // per group
+  static constexpr int kThreads = kShape.kThreads;  // the number of threads per group
   // The number of threads that compute, that is, all threads except the producer warp.
   static constexpr int kComputing = kGroups * kThreads;
   static constexpr int kBlockThreads = kShape.block_threads();
@@ -46,8 +46,8 @@ struct RingState {
 // among themselves, without accesses that have no live column.
 template <int kElems, int kCluster, int kChunkAccesses>
 struct RingSlice {
-  int begin, end;  // the live columns
-  int accesses;    // number of accesses of this block
+  int begin, end;  // the range of the row's live columns
+  int accesses;    // the number of 16-byte accesses of this block
   int chunks;      // number of chunks per block, at least 1; some may be empty
   int column;      // first column of the first access; may precede the live columns
 
@@ -98,7 +98,7 @@ struct RingClaim {
 template <int kThreads, int kGroups, int kCluster>
 struct RingExchange {
   BlockExchange<kThreads, kGroups> s_warps[2];
-  float2 s_partials[2][kCluster];  // a value from every block of the cluster
+  float2 s_partials[2][kCluster];  // a partial result from every block of the cluster
   uint64_t s_arrived[2];
 
 #if TW_HAS_CLUSTERS

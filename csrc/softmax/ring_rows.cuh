@@ -163,7 +163,8 @@ struct RingRows {
       bytes += copies[k].bytes;
       edges |= copies[k].bytes != accesses * kVectorBytes;
     }
-    if (edges) async_fence();  // a later bulk copy overwrites the slot
+    // Order the stores before the later bulk copy that overwrites the slot.
+    if (edges) async_fence();
     mbarrier_arrive_expect_tx(&s.s_full[slot], bytes);
 #pragma unroll
     for (int k = 0; k < Config::kInputs; ++k) {

@@ -55,7 +55,8 @@ inline py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int rea
   d["lanes"] = plan.lanes;
   d["groups"] = plan.groups;
   d["whole_rows"] = plan.whole_rows;
-  d["loads"] = plan.whole_rows ? kMatrixRowTile.loads : 1;  // accesses per thread along a row
+  // The number of accesses per thread along a row.
+  d["loads"] = plan.whole_rows ? kMatrixRowTile.loads : 1;
   d["batch"] =
       plan.whole_rows ? 1 : plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
   d["phases"] = plan.phases;

@@ -13,7 +13,7 @@ namespace torchweld {
 struct CpuScores {
   MaskParams mask;  // softcap and sink are unset; they are separate members
   double scale;
-  double softcap;  // 0 if not given
+  double softcap;  // 0 if the call has no softcap
   Tensor sinks;    // (nheads,) in the dtype of the statistics, or undefined
 
   CpuScores(const Mask& args, int64_t seqlen_q, int64_t seqlen_k, double scale, at::ScalarType acc)

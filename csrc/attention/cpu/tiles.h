@@ -41,7 +41,7 @@ struct CpuHeads {
 // scores instead of query and key.
 struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  std::vector<KeyRange> seen;               // per sequence: from the first to the last seen key
+  std::vector<KeyRange> seen;  // for each sequence: the range from the first to the last seen key
   std::vector<std::vector<KeyRange>> gaps;  // per sequence: ranges in `seen` that no row sees
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& args,
@@ -254,7 +254,7 @@ acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
     if (block.sees(r)) {
       sum -= std::exp(sink - *lse.row(b, h, i)) * deltas[r];
     } else if (dlse) {
-      sum += *dlse->row(b, h, i);  // the lse of this row is the sink
+      sum += *dlse->row(b, h, i);  // a row that sees no key has the sink as its lse
     }
   }
   return sum;

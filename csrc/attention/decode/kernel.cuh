@@ -49,7 +49,8 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
   struct Shared {
     T query[kRows * kDim];
     union {
-      T rings[kWarps][kStages][2][kKeys * kDim];  // keys, then values
+      // rings[..][0] holds keys, and rings[..][1] holds values.
+      T rings[kWarps][kStages][2][kKeys * kDim];
       DecodeSumsShared<kRows, kDim, kWarps> sums;
     };
     MaxSum warp_sums[kWarps][kRows];  // a warp's rescaling factor later overwrites its maximum

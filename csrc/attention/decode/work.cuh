@@ -13,7 +13,8 @@ namespace torchweld {
 // then by tile of rows.
 struct DecodePlan {
   FastDivisor row_tiles, splits, nheads_kv, seqlen_q;
-  int heads, rows;   // per kv head: the number of query heads, and of their rows
+  // The number of query heads of a kv head, and the number of query rows of all these heads.
+  int heads, rows;
   BlockFlags flags;  // one flag per split: the split has stored its partial results
 
   static DecodePlan make(const AttentionParams& p) {
@@ -39,7 +40,9 @@ struct DecodeWork {
   int64_t group;  // the index of (batch, kv head, tile of rows)
   int64_t batch, kv_head;
   int split;
-  int first_row, rows;  // first row among the kv head's packed rows; number of rows
+  // The first row of the tile among the packed rows of the kv head, and the number of rows of the
+  // tile.
+  int first_row, rows;
   // The rows of the tile see only keys of [pad, pad + keys). Row i sees the first min(i + shift,
   // keys) of these keys.
   int pad, keys, shift;
@@ -98,7 +101,8 @@ static_assert(AttentionDecodeTile::kMaxSeqlenQ <= kWarp);
 // some row of the block. Each lane holds the key range of one row. Its key indices count from
 // `pad`.
 struct MaskedDecodeWork : DecodeWork {
-  int begin, end;             // the keys of this lane's row; kSeesNothing and 0 if it sees none
+  // The range of keys that this lane's row sees; kSeesNothing and 0 if the row sees no key.
+  int begin, end;
   int last_begin, first_end;  // every row that sees any key sees all keys between these two
 
   using DecodeWork::DecodeWork;
@@ -144,7 +148,8 @@ struct MaskedDecodeWork : DecodeWork {
 // The keys that the rows in a thread's fragments see.
 template <int kTiles, bool kMasked>
 struct DecodeFragmentKeys {
-  int begins[kTiles][2];  // only used with kMasked; otherwise the keys of every row begin with 0
+  // The first keys of the rows. Only used with kMasked; otherwise the keys of every row begin at 0.
+  int begins[kTiles][2];
   int ends[kTiles][2];
   int all_begin, all_end;  // every row that sees any key sees all keys between these two
 

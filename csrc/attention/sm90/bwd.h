@@ -14,7 +14,7 @@ struct BackwardSm90Params {
   // Boxes of 64 columns. A box of query or dout has the rows of a query tile. A box of key or value
   // has the keys of a CTA.
   TensorMap query, key, value, dout;
-  TensorMap dkey, dvalue;  // boxes of 64 columns and 64 keys
+  TensorMap dkey, dvalue;  // tensor maps with boxes of 64 columns and 64 keys
   Args args;
 };
 

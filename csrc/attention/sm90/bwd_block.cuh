@@ -190,12 +190,13 @@ enum BackwardSm90Barrier : int {
   kUnseenZeroed = 2,  // both warpgroups have zeroed the unseen rows or keys
   kDqFullWg0 = 3,     // 3 and 4: a warpgroup's dQ is in shared memory (store warp 1: 5, 6)
   kDqEmptyWg0 = 7,    // 7 and 8: a warpgroup's dQ has been read (store warp 1: 9, 10)
-  kConsumerWg0 = 11,  // 11 and 12: the threads of one warpgroup
+  kConsumerWg0 = 11,  // barriers 11 and 12 synchronise the threads of one warpgroup each
   kExpWg0 = 13        // 13 and 14: a warpgroup may compute its exponentials
 };
 inline constexpr int kBackwardConsumerThreads = 256;
 inline constexpr int kBackwardConsumerWarps = kBackwardConsumerThreads / 32;
-inline constexpr int kBackwardDqThreads = 128 + 32;  // consumer warpgroup and store warp
+// The number of threads of a consumer warpgroup and of a dQ store warp.
+inline constexpr int kBackwardDqThreads = 128 + 32;
 
 #if TW_HAS_WGMMA
 // Every work tile fills K and V once, also if it has no query tile. Returns the position of K and V

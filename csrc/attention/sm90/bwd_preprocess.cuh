@@ -70,9 +70,10 @@ __global__ void __launch_bounds__(kSm90RowThreads)
     args.g_tickets[i] = 0;
   }
   const int lane = threadIdx.x % kLanes, dim = static_cast<int>(p.sizes.head_dim_v);
+  // The host refuses calls with 2^31 rows or more.
   const unsigned nheads = static_cast<unsigned>(p.sizes.nheads),
                  rows = static_cast<unsigned>(args.rows),
-                 all_rows = static_cast<unsigned>(p.sizes.batch) * nheads * rows;  // below 2^31
+                 all_rows = static_cast<unsigned>(p.sizes.batch) * nheads * rows;
   const unsigned first = blockIdx.x * (kRowsAtOnce * kRowsPerThread) + threadIdx.x / kLanes;
   uint4 r_out[kRowsPerThread], r_dout[kRowsPerThread];
   bool live[kRowsPerThread];

@@ -11,7 +11,8 @@ namespace torchweld {
 
 // AttentionSchedule with 32-bit values, and with divisors that the host computes.
 struct AttentionSm90Schedule {
-  uint32_t blocks, section, heads;  // numbers of work tiles, of heads per section and of all heads
+  // The number of work tiles, the number of heads per section, and the number of all heads.
+  uint32_t blocks, section, heads;
   FastDivisor tiles, section_tiles, section_heads, last_section_heads;
   FastDivisor nheads, group;
 

@@ -46,7 +46,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;
-  static constexpr bool kReadsScores = false;  // softmax_matmul loads scores instead of K
+  // True for softmax_matmul, which loads scores instead of K.
+  static constexpr bool kReadsScores = false;
 };
 
 template <class Config>

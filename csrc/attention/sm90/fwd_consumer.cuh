@@ -12,7 +12,7 @@ namespace torchweld {
 
 enum AttentionSm90Barrier : int {
   kWarpSchedulerWg0 = 1,  // 1 to 3: a warpgroup may issue its wgmmas (ping-pong)
-  kWarpgroupWg0 = 4       // 4 to 6: the threads of one warpgroup
+  kWarpgroupWg0 = 4       // barriers 4 to 6 synchronise the threads of one warpgroup each
 };
 
 #if TW_HAS_WGMMA

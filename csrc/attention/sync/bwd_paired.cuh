@@ -37,7 +37,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   // warp holds scores.
   static constexpr int kLastStep = kCols - Ops::kDepth;
 
-  float r_sum[kStrips][kDimTiles][4] = {};  // sums of dV or dK
+  // Accumulators of dV in a value warp, or of dK in a key warp.
+  float r_sum[kStrips][kDimTiles][4] = {};
 
   using Base::Base;
 

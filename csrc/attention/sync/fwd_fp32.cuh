@@ -121,8 +121,10 @@ class EarlierTiles {
 template <typename Config>
 struct AttentionSplitShared {
   typename Config::QueryTile query;
-  typename Config::KeyTile terms[Config::kStages];     // the terms of keys and of values
-  typename Config::RawTile arriving[Config::kStages];  // the next keys and values
+  // The bf16 terms of the keys or values that are multiplied.
+  typename Config::KeyTile terms[Config::kStages];
+  // The fp32 keys or values that are being loaded.
+  typename Config::RawTile arriving[Config::kStages];
   typename Config::Block block;
 };
 
@@ -198,7 +200,7 @@ __global__ __launch_bounds__(
   start(rows);
   using Earlier = EarlierTiles<kTiles, Config::kDim / 8>;
   constexpr int kKeysAtOnce = Earlier::kTilesAtOnce * kKeys;
-  Earlier earlier;  // empty during the first kKeysAtOnce keys
+  Earlier earlier;  // has no sums during the first kKeysAtOnce keys
   for (int key = 0; key < keys; key += kKeys) {
     if (key > 0 && key % kKeysAtOnce == 0) earlier.add(r_out, rows, key == kKeysAtOnce);
     const int warp_row = fresh_thread() / 32 * Config::kWarpRows;

@@ -18,7 +18,8 @@ struct WarpMatmul16 {
   static constexpr int kRowBytes = Layout::kRowBytes;
   using Scores = float[kTiles][kKeys / 8][4];
   using Out = float[kTiles][kDim / 8][4];
-  uint32_t q_offset, k_offset, v_offset;  // this lane's ldmatrix offsets
+  // The byte offsets of this lane's ldmatrix rows in the tiles of Q, K and V.
+  uint32_t q_offset, k_offset, v_offset;
 
   __device__ __forceinline__ WarpMatmul16(int lane, int first_row) {
     const int low = lane % 16, high = lane / 16;

@@ -17,7 +17,7 @@ using TensorMap = CUtensorMap;
 // dimension is the first one.
 struct TensorBox {
   const void* data;
-  int elem_size;       // bytes: 2 or 4
+  int elem_size;       // size of an element in bytes: 2 or 4
   int64_t sizes[4];    // elements
   int64_t strides[4];  // in elements; strides[0] is 1; the stride of an expanded dimension is 0
   int box[4];          // elements

@@ -34,7 +34,8 @@ struct RowsConfig {
   static constexpr bool kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr int kRows = RowsTile::kRows, kWarps = RowsTile::kWarps;
   static constexpr int kColumns = kT.columns, kStages = kT.stages;
-  static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;  // kOwn: columns of y
+  // kOwn is the number of columns of y that the block computes.
+  static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;
   static constexpr int kBlockK = kKBlockBytes / sizeof(T), kChunk = 16 / sizeof(T);
 
   struct Stage {
@@ -252,7 +253,7 @@ class RowsFragments {
       if (norm_.scale != nullptr) scale = unpack_pair<T>(load_word(shared_address(s.scale) + at));
       if (norm_.shift != nullptr) shift = unpack_pair<T>(load_word(shared_address(s.shift) + at));
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // rows g and g + 8 of the fragment
+      for (int i = 0; i < 2; ++i) {  // i selects row g or row g + 8 of the fragment
         const float2 x = unpack_pair<T>(r[half * 2 + i]);
         r[half * 2 + i] = pack_pair<T>(fmaf(of_[i].normalise(x.x), scale.x, shift.x),
                                        fmaf(of_[i].normalise(x.y), scale.y, shift.y));

@@ -31,7 +31,7 @@ class Sm90Epilogue {
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
   static constexpr int kValues = kGroups * 4;  // the number of values of one thread in a box
   static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
-  static constexpr int kBiases = (kT.block_n + 127) / 128;  // of one thread
+  static constexpr int kBiases = (kT.block_n + 127) / 128;  // bias values per thread
   static constexpr int kSlots = kT.boxes;
   // The number of columns of y in one tile.
   static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
@@ -110,7 +110,7 @@ class Sm90Epilogue {
 
  protected:
   using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
-  static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side
+  static constexpr int kAcross = kTileColumns / kColumns;  // boxes in a row of boxes
   // The number of boxes that are stored for a part of y with 16 rows and kColumns columns. One box
   // is for y; the pre-activation, if stored, has one box, or two in a gated product.
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
@@ -146,7 +146,7 @@ class Sm90Epilogue {
   // Returns the row and the column of y at which this warp's part of the tile starts.
   static __device__ __forceinline__ Place place_of(const WorkTile& work, int rank) {
     const int warpgroup = fresh_thread() / 128 - 1;
-    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // within the tile
+    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // in the tile
     return {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row +
                 fresh_thread() % 128 / 32 * 16,
             int(work.tile_n) * kTileColumns, int(work.batch)};
@@ -157,7 +157,7 @@ class Sm90Epilogue {
   template <bool kPreact>
   __device__ __forceinline__ int send_last_box(const Place& place, int& result) const {
     if (result == 0) {
-      wait_for_slots<0>();  // wait for the boxes of the previous tile
+      wait_for_slots<0>();  // the boxes of the previous tile may still use the staging memory
     } else {
       send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
       wait_for_slots<kSlots - 1>();
@@ -325,7 +325,7 @@ class Sm90Epilogue {
     for (int j = 0; j < kGroups / 2; ++j) {
       const float* l = left + 4 * (kFirst + j);
       const float* r = right + 4 * (kFirst + j);
-      const int at = (j * 16 + t * 4) * int(sizeof(T));  // byte offset in the row of the box
+      const int at = (j * 16 + t * 4) * int(sizeof(T));  // byte offset of the pair in its box row
       const uint32_t s_to = s_box + row * kBoxRowBytes + (chunk_of(row, at / 16) << 4) + at % 16;
       if constexpr (sizeof(T) == 2) {
         store_shared(s_to, pack_pair<T>(l[0], r[0]), pack_pair<T>(l[1], r[1]));

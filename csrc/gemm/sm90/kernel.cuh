@@ -35,7 +35,8 @@ namespace torchweld {
 template <class Config>
 struct Sm90Shared {
   static constexpr Sm90Tile kT = Config::kT;
-  alignas(kSwizzleAtomBytes) char stages[kT.stages][kT.stage_bytes()];  // a, then b
+  // Each stage holds a k-block of a, followed by a k-block of b.
+  alignas(kSwizzleAtomBytes) char stages[kT.stages][kT.stage_bytes()];
   alignas(128) char staging[kT.staging_bytes()];
   float bias[Sm90Tile::kWarpgroups][kT.block_n];
   PipelineBarriers<kT.stages> pipeline;

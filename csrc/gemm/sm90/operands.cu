@@ -23,7 +23,7 @@ TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
-  int64_t half_rows, k_half;  // the row and the column at which a pair's second matrix begins
+  int64_t half_rows, k_half;  // the row or the column at which the second matrix of a pair begins
   int64_t second_half;        // what `at` adds to the offset of a value in a pair's second matrix
   void* to;                   // (batch, terms, rows, padded_k(k))
   // The number of blocks that copy one slice of K of one batch, or 0 if the operand needs no copy.

@@ -21,7 +21,7 @@ namespace torchweld {
 template <typename T, int kTile, bool kGated>
 class Sm90SwapAbEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  static constexpr int kValues = kT.block_n / 2;  // of one thread
+  static constexpr int kValues = kT.block_n / 2;  // the number of accumulators of one thread
   static constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
 
  public:
@@ -43,7 +43,8 @@ class Sm90SwapAbEpilogue {
   __device__ __forceinline__ void set_output_slice(Sm90OutputSlice slice) { slice_ = slice; }
 
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
-    constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;  // columns of y
+    // The number of columns of y in a tile.
+    constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;
     const GemmEpilogue& e = p_.epilogue;
     auto& v = acc[0];
     const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;

@@ -11,8 +11,8 @@ namespace torchweld {
 // one range per worker. The lengths of these ranges differ by at most one k-block.
 struct StreamKSchedule {
   uint32_t tiles, whole_tiles, workers;
-  FastDivisor k_blocks;          // of one tile
-  uint32_t k_blocks_per_worker;  // the length of a worker's range
+  FastDivisor k_blocks;          // divides by the number of k-blocks of one tile
+  uint32_t k_blocks_per_worker;  // the number of k-blocks in a worker's range
   uint32_t longer_workers;       // the number of workers whose range has one k-block more
   uint32_t split_cluster;        // the number of workers that split the K of a tile, or 1
 
@@ -39,7 +39,7 @@ template <int kCluster, bool kSplitsK>
 class Sm90TileScheduler {
  public:
   uint32_t tile;
-  int first_k_block, k_blocks;  // the range of k-blocks in `tile`
+  int first_k_block, k_blocks;  // the range of k-blocks of `tile` that this worker computes
 
   explicit __device__ __forceinline__ Sm90TileScheduler(const StreamKSchedule& stream_k)
       : stream_k_(stream_k), end_(begin(stream_k, worker() + 1)), next_(worker()) {}

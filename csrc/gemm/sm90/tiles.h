@@ -165,7 +165,7 @@ struct Sm90Stream {
 // workers, stream-K covers the tiles of the last round and of the round before it.
 inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blocks,
                               const DeviceFacts& device, bool streams) {
-  constexpr int64_t kMinKBlocks = 4;  // per worker
+  constexpr int64_t kMinKBlocks = 4;  // the minimum number of k-blocks per worker
   const int64_t workers = device.max_active_clusters(tile.cluster), last = tiles % workers;
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
   if (tiles > workers) return {last + workers, workers};
@@ -215,7 +215,8 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (p.m > kMaxSize || p.width() > kMaxSize || p.k > kMaxSize || p.batch > kMaxSize) {
     return {"no tensor map has more than {} elements in a dimension", kMaxSize};
   }
-  constexpr int64_t kMaxStreamed = int64_t{1} << 31;  // k-blocks
+  // An upper bound on the number of k-blocks of all streamed tiles.
+  constexpr int64_t kMaxStreamed = int64_t{1} << 31;
   if (streams && double(sm90_k_blocks(p)) * 2 * p.device.sms >= kMaxStreamed) {
     return {"the streamed tiles would have {} k-blocks or more", kMaxStreamed};
   }
@@ -232,7 +233,8 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = k_blocks * tile.k_block_us + beside_us;
   const double columns = static_cast<double>(p.k) * static_cast<double>(p.batch);
-  const double elems = static_cast<double>(p.m + p.width()) * columns;  // of both operands
+  // The number of elements of both operands.
+  const double elems = static_cast<double>(p.m + p.width()) * columns;
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, streams);
   const int64_t whole = tile.tiles(p) - stream.tiles;
   double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;

@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
       a[i].set(2 * second + 1, r[1], r[3], check);
     }
   }
-  uint32_t raw[2][4];  // two n8 tiles of b
+  uint32_t raw[2][4];  // the raw words of two n8 tiles of b
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
     const int at = j % 2 * 2;

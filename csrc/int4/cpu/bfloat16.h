@@ -92,7 +92,7 @@ struct Int4Bf16Rows {
   static constexpr int kLanes = 16;
   const Words& from;
   int64_t first, end;
-  std::vector<uint16_t> tables;  // (rows, groups, 16)
+  std::vector<uint16_t> tables;  // (rows, groups, 16): the bf16 value of every code in every group
 
   Int4Bf16Rows(const Words& from, int64_t first, int64_t rows)
       : from(from),
@@ -221,7 +221,8 @@ struct Int4Bf16Rows {
   template <int kXRows>
   void run(at::BFloat16* y, const at::BFloat16* x, int64_t rows, const at::BFloat16* bias,
            int64_t bias_stride) const {
-    constexpr int kRowBlock = kXRows == 8 ? 3 : 4;  // registers limit it
+    // The number of weight rows per register tile; the number of vector registers limits it.
+    constexpr int kRowBlock = kXRows == 8 ? 3 : 4;
     constexpr int64_t kCacheBytes = 32 << 10;
     const auto& shape = from.weight.shape;
     const int64_t group_bytes = shape.group_units() * kInt4Unit * kXRows * 2;
@@ -285,8 +286,9 @@ void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
     });
     return;
   }
-  constexpr int64_t kTaskRows = 64, kMaxRows = 8;  // weight rows per task, x rows per tile
-  std::vector<Tensor> x_tiles;                     // (steps, vectors, 1 to kMax, 32)
+  // The number of weight rows per task, and the maximum number of x rows per tile.
+  constexpr int64_t kTaskRows = 64, kMaxRows = 8;
+  std::vector<Tensor> x_tiles;  // (steps, vectors, 1 to kMax, 32)
   for (int64_t first = 0; first < rows; first += kMaxRows) {
     const int64_t count = std::min(kMaxRows, rows - first);
     x_tiles.push_back(

@@ -8,7 +8,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/Parallel.h>  // the number of threads
+#include <ATen/Parallel.h>  // for at::get_num_threads
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>

@@ -57,8 +57,9 @@ inline constexpr Int4DecodeTile kInt4DecodeTiles[] = {
 inline constexpr int kInt4DecodeTileCount = sizeof(kInt4DecodeTiles) / sizeof(kInt4DecodeTiles[0]);
 
 struct Int4DecodePlan {
-  int owners;                    // number of owners
-  int k_blocks, split_k_blocks;  // numbers of k-blocks in K and in a split
+  // Number of owners: clusters, or blocks without clusters, that compute different row tiles.
+  int owners;
+  int k_blocks, split_k_blocks;  // the number of k-blocks in K, and in a split
   int base_tiles, extra_tiles;   // tiles per owner; the first extra_tiles owners have one more
   int stage_k_blocks;            // number of k-blocks per stage of x; the last stage may have fewer
   int x_row_bytes;               // number of bytes per token of the split's x in shared memory

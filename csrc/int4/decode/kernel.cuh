@@ -48,7 +48,7 @@ __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int
 
 // A round: at most kRoundTiles consecutive tiles of an owner.
 struct Int4DecodeRound {
-  int first_tile, tiles, left;  // left: tiles from first_tile on
+  int first_tile, tiles, left;  // `left` is the number of tiles from first_tile on
 
   // NOTE: every use of a round recomputes it from the block index, to save registers.
   __device__ __forceinline__ Int4DecodeRound(const Int4DecodePlan& plan, int splits, int round) {
@@ -132,8 +132,8 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
 // The k-blocks that a warp computes in a round.
 struct Int4DecodeRange {
   int slot;              // slot of its first tile; the next tiles use the next slots
-  uint32_t k_block, in;  // index of the first k-block: in the weight, and in its split
-  uint32_t count;        // number of k-blocks
+  uint32_t k_block, in;  // the index of the first k-block in the weight, and its index in the split
+  uint32_t count;        // the number of k-blocks
 
   __device__ __forceinline__ Int4DecodeRange(const Int4DecodePlan& plan, const Int4DecodeTile& tile,
                                              int round) {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
   using Loader = Int4DecodeLoader<kTile>;
   constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
   if (kT.splits > 1 && !TW_HAS_CLUSTERS)
-    return;  // the host never launches this tile without clusters
+    return;  // without clusters, the host never launches a tile with more than one split
   extern __shared__ __align__(128) char s_memory[];
   const Int4DecodePlan& plan = p.plan;
   Int4DecodeX<T, kTile> x{reinterpret_cast<uint64_t*>(s_memory),
@@ -267,7 +267,8 @@ __global__ void __launch_bounds__(Int4DecodeTile::kThreads, 1)
       return;
     }
 #if TW_HAS_CLUSTERS
-    if (kT.splits > 1) {  // every block has read the partials of this round
+    // Wait until every block of the cluster has read the partials of this round.
+    if (kT.splits > 1) {
       cluster_arrive();
       cluster_wait();
     }

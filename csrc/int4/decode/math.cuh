@@ -14,7 +14,8 @@ namespace torchweld {
 template <typename U>
 inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
 template <typename U>
-inline constexpr uint32_t kInt4Lift0 = kIsHalf<U> ? 0x78007800u : 0x7f007f00u;  // 2^15, 2^127
+// 2^15 for fp16, 2^127 for bf16
+inline constexpr uint32_t kInt4Lift0 = kIsHalf<U> ? 0x78007800u : 0x7f007f00u;
 template <typename U>
 inline constexpr uint32_t kInt4Lift4 = kIsHalf<U> ? 0x68006800u : 0x7d007d00u;  // kInt4Lift0 / 16
 template <typename U>

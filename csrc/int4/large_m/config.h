@@ -16,11 +16,14 @@ namespace torchweld {
 // of 64 columns.
 struct Int4LargeMTile {
   int rows, tokens;
-  int warps;        // multiple of 4; warp w computes the row tiles w, w + warps, ...
-  int chunks;       // number of chunks per k-block
-  int stages;       // number of stages of the ring; two are multiplied while others load
-  int blocks;       // per SM
-  bool persistent;  // a block loops over tiles and loads the next tile during the epilogue
+  int warps;   // multiple of 4; warp w computes the row tiles w, w + warps, ...
+  int chunks;  // number of chunks per k-block
+  // Number of stages of the ring. Two stages are multiplied while the other stages are loaded.
+  int stages;
+  int blocks;  // the number of blocks per SM
+  // True if a block loops over tiles and loads the next tile during the epilogue of the current
+  // tile.
+  bool persistent;
   Int4Times times;
 
   static constexpr bool kThreeSplits = false;
@@ -38,8 +41,8 @@ struct Int4LargeMTile {
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
   constexpr int y_row_bytes() const { return rows * 2 + kInt4SumPadding * 4; }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // y, or the partials of a split, overwrite the ring in shared memory. A persistent block stores y
-  // behind the ring instead.
+  // Returns the number of bytes of shared memory. y, or the partials of a split, overwrite the
+  // ring. In a persistent block y lies behind the ring instead.
   constexpr int shared_bytes() const {
     const int y = tokens * y_row_bytes(), sums = tokens * sum_row_floats() * 4;
     return std::max(sums, persistent ? ring_bytes() + y : std::max(ring_bytes(), y));

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kInt4LargeMTiles[kTile].threads(), kInt4LargeM
   if (p.choice.splits == 8) reduce(std::integral_constant<int, 8>());
   __syncwarp();
   cluster_arrive();
-  cluster_wait();  // the other blocks have read the partials of this block
+  cluster_wait();  // wait until the other blocks have read the partials of this block
 #endif
 }
 

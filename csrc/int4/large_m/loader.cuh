@@ -18,7 +18,8 @@ class Int4LargeMLoader {
   static constexpr int kXChunkBytes = kInt4ChunkK * kElem;
   static constexpr int kWarpTiles = kT.row_tiles() / kT.warps;
   using ScaleCopy = Int4ScaleCopy<kT.chunks>;
-  static constexpr int kScaleLoads = kWarpTiles * kT.chunks * ScaleCopy::kCopies;  // per warp
+  // The number of loads of scales per warp.
+  static constexpr int kScaleLoads = kWarpTiles * kT.chunks * ScaleCopy::kCopies;
   static_assert(kT.warps % 4 == 0 && kWarpTiles * kT.warps == kT.row_tiles());
   static_assert(kScaleLoads <= 32);
 
@@ -90,11 +91,12 @@ class Int4LargeMLoader {
   }
 
   const char* g_weight_;
-  int64_t tile_stride_;      // the distance between two loads of the thread
-  int chunk_, chunks_left_;  // first chunk of the next k-block; chunks left
+  int64_t tile_stride_;  // the distance between two loads of the thread
+  // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
+  int chunk_, chunks_left_;
   Int4XCopies<kInt4LargeMTiles, kTile, kElem> x_;
   ScaleCopy scale_;
-  uint32_t tile_valid_ = 0;  // bit i: the row tile of the thread's load i exists
+  uint32_t tile_valid_ = 0;  // bit i is set if the row tile of the thread's load i exists
   uint32_t s_weight_;
 };
 

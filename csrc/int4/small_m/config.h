@@ -15,9 +15,11 @@ namespace torchweld {
 // of 64 columns.
 struct Int4SmallMTile {
   int rows, tokens;
-  int warps;          // number of warps; warpgroups with the same 64 rows divide the chunks
-  int chunks;         // number of chunks per k-block
-  int stages;         // number of stages of x; two are multiplied while others load
+  // Number of warps. Warpgroups that have the same 64 rows divide the chunks among themselves.
+  int warps;
+  int chunks;  // number of chunks per k-block
+  // Number of stages of x. Two stages are multiplied while the other stages are loaded.
+  int stages;
   int weight_stages;  // number of k-blocks of the weight that are kept in registers
   Int4Times times;
 
@@ -30,7 +32,8 @@ struct Int4SmallMTile {
   constexpr int threads() const { return warps * 32; }
   constexpr int row_tiles() const { return rows / kInt4TileRows; }
   constexpr int warp_splits() const { return warps / row_tiles(); }
-  constexpr int warp_chunks() const { return chunks / warp_splits(); }  // per k-block
+  // Returns the number of chunks per k-block that a warp multiplies.
+  constexpr int warp_chunks() const { return chunks / warp_splits(); }
   constexpr int x_bytes() const { return chunks * tokens * kInt4ChunkK * 2; }
   // Stages are aligned to 1024 bytes, because the swizzle of x requires it.
   constexpr int stage_bytes() const {

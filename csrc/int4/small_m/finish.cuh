@@ -64,7 +64,7 @@ __device__ __forceinline__ void int4_small_m_finish(const Int4SmallMParams& p,
   if (p.splits == 8) reduce(std::integral_constant<int, 8>());
   __syncwarp();
   cluster_arrive_relaxed();
-  cluster_wait();  // the other blocks have read the partials of this block
+  cluster_wait();  // wait until the other blocks have read the partials of this block
 }
 #endif
 

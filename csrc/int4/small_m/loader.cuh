@@ -11,16 +11,16 @@
 namespace torchweld {
 
 struct Int4SmallMParams : Int4Operands {
-  int64_t rows;                       // of the weight
-  int tokens, tiles, chunks, groups;  // tiles of 16 rows
-  int splits, split_chunks;           // splits of K
+  int64_t rows;                       // the number of rows of the weight
+  int tokens, tiles, chunks, groups;  // `tiles` is the number of weight tiles of 16 rows
+  int splits, split_chunks;  // the number of splits of K, and the number of chunks per split
   FastDivisor group_chunks;
 };
 
 // The tile of y and the split of K that a block computes.
 struct Int4SmallMWorkTile {
   int first_tile, first_token;
-  int first_chunk, count;  // first chunk and number of chunks of the split
+  int first_chunk, count;  // the first chunk of this block's split, and its number of chunks
   int split;
 
   __device__ __forceinline__ Int4SmallMWorkTile(const Int4SmallMParams& p,
@@ -69,7 +69,8 @@ class Int4SmallMLoader {
                work.first_tile + place / kT.chunks < p.tiles, place % kT.chunks,
                thread % ScaleCopy::kCopies, kScaleAt + place * kInt4ScaleBytes) {}
 
-  int chunk_, left_;  // first chunk of the next k-block; chunks left
+  // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
+  int chunk_, left_;
   Int4XCopies<kInt4SmallMTiles, kTile, 2> x_;
   ScaleCopy scale_;
 };

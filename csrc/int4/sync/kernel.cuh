@@ -44,8 +44,9 @@ struct Int4Warp {
 
   using Loader = Int4Loader<T, kTile, true>;
 
-  int lane, first_tile;                    // first_tile: the warp's first row tile in the block
-  uint32_t s_words, s_x, s_scale, s_zero;  // the lane's addresses in the first stage
+  int lane, first_tile;  // first_tile is the index of the warp's first row tile in the block
+  // The shared memory addresses of this lane in the first stage.
+  uint32_t s_words, s_x, s_scale, s_zero;
   Reader x;
 
   __device__ __forceinline__ Int4Warp(int thread, uint32_t s_base)
@@ -146,8 +147,8 @@ struct Int4Chunk {
         if constexpr (kSpecial) scales[n].scale_codes(a[n]);
       }
       warp.multiply(sums, a, stage, chunk, slice);
-      if (sizeof(T) == 4)
-        __syncwarp();  // NOTE: without it, the compiler interleaves slices and spills
+      // NOTE: without this barrier the compiler interleaves the slices and spills registers.
+      if (sizeof(T) == 4) __syncwarp();
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -178,7 +179,8 @@ struct Int4Chunk {
         scales[n].scale(a[n]);
       }
       warp.multiply(acc, a, stage, chunk, slice);
-      __syncwarp();  // NOTE: without it, the compiler interleaves slices and spills
+      // NOTE: without this barrier the compiler interleaves the slices and spills registers.
+      __syncwarp();
     }
   }
 
@@ -297,7 +299,8 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
         Int4Chunk<T, kTile>{stage * kStageBytes, chunk}.add(acc, warp);
       } else {
         const int64_t global_chunk = work.first_chunk + k_block * kT.chunks + chunk;
-        if (global_chunk >= work.chunk_end) break;  // this chunk belongs to the next split
+        // This chunk and the following chunks belong to the next split.
+        if (global_chunk >= work.chunk_end) break;
         int4_units<T, kTile>(acc, warp, p.weight, divisors.group_units, stage * kStageBytes, chunk,
                              global_chunk, work.first_row / kInt4TileRows);
       }
@@ -319,7 +322,7 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
     cluster_wait();
     int4_finish<T, kTile>(p, work, s_sums);
     cluster_arrive();
-    cluster_wait();  // the other blocks have read the partials of this block
+    cluster_wait();  // wait until the other blocks have read the partials of this block
     return;
   }
 #endif

@@ -86,7 +86,8 @@ class Int4Loader {
  private:
   __device__ __forceinline__ void find_scales(const Int4Weight& weight, int64_t first_tile,
                                               int tiles_left, int thread) {
-    const int word = thread - kZeroThread;  // index of a word of zeros, negative for scales
+    // The index of this thread's word of zeros; negative for threads that load scales.
+    const int word = thread - kZeroThread;
     const int place = word >= 0 ? word / 2 : thread / kElem;
     const int tile = place / kT.chunks;
     scale_chunk_ = place % kT.chunks;
@@ -117,10 +118,11 @@ class Int4Loader {
   }
 
   const char *g_weight_, *g_scale_ = nullptr;
-  int64_t tile_stride_;      // the distance between two loads of the thread
-  int chunk_, chunks_left_;  // first chunk of the next k-block; chunks left
+  int64_t tile_stride_;  // the distance between two loads of the thread
+  // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
+  int chunk_, chunks_left_;
   Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
-  int units_left_;  // units of the split from this thread's first vector of x on
+  int units_left_;  // the number of units of the split from this thread's first vector of x on
   int weight_chunk_, scale_chunk_ = 0;
   int valid_tile_bytes_[kWeightLoads];
   uint32_t s_scale_ = 0;

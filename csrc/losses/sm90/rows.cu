@@ -89,7 +89,8 @@ __device__ __forceinline__ float lse_slope(float z_loss, float lse) {
   return fabsf(slope) < kTiny ? kTiny : slope;
 }
 
-constexpr int kRows = 32, kGroups = 8;  // the number of rows per block and of threads per row
+// The number of rows per block, and the number of threads per row.
+constexpr int kRows = 32, kGroups = 8;
 
 __global__ void __launch_bounds__(kRows* kGroups)
     exponential_rows_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {

@@ -28,7 +28,7 @@ struct CausalSoftmaxCpu : CpuScores {
   // Values that are the same for all rows of a head.
   template <typename acc_t>
   struct Head {
-    int64_t n;  // number of keys
+    int64_t n;  // the number of keys, which is the length of a row
     acc_t scale, softcap, inverse_cap, sink;
 
     // Loads scores, multiplies them by scale and applies the soft cap.

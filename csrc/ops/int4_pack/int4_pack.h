@@ -35,7 +35,7 @@ struct Int4RepackParams {
   uint32_t* packed_zero;
   Int4Shape shape;
   Int4Strides qweight_strides, scale_strides, zero_strides;
-  DType dtype;  // of the scales
+  DType dtype;  // the dtype of the scales
 };
 
 void launch_int4_pack(const Int4PackParams& params, cudaStream_t stream);

@@ -8,7 +8,8 @@ namespace torchweld {
 namespace {
 
 constexpr int kPackThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 20;  // in larger problems, threads loop
+// The maximum number of blocks; in larger problems each thread loops.
+constexpr int64_t kMaxBlocks = 1 << 20;
 
 __device__ __forceinline__ int64_t first_index() {
   return int64_t{blockIdx.x} * kPackThreads + threadIdx.x;

@@ -20,10 +20,12 @@ constexpr int kHeads = 4;
 
 // The assignment of threads to the values of a position. A lane is a thread's index within a head.
 struct RotaryThreads {
-  int rotating_lanes;  // number of threads per head that rotate values
-  int lanes;           // number of threads per head, including those that copy values
-  int copied_step;     // elements between the two chunks of a thread that copies values
-  int64_t groups[2];   // number of groups of kHeads heads in q and in k
+  int rotating_lanes;  // the number of threads per head that rotate values
+  // The number of all threads per head: those that rotate values and those that copy values.
+  int lanes;
+  // The distance between the two chunks of a thread that copies values, in elements.
+  int copied_step;
+  int64_t groups[2];  // number of groups of kHeads heads in q and in k
 
   RotaryThreads(const RotaryParams& p, int elems) {
     rotating_lanes = p.rotary_dim / (2 * elems);

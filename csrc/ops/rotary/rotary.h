@@ -28,7 +28,7 @@ struct RotaryTable {
 };
 
 struct RotaryParams {
-  RotaryTensor tensors[2];  // q and k
+  RotaryTensor tensors[2];  // the tensors q and k
   RotaryTable cos, sin;
   int64_t batch, seqlen;
   int head_dim, rotary_dim;

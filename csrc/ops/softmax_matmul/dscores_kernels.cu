@@ -149,7 +149,7 @@ __global__ __launch_bounds__(Config::kThreads,
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // The rows and keys of this block.
+  // Find the rows and the keys that this block processes.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);

@@ -103,7 +103,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // The keys, columns and rows of this block.
+  // Find the keys, the columns and the rows that this block processes.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams& mask = problem.mask;
   const int64_t key_blocks = divide_up(mask.seqlen_k, kBlockN);

@@ -143,7 +143,7 @@ template <typename Config>
 struct RunningSoftmax {
   using T = typename Config::T;
   float max[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0.f, 0.f};  // sums over this thread's columns
+  float sum[2] = {0.f, 0.f};  // sums of exponentials over the columns that this thread holds
   float acc[Config::kBlockD / 8][4] = {};
 
   // Updates the running maxima with the scores of the tile and rescales the sums.
@@ -225,8 +225,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // The rows, columns and keys of this block. Blocks with the longest rows of a head come first,
-  // because the work of a row differs under causal.
+  // Find the rows, the columns and the keys that this block processes. Blocks with the longest rows
+  // of a head come first, because the work of a row differs under causal.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);

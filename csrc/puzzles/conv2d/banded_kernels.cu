@@ -19,7 +19,8 @@ namespace torchweld {
 namespace {
 
 constexpr int kBandedThreads = kBandedWarps * kWarp;
-constexpr int kVector = 8;  // elements in a 16-byte vector, and columns of a tile
+// The number of elements in a 16-byte vector, which is also the number of columns of a tile.
+constexpr int kVector = 8;
 constexpr int kTileRows = 16;
 constexpr int kBlockK = 16;  // number of columns of x that one mma multiplies
 
@@ -31,7 +32,7 @@ struct BandedConfig {
   static constexpr int kTilesN = kShape.tiles_n;
   static constexpr int kRows = kShape.rows(kBandedWarps);
   static constexpr int kOutPitch =
-      kVector * (kTilesN | 1);  // odd number of 16-byte units: no bank conflicts
+      kVector * (kTilesN | 1);  // the number of 16-byte units is odd, which avoids bank conflicts
   static_assert(sizeof(T) == 2 && kTilesN * kVector == kShape.columns());
 };
 
@@ -42,7 +43,7 @@ struct BandedLayout {
   int before;      // number of vectors of x left of the outputs' columns in a window
   int halo;        // number of vectors of x beside the outputs' columns in a window
   int pitch;       // number of elements from one staged row to the next
-  int rows;        // staged rows
+  int rows;        // the number of staged rows
   int band_words;  // number of words of all band matrices
 
   TW_HOST_DEVICE BandedLayout(int kernel_height, int kernel_width, bool flipped) {
@@ -171,7 +172,7 @@ __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
                                              int shift, typename Config::T* s_z) {
   using T = typename Config::T;
   constexpr int kTilesN = Config::kTilesN;
-  constexpr int kPairs = (kTilesN + 2) / 2;  // pairs of vectors
+  constexpr int kPairs = (kTilesN + 2) / 2;  // the number of pairs of vectors
   const int lane = threadIdx.x % kWarp;
   float r_acc[kTilesN][4] = {};
   const uint32_t s_from =
@@ -249,14 +250,16 @@ __global__ __launch_bounds__(kBandedThreads, 6) void conv2d_banded_kernel(
   const int64_t block = args.first_block + blockIdx.x;
   const int64_t row_tile = args.by_column_tiles.divide(block);
   const int64_t column_tile = block - row_tile * args.by_column_tiles.divisor();
-  const int64_t first_row = row_tile * Config::kRows;  // row of the stack
+  // The row of the output in the stack of all images.
+  const int64_t first_row = row_tile * Config::kRows;
   const int64_t first_column = column_tile * Config::kShape.columns();
   // The index of a window's first element in its 16-byte vector.
   const int shift = args.flipped ? layout.before * kVector - (kernel_width - 1) : 0;
 
   const StackedRows<typename Config::T> stack{args};
   const int rows_before =
-      args.flipped ? kernel_height - 1 : 0;  // rows staged above the outputs' rows
+      // The number of staged rows above the rows of the outputs.
+      args.flipped ? kernel_height - 1 : 0;
   for (int i = threadIdx.x; i < layout.rows; i += kBandedThreads) {
     const int64_t row = first_row - rows_before + i;
     shared.s_rows[i] = {stack.offset_in_x(row), stack.offset_in_z(row)};

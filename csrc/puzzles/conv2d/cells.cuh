@@ -62,7 +62,7 @@ struct Strip {
 
 struct CellsPlan {
   int log_across;  // log2 of the number of strips side by side, at most 3
-  int steps;       // cells in a strip
+  int steps;       // the number of cells in a strip
 };
 
 template <typename Config>
@@ -187,7 +187,7 @@ struct WeightTable {
   // of columns of z. The pair of x is d cells below the pair of z and i pairs beside it.
   __device__ __forceinline__ void read(uint32_t (&r_band)[Config::kDown][Config::kBands]) const {
     const int lane = threadIdx.x % kWarp;
-    const int down = lane % 4 - lane / 8;  // rows from z to x
+    const int down = lane % 4 - lane / 8;  // the distance from a row of z to a row of x
     const int odd = lane / 4 % 2;          // index of the column of z in its pair
     const uint16_t* s_first =
         s_weights + (kMargin + down) * kPitch + 1 + (Config::kFlipped ? odd : -odd);
@@ -364,7 +364,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t tile_columns = int64_t{kCellColumns} << plan.log_across;
   const int64_t column_tiles = (params.width + tile_columns - 1) / tile_columns;
   const int64_t per_image = (params.height + rows - 1) / rows;
-  const int64_t units = 8 >> plan.log_across;  // units per warp
+  const int64_t units = 8 >> plan.log_across;  // the number of units per warp
   const int64_t items = (params.batch * per_image + units - 1) / units * column_tiles;
   for_each_grid(conv2d_args<T>(params, column_tiles, per_image),
                 (items + kCellsWarps - 1) / kCellsWarps,

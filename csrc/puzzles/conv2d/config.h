@@ -18,7 +18,7 @@ enum class Conv2dEngine : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, k
 // `buffers`, the registers of a row are reloaded directly after the row is added.
 struct DirectTile {
   int size;     // kernel height and width
-  int buffers;  // at least size
+  int buffers;  // the number of buffers; at least `size`
   int ahead;
   int strip_rows;
   int blocks_per_sm;  // minimum number; limits the registers
@@ -110,21 +110,21 @@ inline constexpr int kNumNarrowTiles = 3;
 // at a time.
 struct SmallTile {
   int size;           // kernel height and width
-  int width;          // max width of an image
+  int width;          // the maximum width of an image
   int blocks_per_sm;  // minimum number; limits the registers
 };
 inline constexpr int kSmallWarps = 4;
 inline constexpr int kSmallThreads = 32 * kSmallWarps;
 inline constexpr int kSmallColumns = 8;
 inline constexpr int kSmallRows = 8;
-inline constexpr int kSmallHeight = 16;  // max height of an image
+inline constexpr int kSmallHeight = 16;  // the maximum height of an image
 inline constexpr SmallTile kSmallTiles[] = {{3, 16, 6}, {4, 16, 5}, {5, 16, 5}, {7, 8, 4}};
 inline constexpr int kNumSmallTiles = sizeof(kSmallTiles) / sizeof(kSmallTiles[0]);
 
 // A block of the general kernel computes kGeneralThreads * kGeneralRows outputs. It loops over
 // chunks of kTapChunk x kTapChunk taps (elements of the kernel).
 inline constexpr int kGeneralThreads = 256;
-inline constexpr int kGeneralRows = 8;  // per thread
+inline constexpr int kGeneralRows = 8;  // the number of outputs per thread
 inline constexpr int kTapChunk = 32;
 
 // Returns the index of the tile for square convolution kernels of size `size`, or -1 if there is no

@@ -41,8 +41,10 @@ struct DirectConfig {
 
 // The clamped distances from a thread's first output to the bounds of the image.
 struct DirectBounds {
-  int rows_above, rows_below;       // rows of the image above the output; rows from it on
-  int columns_left, columns_right;  // columns left of the output; columns from it on
+  // The number of image rows above the output's row, and from the output's row on.
+  int rows_above, rows_below;
+  // The number of image columns left of the output's column, and from the output's column on.
+  int columns_left, columns_right;
 };
 
 __device__ __forceinline__ int clamped(int64_t distance) {

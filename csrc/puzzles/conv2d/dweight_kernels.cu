@@ -39,7 +39,8 @@ __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const We
   const int64_t i = (row_block - image * args.by_row_blocks.divisor()) * kWeightRows;
   const auto at_most = [](int64_t n, int limit) { return n < limit ? static_cast<int>(n) : limit; };
   const int rows = at_most(args.height - i, kWeightRows);
-  const int x_rows = at_most(args.height - i - p0, kWeightRows + kTaps);  // rows inside x
+  // The number of rows of the window that lie inside x.
+  const int x_rows = at_most(args.height - i - p0, kWeightRows + kTaps);
   const int x_columns = at_most(args.width - j - q0, kTaps);
   const T* g_dz = args.g_dz + image * args.dz_batch_stride + i * args.dz_row_stride + j;
   const T* g_x = args.g_x + image * args.x_batch_stride + (i + p0) * args.x_row_stride + j + q0;
@@ -48,7 +49,8 @@ __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const We
   for (int first = 0; first < rows + kTaps - 1; first += kTaps) {
 #pragma unroll
     for (int u = 0; u < kTaps; ++u) {
-      const int step = first + u;  // row of x; it completes the window of output step - kTaps + 1
+      // The row of x that completes the window of output step - kTaps + 1.
+      const int step = first + u;
 #pragma unroll
       for (int q = 0; q < kTaps; ++q) {
         const bool valid = step < x_rows && q < x_columns;

@@ -14,7 +14,7 @@ namespace torchweld {
 namespace {
 
 constexpr int kNarrowLoads = 4;
-constexpr int kNarrowImages = 4;  // images per load
+constexpr int kNarrowImages = 4;  // the number of images per load
 constexpr int kNarrowWarpImages = kNarrowLoads * kNarrowImages;
 
 template <typename T, int kTile, bool kFlipped, bool kWhole_>

@@ -26,7 +26,7 @@ struct SmallConfig {
   static constexpr int kAcross = kAcross_;
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kWidth = kSmallColumns * kAcross;
-  static constexpr int kImages = kWarp / kAcross;  // images per warp
+  static constexpr int kImages = kWarp / kAcross;  // the number of images per warp
   // kWindow is the number of columns in a thread's window. For an image of 8 columns, the window
   // has only the columns inside the image.
   static constexpr int kBeside = kAcross == 1 ? 0 : (kSize - 1 + kElems - 1) / kElems * kElems;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<
 // Rows and columns are in the order in which the thread processes them.
 template <typename Config>
 struct SmallImage {
-  float* s_first;  // the thread's columns of the first row
+  float* s_first;  // the address of the thread's columns in the first row
   bool has_beside;
 
   __device__ __forceinline__ float* row(int row) const {
@@ -249,7 +249,7 @@ void launch_config(const Conv2dParams& params, cudaStream_t stream) {
   const int height = static_cast<int>(params.height);
   const int pitch = height * Config::kWidth + kElems;
   const int bytes = 4 * kSmallWarps * Config::kImages * pitch;
-  const int64_t images = kSmallWarps * Config::kImages;  // images per block
+  const int64_t images = kSmallWarps * Config::kImages;  // the number of images per block
   for_each_grid(conv2d_args<float>(params, 1, 1), (params.batch + images - 1) / images,
                 [&](const Conv2dArgs<float>& args, int64_t blocks) {
                   const bool contiguous =

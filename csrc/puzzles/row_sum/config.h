@@ -19,7 +19,7 @@ struct RowSumTile {
 inline constexpr RowSumTile kRowSumTiles[] = {{1, 2},  {2, 2},  {4, 2},  {8, 2},  {16, 2},
                                               {32, 2}, {32, 4}, {32, 8}, {256, 4}};
 inline constexpr int kNumRowSumTiles = sizeof(kRowSumTiles) / sizeof(kRowSumTiles[0]);
-inline constexpr int kRowSumThreads = 256;  // threads per block, for every tile
+inline constexpr int kRowSumThreads = 256;  // the number of threads per block of every tile
 
 // Contiguous unaligned rows with at most kStagedRowBytes bytes go through shared memory,
 // kStagedBytes bytes at a time.
@@ -35,13 +35,13 @@ inline constexpr int64_t kGoodSplitBytes = 128 << 10;
 inline constexpr int64_t kSplitsPerSm = 8;
 inline constexpr int64_t kFewSplitsPerSm = 4;
 inline constexpr int64_t kMaxSplits = 4096;      // one block adds up the partials of a row
-inline constexpr int64_t kMaxSplitRows = 16384;  // more rows fill the GPU without splits
+inline constexpr int64_t kMaxSplitRows = 16384;  // more rows than this fill the GPU without splits
 
 struct RowSumProblem {
   int64_t rows;
   int64_t n;
-  int elem_size;    // bytes
-  bool contiguous;  // rows follow each other without gaps
+  int elem_size;    // size of an element in bytes
+  bool contiguous;  // whether the rows follow each other without gaps
   bool aligned;     // every row starts on a 16-byte boundary
   bool bfloat16;
   DeviceFacts device;
@@ -54,7 +54,7 @@ enum class RowSumEngine : int8_t { kTile, kStaged };
 struct RowSumChoice {
   RowSumEngine engine;
   int tile;             // index into kRowSumTiles, 0 for kStaged
-  int64_t splits;       // splits of a row
+  int64_t splits;       // the number of splits of a row
   int64_t split_elems;  // number of elements of a split; the last split may have fewer
 
   constexpr int64_t partials(int64_t rows) const { return splits > 1 ? rows * splits : 0; }

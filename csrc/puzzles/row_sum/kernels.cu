@@ -148,7 +148,7 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
   float* g_partials = args.g_partials + static_cast<int64_t>(row) * args.splits;
   if (threadIdx.x == 0) {
     g_partials[split] = sum;
-    __threadfence();  // publishes the partial before the counter rises
+    __threadfence();  // makes the partial visible before the counter is incremented
     s_last = atomicAdd(args.g_counters + row, 1u) == static_cast<unsigned>(args.splits - 1);
   }
   __syncthreads();
@@ -159,7 +159,7 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_split_kernel(
   sum = s_split_exchange.sum_warps(warp_sum(sum));
   if (threadIdx.x == 0) {
     args.g_y[row] = from_float<T>(sum);
-    args.g_counters[row] = 0;  // zero for the next launch
+    args.g_counters[row] = 0;  // reset the counter for the next launch
   }
 }
 

@@ -11,9 +11,9 @@ namespace torchweld {
 // sweep. Therefore a thread computes the exponentials of some of its owned elements by a
 // polynomial. This balances the load of the FMA pipe and of the exponential unit.
 enum ScalarAttentionSweep {
-  kForwardSweep,  // owns rows i; sums e and e v over j
-  kQuerySweep,    // owns rows i; sums e (v - mean) k over j
-  kKeySweep,      // owns keys j; sums e dz and e dz q (v - mean) over i
+  kForwardSweep,  // a thread owns rows i, and sums e and e v over j
+  kQuerySweep,    // a thread owns rows i, and sums e (v - mean) k over j
+  kKeySweep,      // a thread owns keys j, and sums e dz and e dz q (v - mean) over i
   kNumScalarAttentionSweeps
 };
 
@@ -24,7 +24,7 @@ struct ScalarAttentionTile {
   int owners;      // number of owned elements per thread
   int polynomial;  // number of owned elements per thread that use the polynomial
   int chunk;       // number of streamed elements that share an accumulator
-  int cost;        // time per pair, relative to the other tiles of the sweep
+  int cost;        // the time per pair (i, j), relative to the other tiles of the sweep
 };
 
 inline constexpr int kNumScalarAttentionTiles = 2;
@@ -35,7 +35,7 @@ inline constexpr ScalarAttentionTile kScalarAttentionTiles[kNumScalarAttentionSw
                                                               {{8, 1, 64, 90}, {2, 0, 8, 130}}};
 
 inline constexpr int kScalarAttentionThreads = 128;
-inline constexpr int kScalarAttentionStage = 512;  // streamed elements per stage
+inline constexpr int kScalarAttentionStage = 512;  // the number of streamed elements per stage
 inline constexpr int kScalarAttentionMaxSplits = 64;
 
 // Returns a power of two by which the values are multiplied. A sum of n products of scaled values
@@ -55,9 +55,11 @@ struct ScalarAttentionChoice {
 // Returns the tile and the number of splits with the lowest estimated time on a GPU with `sms` SMs.
 constexpr ScalarAttentionChoice choose_scalar_attention(ScalarAttentionSweep sweep, int64_t n,
                                                         int sms) {
-  constexpr int64_t kBusyBlocks = 4;  // blocks per SM; fewer leave the exponential unit idle
-  constexpr int64_t kMin = 32;        // minimum number of streamed elements per split
-  constexpr int64_t kOverhead = 48;   // time of launch and reduction, in streamed elements
+  // The number of blocks per SM; with fewer blocks the exponential unit is idle at times.
+  constexpr int64_t kBusyBlocks = 4;
+  constexpr int64_t kMin = 32;  // minimum number of streamed elements per split
+  // The time of the launch and of the reduction, in units of the time per streamed element.
+  constexpr int64_t kOverhead = 48;
   ScalarAttentionChoice best = {0, 1, n};
   double best_cost = -1.0;
   for (int tile = 0; tile < kNumScalarAttentionTiles; ++tile) {

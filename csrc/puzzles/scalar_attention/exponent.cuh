@@ -70,7 +70,8 @@ __device__ __forceinline__ float exponential_polynomial(RowExponent row, float k
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23
   const float anchor = kRound + row.shift;
   const float rounded = fmaf(row.scale, k, anchor);
-  const float f = fmaf(row.scale, k, anchor - rounded);  // only one rounding
+  // The subtraction in parentheses is exact, so f has one rounding.
+  const float f = fmaf(row.scale, k, anchor - rounded);
   float y = 0.0013264728477224708f;
   y = fmaf(y, f, 0.009671512991189957f);
   y = fmaf(y, f, 0.05550733581185341f);

@@ -17,7 +17,7 @@ struct ScalarAttentionVector {
 struct ScalarAttentionParams {
   ScalarAttentionVector q, k, v;
   void* z;         // (n,), contiguous
-  float* mean;     // (n,), contiguous: z before rounding; nullptr if not needed, as sum
+  float* mean;     // (n,), contiguous: z before rounding; nullptr if mean and sum are not needed
   float* sum;      // (n,), contiguous
   float* scratch;  // scalar_attention_scratch_floats() floats
   int64_t n;
@@ -28,7 +28,7 @@ struct ScalarAttentionBackwardParams {
   ScalarAttentionVector dz, q, k, v;
   const float* mean;  // (n,), contiguous
   const float* sum;   // (n,), contiguous
-  void* dq;           // (n,), contiguous; nullptr if not needed, as dk and dv
+  void* dq;           // (n,), contiguous; dq, dk and dv are nullptr if not needed
   void* dk;
   void* dv;
   float* scratch;
