@@ -18,9 +18,8 @@ from torchweld import _library
 from torchweld.ops.stock import is_plain
 
 from . import measure
-from .decoder import ROW, Part, is_fused, stock_forward
-
-OP = "linear_cross_entropy"
+from .part import ROW, Part, Place, below, is_fused, stock_forward
+from .probes import Probes
 
 
 class Head(NamedTuple):
@@ -36,7 +35,8 @@ def refusal(model: nn.Module) -> str | None:
         return "lm_head is not torch's Linear without hooks (LoRA, quantised or otherwise replaced)"
     if type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
         return "lm_head.weight is not a plain parameter (sharded or quantised)"
-    # NOTE: model.loss_function warns of an unknown loss_type, which torch.compile can't trace.
+    # NOTE: reading model.loss_function may emit a warning about an unknown loss_type, and
+    # torch.compile can't trace the warning. So its lookup is repeated here.
     found = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
     if getattr(model, "_loss_function", found) is not ForCausalLMLoss:
         return "the model's loss is not transformers' ForCausalLMLoss"
@@ -104,6 +104,20 @@ def causal_loss(
 class FusedHead(Part):
     """A model that returns no logits in training mode with labels."""
 
+    kind = "loss"
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Head) -> Place:
+        return Place(below(path, "lm_head"), module.lm_head, (module,))
+
+    @staticmethod
+    def label(row: Head) -> str:
+        return "linear_cross_entropy (lm_head -> loss)"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
+        return probes.loss(module.lm_head.weight)
+
     @staticmethod
     def refusal(module: nn.Module, row: Head) -> str | None:
         return refusal(module)
@@ -112,7 +126,8 @@ class FusedHead(Part):
 class FusedCausalLM(FusedHead):
     """A Llama-like ``...ForCausalLM`` that returns no logits in training mode with labels."""
 
-    # NOTE: the stock forward's signature, by which transformers' Trainer chooses columns.
+    # NOTE: the signature must be the stock one, because transformers' Trainer reads the names of
+    # its arguments to choose the columns of a data set.
     def forward(
         self,
         input_ids: Tensor | None = None,

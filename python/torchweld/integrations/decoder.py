@@ -24,10 +24,10 @@ from torchweld.ops.stock import is_plain
 
 from . import measure
 from .modules import activation_name, hooked, implementation
+from .part import ROW, STOCK, Part, Place, below, is_fused, stock_forward
+from .probes import Probes
 
-STOCK, ROW = "_torchweld_stock", "_torchweld_row"
-
-# The gate of an activation, and whether the activation takes the gate's left argument.
+# For each activation: the gate that applies it, and whether the gate applies it to the left branch.
 _GATES = {
     "silu": ("swiglu", True),
     "gelu": ("geglu", False),
@@ -69,42 +69,6 @@ class Layer(NamedTuple):
     multiplier: str | None = None
 
 
-class Part(nn.Module):
-    """A part whose forward runs torchweld's ops where it can."""
-
-    @classmethod
-    def subclass(cls, stock: type[nn.Module], row: Any, module: str) -> type[nn.Module]:
-        """The class that has this forward and is a subclass of ``stock`` too.
-
-        Its ``__name__`` is the stock one, by which transformers and accelerate look classes up (in
-        config.json, and for blocks that are not split). pickle finds it by ``__qualname__``.
-        """
-        names = {
-            STOCK: stock,
-            ROW: row,
-            "__module__": module,
-            "__qualname__": f"Fused{stock.__name__}",
-        }
-        return type(stock.__name__, (cls, stock), names)
-
-    @staticmethod
-    def refusal(module: nn.Module, row: Any) -> str | None:
-        """Why a stock module must stay as it is, or None."""
-        raise NotImplementedError
-
-
-def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What a module computes without ``fuse``."""
-    # NOTE: a wrapped forward outlives unfuse in whoever wrapped it, so that the module may be of
-    # the stock class: super() would not find its forward.
-    return getattr(type(module), STOCK, type(module)).forward(module, *args, **kwargs)
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Whether ``fuse`` has given a module its class."""
-    return hasattr(type(module), STOCK)
-
-
 def _plain(*tensors: Tensor | None) -> bool:
     """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
     given = [tensor for tensor in tensors if tensor is not None]
@@ -141,6 +105,16 @@ def _instance_refusal(module: nn.Module) -> str | None:
 class FusedNorm(Part):
     """An RMSNorm as :func:`torchweld.rms_norm`."""
 
+    kind = "norm"
+
+    @staticmethod
+    def label(row: Norm) -> str:
+        return "rms_norm"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Norm, weight: Tensor, probes: Probes) -> str | None:
+        return probes.rms_norm(weight)
+
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
         if module.weight.dtype == torch.float64:
@@ -162,7 +136,8 @@ def _options(norm: nn.Module) -> dict[str, float]:
 
 
 def _runs_norm(norm: nn.Module, x: Tensor) -> bool:
-    # The stock norms compute in fp32, of which a model in float64 shows the difference.
+    # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
+    # results would differ visibly.
     serves = is_fused(norm) and x.dtype != torch.float64 and _plain(x, norm.weight)
     return serves and not torch.compiler.is_compiling()
 
@@ -172,6 +147,19 @@ class FusedMLP(Part):
 
     Where one layer has both weights it is :func:`torchweld.gated_linear`.
     """
+
+    kind = "mlp"
+
+    @staticmethod
+    def label(row: MLP) -> str:
+        if row.packed:
+            return f"gated_linear (gate_up_proj -> {row.activation})"
+        return f"gated_linear_pair (gate_proj, up_proj -> {row.activation})"
+
+    @staticmethod
+    def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
+        gate, _ = gate_of(module, row)
+        return probes.gated_linear(weight, gate, row.packed)
 
     @staticmethod
     def refusal(module: nn.Module, row: MLP) -> str | None:
@@ -214,7 +202,7 @@ class FusedMLP(Part):
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
     """The gate of an MLP: its name, and whether gate_proj is its left argument."""
     found = _GATES.get(activation_name(mlp._modules.get(row.activation)))
-    # A packed layer has the rows of gate_proj first.
+    # In a packed layer the left branch is gate_proj.
     return None if found is None or (row.packed and not found[1]) else found
 
 
@@ -236,6 +224,20 @@ def _runs_mlp(mlp: nn.Module, row: MLP, x: Tensor) -> bool:
 
 class FusedAttention(Part):
     """An attention layer whose rotary embedding is :func:`torchweld.rotary`."""
+
+    kind = "rotary"
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Attention) -> Place:
+        return Place(below(path, "rotary"), (module, "rotary"), (module,))
+
+    @staticmethod
+    def label(row: Attention) -> str:
+        return "rotary"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Attention, weight: Tensor, probes: Probes) -> str | None:
+        return probes.rotary(weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Attention) -> str | None:
@@ -323,6 +325,21 @@ def _neighbours(table: Tensor) -> Tensor:
 class FusedLayer(Part):
     """A decoder layer that adds its attention's result and normalises the sum in one op."""
 
+    kind = "norm"
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Layer) -> Place:
+        norm = getattr(module, row.before_mlp)
+        return Place(below(path, row.before_mlp), (norm, "add"), (module, norm))
+
+    @staticmethod
+    def label(row: Layer) -> str:
+        return f"add_rms_norm (residual + self_attn -> {row.before_mlp})"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
+        return probes.add_rms_norm(weight)
+
     @staticmethod
     def refusal(module: nn.Module, row: Layer) -> str | None:
         norm = getattr(module, row.before_mlp)
@@ -331,8 +348,8 @@ class FusedLayer(Part):
         reason = FusedNorm.refusal(norm, None)
         return reason or _instance_refusal(module)
 
-    # NOTE: families have the arguments after hidden_states in other orders, and their models hand
-    # them over by name.
+    # NOTE: the families order the arguments after hidden_states differently, and their models pass
+    # these arguments by name.
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         row = getattr(self, ROW, None)
         norm = None if row is None else self._modules.get(row.before_mlp)

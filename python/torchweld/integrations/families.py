@@ -1,9 +1,9 @@
 """The decoder families of transformers whose parts ``fuse`` replaces: one table.
 
 A row of :data:`FAMILIES` says in what a family differs from Llama. :data:`PARTS` is made of it: for
-each class of transformers the class of :mod:`.decoder` or :mod:`.causal_lm` that computes the same
-with torchweld's ops. ``fuse`` gives a module the class :func:`fused_class`, which has both as its
-parents, so ``isinstance``, parameters, state_dict and hooks see no difference.
+each class of transformers the :class:`.Part` that computes the same with torchweld's ops. ``fuse``
+gives a module the class :func:`fused_class`, which has both as its parents, so ``isinstance``,
+parameters, state_dict and hooks see no difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import causal_lm, decoder, gpt2_head
+from . import causal_lm, decoder, gpt2_block, gpt2_head
+from .part import stock_class
 
 
 class Family(NamedTuple):
@@ -97,7 +98,8 @@ FAMILIES = {
         options=_config_window,
         layer=decoder.Layer(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout"),
     ),
-    # Its layers add first and normalise nothing after that: no norm takes the sum.
+    # No norm of an OLMo-2 layer takes a sum with the residual as its argument, so the layer itself
+    # is not fused.
     "olmo2": Family("Olmo2", head_norm="row", layer=None),
     "smollm3": Family("SmolLM3", options=_window),
     "granite": Family(
@@ -139,22 +141,17 @@ def _parts(module: str, family: Family) -> dict[str, tuple[type[nn.Module], Any]
 PARTS = {
     cls: part for module, family in FAMILIES.items() for cls, part in _parts(module, family).items()
 }
-# A block of GPT-2 is fused as a whole, see gpt2.py.
-PARTS["transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel"] = (
-    gpt2_head.FusedGPT2LMHead,
-    causal_lm.Head(lambda config: {}),
-)
+_GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
+PARTS |= {
+    f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
+    f"{_GPT2}LMHeadModel": (gpt2_head.FusedGPT2LMHead, causal_lm.Head(lambda config: {})),
+}
 
 
 def part_of(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
     """The fused parent and the row of a module's class, None where the table has not this class."""
     stock = stock_class(module)
     return PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
-
-
-def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has without ``fuse``."""
-    return getattr(type(module), decoder.STOCK, type(module))
 
 
 @functools.cache

@@ -38,7 +38,6 @@ def fuse(
     try:
         for block, site in dict.fromkeys(places.values()):
             gpt2.fuse_site(block, site)
-        gpt2.rename_blocks(model)
         for _, base in switches:
             gpt2.switch_attention(model, base)
         if stock is not None:
@@ -54,7 +53,6 @@ def fuse(
     except BaseException:
         for block, _ in places.values():
             gpt2.unfuse_block(block)
-        gpt2.rename_blocks(model)
         for _, base in bases:
             gpt2.restore_attention(model, base)
         raise
@@ -69,7 +67,6 @@ def unfuse(model: nn.Module) -> list[str]:
     for _, module, paths in fused:
         if paths:
             gpt2.unfuse_block(module)
-    gpt2.rename_blocks(model)
     for path, base in _bases(model):
         if gpt2.restore_attention(model, base):
             restored.extend(where for where, _ in _attention_layers(path, base))

@@ -1,9 +1,9 @@
 """What ``fuse`` changes in a Hugging Face GPT-2, and what it must leave stock.
 
 A GPT-2 block computes ``c_attn(ln_1(x))`` and ``act(c_fc(ln_2(x)))``, which torchweld has as one op
-each. :data:`FUSED` names the class that runs them, and ``fuse`` gives a block this class: no module
-or parameter moves, and state_dict, optimizer and file formats see no difference. Swapping
-``__class__`` instead of binding a forward keeps deepcopy and pickle whole.
+each. ``fuse`` gives a block the class of :mod:`.families` that runs them: no module or parameter
+moves, and state_dict, optimizer and file formats see no difference. Swapping ``__class__`` instead
+of binding a forward keeps deepcopy and pickle whole.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
 from . import gpt2_mask
-from .gpt2_block import LINEARS, SITES, FusedGPT2Block, Site, fused_paths
+from .families import fused_class
+from .gpt2_block import LINEARS, SITES, Site, fused_paths
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, config_refusal
 from .modules import activation_name, hooked
-
-FUSED: dict[type[nn.Module], type[nn.Module]] = {GPT2Block: FusedGPT2Block}
-_STOCK = {fused: stock for stock, fused in FUSED.items()}
+from .part import STOCK
 
 
 def uses(model: nn.Module) -> Counter[nn.Module]:
@@ -35,12 +34,19 @@ def uses(model: nn.Module) -> Counter[nn.Module]:
 
 def sites(block: nn.Module, used: Counter[nn.Module]) -> list[tuple[Site, str | None]]:
     """The sites of a GPT2Block, each with the reason why it must stay stock, or None."""
-    stock = _STOCK.get(type(block), type(block))
-    if stock not in SITES:
+    if _own_stock_class(block) is not GPT2Block:
         other = f"{_class(block)}, not transformers' GPT2Block"
         what = "sharded; call fuse before fully_shard" if _is_sharded(block) else other
-        return [(site, f"the block is {what}") for site in SITES[GPT2Block]]
-    return [(site, _refusal(block, site, used)) for site in SITES[stock]]
+        return [(site, f"the block is {what}") for site in SITES]
+    return [(site, _refusal(block, site, used)) for site in SITES]
+
+
+def _own_stock_class(block: nn.Module) -> type[nn.Module]:
+    """The class that :func:`unfuse_block` gives a block.
+
+    NOTE: fully_shard makes a class of its own from the block's. It stays, and runs stock.
+    """
+    return vars(type(block)).get(STOCK, type(block))
 
 
 def _refusal(block: nn.Module, site: Site, used: Counter[nn.Module]) -> str | None:
@@ -110,27 +116,14 @@ def _parameter_refusal(site: Site, norm: nn.LayerNorm, linear: nn.Module) -> str
 def fuse_site(block: nn.Module, site: Site) -> None:
     """Has a block run a site fused, from its next call on."""
     vars(block)["_torchweld_sites"] = (*fused_paths(block), site.path)
-    block.__class__ = FUSED.get(type(block), type(block))
+    if type(block) is GPT2Block:
+        block.__class__ = fused_class(GPT2Block)
 
 
 def unfuse_block(block: nn.Module) -> None:
-    """Undoes :func:`fuse_site`.
-
-    NOTE: fully_shard makes a class of its own from the block's. It stays, and runs stock.
-    """
+    """Undoes :func:`fuse_site`."""
     vars(block).pop("_torchweld_sites", None)
-    block.__class__ = _STOCK.get(type(block), type(block))
-
-
-def rename_blocks(model: nn.Module) -> None:
-    """Has each model name the classes of its blocks where accelerate looks them up by name."""
-    classes = {cls.__name__ for pair in FUSED.items() for cls in pair}
-    for module in model.modules():
-        split = vars(module).get("_no_split_modules")
-        if isinstance(split, set) and split & classes:
-            found = {type(each).__name__ for each in module.modules()} & classes
-            # A model whose blocks have classes of fully_shard keeps the names that it had.
-            module._no_split_modules = split - classes | found if found else split
+    block.__class__ = _own_stock_class(block)
 
 
 @dataclass(eq=False)
@@ -182,7 +175,8 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
     new = base.config
     if new._attn_implementation == NAME:
         new._attn_implementation = state.implementation
-    # The old object comes back, unless the config was edited meanwhile: edits are not lost.
+    # Unless the copy or the old config was edited meanwhile, the model gets the old config
+    # object back. Otherwise it keeps the edited copy.
     if new.to_dict() == state.stock_dict and state.stock_config.to_dict() == state.stock_dict:
         _replace_config(model, new, state.stock_config)
     del base.__dict__["_torchweld_attention"]

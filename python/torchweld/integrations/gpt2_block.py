@@ -21,7 +21,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import (
     GPT2MLP,
     GPT2Attention,
-    GPT2Block,
     eager_attention_forward,
 )
 from transformers.pytorch_utils import Conv1D
@@ -32,8 +31,10 @@ from . import measure
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, attention_forward, register_attention
 from .modules import activation_name, hooked, implementation
+from .part import Part, stock_forward
 
-# Copied or unpickled blocks look the attention up by name: importing this module is enough.
+# A copied or unpickled block looks torchweld's attention up by name in transformers. Unpickling
+# imports this module, which registers the attention.
 register_attention()
 
 
@@ -43,7 +44,7 @@ class Site(NamedTuple):
     ``block.<norm>`` feeds ``block.<owner>.<linear>``, whose result ``block.<owner>.<act>`` takes.
     """
 
-    path: str  # below the block, for reports
+    path: str  # the path of the replaced module below the block, for reports
     norm: str
     owner: str
     owner_class: type[nn.Module]
@@ -53,7 +54,7 @@ class Site(NamedTuple):
 
 ATTENTION = Site("attn.c_attn", "ln_1", "attn", GPT2Attention, "c_attn")
 MLP = Site("mlp", "ln_2", "mlp", GPT2MLP, "c_fc", "act")
-SITES = {GPT2Block: (ATTENTION, MLP)}
+SITES = (ATTENTION, MLP)
 LINEARS = (Conv1D, ShardedConv1D)
 
 
@@ -97,7 +98,7 @@ def fused_sites(block: nn.Module) -> list[Site]:
     paths = fused_paths(block)
     if not paths or _has_any_global_hook():
         return []
-    return [site for site in SITES[GPT2Block] if site.path in paths and _holds(block, site)]
+    return [site for site in SITES if site.path in paths and _holds(block, site)]
 
 
 def _parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -105,7 +106,8 @@ def _parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     own = layer._parameters
     try:
         return own["weight"], own["bias"]
-    except KeyError:  # a DataParallel replica, or sharded into flat parameters
+    # the layer is a DataParallel replica, or its parameters are sharded into a flat one
+    except KeyError:
         return layer.weight, layer.bias
 
 
@@ -115,7 +117,8 @@ def norm_linear(x: Tensor, norm: nn.LayerNorm, linear: Conv1D, activation: str) 
     if isinstance(linear, ShardedConv1D):
         tensors = linear.columns(*tensors)
     x, weight, bias, scale, shift = tensors
-    # A Conv1D keeps its weight as (in, out), and the op takes any strides.
+    # The weight of a Conv1D is (in, out). The op supports any strides, so the transposed view is
+    # not copied.
     return torch.ops.torchweld.layer_norm_linear(
         x, weight.t(), bias, scale, shift, eps=norm.eps, activation=activation
     )
@@ -154,7 +157,7 @@ def _self_attention(
     """
     batch, rows, _ = qkv.shape
     # 3 x (batch, nheads, rows, head_dim)
-    if rows == 1:  # a view less
+    if rows == 1:  # one view fewer than below
         parts = qkv.view(batch, 3, -1, 1, attn.head_dim).unbind(1)
     else:
         parts = qkv.view(batch, rows, 3, -1, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
@@ -163,7 +166,9 @@ def _self_attention(
         cache = cache.self_attention_cache
     if cache is not None:
         cached = cache.update(key, value, attn.layer_idx)
-        # NOTE: a cache that was empty holds copies now, which the gradient would keep beside qkv.
+        # NOTE: if the cache was empty, `cached` holds copies of key and value. In training, the
+        # copies would be saved for the backward in addition to qkv, so key and value are used
+        # instead.
         first = type(cache) is DynamicCache and cached[0].shape == key.shape
         if not (first and key.requires_grad):
             key, value = cached
@@ -174,15 +179,19 @@ def _self_attention(
     if name != NAME:
         function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
     dropout = attn.attn_dropout.p if attn.training else 0.0
-    kwargs.pop("output_attentions", None)  # GPT2Attention keeps it to itself
+    # GPT2Attention does not pass it to its attention function either
+    kwargs.pop("output_attentions", None)
     return function(attn, query, key, value, mask, dropout=dropout, scaling=attn.scaling, **kwargs)
 
 
-class FusedGPT2Block(GPT2Block):
-    """A GPT2Block whose :data:`SITES` run ``torchweld::layer_norm_linear``."""
+class FusedGPT2Block(Part):
+    """A GPT2Block whose :data:`SITES` run ``torchweld::layer_norm_linear``.
 
-    # NOTE: a wrapped forward outlives unfuse in whoever wrapped it. So `self` may be of the stock
-    # class, and the stock forward is named: super() would not find it.
+    :mod:`.gpt2` fuses the sites of a block one by one, so it has no place of its own.
+    """
+
+    kind = "block"
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -201,7 +210,7 @@ class FusedGPT2Block(GPT2Block):
         }
         crosses = encoder_hidden_states is not None
         if not fused or (crosses and "crossattention" not in parts):
-            return GPT2Block.forward(self, x, **own, **other, use_cache=use_cache, **kwargs)
+            return stock_forward(self, x, **own, **other, use_cache=use_cache, **kwargs)
 
         ln_1, attn, ln_2, mlp = parts["ln_1"], parts["attn"], parts["ln_2"], parts["mlp"]
         if ATTENTION in fused:

@@ -8,13 +8,14 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from .causal_lm import FusedHead, causal_loss, returns_loss_alone
-from .decoder import stock_forward
+from .part import stock_forward
 
 
 class FusedGPT2LMHead(FusedHead):
     """A GPT2LMHeadModel that returns no logits in training mode with labels."""
 
-    # NOTE: the stock forward's signature, by which transformers' Trainer chooses columns.
+    # NOTE: the signature must be the stock one, because transformers' Trainer reads the names of
+    # its arguments to choose the columns of a data set.
     def forward(
         self,
         input_ids: Tensor | None = None,

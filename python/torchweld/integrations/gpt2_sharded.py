@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
-_PARTS = 3  # of c_attn: query, key and value
+_PARTS = 3  # the number of parts of c_attn: query, key and value
 
 
 class ShardedConv1D(Conv1D):
@@ -56,7 +56,7 @@ class ShardedConv1D(Conv1D):
 
 def refusal(base: GPT2Model, size: int) -> str | None:
     """Why a model can't be sharded over ``size`` processes, as the end of a sentence, or None."""
-    from . import gpt2
+    from .families import fused_class
 
     if base.config.num_attention_heads % size:
         return (
@@ -64,7 +64,7 @@ def refusal(base: GPT2Model, size: int) -> str | None:
             f"{base.config.num_attention_heads}"
         )
     for path, block in base.h.named_children():
-        known = type(block) in (GPT2Block, gpt2.FusedGPT2Block)
+        known = type(block) in (GPT2Block, fused_class(GPT2Block))
         if not known or hasattr(block, "crossattention"):
             what = "one with cross attention" if known else type(block).__name__
             return f"h.{path} must be transformers' GPT2Block, but got {what}"
@@ -101,8 +101,9 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
 
     from torchweld.distributed.tensors import shard_parameter
 
-    # FSDP2 takes the weight's other dim; of a bias that is sharded so it would lose the order.
-    # What all processes have stays plain, which optimizers take less time for.
+    # FSDP2 shards the other dim of a weight. A strided shard of c_attn's bias would be sharded
+    # again along its only dim, and FSDP2 would lose the order, so this bias is replicated.
+    # Replicated parameters stay plain tensors, because optimizers need less time for them.
     placements = {
         "attn.c_attn": {"weight": _StridedShard(1, split_factor=_PARTS), "bias": None},
         "attn.c_proj": {"weight": Shard(0), "bias": None},

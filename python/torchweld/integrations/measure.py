@@ -8,12 +8,12 @@ from collections.abc import Hashable, Iterator
 
 import torch
 
-# Each call of a layer, or of one op of several that a layer runs: None where it ran torchweld's
-# op, else what ran instead and why.
+# For each layer, or each op of a layer that runs several: one entry per call. The entry is None if
+# torchweld's op ran, else a text that says what ran instead and why.
 Seen = dict[Hashable, list[str | None]]
 
-# None unless a sample batch is measured. Layers test it before they call `note`, which costs host
-# time.
+# None unless `watching` is active. Layers test `seen` before they call `note`, because the call
+# costs host time.
 seen: Seen | None = None
 
 
@@ -27,7 +27,7 @@ def watching() -> Iterator[Seen]:
     """Collects the calls. What is compiled runs eagerly meanwhile, so that it can be seen."""
     global seen
     before, seen = seen, {}
-    # Nothing is compiled where Dynamo, which takes seconds to import, is not loaded.
+    # If Dynamo is not loaded, nothing is compiled. Importing Dynamo would take seconds.
     compiled = "torch._dynamo" in sys.modules
     eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:

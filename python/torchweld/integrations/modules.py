@@ -70,5 +70,5 @@ def implementation(config: Any) -> str | None:
         return config._attn_implementation
     try:
         return object.__getattribute__(config, "_attn_implementation_internal")
-    except AttributeError:  # a version of transformers that keeps it elsewhere
+    except AttributeError:  # this version of transformers stores the value elsewhere
         return config._attn_implementation

@@ -64,7 +64,8 @@ class Probes:
         return self._run(("loss", weight.device, weight.dtype), call)
 
     def attention(self, attn: Any, base: Any) -> str | None:
-        # A quantised layer computes in the dtype of what it is fed, not of its integer weights.
+        # A quantised layer computes in the dtype of its input. Its integer weights don't tell this
+        # dtype.
         floating = [p for p in attn.parameters() if p.is_floating_point()]
         weight = floating[0] if floating else base.wte.weight
         device = device_of(attn, weight)

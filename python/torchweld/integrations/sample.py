@@ -21,8 +21,8 @@ class Sample:
             self.targets = [model]
             self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
             return
-        # Heads may need labels, pad ids or images: without a language model head, compare what the
-        # GPT-2 itself returns.
+        # Models with other heads may need labels, pad ids or images. Unless the model is a GPT-2
+        # with a language model head, the results of its base models are compared.
         head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
         known = [(part, batch_of(part)) for part in ([model] if head else parts)]
         known = [(part, each) for part, each in known if each is not None]

@@ -45,7 +45,7 @@ FORWARD = "_scaled_dot_product_flash_attention"
 BACKWARD = "_scaled_dot_product_flash_attention_backward"
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256  # of torch's flash back end
+_MAX_HEAD_DIM = 256  # the largest head dim of torch's flash back end
 
 
 def refusal(
@@ -127,7 +127,8 @@ def has_code(capability: tuple[int, int], archs: list[str]) -> bool:
     for arch in archs:
         number = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", arch)
         if number is None:
-            return True  # unknown: the kernels say it themselves
+            # the architecture is unknown here; a launch reports an error if there is no code
+            return True
         built = (int(number[1]), int(number[2]))
         exact, ptx = bool(number[3]), bool(number[4])
         if capability == built or (ptx and not exact and capability > built):
@@ -158,7 +159,7 @@ def flash_first(order: list[int]) -> list[int]:
 
 def _replace(library: torch.library.Library, op: str, kernel: Callable[..., Any], key: str) -> None:
     with warnings.catch_warnings():
-        # torch says that a kernel is overridden; it is what was asked for.
+        # torch warns that a kernel is overridden, which is the purpose of this call.
         warnings.filterwarnings("ignore", r"[\s\S]*Overriding a previously registered kernel")
         library.impl(op, kernel, key, with_keyset=True, allow_override=True)
 
@@ -171,9 +172,10 @@ class Kernels:
     """
 
     def __init__(self, key: str = "CUDA") -> None:
-        self.users = 0  # handles in force
-        self.before: str | None = None  # the implementation that was active before
-        self._order: tuple[list[int], list[int]] | None = None  # before, and as set here
+        self.users = 0  # the number of handles that have not been removed
+        self.before: str | None = None  # the implementation that was active before this one
+        # the order of back ends before this change, and the order that was set
+        self._order: tuple[list[int], list[int]] | None = None
         self._forward = torch.library.get_kernel(f"aten::{FORWARD}", key)
         self._backward = torch.library.get_kernel(f"aten::{BACKWARD}", key)
         library = torch.library.Library("aten", "IMPL", key)
@@ -197,7 +199,7 @@ class Kernels:
         if library is not None:
             library._destroy()
         order, self._order = self._order, None
-        # An order that was set since then stays.
+        # If someone else has set another order since then, that order stays.
         if order is not None and torch._C._get_sdp_priority_order() == order[1]:
             torch._C._set_sdp_priority_order(order[0])
 
@@ -206,8 +208,9 @@ class Kernels:
         if not self.active:
             return
         nothing = torch.empty(0, 1, 1, 8, dtype=torch.float16, device="cuda")
-        # NOTE: torch sets the order of this GPU when it first chooses a back end, over any order
-        # that was set before: it must have chosen once. It raises where every back end is off.
+        # NOTE: when torch first chooses a back end, it overwrites the order with the default order
+        # of this GPU. So torch must choose once before the order is changed. The call raises
+        # RuntimeError if every back end is disabled.
         with contextlib.suppress(RuntimeError):
             torch._fused_sdp_choice(nothing, nothing, nothing)
         order = torch._C._get_sdp_priority_order()
@@ -230,11 +233,13 @@ class Kernels:
         numbers = (dropout_p, is_causal, return_debug_mask)
         if refusal(query, key, value, *numbers, scale) or not _runs_on(query.device):
             return self._forward.call_boxed(keys, query, key, value, *numbers, scale=scale)
-        # The kernel itself, whatever autograd and autocast are set to: aten's op has been there.
+        # Call the CUDA kernel directly. The dispatcher has already applied autograd and autocast
+        # for aten's op.
         out, lse = ops.attention_forward.default.redispatch(
             keys, query, key, value, causal=is_causal, scale=scale
         )
-        # The random state and the debug mask have no values without dropout, in torch's kernel too.
+        # Without dropout, the random state and the debug mask are uninitialised, as in torch's
+        # kernel.
         seed, offset = (
             torch.empty(size, dtype=torch.uint64, device=query.device) for size in ((2,), ())
         )
@@ -278,7 +283,7 @@ class Kernels:
         return dquery, dkey, dvalue
 
 
-_installed: Kernels | None = None  # torch's dispatcher is one for the process, so is this
+_installed: Kernels | None = None  # there is one per process, like torch's dispatcher
 
 
 def _install() -> Kernels:
@@ -301,7 +306,8 @@ class SdpaHandle:
         if kernels is None:
             return
         kernels.users -= 1
-        # Who called torch's restore_ or activate_flash_attention_impl has taken them back already.
+        # If the user has called torch's restore_flash_attention_impl or
+        # activate_flash_attention_impl, torch has already removed the kernels.
         if kernels.users or not kernels.active:
             return
         if kernels.before is None:

@@ -1,0 +1,97 @@
+"""One part of a model, to which ``fuse`` gives a class that runs torchweld's ops.
+
+A subclass of :class:`Part` has the forward of one kind of part. :mod:`.families` joins it with the
+class of transformers that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .probes import Probes
+
+STOCK, ROW = "_torchweld_stock", "_torchweld_row"
+
+
+class Place(NamedTuple):
+    """One place of a model that will run an op.
+
+    Attributes:
+        where: Its path in the report.
+        key: What :func:`.measure.note` is given there.
+        modules: The modules that get a fused class.
+    """
+
+    where: str
+    key: Hashable
+    modules: tuple[nn.Module, ...]
+
+
+def below(path: str, name: str) -> str:
+    """The path of the child ``name`` of the module at ``path``, which is "" for the model."""
+    return f"{path}.{name}" if path else name
+
+
+class Part(nn.Module):
+    """A part whose forward runs torchweld's ops where it can.
+
+    Attributes:
+        kind: The word for the part in ``fuse``'s argument ``only``; "loss" for heads.
+    """
+
+    kind: str
+
+    @classmethod
+    def subclass(cls, stock: type[nn.Module], row: Any, module: str) -> type[nn.Module]:
+        """The class that has this forward and is a subclass of ``stock`` too.
+
+        Its ``__name__`` is the stock one, by which transformers and accelerate look classes up (in
+        config.json, and for blocks that are not split). pickle finds it by ``__qualname__``.
+        """
+        names = {
+            STOCK: stock,
+            ROW: row,
+            "__module__": module,
+            "__qualname__": f"Fused{stock.__name__}",
+        }
+        return type(stock.__name__, (cls, stock), names)
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Any) -> Place:
+        """The place of a stock or fused module at ``path``."""
+        return Place(path, module, (module,))
+
+    @staticmethod
+    def label(row: Any) -> str:
+        """What the report says about the part: its op and the modules that the op replaces."""
+        raise NotImplementedError
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Any) -> str | None:
+        """Why a stock module must stay as it is, or None."""
+        raise NotImplementedError
+
+    @staticmethod
+    def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
+        """Why the part's op does not run with a weight of this device and dtype, or None."""
+        raise NotImplementedError
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has without ``fuse``."""
+    return getattr(type(module), STOCK, type(module))
+
+
+def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a module computes without ``fuse``."""
+    # NOTE: a wrapped forward outlives unfuse in whoever wrapped it, so that the module may be of
+    # the stock class: super() would not find its forward.
+    return stock_class(module).forward(module, *args, **kwargs)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether ``fuse`` has given a module its class."""
+    return hasattr(type(module), STOCK)
