@@ -75,7 +75,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def sizes_by_op() -> str:
-    """What the numbers of --shape mean, op by op."""
+    """Returns the help text for --shape: the meaning of its numbers for each op."""
     named: dict[str, list[str]] = {}
     for op, names in _SHAPES.items():
         named.setdefault(",".join(names), []).append(op)

@@ -1,5 +1,7 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts of the ops: matmuls and convolutions, two
-operations for each product, masked ones too. So does torch for its own.
+"""The formulas by which torch.utils.flop_counter.FlopCounterMode counts the FLOPs of the ops.
+
+As for torch's own ops, only matmuls and convolutions count, with two operations per product. Masked
+products count too.
 """
 
 from __future__ import annotations

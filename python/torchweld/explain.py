@@ -31,7 +31,7 @@ _DEVICE_FIELDS = 6  # the number of device fields at the end of every encoded pr
 
 @dataclass
 class Explanation:
-    """Which kernel a call would take; `str()` is the text.
+    """The kernel that a call would run; `str()` formats it.
 
     Attributes:
         op: the op's name.
@@ -163,7 +163,7 @@ def _parallel(op: str, sharded: bool) -> str:
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which kernel `torchweld.<op>(*args, **kwargs)` would run, and why.
+    """Tells which kernel `torchweld.<op>(*args, **kwargs)` would run, and why.
 
     Nothing runs, so no GPU is needed and tensors may be on the meta device. Meta tensors are
     explained as tensors on the current GPU or, without a GPU, on an H100. DTensors are explained as

@@ -119,7 +119,7 @@ def _parts(*parameters: Tensor | None) -> list[Tensor | None]:
 def _parameter_gradients(
     ctx: Any, wanted: list[bool], dweight: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What backward returns for weight and bias, the last two inputs of both Functions."""
+    """Returns the gradients of weight and bias, the last two inputs of both Functions."""
     needs_dweight, needs_dbias = wanted
     return (
         gradient_of(ctx.weight, dweight) if needs_dweight else None,

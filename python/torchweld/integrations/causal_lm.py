@@ -23,7 +23,11 @@ from .probes import Probes
 
 
 class Head(NamedTuple):
-    """What a family's head does to its logits, as options of the op, given the model's config."""
+    """The head of a family.
+
+    Attributes:
+        options: Given the model's config, returns the options of the op that change the logits.
+    """
 
     options: Callable[[Any], dict[str, Any]]
 

@@ -37,21 +37,21 @@ _GATES = {
 
 
 class Norm(NamedTuple):
-    """How a family writes its RMSNorm."""
+    """The attributes of a family's RMSNorm."""
 
     eps: str
     weight_offset: float
 
 
 class MLP(NamedTuple):
-    """How a family writes its gated MLP."""
+    """The attributes of a family's gated MLP."""
 
     packed: bool
     activation: str
 
 
 class Attention(NamedTuple):
-    """How a family writes its attention."""
+    """The attributes of a family's attention."""
 
     packed: bool
     head_norm: str | None
@@ -130,7 +130,7 @@ class FusedNorm(Part):
 
 
 def _options(norm: nn.Module) -> dict[str, float]:
-    """What a fused norm hands its op."""
+    """Returns the options that a fused norm passes to its op."""
     row: Norm = getattr(norm, ROW)
     return {"eps": getattr(norm, row.eps), "weight_offset": row.weight_offset}
 
@@ -369,7 +369,7 @@ class FusedLayer(Part):
 
 
 def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:
-    """What a layer does to a result before it adds it."""
+    """Applies the norm or dropout and the factor that a layer has for a result before it adds it."""
     if name is not None:
         h = layer._modules[name](h)
     return h if multiplier is None else h * getattr(layer, multiplier)

@@ -86,7 +86,7 @@ def _attention_layers(path: str, base: Any) -> list[tuple[str, Any]]:
 def _plan(
     model: nn.Module, bases: list[tuple[str, Any]], kinds: Collection[str], report: FuseReport
 ) -> tuple[dict[str, tuple[nn.Module, Any]], list]:
-    """What to replace, ``{path: (block, site)}`` and the attentions; what not to goes to report."""
+    """Returns the sites to replace, ``{path: (block, site)}``, and the models to switch."""
     probes, used = Probes(), gpt2.uses(model)
     places, switches = {}, []
     for path, base in bases:

@@ -1,4 +1,4 @@
-"""What ``fuse`` changes in a Hugging Face GPT-2, and what it must leave stock.
+"""The changes that ``fuse`` makes to a Hugging Face GPT-2, and the reasons against them.
 
 A GPT-2 block computes ``c_attn(ln_1(x))`` and ``act(c_fc(ln_2(x)))``, which torchweld has as one op
 each. ``fuse`` gives a block the class of :mod:`.families` that runs them: no module or parameter
@@ -128,7 +128,7 @@ def unfuse_block(block: nn.Module) -> None:
 
 @dataclass(eq=False)
 class AttentionState:
-    """What a GPT2Model was before its attention was switched; lives in its ``__dict__``."""
+    """The state of a GPT2Model before its attention was switched; kept in its ``__dict__``."""
 
     stock_config: Any
     stock_dict: dict[str, Any]

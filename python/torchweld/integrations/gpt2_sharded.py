@@ -25,7 +25,7 @@ class ShardedConv1D(Conv1D):
     """
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor, *shared: Any) -> tuple[Any, ...]:
-        """What a process computes with; the gradients to x and ``shared`` are sums over all."""
+        """Returns this process's operands; gradients of x and ``shared`` are summed over all."""
         from torch.distributed.tensor import DTensor
 
         from torchweld.distributed.collectives import copy_to_tp_region

@@ -1,4 +1,4 @@
-"""What layers really run in a forward pass, for the report of ``fuse``."""
+"""Records which ops the layers run in a forward pass, for the report of ``fuse``."""
 
 from __future__ import annotations
 

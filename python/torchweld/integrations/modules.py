@@ -1,4 +1,4 @@
-"""What a fused forward asks about modules that it does not call."""
+"""Questions of a fused forward about modules that it does not call."""
 
 from __future__ import annotations
 

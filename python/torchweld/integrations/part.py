@@ -66,7 +66,7 @@ class Part(nn.Module):
 
     @staticmethod
     def label(row: Any) -> str:
-        """What the report says about the part: its op and the modules that the op replaces."""
+        """Returns the text for the report: the op, and the modules that the op replaces."""
         raise NotImplementedError
 
     @staticmethod
@@ -86,7 +86,7 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What a module computes without ``fuse``."""
+    """Computes what the module computed before ``fuse``."""
     # NOTE: a wrapped forward outlives unfuse in whoever wrapped it, so that the module may be of
     # the stock class: super() would not find its forward.
     return stock_class(module).forward(module, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which parts of a model ``fuse`` gives a fused class, and how it takes them back."""
+"""Finds the parts of a model, and swaps their classes for fused ones and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .report import FuseReport
 def plan(
     model: nn.Module, kinds: Collection[str], probes: Probes, report: FuseReport
 ) -> list[Place]:
-    """What to fuse; what must stay stock goes to the report with the reason."""
+    """Returns the places to fuse. Lists the places that must stay stock in the report."""
     places: dict[nn.Module, Place] = {}
     for path, module in model.named_modules():
         part = part_of(module)

@@ -1,4 +1,4 @@
-"""What :func:`torchweld.fuse` did, as an object and as text."""
+"""The report of :func:`torchweld.fuse`, as an object and as text."""
 
 from __future__ import annotations
 

@@ -287,14 +287,14 @@ _installed: Kernels | None = None  # there is one per process, like torch's disp
 
 
 def _install() -> Kernels:
-    """What torch calls to activate the implementation."""
+    """Installs the kernels. torch calls this function to activate the implementation."""
     global _installed
     _installed = Kernels()
     return _installed
 
 
 class SdpaHandle:
-    """What `use_in_sdpa` returns: takes the kernels back by `remove()`, or as a context manager."""
+    """Removes the kernels by `remove()` or as a context manager; returned by `use_in_sdpa`."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels: Kernels | None = kernels

@@ -1,4 +1,4 @@
-"""What CausalSelfAttention reads from a transformers GPT2Attention, and writes back to one."""
+"""Conversion between CausalSelfAttention and the GPT2Attention of transformers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refuse_attention(owner: str, module: nn.Module, kernel: str) -> None:
 
 
 def scale_of(module: nn.Module) -> float:
-    """What a GPT2Attention multiplies its scores by."""
+    """Returns the factor by which a GPT2Attention multiplies its scores."""
     if hasattr(module, "scaling"):
         return float(module.scaling)
     # NOTE: older versions of transformers have no `scaling` attribute and compute the scale in

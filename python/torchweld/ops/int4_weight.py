@@ -1,4 +1,4 @@
-"""How Int4Linear rounds a weight to 4 bits, and what stands in for the weight afterwards."""
+"""Rounds the weight of Int4Linear to 4 bits, and stands in for the weight afterwards."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
-    """How many positions at the start of each sequence are padding.
+    """Counts the padding positions at the start of each sequence.
 
     Args:
         attention_mask: `(batch, seqlen)` of 0 (padding) and 1 (token), bool or any integer dtype,

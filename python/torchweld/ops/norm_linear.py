@@ -1,4 +1,4 @@
-"""What LayerNormLinear and RMSNormLinear share: all but the norm."""
+"""The base class of LayerNormLinear and RMSNormLinear: everything but the norm."""
 
 from __future__ import annotations
 

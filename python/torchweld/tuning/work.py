@@ -1,4 +1,4 @@
-"""How much work a call is, and whether its answer is right."""
+"""The work of a call in FLOPs and bytes, and the check of its results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flops(family: str, p: dict[str, int]) -> float | None:
 
 
 def sum_length(family: str, p: dict[str, int]) -> int:
-    """How many terms the longest sums of a kernel have."""
+    """Returns the number of terms in the longest sums of a kernel."""
     if family in ("matmul", "int4"):
         return p["k"]
     if family.startswith("attention"):
