@@ -87,7 +87,7 @@ TABLE = [
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
-        "${masked}attention_forward_$dtype",
+        "attention_forward_$dtype",
         "attention/sync/fwd.cuh",
         "template void launch_attention_tiles<$T, AttentionMath::$math, $is_masked>("
         "int, const AttentionParams&, cudaStream_t);",
@@ -95,14 +95,14 @@ TABLE = [
         + each(variant=VARIANTS, dtype=("tf32",), math=("kTf32",)),
     ),
     Family(
-        "${masked}attention_forward_$dtype",
+        "attention_forward_$dtype",
         "attention/sync/fwd_fp32.cuh",
         "template void launch_attention_split_tiles<$is_masked>("
         "int, const AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=("float32",)),
     ),
     Family(
-        "${masked}attention_decode_$dtype",
+        "attention_decode_$dtype",
         "attention/decode/kernel.cuh",
         "template void launch_attention_decode<$T, $is_masked>("
         "const AttentionParams&, cudaStream_t);",
@@ -110,7 +110,7 @@ TABLE = [
     ),
     # `tile` counts in kAttentionSm90Tiles, `dims` are its head dims.
     Family(
-        "${masked}attention_sm90_${dtype}_$dims",
+        "attention_sm90_${dtype}_$dims",
         "attention/sm90/fwd_kernel.cuh",
         "template void launch_attention_sm90_tile<$T, $tile, $is_masked>("
         "const AttentionParams&, cudaStream_t);",
@@ -121,7 +121,7 @@ TABLE = [
     ),
     # `tile` counts in kAttentionBackwardSm90Tiles, `dims` are the head dims that it serves.
     Family(
-        "${masked}attention_backward_sm90_${dtype}_to_$dims",
+        "attention_backward_sm90_to_$dims",
         "attention/sm90/bwd_kernel.cuh",
         "template void launch_attention_backward_sm90_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
@@ -131,7 +131,7 @@ TABLE = [
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(1,)),
     ),
     Family(
-        "${masked}attention_backward_2cta_${dtype}_$dims",
+        "attention_backward_2cta_$dims",
         "attention/sm90/bwd_2cta_kernel.cuh",
         "template void launch_attention_backward_2cta_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
@@ -147,8 +147,14 @@ TABLE = [
         "template void launch_attention_backward_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6))
-        + each(variant=VARIANTS, dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6)),
+    ),
+    Family(
+        "attention_backward_${dtype}_to_$dims",
+        "attention/sync/bwd_tiles.cuh",
+        "template void launch_attention_backward_tile<$T, $tile>("
+        "const ${Masked}BackwardArgs&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
         + each(variant=VARIANTS, dtype=("float32",), dims=(64,), tile=(10, 11))
         + each(variant=VARIANTS, dtype=("float32",), dims=(128,), tile=(12, 13))
         + each(variant=VARIANTS, dtype=("float32",), dims=(256,), tile=(14,)),
@@ -203,7 +209,7 @@ TABLE = [
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
-        "${masked}softmax_matmul_sm90_$dtype",
+        "softmax_matmul_sm90_$dtype",
         "ops/softmax_matmul/sm90.cuh",
         "template void launch_softmax_matmul_sm90<$T, $is_masked>("
         "const SoftmaxMatmulParams&, cudaStream_t);",
