@@ -31,7 +31,7 @@ ARCHS = {"sm_90a": "arch=compute_90a,code=sm_90a", "sm_80": "arch=compute_80,cod
 BAD_WARNINGS = re.compile(r"C75(08|10|11|12)")
 
 MAX_LIBRARY_BYTES = 40 * 10**6  # of _ops.abi3.so for the default architectures
-DEFAULT_ARCHS = "9.0a 8.0+PTX"  # what setup.py writes into _build.json for them
+DEFAULT_ARCHS = "9.0a 8.0+PTX"  # the text for the default architectures in _build.json
 
 # Processors differ, and a shared one is slower at times. If a file takes too long, its seconds are
 # scaled to a processor that compiles this in YARDSTICK_SECONDS.

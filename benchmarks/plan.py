@@ -40,7 +40,7 @@ class Sizes:
     gated: bool
     vocab: int
     tied: bool
-    positions: int = 0  # learned ones
+    positions: int = 0  # the number of learned position embeddings
     biases: bool = False
 
     @property
@@ -115,9 +115,9 @@ class Machine:
     """The speed of a GPU; bandwidths are bytes per second out of each GPU, one way."""
 
     memory: float = 80e9
-    flops: float = 400e12  # of bfloat16 matmuls in a whole training step
-    link: float = 450e9  # within a host
-    network: float = 50e9  # between hosts
+    flops: float = 400e12  # FLOP/s that the bfloat16 matmuls of a whole training step reach
+    link: float = 450e9  # bytes per second per GPU within a host
+    network: float = 50e9  # bytes per second per GPU between hosts
     latency: float = 10e-6
     host: int = 8
 
@@ -129,10 +129,10 @@ class Layout:
     fsdp: int
     cp: int
     tp: int
-    memory: dict[str, float]  # bytes
-    moved: dict[str, float]  # bytes a step
-    seconds: dict[str, float]  # of the compute, and of each kind of traffic
-    tokens: float  # per second and GPU
+    memory: dict[str, float]  # bytes of GPU memory by purpose
+    moved: dict[str, float]  # bytes communicated per step, by kind of parallelism
+    seconds: dict[str, float]  # seconds of the computation, and of each kind of communication
+    tokens: float  # tokens per second and GPU
 
     @property
     def total(self) -> float:
@@ -181,7 +181,7 @@ def layout(
         Memory, bytes and seconds of one GPU.
     """
     shards, passes = fsdp * cp, batch / fsdp / micro_batch
-    tokens = micro_batch * seqlen / cp  # in flight
+    tokens = micro_batch * seqlen / cp  # tokens of this process that are processed at a time
     layer, whole = sizes.layer_parameters / tp, sizes.parameters / tp
     queries = sizes.heads * sizes.head_dim / tp
     keys = sizes.kv_heads * sizes.head_dim / tp
@@ -193,17 +193,19 @@ def layout(
         "parameters": 4 * whole / shards,
         "gradients": 4 * whole / shards,
         "optimizer": 8 * whole / shards,
-        # The current layer, the next one, and parameters outside of layers.
+        # Gathered at a time: the parameters of the current layer, those of the next one, and those
+        # outside of layers.
         "gathered": 2 * (2 * layer + whole - sizes.layers * layer) if shards > 1 else 0.0,
         "activations": 2 * tokens * kept,
         "gathered keys": 2 * 2 * cp * tokens * keys if cp > 1 else 0.0,
-        "logits": 6 * tokens * sizes.vocab,  # bfloat16, and float32 for the loss
+        "logits": 6 * tokens * sizes.vocab,  # logits in bfloat16, and in float32 for the loss
     }
 
     def sent(n: int, size: float) -> float:
         return (n - 1) / n * size
 
-    passes_over_layer = 3 if recompute else 2  # forward passes and the backward one
+    # the number of passes over a layer: forward once or twice, and backward once
+    passes_over_layer = 3 if recompute else 2
     hidden = 2 * tokens * sizes.hidden
     moved = {
         "fsdp": passes * sent(shards, whole * (2 * 2 + 4)),
@@ -217,11 +219,12 @@ def layout(
     for name, size in moved.items():
         apart = 1 if name == "tp" else tp
         within = ring[name] * apart <= machine.host
-        members = max(1, machine.host // apart)  # of one host, each with its own network
+        # the number of members of the group on one host; each uses its own network link
+        members = max(1, machine.host // apart)
         speed = machine.link if within else min(machine.link, members * machine.network)
         waits = passes * sizes.layers * calls[name] * (ring[name] - 1) * machine.latency
         seconds[name] = size / speed + waits
-    attention = 2 * 6 * sizes.layers * queries * (seqlen / 2)  # causal: half of the FLOPs
+    attention = 2 * 6 * sizes.layers * queries * (seqlen / 2)  # a causal mask halves the FLOPs
     flops = (6 * whole + attention) * tokens * passes * (8 / 6 if recompute else 1)
     seconds = {"compute": flops / machine.flops, **seconds}
     found = Layout(fsdp, cp, tp, memory, moved, seconds, 0.0)

@@ -7,7 +7,7 @@ from html import escape
 from typing import NamedTuple
 
 _ROW, _TOP, _LEFT, _WIDTH, _RIGHT = 28, 62, 350, 380, 100
-_MAX = 1.6  # the axis' end, a relative time
+_MAX = 1.6  # the relative time at the end of the axis
 _FASTER, _SLOWER, _TEXT, _GRID = "#2a9d63", "#d9822b", "#24292f", "#d0d7de"
 
 
@@ -36,7 +36,7 @@ def _text(x: float, y: float, text: str, extra: str = "") -> str:
 
 
 def _segment(low: float, high: float, y: float, colour: str) -> str:
-    # A range of one case still needs a visible width.
+    # A range that consists of one case still needs a visible width.
     width = max(round(_x(high) - _x(low), 1), 4)
     return f'<rect x="{_x(low)}" y="{y}" width="{width}" height="12" rx="2" fill="{colour}"/>'
 

@@ -29,7 +29,7 @@ class Summary(NamedTuple):
     pictured: bool = False
 
 
-# 16 bits: float16 and bfloat16.
+# "16 bits" stands for float16 and bfloat16.
 SUMMARY = [
     Summary(
         "attention forward, bfloat16",

@@ -27,7 +27,8 @@ def sample_calls(only: list[str], small: bool) -> list[tuple]:
     import reference as R
     import samples as S
 
-    # batch, heads, kv heads, rows, keys, head dims; the second divides the heads of a kv head.
+    # (batch, heads, kv heads, rows, keys, head dims). In the second shape a kv head has several
+    # query heads.
     shapes = (
         S.attention_call(2, 2, 2, 150, 300, 64, 64, pads=(0, 70), causal=True),
         S.attention_call(1, 8, 2, 300, 300, 128, 128, causal=True),

@@ -137,7 +137,7 @@ def _run(argv: list[str] | None) -> int:
     with processes.started() as (rank, size):
         status = _measure(args, parser, there, size, rank == 0)
     sys.stdout.flush()
-    os._exit(status)  # NOTE: gloo's threads abort one normal exit in ten (torch 2.11)
+    os._exit(status)  # NOTE: in torch 2.11, gloo's threads abort one normal exit in ten
 
 
 def _unwritable(out: Path, error: OSError) -> str:
@@ -161,7 +161,7 @@ def _measure(
         report.tests = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
     draw = results.draw
     try:
-        if args.out:  # fails before the measurement
+        if args.out:  # an unwritable path must fail before the measurement
             args.out.mkdir(parents=True, exist_ok=True)
         if args.shape is None:
             targets = results.load_targets(args.targets, args.what)
@@ -184,7 +184,8 @@ def _measure(
                 text = "wrong answer" if row.ratio is None else f"{row.ratio:.3f}x {row.against}"
             if tells:
                 print(f"{row.case}: {text}", file=sys.stderr, flush=True)
-                if args.out and gpus > 1:  # a collective that hangs ends the process
+                # save after every row, because a collective that hangs ends the process
+                if args.out and gpus > 1:
                     results.save(report, args.out)
     except KeyboardInterrupt:
         interrupted = True

@@ -30,8 +30,8 @@ class _Case(NamedTuple):
     seqlen: int
     dim: int
     causal: bool = True
-    nheads_kv: int = 0  # 0: nheads
-    dim_v: int = 0  # 0: dim
+    nheads_kv: int = 0  # 0 means nheads
+    dim_v: int = 0  # 0 means dim
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def _backward(at: _Case, targets: dict[str, float]) -> Row:
         return ops.attention_backward(dout, *plain, out, lse, causal=causal)[:3]
 
     group = at.nheads // (at.nheads_kv or at.nheads)
-    counts = (group, 1, 1)  # query heads of a KV head
+    counts = (group, 1, 1)  # take the last KV head and the query heads that share it
 
     def last_head(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
         """All query heads of a KV head, concatenated."""
@@ -155,7 +155,7 @@ def _backward(at: _Case, targets: dict[str, float]) -> Row:
             )  # fmt: skip
         return torch.autograd.grad(graph, leaves, dout[-1:, -group:].to(*dtypes))
 
-    checks = at.seqlen <= 8192  # fp64 scores of longer sequences take too much memory
+    checks = at.seqlen <= 8192  # the fp64 scores of longer sequences need too much memory
     errors = _NOT_JUDGED
     if checks:
         exact, eager = last_head(torch.float64), last_head(at.dtype)
@@ -191,7 +191,7 @@ def _padded(at: _Case, targets: dict[str, float]) -> Row:
         return at.seqlen if row + 128 <= starts[b] else starts[b]
 
     live, everything = _live_tiles(at.seqlen, first, at.batch)
-    exact, eager = _reference([t[:1] for t in qkv], True)  # the first has no padding
+    exact, eager = _reference([t[:1] for t in qkv], True)  # the first sequence has no padding
     out = ops.attention(*qkv, leftpad, causal=True)[:1, -1:, -exact.shape[2] :]
     calls = {
         "ours": lambda: ops.attention(*qkv, leftpad, causal=True),

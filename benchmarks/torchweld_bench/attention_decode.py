@@ -17,7 +17,8 @@ from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 11
 _FLOOR = "read floor"
-_BYTES = 512 << 20  # of the rotated caches, several times any L2
+# the size of all caches that the calls rotate through; several times any L2 cache
+_BYTES = 512 << 20
 _BACK_ENDS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
 
 # batch, nheads, nheads_kv, seqlen_k, head_dim

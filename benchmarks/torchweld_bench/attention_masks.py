@@ -18,10 +18,12 @@ from torchweld_bench.common import largest_error
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 9
-# A mask may take this much of the plain call's time beyond its share of live tiles.
+# The time of a masked call may exceed its share of live tiles by this fraction of the plain call's
+# time.
 _BEYOND = 0.06
 _TILE_ROWS, _TILE_KEYS = 128, 64
-Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, row, key
+# Given the indices of batch, head, row and key, whether the row sees the key.
+Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def _live_share(first_keys: list[list[int]]) -> float:
@@ -128,7 +130,8 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Packed documents, a window, left padding, soft-capped scores and sinks."""
     torch.manual_seed(0)
     batch, nheads, seqlen, dim = 2, 16, 8192, 128
-    ends = torch.rand(batch, seqlen) < 1 / 512  # document ends, 512 tokens apart on average
+    # true at the ends of documents, which are 512 tokens apart on average
+    ends = torch.rand(batch, seqlen) < 1 / 512
     ids = ends.cumsum(1).int().cuda()
     starts = torchweld.key_start_from_documents(ids)
 

@@ -39,7 +39,7 @@ def _forward(
         {
             "ours": lambda: ops.conv2d(x, weight),
             "copy": lambda: z.copy_(x),
-            # Padded before timing, which is torch's best case.
+            # x is padded before the timed region, which is torch's best case.
             "F.conv2d": lambda: F.conv2d(padded, kernel),
         },
         device="cuda",
@@ -70,7 +70,8 @@ def _backward(
     def ours() -> tuple[Tensor, Tensor]:
         return ops.conv2d_backward(dz, x, weight, output_mask=[True, True])
 
-    # The gradient to the weight is a sum over all images: only that to x is checked in parts.
+    # The weight gradient is a sum over all images, so only the gradient of x can be checked for
+    # some of the images.
     part = slice(_CHECKED_IMAGES)
     inputs = (dz[part].double(), padded[part].double(), kernel.double())
     height, width = shape[1:]

@@ -19,12 +19,13 @@ from torchweld_bench.results import Report, Row, make_row
 
 _ROUNDS = 7
 _ROOFLINE = "roofline"
-_FLOPS = {(8, 0): 312e12, (9, 0): 989e12}  # bf16, dense, by compute capability
-_TOKENS = 16384  # per batch, for every sequence length
+_FLOPS = {(8, 0): 312e12, (9, 0): 989e12}  # peak of dense bf16 products, by compute capability
+_TOKENS = 16384  # the number of tokens per batch, for every sequence length
 _SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 _SIZES = (256, 512, 1024, 2048, 4096, 8192)
 _CACHES = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-_CACHE_BYTES = 512 << 20  # of the rotated caches, several times any L2
+# the size of all caches that the calls rotate through; several times any L2 cache
+_CACHE_BYTES = 512 << 20
 _BACK_ENDS = {"sdpa cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION}
 _COLOURS = {
     "ours": "#4c72b0", "sdpa cudnn": "#dd8452", "sdpa flash": "#55a868", "flex": "#8172b3",
@@ -64,7 +65,8 @@ def _attention(seqlen: int, flex: Callable[..., Tensor], flops: float) -> Row:
     exact = sdpa(SDPBackend.MATH, *(t.double() for t in first), True)
     eager = sdpa(SDPBackend.MATH, *first, True)
     out = ops.attention(*qkv, causal=True)[:1, :1, :512]
-    work = 2.0 * batch * nheads * seqlen * seqlen * dim  # of visible keys
+    # two products over the visible half of the (row, key) pairs
+    work = 2.0 * batch * nheads * seqlen * seqlen * dim
     us = interleaved(calls, device="cuda", rounds=_ROUNDS)
     case = f"attention ({nheads} heads, {dim}) bfloat16 causal, {_TOKENS} tokens, over seqlen"
     return _row(f"{case}: {seqlen}", us, work / flops * 1e6, out, eager, exact)

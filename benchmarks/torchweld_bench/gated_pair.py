@@ -18,8 +18,8 @@ from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
 _CHECKED_ROWS = 64
-# Rows, K, N: Llama 3.2 1B, Llama 3.1 8B, Qwen 3 0.6B, Llama 2 7B with few rows, and a step of
-# generation of the first.
+# (rows, K, N) of Llama 3.2 1B, Llama 3.1 8B, Qwen 3 0.6B, Llama 2 7B with few rows, and of a
+# generation step of Llama 3.2 1B.
 _SIZES = (
     (16384, 2048, 8192),
     (8192, 4096, 14336),

@@ -22,9 +22,11 @@ from torchweld_bench.results import Row, make_row
 _CHECKED_ROWS = 64
 _ROUNDS = 21
 _GROUP = 128
-_DECODE_UP_TO = 16  # rows of x: beyond, the weight is not all that takes time
-_DECODE_BYTES = 128 << 20  # of the weights that take turns, several times any L2
-_DECODE_CALLS = 48  # of a graph, at least: its own start is no kernel's time
+_DECODE_UP_TO = 16  # the maximum number of x rows for which reading the weight dominates the time
+# the size of all weights that the calls rotate through; several times any L2 cache
+_DECODE_BYTES = 128 << 20
+# the minimum number of calls in a CUDA graph, so that the start of the graph hardly counts
+_DECODE_CALLS = 48
 _FLOOR = "read floor"
 
 
@@ -45,8 +47,9 @@ def _cases(
     module = Int4Linear.from_linear(linear, _GROUP)
     weight = (module.packed, module.packed_scale, module.packed_zero)
     weight_bytes = sum(t.numel() * t.element_size() for t in weight)
-    # A small batch meets weights that are not in L2, in kernels that follow each other; for a large
-    # one the timer's flush does.
+    # For a small batch the calls rotate through several weights, so that no weight is in L2
+    # although the kernels follow each other directly. For a large batch the timer's flush is
+    # enough.
     turns = -(-_DECODE_BYTES // weight_bytes) if m <= _DECODE_UP_TO else 1
     times = max(turns, _DECODE_CALLS) if turns > 1 else 1
     modules = [copy.deepcopy(module) for _ in range(turns)]

@@ -27,14 +27,14 @@ from torchweld_bench.results import Row, make_row
 _ROUNDS = 7
 _LIGER = "liger_kernel.transformers.functional"
 _CHECKED_ROWS = 64
-# Rows, features, words: Llama 3.2 1B, Llama 3.1 8B, GPT-2, Qwen 2.5.
+# (rows, features, words) of Llama 3.2 1B, Llama 3.1 8B, GPT-2 and Qwen 2.5.
 _SIZES = (
     (8192, 2048, 128256),
     (4096, 4096, 128256),
     (16384, 768, 50257),
     (8192, 4096, 151936),
 )
-# Rows and words of given logits: Llama 3, GPT-2.
+# (rows, words) of logits that are given: Llama 3 and GPT-2.
 _LOGITS = ((8192, 128256), (16384, 50257))
 
 

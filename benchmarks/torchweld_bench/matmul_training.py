@@ -30,7 +30,8 @@ def _gated_linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.silu(left) * right
 
 
-# For each op: the call, the same in torch, weight rows over N, whether it has a norm.
+# For each op: its call, the same computation in torch, the ratio of weight rows to N, and whether
+# the op has a norm.
 _OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int, bool]] = {
     "linear": (ops.linear, F.linear, 1, False),
     "layer_norm_linear": (

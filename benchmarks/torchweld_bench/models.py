@@ -26,7 +26,7 @@ _STOCK, _COMPILED, _LIGER = "stock sdpa", "compiled blocks", "liger"
 
 class _Case(NamedTuple):
     name: str
-    family: str  # of transformers' classes
+    family: str  # the prefix of the classes in transformers
     batch: int
     seqlen: int
     recomputed: bool

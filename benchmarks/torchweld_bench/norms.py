@@ -21,7 +21,7 @@ from torchweld_bench.common import dtype_text, in_turn, installed, judged, two_r
 from torchweld_bench.results import Row, make_row
 
 _SHAPES = ((16384, 4096), (16384, 2048), (4096, 8192), (1024, 4096), (8192, 768))
-_CHECKED = 64  # rows that are checked
+_CHECKED = 64  # the number of rows that are checked
 _EPS = 1e-6
 
 Call = Callable[[], Any]
@@ -141,7 +141,8 @@ def _backward(
 
     def through(function: Callable[..., Tensor]) -> Call:
         leaves = [t.detach().requires_grad_() for t in (x, *vectors)]
-        with _capture_stream():  # backward runs on the stream of forward
+        # run forward on the capture stream, because backward runs on the stream of forward
+        with _capture_stream():
             y = function(*leaves)
 
         def backward() -> None:
@@ -164,7 +165,7 @@ def _backward(
         calls["HF eager"] = through(_llama)
         for name, peer in _peers().items():
             calls[name] = through(peer)
-    if adds:  # an addition of three matrices in one pass
+    if adds:  # the yardstick with a sum: adding two matrices into a third in one pass
         add_three = torch.compile(lambda a, b, c: a + b + c, dynamic=False)
         calls["move"] = lambda: add_three(dy, x, dsum)
     few = [t[:_CHECKED].detach().double().requires_grad_() for t in (x,)]

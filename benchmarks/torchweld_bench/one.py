@@ -20,7 +20,7 @@ from torchweld_bench.common import (
 )
 from torchweld_bench.results import Row, make_row
 
-_VALUE = 1.5  # of add_scalar
+_VALUE = 1.5  # the scalar that add_scalar adds
 
 
 def _causal_softmax(scores: Tensor) -> Tensor:
@@ -30,7 +30,8 @@ def _causal_softmax(scores: Tensor) -> Tensor:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    if query.shape[1] == 0:  # NOTE: torch 2.11's CPU kernel divides by the number of heads
+    # NOTE: torch 2.11's CPU kernel divides by the number of heads, which may be 0
+    if query.shape[1] == 0:
         return (query @ key.mT).softmax(-1) @ value
     return F.scaled_dot_product_attention(query, key, value)
 
@@ -39,7 +40,7 @@ def _gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     return GATES["geglu"](*F.linear(x, weight).chunk(2, -1))
 
 
-# Each op with its defaults, in torch.
+# For each op: the same computation in torch, with the defaults of the op.
 EAGER: dict[str, Callable[..., Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "causal_softmax": _causal_softmax,

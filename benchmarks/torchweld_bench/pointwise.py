@@ -12,7 +12,7 @@ from torchweld.tuning.timer import interleaved
 from torchweld_bench.common import dtype_text, judged, largest_error, two_roundings
 from torchweld_bench.results import Row, make_row
 
-_CHECKED = 64  # rows that are checked, or columns if columns are summed
+_CHECKED = 64  # the number of rows that are checked, or of columns if columns are summed
 
 
 def _randn(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -24,8 +24,8 @@ from torchweld_bench.common import (
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 11
-# batch, heads of q and k, seqlen, head_dim, rotary_dim: Llama 3 8B, a longer sequence of it, Llama
-# 3.2 1B, Phi-2, GLM-4 9B, and a step of generation.
+# (batch, heads of q, heads of k, seqlen, head_dim, rotary_dim) of Llama 3 8B with two sequence
+# lengths, Llama 3.2 1B, Phi-2, GLM-4 9B, and of a generation step.
 _SIZES = (
     (8, 32, 8, 4096, 128, 128),
     (1, 32, 8, 32768, 128, 128),
@@ -87,11 +87,11 @@ def _case(
     liger = installed("liger_kernel.ops.rope", "LigerRopeFunction")
     if liger is not None and tables[0].shape[-1] == q.shape[-1] and tables[0].dtype == q.dtype:
         functions["Liger"] = liger.apply
-    # Liger writes over its arguments.
+    # Liger overwrites its arguments, so it gets copies.
     given = {name: [q.clone(), k.clone()] if name == "Liger" else [q, k] for name in functions}
 
     def gradients(function: Callable[..., Any], tensors: list[Tensor]) -> Callable[[], Any]:
-        # Views, because Liger does not write over leaves.
+        # Pass views of the leaves, because autograd does not allow Liger to overwrite a leaf.
         leaves = [t.detach().requires_grad_() for t in tensors]
         douts = [torch.randn_like(t) for t in tensors]
         return lambda: torch.autograd.grad(

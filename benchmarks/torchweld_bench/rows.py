@@ -14,7 +14,7 @@ from torchweld_bench.results import Row, make_row
 _BYTES = 256 << 20
 _CHECKED_ROWS = 64
 _COMPILED = "torch.compile"
-_LONG = 65536  # torch reads rows of this length and longer more than once
+_LONG = 65536  # torch reads rows of at least this length more than once
 _SUMS = (
     (1 << 20, 64),
     (65536, 1024),

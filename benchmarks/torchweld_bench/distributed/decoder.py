@@ -59,7 +59,8 @@ class _Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         hidden, dim, bias = sizes.hidden, sizes.head_dim, sizes.biases
-        self.dim, self.queries = dim, sizes.heads // sizes.kv_heads  # of each head of key
+        # `queries` is the number of query heads per KV head
+        self.dim, self.queries = dim, sizes.heads // sizes.kv_heads
         norm = nn.RMSNorm if sizes.gated else nn.LayerNorm
         columns = dim * (sizes.heads + 2 * sizes.kv_heads)
         self.attend_in = nn.Sequential(
@@ -161,7 +162,7 @@ class Decoder(nn.Module):
                 input_layouts=sequence, desired_input_layouts=Replicate()
             )
             plan["blocks.*.mlp_in.1.left"] = plan["blocks.*.mlp_in.1.right"] = ColwiseParallel()
-        # All processes have drawn the same parameters.
+        # All processes have drawn the same parameters, so none needs to send them.
         parallelize_module(self, mesh, plan, src_data_rank=None)
         self.head.weight = self.embed.weight
         return self

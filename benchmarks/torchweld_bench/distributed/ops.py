@@ -35,7 +35,7 @@ from torchweld_bench.distributed.setup import Setup, divided
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
-_CALLS = 10  # of a short op per sample
+_CALLS = 10  # the number of calls of a short op per sample
 _EXACT_ROWS = 128
 BACK_ENDS = {
     "torch's own, flash": SDPBackend.FLASH_ATTENTION,
@@ -83,7 +83,8 @@ def _inside_torchs_own(setup: Setup, seqlen: int) -> Iterator[None]:
         with torchs_own(setup.mesh, buffers=[tokens], buffer_seq_dims=[0]):
             yield
     finally:
-        F.scaled_dot_product_attention = stock  # torch does not restore it after an error
+        # torch's context_parallel does not restore the function after an error
+        F.scaled_dot_product_attention = stock
 
 
 def _working(calls: dict[str, Call], needed: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:

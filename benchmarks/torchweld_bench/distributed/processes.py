@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchweld.tuning.timer import Timing, summary
 
-_SECONDS = 60  # limit of a collective
+_SECONDS = 60  # the time limit of a collective
 _LINK_BYTES = 1 << 28
 
 
@@ -35,8 +35,8 @@ def refusal() -> str | None:
 @contextmanager
 def started() -> Iterator[tuple[int, int]]:
     """Starts the process group, with NCCL if there are GPUs; yields rank and size."""
-    # NOTE: NVLink multicast takes the whole host's switches, which other jobs may share; set the
-    # opposite on a host of your own.
+    # NOTE: NVLink multicast occupies the switches of the whole host, which other jobs may share. On
+    # a host of your own, set NCCL_NVLS_ENABLE=1.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     limit = timedelta(seconds=_SECONDS)

@@ -13,7 +13,7 @@ from torchweld.tuning.timer import Timing
 from torchweld_bench.common import dtype_text
 from torchweld_bench.distributed.processes import device, link
 
-PAIR = 2  # processes that share the columns of the Llama, if there are more than this
+PAIR = 2  # the number of processes that share the columns of the Llama, if there are more than two
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Cases:
     gpt2_batch: tuple[int, int] = (
         8,
         1024,
-    )  # sequences and tokens per sequence, of all processes together
+    )  # gpt2_batch is the number of sequences of all processes, and of tokens per sequence
     llama_name: str = "llama-1.2b"
     llama: Sizes = Sizes(16, 2048, 32, 8, 64, 8192, True, 128256, True)
-    llama_batch: tuple[int, int] = (4, 4096)  # of each process
+    llama_batch: tuple[int, int] = (4, 4096)  # sequences and tokens per sequence of each process
     attention: tuple[int, int, int, int, int] = (1, 32, 8, 65536, 128)
     linear: tuple[int, int, int] = (8192, 4096, 16384)
     loss: tuple[int, int, int] = (8192, 2048, 128256)
     dtype: torch.dtype = torch.bfloat16
-    rtol: float = 1e-2  # of losses, and of the norms of tensors
+    rtol: float = 1e-2  # relative tolerance of losses and of the norms of tensors
     where: tuple[str, str] = ("GPU", "GPUs")
 
     def named(self, what: str, how: str, size: int) -> str:

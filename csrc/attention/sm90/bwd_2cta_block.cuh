@@ -27,7 +27,7 @@ struct Backward2CtaConfig {
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
   static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked);
   static_assert(!kStatSlice);
-  static constexpr bool kEarlyLse = !kMasked;  // lse is loaded before S is complete
+  static constexpr bool kEarlyLse = !kMasked;  // whether lse is loaded before S is complete
   // kStages is the number of stages of Q. dO has one stage.
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
   // A TMA box has 64 columns, and either the keys of a CTA or the rows of a query tile. Q and K

@@ -30,7 +30,7 @@ struct AttentionSm90Consumer {
 
   const typename Config::Params& p;
   AttentionSm90Shared<Config>& s;
-  const int warpgroup, thread;  // `thread` is the index in the warpgroup
+  const int warpgroup, thread;  // `thread` is the index of the thread in its warpgroup
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;

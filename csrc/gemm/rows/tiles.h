@@ -34,7 +34,8 @@ inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64,
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
 inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
-  constexpr int64_t kMaxSize = int64_t{1} << 30;  // the kernel counts K in 32 bits
+  // the maximum K, because the kernel counts K in 32 bits
+  constexpr int64_t kMaxSize = int64_t{1} << 30;
   if (gemm_elem_size(p.math) != 2) return "the engine for few rows needs 16-bit operands";
   if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
   if (p.batch > 1) return "the engine for few rows has no batch";

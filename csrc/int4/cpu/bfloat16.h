@@ -40,7 +40,8 @@ inline void int4_block_matmul(const Tensor& y, const Tensor& x, const Tensor& bl
   }
 }
 
-constexpr int64_t kInt4FewBf16Rows = 48;  // with more rows of x, dequantising the weight is faster
+// the maximum number of x rows for these kernels; with more rows, dequantising the weight is faster
+constexpr int64_t kInt4FewBf16Rows = 48;
 
 #ifdef TW_SIMD_TARGETS
 inline bool has_bf16_products() {

@@ -12,9 +12,9 @@ namespace torchweld {
 
 constexpr int64_t kInt4FewGradientRows = 8;
 
-// 16 words of each of four rows of W. For each of these rows and each row of dy, there is a factor
-// that multiplies the codes.
-// NOTE: there are no loops over arrays, for the reason given in Int4Sums.
+// Holds 16 words of each of four rows of W, and a factor for each pair of one of these rows and a
+// row of dy. The factor multiplies the codes of the row of W. NOTE: there are no loops over arrays,
+// for the reason given in Int4Sums.
 template <int kRows>
 struct Int4FourRows {
   using Floats = typename Int4Sums<kRows>::Floats;

@@ -369,7 +369,7 @@ class FusedLayer(Part):
 
 
 def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:
-    """Applies the norm or dropout and the factor that a layer has for a result before it adds it."""
+    """Applies the norm or dropout and the factor that a layer has for a result before adding it."""
     if name is not None:
         h = layer._modules[name](h)
     return h if multiplier is None else h * getattr(layer, multiplier)

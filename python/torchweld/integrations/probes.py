@@ -98,7 +98,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def device_of(module: nn.Module, parameter: Tensor) -> torch.device:
-    """Returns the device that a module computes on: that of accelerate's hooks or of `parameter`."""
+    """Returns the device a module computes on: that of accelerate's hooks or the parameter's."""
     for part in module.modules():
         hook = getattr(part, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
