@@ -83,7 +83,7 @@ def test_a_dry_run_tells_what_is_in_the_tables(of, dtype):
     """The launch needs no more threads and memory than an H100 has."""
     args, kwargs = meta_call(*of.make("cpu", dtype))
     for record in dry_records(of.op, *args, **kwargs):
-        for _, shared_bytes, threads, _ in record["kernels"]:
+        for _, shared_bytes, threads, *_ in record["kernels"]:
             assert 1 <= threads <= 1024 and 0 <= shared_bytes <= H200["shared_limit"]
         if not record["family"]:
             assert record["kernels"] and record["choice"] == ""
@@ -94,6 +94,25 @@ def test_a_dry_run_tells_what_is_in_the_tables(of, dtype):
         assert record["choice"] == own["choice"] and record["kernel"] == own["kernel"]
         assert record["columns"] == own["columns"] and own["refusal"] == ""
         assert record["kernels"], "it launches what it chose"
+
+
+@without_gpu
+def test_a_dry_run_assumes_an_h100_or_an_a100():
+    x = meta(512, 1024)
+    (h100,) = dry_records("linear", x, x)
+    (a100,) = dry_records("linear", x, x, device=-2)
+    assert named("matmul", h100["problem"])["wgmma"] and "wgmma" in h100["kernel"]
+    facts = named("matmul", a100["problem"])
+    assert (facts["sms"], facts["shared_limit"], facts["wgmma"]) == (108, 166912, 0)
+    assert "mma.sync" in a100["kernel"]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_a_dry_run_knows_how_a_view_is_aligned(offset):
+    """The rows of y begin at a 16-byte boundary, those of x `offset` elements behind one."""
+    (record,) = dry_records("softmax", meta(3, 1032, dtype=F32)[:, offset : offset + 1024])
+    facts = named("softmax", record["problem"])
+    assert facts["aligned"] == 1 and facts["in_phase"] == int(offset % 4 == 0)
 
 
 def test_every_reason_is_a_sentence_and_nothing_is_rejected_twice():

@@ -228,7 +228,7 @@ def test_a_kernel_has_the_threads_of_its_tile():
             sm90 = record["choice"].startswith("sm90")
             # The engine on wgmma writes fp32 operands anew in a kernel before its own.
             written = sm90 and dtype == F32
-            tile, (_, shared_bytes, threads, _) = record["columns"], record["kernels"][written]
+            tile, (_, shared_bytes, threads, *_) = record["columns"], record["kernels"][written]
             assert threads == 32 * tile["warps"]
             itemsize = 2 if written else dtype.itemsize
             stage = (tile["block_m"] + tile["block_n"]) * tile["block_k"] * itemsize

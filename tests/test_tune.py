@@ -99,7 +99,7 @@ def fake_gpu(monkeypatch):
         choice, source = picked()
         record = {"family": "matmul", "problem": LINEAR, "choice": choice, "source": source}
         registers = 40 + TILES.index(tile_and_splits()[0])
-        return [out], [{**record, "kernels": [[registers, 1000, 128, 0]]}]
+        return [out], [{**record, "kernels": [[registers, 1000, 128, 0, 0]]}]
 
     def setup(wrong=(), broken=(), stop_after=10**9):
         monkeypatch.setattr(search.library, "ops", FakeOps(wrong, broken))

@@ -30,12 +30,15 @@ inline cudaStream_t current_stream() {
 }
 
 // Returns the address of a tensor's elements. In a dry run tensors have no memory, so the function
-// returns the address of a placeholder that is never read. It does not return nullptr, because
-// nullptr tells a launcher that the tensor is absent.
+// returns an address in a placeholder that is never read. It does not return nullptr, because
+// nullptr tells a launcher that the tensor is absent. The address is as far from a 16-byte boundary
+// as the tensor's first element would be.
 template <typename T>
 T* mutable_data(const at::Tensor& t) {
-  alignas(16) static char placeholder[16];
-  return static_cast<T*>(is_dry_run() ? placeholder : t.mutable_data_ptr());
+  alignas(16) static char placeholder[32];
+  if (!is_dry_run()) return static_cast<T*>(t.mutable_data_ptr());
+  void* const address = placeholder + t.storage_offset() * t.element_size() % 16;
+  return static_cast<T*>(address);
 }
 template <typename T>
 const T* const_data(const at::Tensor& t) {

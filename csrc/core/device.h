@@ -27,8 +27,10 @@ struct DeviceFacts {
 // the facts of the GPU that the dry run assumes. Without a GPU, all facts are 0.
 const DeviceFacts& device_facts();
 
-// The facts of an H100. torchweld.explain assumes this GPU on a machine without a GPU.
+// The facts of GPUs that a dry run can assume. torchweld.explain assumes an H100 on a machine
+// without a GPU.
 inline constexpr DeviceFacts kH100Facts = {
     132, 232448, true, true, true, true, {0, 132, 66, 42, 32, 0, 0, 0, 15, 0, 0, 0, 0, 0, 0, 0, 6}};
+inline constexpr DeviceFacts kA100Facts = {108, 166912, false, false, false, false, {0, 108}};
 
 }  // namespace torchweld

@@ -20,10 +20,12 @@ inline void matrix_pass_cuda(void (*launch)(const MatrixPassParams&, cudaStream_
   for (int i = 0; i < 2; ++i) {
     if (!t.in[i].defined()) continue;
     in[i].emplace(t.in[i]);
-    params.in[i] = in[i]->tensor.const_data_ptr();
+    params.in[i] = const_data<void>(in[i]->tensor);
     params.in_row_stride[i] = in[i]->row_stride;
   }
-  const auto data = [](const Tensor& to) { return to.defined() ? to.mutable_data_ptr() : nullptr; };
+  const auto data = [](const Tensor& to) {
+    return to.defined() ? mutable_data<void>(to) : nullptr;
+  };
   const Vector x(t.x), y(t.y);
   params.x = x.data();
   params.y = y.data();

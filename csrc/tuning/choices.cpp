@@ -20,6 +20,7 @@
 
 #ifdef TORCHWELD_CUDA
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #endif
 
 namespace torchweld {
@@ -28,7 +29,8 @@ std::atomic<int> choices_in_use{0};
 
 namespace {
 
-using Key = std::pair<std::string, Encoded>;  // the family's name and the shape class
+// The name of the kernel family, and the shape class of the problem.
+using Key = std::pair<std::string, Encoded>;
 
 struct Remembered {
   std::shared_mutex mutex;
@@ -229,11 +231,12 @@ void begin_observing() {
   observe(true);
 }
 
-// Starts a dry run that assumes the GPU with index `device`, or an H100 if `device` is negative.
+// Starts a dry run that assumes the GPU with index `device`. If `device` is -2, the dry run assumes
+// an A100. If `device` is any other negative number, it assumes an H100.
 void begin_dry_run(int64_t device) {
   ThreadState& state = this_thread;
   state.dry_run = false;
-  state.assumed = kH100Facts;
+  state.assumed = device == -2 ? kA100Facts : kH100Facts;
   state.assumed_gpu.clear();
 #ifdef TORCHWELD_CUDA
   if (device >= 0) {
@@ -300,15 +303,21 @@ void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
 #ifdef TORCHWELD_CUDA
   ThreadState& state = this_thread;
   if (!state.observing) return;
-  if (state.records.empty()) state.records.emplace_back();  // a record for a launch of no family
+  // A launch before the first choice gets a record without a family.
+  if (state.records.empty()) state.records.emplace_back();
   cudaFuncAttributes attributes = {};
   if (!state.dry_run && cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
     (void)cudaGetLastError();  // the launch will report the error
     return;
   }
+  // The offset of the kernel's host function in the library finds its name in the symbol table.
+  Dl_info library = {};
+  (void)dladdr(kernel, &library);
+  const int64_t offset =
+      static_cast<const char*>(kernel) - static_cast<const char*>(library.dli_fbase);
   state.records.back().kernels.push_back(
       {attributes.numRegs, static_cast<int64_t>(attributes.sharedSizeBytes) + dynamic_shared_bytes,
-       threads, static_cast<int64_t>(attributes.localSizeBytes)});
+       threads, static_cast<int64_t>(attributes.localSizeBytes), offset});
 #endif
 }
 

@@ -13,8 +13,11 @@ struct Record {
   std::string family, part, source, choice, kernel, why;
   Encoded problem;
   Columns columns;
-  std::vector<std::pair<std::string, std::string>> rejected;  // name and reason
-  std::vector<Encoded> kernels;  // registers, shared bytes, threads, local bytes
+  // The name of each rejected choice, and the reason.
+  std::vector<std::pair<std::string, std::string>> rejected;
+  // For each launch: registers, shared bytes, threads, local bytes, and the offset of the kernel's
+  // host function in the library.
+  std::vector<Encoded> kernels;
 
   std::string json() const;
 };

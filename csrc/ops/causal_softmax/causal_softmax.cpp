@@ -147,7 +147,7 @@ Tensor filled_causal_softmax_cuda(const Tensor& scores, const Mask& mask, double
   const cudaStream_t stream = current_stream();
   const Rows in(scores);
   const Mask device_mask = kernel_mask(mask);
-  launch_causal_softmax({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n,
+  launch_causal_softmax({const_data<void>(in.tensor), mutable_data<void>(y), in.rows, in.n,
                          in.row_stride, dtype_of(scores)},
                         params_of(scores, device_mask, scale), lazy_zero_counter(scores), stream);
   return y;
@@ -179,7 +179,7 @@ Grads causal_softmax_grads_cuda(const Tensor& dy, const Tensor& y, const Mask& m
     capped.sink_terms = mutable_data<float>(sink_terms);
   }
   launch_causal_softmax_backward(
-      {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dscores.mutable_data_ptr(),
+      {const_data<void>(in_dy.tensor), const_data<void>(in_y.tensor), mutable_data<void>(dscores),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
       params_of(y, device_mask, scale), capped, lazy_zero_counter(y), stream);
   if (sink_terms.defined()) dsink.copy_(sink_terms.sum(at::IntArrayRef({0, 2})));

@@ -53,9 +53,9 @@ Tensor softmax_cuda(const Tensor& x) {
   const OnDevice on(x.device());
   const cudaStream_t stream = current_stream();
   const Rows in(x);
-  launch_softmax(
-      {in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride, dtype_of(x)},
-      lazy_zero_counter(x), stream);
+  launch_softmax({const_data<void>(in.tensor), mutable_data<void>(y), in.rows, in.n, in.row_stride,
+                  dtype_of(x)},
+                 lazy_zero_counter(x), stream);
   return y;
 }
 
@@ -66,7 +66,7 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y) {
   const cudaStream_t stream = current_stream();
   const Rows in_dy(dy), in_y(y);
   launch_softmax_backward(
-      {in_dy.tensor.const_data_ptr(), in_y.tensor.const_data_ptr(), dx.mutable_data_ptr(),
+      {const_data<void>(in_dy.tensor), const_data<void>(in_y.tensor), mutable_data<void>(dx),
        in_y.rows, in_y.n, in_dy.row_stride, in_y.row_stride, dtype_of(y)},
       lazy_zero_counter(y), stream);
   return dx;

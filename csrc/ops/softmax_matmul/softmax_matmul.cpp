@@ -137,7 +137,7 @@ struct Heads {
       : tensor(t.size(3) > 1 && t.stride(3) != 1 ? t.contiguous() : t) {}
 
   HeadsOperand operand() const {
-    const void* data = tensor.const_data_ptr();
+    const void* data = const_data<void>(tensor);
     // If a dim has only one element, its stride has no meaning, so it is set to 0.
     const auto stride = [&](int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
     const auto aligned = [&](int64_t dim) { return stride(dim) * tensor.element_size() % 16 == 0; };

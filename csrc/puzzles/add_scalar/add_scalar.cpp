@@ -49,9 +49,9 @@ Tensor add_scalar_cuda(const Tensor& x, double value) {
   const int64_t width = x.numel() % kWidth == 0 ? kWidth : x.numel();
   const Rows in(x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width}));
   MatrixPassParams params = {};
-  params.in[0] = in.tensor.const_data_ptr();
+  params.in[0] = const_data<void>(in.tensor);
   params.in_row_stride[0] = in.row_stride;
-  params.out = z.mutable_data_ptr();
+  params.out = mutable_data<void>(z);
   params.rows = in.rows;
   params.n = in.n;
   params.dtype = dtype_of(x);

@@ -53,7 +53,7 @@ Tensor row_sum_cuda(const Tensor& x) {
     partials = at::empty({choice.partials(in.rows)}, x.options().dtype(at::kFloat));
     counters = zero_counters(in.rows, x);
   }
-  launch_row_sum({in.tensor.const_data_ptr(), y.mutable_data_ptr(), in.rows, in.n, in.row_stride,
+  launch_row_sum({const_data<void>(in.tensor), mutable_data<void>(y), in.rows, in.n, in.row_stride,
                   dtype_of(x), choice, partials.defined() ? mutable_data<float>(partials) : nullptr,
                   counters.defined() ? mutable_data<unsigned>(counters) : nullptr},
                  stream);

@@ -183,7 +183,7 @@ Grads3 scalar_attention_backward_cpu(const Tensor& dz, const Tensor& q, const Te
 }
 
 #ifdef TORCHWELD_CUDA
-ScalarAttentionVector strided(const Tensor& t) { return {t.const_data_ptr(), t.stride(0)}; }
+ScalarAttentionVector strided(const Tensor& t) { return {const_data<void>(t), t.stride(0)}; }
 
 Tensor scratch_of(const Tensor& q, bool backward) {
   return at::empty({scalar_attention_scratch_floats(q.numel(), backward)},
@@ -214,7 +214,7 @@ Grads3 scalar_attention_backward_cuda(const Tensor& dz, const Tensor& q, const T
   const OnDevice on(q.device());
   const Tensor means = mean.contiguous(), sums = sum.contiguous();
   const Tensor scratch = scratch_of(q, /*backward=*/true);
-  const auto data = [](const Tensor& t) { return t.numel() ? t.mutable_data_ptr() : nullptr; };
+  const auto data = [](const Tensor& t) { return t.numel() ? mutable_data<void>(t) : nullptr; };
   launch_scalar_attention_backward(
       {strided(dz), strided(q), strided(k), strided(v), const_data<float>(means),
        const_data<float>(sums), data(dq), data(dk), data(dv), mutable_data<float>(scratch),
