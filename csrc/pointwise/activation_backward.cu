@@ -11,6 +11,7 @@ template <typename T, int kElems_>
 struct ActivationOp {
   static constexpr int kElems = kElems_;
   static constexpr int kSums = 1;
+  static constexpr bool kWrites = true;
   using Sum = ColumnSumOf<T>;
   static constexpr bool kExact = sizeof(T) == 4;
   const T* g_dy;
@@ -52,6 +53,7 @@ template <typename T, int kElems_>
 struct SumOp {
   static constexpr int kElems = kElems_;
   static constexpr int kSums = 1;
+  static constexpr bool kWrites = false;
   using Sum = ColumnSumOf<T>;
   const T* g_dy;
   int64_t dy_row_stride;

@@ -6,9 +6,10 @@
 // scratch memory, whose layout is (chunk, sum, column). A second kernel (add_partials) adds up the
 // chunks. Both kernels add in a fixed order, so the sums have the same bits in every run.
 //
-// An Op has the members kElems, kSums and Sum. Its function load(row, column) loads kElems columns
-// of a row, and add(row, column, loaded, sums) processes and stores them. The kernel loads two rows
-// before it processes the first one, so that both loads are in flight together.
+// An Op has the members kElems, kSums, kWrites and Sum. Its function load(row, column) loads kElems
+// columns of a row, and add(row, column, loaded, sums) processes them. If kWrites is true, add also
+// stores elements of a result. The kernel loads two rows before it processes the first one, so that
+// both loads are in flight together.
 #pragma once
 
 #include "core/launch.h"
@@ -134,7 +135,7 @@ void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, 
 }
 
 // Runs the op over all rows of the matrix. Also computes the column sums, unless g_partials is
-// nullptr.
+// nullptr. g_partials may be nullptr only if the op writes a matrix.
 template <typename T, typename Op>
 void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials,
                         const ColumnSums& sums, cudaStream_t stream) {
@@ -143,7 +144,12 @@ void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials
   Grid grid((n + kTile - 1) / kTile, dim3(kWarp, kRowGroups));
   grid.blocks.y = static_cast<unsigned>(split.chunks);
   const bool sums_up = g_partials != nullptr;
-  const auto kernel = sums_up ? column_pass_kernel<Op, true> : column_pass_kernel<Op, false>;
+  const auto kernel = [&] {
+    if constexpr (Op::kWrites) {
+      if (!sums_up) return column_pass_kernel<Op, false>;
+    }
+    return column_pass_kernel<Op, true>;
+  }();
   launch_kernel(kernel, grid, stream, op, rows, n, split.rows_per_chunk, g_partials);
   if (sums_up) launch_add_partials<T>(g_partials, split.chunks, Op::kSums, n, sums, stream);
 }

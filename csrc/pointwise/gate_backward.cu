@@ -42,6 +42,7 @@ struct GateOp : GateArgs<T> {
   static constexpr int kElems = kElems_;
   // The number of column sums: one for the left half and one for the right half.
   static constexpr int kSums = 2;
+  static constexpr bool kWrites = true;
   using Sum = ColumnSumOf<T>;
   int64_t first_step, apart;  // first_step and apart are 1 and n, or 2 and 1 if interleaved
 
@@ -77,6 +78,7 @@ template <typename T, int kElems_>
 struct PairedGateOp : GateArgs<T> {
   static constexpr int kElems = kElems_, kPairs = kElems / 2;
   static constexpr int kSums = 1;
+  static constexpr bool kWrites = true;
   using Sum = ColumnSumOf<T>;
 
   struct Loaded {
