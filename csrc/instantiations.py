@@ -160,15 +160,16 @@ TABLE = [
         + each(variant=VARIANTS, dtype=("float32",), dims=(256,), tile=(14,)),
     ),
     Family(
-        "${mask}_softmax_$dtype",
+        "${kind}_softmax_$dtype",
         "ops/causal_softmax/launch.cuh",
         "template void launch_causal_softmax_of<$T>("
         "const SoftmaxParams&, const ScoresMask<MaskKind::k$mask>&, const ZeroCounter&,"
         " cudaStream_t);",
-        each(mask=("Causal", "Range", "Capped"), dtype=("float32", *SIXTEEN_BIT)),
+        each(kind=("causal",), mask=("Causal", "Range"), dtype=("float32", *SIXTEEN_BIT))
+        + each(kind=("capped",), mask=("Capped",), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
-        "${mask}_softmax_backward_$dtype",
+        "causal_softmax_backward_$dtype",
         "ops/causal_softmax/launch.cuh",
         "template void launch_causal_softmax_backward_of<$T>("
         "const SoftmaxBackwardParams&, const ScoresMask<MaskKind::k$mask>&, const ZeroCounter&,"
@@ -181,6 +182,15 @@ TABLE = [
         "template void launch_capped_softmax_backward_of<$T>("
         "const SoftmaxBackwardParams&, const ScoresMask<MaskKind::kCapped>&,"
         " const CappedBackward&, cudaStream_t);",
+        each(dtype=("float32", *SIXTEEN_BIT)),
+    ),
+    Family(
+        "partial_sums",
+        "pointwise/add_partials.cuh",
+        "template void launch_add_partials<$T>(const float*, int64_t, int, int64_t,"
+        " const ColumnSums&, cudaStream_t, bool);\n"
+        "template void launch_add_row_parts<$T>(const float*, int64_t, int64_t, $T*,"
+        " cudaStream_t);",
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(

@@ -15,15 +15,12 @@
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
-#include "device/sm90/dependent_launch.cuh"
 #include "pointwise/column_split.h"
 
 namespace torchweld {
 
 constexpr int kRowGroups = 8;
 constexpr int kColumnThreads = kRowGroups * kWarp;
-constexpr int kPartialGroups = 16;
-constexpr int kPartialThreads = kPartialGroups * kWarp;
 
 // A running sum. If kKeepsRest is true, `rest` is the sum of the rounding errors of all additions,
 // so that the sum of a long column stays accurate. This is for fp32 results; a 16-bit result is too
@@ -98,41 +95,12 @@ struct ColumnSums {
   int64_t stride;
 };
 
-template <typename T>
-__global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const float* g_partials,
-                                                                       int64_t chunks, int num_sums,
-                                                                       int64_t n,
-                                                                       const ColumnSums sums) {
-  __shared__ float s_sums[kPartialGroups][kWarp];
-  griddep_wait();
-  const int64_t width = num_sums * n;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
-  float sum = 0.f;
-  if (i < width) {
-#pragma unroll 4
-    for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += kPartialGroups) {
-      sum += g_partials[chunk * width + i];
-    }
-  }
-  s_sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || i >= width) return;
-#pragma unroll
-  for (int group = 1; group < kPartialGroups; ++group) sum += s_sums[group][threadIdx.x];
-  T* const g_to = static_cast<T*>(sums.to[i / n]);
-  if (g_to != nullptr) g_to[i % n * sums.stride] = from_float<T>(sum);
-}
-
 // Launches the kernel that adds g_partials (chunks, num_sums, n) over the chunks. If `overlaps` is
 // true, the launch is a programmatic dependent launch: this kernel may start while the kernel that
 // writes g_partials still runs, and then waits until that kernel has ended.
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
-                         const ColumnSums& sums, cudaStream_t stream, bool overlaps = false) {
-  Grid grid((num_sums * n + kWarp - 1) / kWarp, dim3(kWarp, kPartialGroups));
-  grid.overlaps = overlaps;
-  launch_kernel(add_partials_kernel<T>, grid, stream, g_partials, chunks, num_sums, n, sums);
-}
+                         const ColumnSums& sums, cudaStream_t stream, bool overlaps = false);
 
 // Runs the op over all rows of the matrix. Also computes the column sums, unless g_partials is
 // nullptr. g_partials may be nullptr only if the op writes a matrix.

@@ -1,5 +1,5 @@
-// Launches a pass over a (rows, n) matrix (matrix_pass.cuh), and the kernels that add up the
-// partial sums of rows and of columns in a fixed order.
+// Launches a pass over a (rows, n) matrix (matrix_pass.cuh), and the kernels of add_partials.cuh
+// that add up the partial sums of rows and of columns.
 #pragma once
 
 #include "core/launch.h"
@@ -9,48 +9,10 @@
 
 namespace torchweld {
 
-// Adds up the partial sums of each row. One warp processes a row. If a row has many partial sums, a
-// whole block processes it.
-template <typename T, int kThreadsPerRow, int kThreads>
-__global__ __launch_bounds__(kThreads) void add_row_parts_kernel(const float* g_parts, int64_t rows,
-                                                                 int64_t parts, T* g_sums) {
-  constexpr int kRows = kThreads / kThreadsPerRow;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreadsPerRow;
-  if (kRows > 1 && row >= rows) return;
-  const int thread = threadIdx.x % kThreadsPerRow;
-  ColumnSumOf<T> part = {};
-#pragma unroll 8
-  for (int64_t i = thread; i < parts; i += kThreadsPerRow) part += g_parts[row * parts + i];
-  float sum = warp_sum(part.value());
-  if constexpr (kThreadsPerRow > kWarp) {
-    __shared__ BlockExchange<kThreadsPerRow> s_exchange;
-    sum = s_exchange.sum_warps(sum);
-  }
-  if (thread == 0) g_sums[row] = from_float<T>(sum);
-}
-
+// Launches the kernel that adds up the partial sums (rows, parts) of each row.
 template <typename T>
-void launch_add_row_parts(const MatrixArgs<T>& args, cudaStream_t stream) {
-  constexpr int64_t kManyParts = 512;
-  constexpr int kRows = kMatrixThreads / kWarp, kManyThreads = 1024;
-  const int64_t rows = args.plan.rows, parts = args.plan.row_parts();
-  if (parts <= kManyParts) {
-    launch_kernel(add_row_parts_kernel<T, kWarp, kMatrixThreads>,
-                  {divide_up(rows, kRows), kMatrixThreads}, stream, args.g_row_parts, rows, parts,
-                  args.g_row_sums);
-  } else {
-    launch_kernel(add_row_parts_kernel<T, kManyThreads, kManyThreads>, {rows, kManyThreads}, stream,
-                  args.g_row_parts, rows, parts, args.g_row_sums);
-  }
-}
-
-template <typename T>
-void launch_add_column_parts(const MatrixArgs<T>& args, cudaStream_t stream) {
-  const int64_t n = args.plan.n;
-  const dim3 threads(kWarp, kPartialGroups);
-  launch_kernel(add_partials_kernel<T>, {divide_up(n, kWarp), threads}, stream, args.g_column_parts,
-                args.plan.column_parts(), 1, n, ColumnSums{{args.g_column_sums, nullptr}, 1});
-}
+void launch_add_row_parts(const float* g_parts, int64_t rows, int64_t parts, T* g_sums,
+                          cudaStream_t stream);
 
 template <int kElems, typename T, typename F>
 void launch_matrix_kernel(const MatrixArgs<T>& args, const F& f, cudaStream_t stream) {
@@ -91,10 +53,16 @@ void launch_matrix_pass(const MatrixPassParams& p, const F& f, cudaStream_t stre
       launch_matrix_kernel<1>(args, f, stream);
     }
     if constexpr (F::kRowSums) {
-      if (args.g_row_parts != nullptr) launch_add_row_parts(args, stream);
+      if (args.g_row_parts != nullptr) {
+        launch_add_row_parts(args.g_row_parts, plan.rows, plan.row_parts(), args.g_row_sums,
+                             stream);
+      }
     }
     if constexpr (F::kColumnSums) {
-      if (args.g_column_parts != nullptr) launch_add_column_parts(args, stream);
+      if (args.g_column_parts != nullptr) {
+        launch_add_partials<T>(args.g_column_parts, plan.column_parts(), 1, plan.n,
+                               {{args.g_column_sums, nullptr}, 1}, stream);
+      }
     }
   });
 }

@@ -180,7 +180,7 @@ void fill_softmax_matmul_cuda(Tensor& out, Tensor* lse, const Tensor& scores, co
   Tensor ticket;
   if (softmax_matmul_uses_sm90(params.problem, params.scores, params.value, device_facts())) {
     ticket = zero_counters(1, scores);
-    params.counters = static_cast<unsigned*>(ticket.mutable_data_ptr());
+    params.counters = static_cast<unsigned*>(mutable_data<void>(ticket));
   }
   launch_softmax_matmul(params, current_stream());
 }
