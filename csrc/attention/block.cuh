@@ -9,7 +9,6 @@
 #include "attention/gap_keys.cuh"
 #include "attention/softmax.cuh"
 #include "attention/tile.cuh"
-#include "core/choices.h"
 #include "core/launch.h"
 
 namespace torchweld {

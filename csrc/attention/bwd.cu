@@ -4,6 +4,7 @@
 // attention/general/bwd.cu.
 #include <climits>
 #include <cmath>
+#include <stdexcept>
 
 #include "attention/bwd_args.cuh"
 #include "attention/sm90/bwd.h"

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/family.h"
 #include "core/index.h"
+#include "core/refusal.h"
 
 namespace torchweld {
 

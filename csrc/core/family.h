@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "core/device.h"
+#include "core/refusal.h"
 
 namespace torchweld {
 
@@ -73,27 +74,15 @@ struct Encoded {
   }
 };
 
-// The reason why a choice does not support a problem. It is empty if the choice supports the
-// problem. Each {} in `sentence` stands for the next of `values`. Only text() builds the full
-// string, so it costs nothing that choose() tests many choices.
-struct Refusal {
-  const char* sentence = nullptr;
-  int64_t values[2] = {};
-
-  Refusal() = default;
-  Refusal(const char* sentence, int64_t first = 0, int64_t second = 0)
-      : sentence(sentence), values{first, second} {}
-
-  explicit operator bool() const { return sentence != nullptr; }
-  std::string text() const {
-    std::string text = sentence == nullptr ? "" : sentence;
-    for (size_t found = 0, i = 0; i < 2 && (found = text.find("{}", found)) != std::string::npos;
-         ++i) {
-      text.replace(found, 2, std::to_string(values[i]));
-    }
-    return text;
+// Returns the sentence of a refusal, or "" if there is none.
+inline std::string text_of(const Refusal& refusal) {
+  std::string text = refusal.sentence == nullptr ? "" : refusal.sentence;
+  for (size_t found = 0, i = 0; i < 2 && (found = text.find("{}", found)) != std::string::npos;
+       ++i) {
+    text.replace(found, 2, std::to_string(refusal.values[i]));
   }
-};
+  return text;
+}
 
 // A field of an encoded problem. Values that are read from a file must lie within the bounds, so
 // that later arithmetic does not overflow.
@@ -111,14 +100,6 @@ inline constexpr int kDeviceFieldCount = sizeof(kDeviceFields) / sizeof(Field);
 
 using Columns = std::vector<std::pair<const char*, int64_t>>;
 
-// Rounds a size up to a power of two. This is for sizes that vary between calls, such as the number
-// of rows.
-constexpr int64_t size_class(int64_t size) {
-  int64_t power = 1;
-  while (power < size) power *= 2;
-  return size == 0 ? 0 : power;
-}
-
 // Base class of the families whose first problem field is a size that varies between calls.
 struct FirstSizeByClass {
   static Encoded shape_class(Encoded x) {
@@ -126,10 +107,6 @@ struct FirstSizeByClass {
     return x;
   }
 };
-
-// Whether a grid can have `blocks` blocks. `blocks` is a double, because a product of sizes can
-// overflow int64.
-inline bool grid_fits(double blocks) { return blocks <= 2147483647.0; }
 
 template <typename KernelFamily>
 constexpr int field_count() {
@@ -193,10 +170,6 @@ std::string problem_refusal(const Encoded& encoded) {
 inline std::string tile_text(int64_t rows, int64_t columns, int64_t splits = 1) {
   return std::to_string(rows) + "x" + std::to_string(columns) +
          (splits > 1 ? " /" + std::to_string(splits) : "");
-}
-
-inline Refusal too_much_shared_memory(int64_t bytes, int64_t limit) {
-  return {"too much shared memory: {} bytes a block, the GPU has {}", bytes, limit};
 }
 
 // Sentences that the function why() of several kernel families returns.

@@ -1,30 +1,19 @@
-// Launches kernels and reports launch errors as sentences. This header includes no torch header,
-// because .cu files include it.
+// Launches kernels and reports launch errors as sentences. Most .cu files include this header, so
+// it includes neither torch nor strings.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
 #include "core/observe.h"
 
 namespace torchweld {
 
-inline void check_launch(const char* op) {
-  if (is_dry_run()) return;
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return;
-  std::string text = std::string("torchweld::") + op +
-                     ": the kernel could not be launched: " + cudaGetErrorString(error);
-  if (error == cudaErrorNoKernelImageForDevice) {
-    text += "; the library has no code for this GPU, rebuild it with TORCH_CUDA_ARCH_LIST set";
-  }
-  throw std::runtime_error(text);
-}
+// Raises an error if the last launch failed. `op` is the name of the op for the message.
+void check_launch(const char* op);
 
 // The largest number of blocks along a grid's first dimension.
 inline constexpr int64_t kMaxGrid = 2147483647;

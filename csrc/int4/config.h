@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/family.h"
+#include "core/refusal.h"
 #include "int4/cost.h"
 #include "int4/decode/config.h"
 #include "int4/large_m/config.h"

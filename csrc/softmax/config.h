@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "core/family.h"
+#include "core/refusal.h"
 
 namespace torchweld {
 
@@ -258,5 +258,9 @@ inline SoftmaxChoice choose_softmax(const SoftmaxProblem& p) {
   return tile >= 0 ? SoftmaxChoice{SoftmaxEngine::kTile, tile}
                    : SoftmaxChoice{SoftmaxEngine::kStream, 0};
 }
+
+// Returns the choice for a call: a forced or remembered choice, else choose_softmax(p). pick.cpp
+// defines it, so that kernels need not include core/choices.h.
+SoftmaxChoice pick_softmax(const SoftmaxProblem& p);
 
 }  // namespace torchweld

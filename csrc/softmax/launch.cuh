@@ -3,10 +3,9 @@
 
 #include <type_traits>
 
-#include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
-#include "softmax/family.h"
+#include "softmax/config.h"
 #include "softmax/params.h"
 #include "softmax/ring.cuh"
 #include "softmax/ring_backward.cuh"
@@ -120,7 +119,7 @@ template <typename T, bool kBackward, typename Mask>
 void launch_softmax_rows(const RowArgs<T>& args, const Mask& mask, const ZeroCounter& counter,
                          cudaStream_t stream) {
   const SoftmaxProblem problem = softmax_problem<T, kBackward>(args, mask);
-  const SoftmaxChoice choice = pick<SoftmaxFamily>(problem);
+  const SoftmaxChoice choice = pick_softmax(problem);
   const bool aligned = problem.aligned && problem.in_phase;
   if (choice.engine == SoftmaxEngine::kTile) {
     dispatch_index<kNumSoftmaxTiles>(choice.tile, [&](auto tile) {

@@ -108,8 +108,8 @@ Resolved resolve(const std::string* gpu, const Encoded& problem, const Encoded& 
         KernelFamily::refusal(decode_problem<KernelFamily>(problem), forced->second);
     TW_CHECK(!refusal, KernelFamily::kName,
              "the forced choice must be one that the problem allows, but got '",
-             name_of<KernelFamily>(forced->second), "' for ", problem.text(), ": ", refusal.text(),
-             "; torchweld.tune lists the legal ones");
+             name_of<KernelFamily>(forced->second), "' for ", problem.text(), ": ",
+             text_of(refusal), "; torchweld.tune lists the legal ones");
     return {forced->second, "forced"};
   }
   Encoded found;
@@ -154,7 +154,7 @@ Encoded checked_choice(const char* op, const Encoded& problem, const std::string
     if (name_of<KernelFamily>(choice) != name) continue;
     const Refusal refusal = KernelFamily::refusal(call, choice);
     TW_CHECK(!refusal, op, "choice must be one that the problem allows, but got '", name, "' for ",
-             problem.text(), ": ", refusal.text());
+             problem.text(), ": ", text_of(refusal));
     return choice;
   }
   TW_CHECK(false, op, "choice must be the name of a configuration of ", KernelFamily::kName,

@@ -48,7 +48,7 @@ py::dict candidate_dict(const Encoded& problem, const Encoded& choice) {
   d["choice"] = name_of<KernelFamily>(choice);
   d["engine"] = KernelFamily::kEngines[choice[0]];
   d["tile"] = KernelFamily::tile(choice);
-  d["refusal"] = KernelFamily::refusal(call, choice).text();
+  d["refusal"] = text_of(KernelFamily::refusal(call, choice));
   d["columns"] = columns;
   return d;
 }

@@ -34,7 +34,7 @@ std::vector<std::pair<std::string, std::string>> rejected_by(
       if (choice == chosen) break;
       const Refusal refusal = KernelFamily::refusal(problem, choice);
       rejected.emplace_back(name_of<KernelFamily>(choice),
-                            refusal ? refusal.text() : "others are faster for these sizes");
+                            refusal ? text_of(refusal) : "others are faster for these sizes");
     }
   } else {
     const std::vector<Encoded> all = KernelFamily::candidates(problem);
@@ -46,7 +46,7 @@ std::vector<std::pair<std::string, std::string>> rejected_by(
         if (choice[0] != engine) continue;
         const Refusal refusal = KernelFamily::refusal(problem, choice);
         if (!refusal) reason = "slower for these sizes, or no faster";
-        if (reason.empty()) reason = refusal.text();
+        if (reason.empty()) reason = text_of(refusal);
       }
       rejected.emplace_back(KernelFamily::kEngines[engine], reason);
     }

@@ -17,7 +17,6 @@
 #pragma once
 
 #include "attention/sync/bwd_paired.cuh"
-#include "core/choices.h"
 #include "core/launch.h"
 
 namespace torchweld {

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "core/family.h"
+#include "core/refusal.h"
 
 namespace torchweld {
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "core/family.h"
 #include "core/index.h"
+#include "core/refusal.h"
 #include "gemm/problem.h"
 
 namespace torchweld {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/family.h"
+#include "core/refusal.h"
 #include "gemm/problem.h"
 
 namespace torchweld {

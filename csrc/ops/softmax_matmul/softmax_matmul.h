@@ -8,7 +8,7 @@
 #include "attention/mask.h"
 #include "core/device.h"
 #include "core/dtype.h"
-#include "core/family.h"
+#include "core/refusal.h"
 
 namespace torchweld {
 

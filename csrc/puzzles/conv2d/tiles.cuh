@@ -1,7 +1,6 @@
 // Helpers of the convolution kernels: positions of tiles in a batch of images.
 #pragma once
 
-#include "core/choices.h"
 #include "core/fast_divide.h"
 #include "core/launch.h"
 #include "device/vec.cuh"
