@@ -216,9 +216,8 @@ def losses() -> Iterator[Call]:
         yield Call("cross_entropy_forward", (logits, target), option)
         yield Call("cross_entropy_backward", (f32(), logits, target, f32(64)), option)
         yield Call("cross_entropy_gradients_forward", (logits, target), option)
-        yield Call(
-            "cross_entropy_gradients_backward", (f32(), empty(1, n, dtype=dtype, offset=offset))
-        )
+        one_row = empty(n, dtype=dtype, offset=offset)
+        yield Call("cross_entropy_gradients_backward", (f32(), one_row))
     name = "linear_cross_entropy"
     for (m, n, k), dtype, option, bias in each(PRODUCTS, DTYPES, options, (True, False)):
         x, weight, b = empty(m, k, dtype=dtype), empty(n, k, dtype=dtype), empty(n, dtype=dtype)
