@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_block(const AttentionParams& params,
   const int head_dim_v = static_cast<int>(params.sizes.head_dim_v);
   const int first_row = s_block.first_row + warp_row;
   const int warp_rows = s_block.rows - warp_row;
-  const int64_t out_row =
+  const int64_t lse_row =
       (s_block.batch * params.sizes.nheads + s_block.head) * params.mask.seqlen_q + first_row;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
@@ -259,20 +259,21 @@ __device__ __forceinline__ void store_block(const AttentionParams& params,
         const FinishedRow finished = finish_row(scale, rows[tile][half].max, sum, sink);
         Config::Matmul::stage(s_rows, r_out, tile, half, finished.factor, live);
         if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
-          params.lse[out_row + row] = live ? finished.lse : sink;
+          params.lse[lse_row + row] = live ? finished.lse : sink;
         }
       } else {
         const bool live = !params.mask.row_keys(first_row + row, s_block.pad).empty();
         Config::Matmul::stage(s_rows, r_out, tile, half, 1.f / sum, live);
         if (params.lse && threadIdx.x % 4 == 0 && row < warp_rows) {
-          params.lse[out_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
+          params.lse[lse_row + row] = live ? scale.lse(rows[tile][half].max, sum) : -INFINITY;
         }
       }
     }
   }
   __syncwarp();
   store_rows<typename Config::Layout, Config::kWarpRows>(
-      static_cast<T*>(params.out) + out_row * head_dim_v, s_rows, warp_rows, head_dim_v);
+      params.out.row<T>(s_block.batch, s_block.head, first_row), params.out.row_stride, s_rows,
+      warp_rows, head_dim_v);
 }
 
 // Launches the kernel of a tile in one or more grids of at most kMaxGrid blocks each.

@@ -106,7 +106,7 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
                         p.sizes.head_dim_v, vector);
     lse = -p.lse[row_in_tensors] * args.lse_factor;
   } else if (row < p.sizes.seqlen_q) {
-    T* g_dq = static_cast<T*>(p.dquery) + row_in_tensors * p.sizes.head_dim;
+    T* g_dq = p.dquery.row<T>(sequence, head, row);
     for (int64_t i = lane; i < p.sizes.head_dim; i += kLanesPerRow) g_dq[i] = from_float<T>(0.f);
   }
   // args.rows is a multiple of four, so the early return above is taken by all lanes of a warp or

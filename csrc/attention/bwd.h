@@ -6,18 +6,17 @@
 namespace torchweld {
 
 // The rows of query, key, value, out and dout must start on 16-byte boundaries (AttentionTensor).
-// All results are contiguous.
 struct AttentionBackwardParams {
-  AttentionTensor query;  // (batch, nheads, seqlen_q, head_dim)
-  AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
-  AttentionTensor value;  // (batch, nheads_kv, seqlen_k, head_dim_v)
-  AttentionTensor out;    // (batch, nheads, seqlen_q, head_dim_v)
-  AttentionTensor dout;   // (batch, nheads, seqlen_q, head_dim_v)
-  const float* lse;       // (batch, nheads, seqlen_q), contiguous
-  void* dquery;           // like query
-  void* dkey;             // like key
-  void* dvalue;           // like value
-  void* scratch;          // attention_backward_scratch_bytes() bytes, on a 16-byte boundary
+  AttentionTensor query;   // (batch, nheads, seqlen_q, head_dim)
+  AttentionTensor key;     // (batch, nheads_kv, seqlen_k, head_dim)
+  AttentionTensor value;   // (batch, nheads_kv, seqlen_k, head_dim_v)
+  AttentionTensor out;     // (batch, nheads, seqlen_q, head_dim_v)
+  AttentionTensor dout;    // (batch, nheads, seqlen_q, head_dim_v)
+  const float* lse;        // (batch, nheads, seqlen_q), contiguous
+  AttentionOutput dquery;  // (batch, nheads, seqlen_q, head_dim)
+  AttentionOutput dkey;    // (batch, nheads_kv, seqlen_k, head_dim)
+  AttentionOutput dvalue;  // (batch, nheads_kv, seqlen_k, head_dim_v)
+  void* scratch;           // attention_backward_scratch_bytes() bytes, on a 16-byte boundary
   AttentionSizes sizes;
   MaskParams mask;
   float scale;

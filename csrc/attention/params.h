@@ -9,6 +9,7 @@
 #include "attention/mask.h"
 #include "core/device.h"
 #include "core/dtype.h"
+#include "core/macros.h"
 
 namespace torchweld {
 
@@ -20,6 +21,20 @@ struct AttentionTensor {
   int64_t batch_stride;
   int64_t head_stride;
   int64_t row_stride;
+};
+
+// A result (batch, heads, rows, cols) with contiguous rows. Strides are in elements. They are
+// multiples of cols, because the tensor is dense.
+struct AttentionOutput {
+  void* data;
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t row_stride;
+
+  template <typename T>
+  TW_HOST_DEVICE T* row(int64_t batch, int64_t head, int64_t row) const {
+    return static_cast<T*>(data) + batch * batch_stride + head * head_stride + row * row_stride;
+  }
 };
 
 struct AttentionSizes {
@@ -36,7 +51,7 @@ struct AttentionParams {
   AttentionTensor query;  // (batch, nheads, seqlen_q, head_dim)
   AttentionTensor key;    // (batch, nheads_kv, seqlen_k, head_dim)
   AttentionTensor value;  // (batch, nheads_kv, seqlen_k, head_dim_v)
-  void* out;              // (batch, nheads, seqlen_q, head_dim_v), contiguous
+  AttentionOutput out;    // (batch, nheads, seqlen_q, head_dim_v)
   float* lse;             // (batch, nheads, seqlen_q), contiguous, or nullptr
   AttentionSizes sizes;
   MaskParams mask;

@@ -175,8 +175,8 @@ class AttentionLoader {
 // One warp copies kRows rows from shared memory to consecutive rows of `cols` elements in global
 // memory.
 template <typename Layout, int kRows>
-__device__ __forceinline__ void store_rows(typename Layout::T* g_to, const char* s_rows, int rows,
-                                           int cols) {
+__device__ __forceinline__ void store_rows(typename Layout::T* g_to, int64_t row_stride,
+                                           const char* s_rows, int rows, int cols) {
   using T = typename Layout::T;
   const bool aligned = cols % Layout::kElems == 0;
   for (int i = threadIdx.x % 32; i < kRows * Layout::kChunks; i += 32) {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_rows(typename Layout::T* g_to, const char*
     const int col = chunk * Layout::kElems;
     if (row >= rows || col >= cols) continue;
     const T* s_from = reinterpret_cast<const T*>(s_rows + Layout::offset(row, chunk));
-    T* g_row = g_to + static_cast<int64_t>(row) * cols + col;
+    T* g_row = g_to + row * row_stride + col;
     if (aligned) {
       store_vec(g_row, load_vec<T, Layout::kElems>(s_from));
     } else {

@@ -19,7 +19,7 @@ __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const 
                                                 const ScoreScale& scale, int row, MaxSum sums) {
   const bool live = !p.mask.row_keys(work.row(row).index, work.pad).empty();
   if (p.lse != nullptr) {
-    p.lse[work.first_out_row(p.sizes) + row] = live ? scale.lse(sums.max, sums.sum) : -INFINITY;
+    p.lse[work.first_lse_row(p.sizes) + row] = live ? scale.lse(sums.max, sums.sum) : -INFINITY;
   }
   return live ? 1.f / sums.sum : -1.f;
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const 
   const bool live = !mask.row_keys(query_row.index, mask.sequence(work.batch)).empty();
   const FinishedRow finished = finish_row(scale, sums.max, sums.sum, sink);
   if (p.lse != nullptr) {
-    p.lse[work.first_out_row(p.sizes) + row] = live ? finished.lse : sink;
+    p.lse[work.first_lse_row(p.sizes) + row] = live ? finished.lse : sink;
   }
   return live ? finished.factor : -1.f;
 }
@@ -176,7 +176,7 @@ struct DecodeSums {
     return sum;
   }
 
-  // Stores quad i, that is, four values of a row. The packed rows are consecutive in `out`.
+  // Stores quad i, that is, four values of a row.
   __device__ __forceinline__ void store_quad(int i, const float4& x) const {
     const int row = i * 4 / kDim, column = i * 4 % kDim;
     const int columns = static_cast<int>(p.sizes.head_dim_v);
@@ -185,7 +185,8 @@ struct DecodeSums {
     float r[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (float& value : r) value = live ? value * factor : 0.f;
-    T* const g_to = static_cast<T*>(p.out) + (work.first_out_row(p.sizes) + row) * columns + column;
+    const DecodeWork::Row query_row = work.row(row);
+    T* const g_to = p.out.row<T>(work.batch, query_row.head, query_row.index) + column;
     if (columns % 4 == 0) {
       if (column < columns) {
         *reinterpret_cast<uint2*>(g_to) =

@@ -76,9 +76,8 @@ struct DecodeWork {
     const uint32_t packed = first_row + row, head = plan.seqlen_q.divide(packed);
     return {kv_head * plan.heads + head, static_cast<int>(packed - head * plan.seqlen_q.divisor())};
   }
-  // Returns the row index in `out` of the tile's first row. The packed rows are consecutive in
-  // `out`.
-  __device__ __forceinline__ int64_t first_out_row(const AttentionSizes& sizes) const {
+  // Returns the index in lse of the tile's first row. The packed rows are consecutive in lse.
+  __device__ __forceinline__ int64_t first_lse_row(const AttentionSizes& sizes) const {
     return (batch * sizes.nheads + kv_head * plan.heads) * sizes.seqlen_q + first_row;
   }
 

@@ -26,6 +26,14 @@ __device__ __forceinline__ float warp_dot(const T* g_x, const T* g_y, int64_t n)
   return warp_sum(sum);
 }
 
+// Returns the KV head of a query head. All head counts fit in 32 bits (kBackwardMaxSize).
+// NOTE: a 64-bit division is a function call, for which the kernels would spill registers.
+__device__ __forceinline__ int64_t kv_head_of(const AttentionSizes& sizes, int64_t head) {
+  const uint32_t group =
+      static_cast<uint32_t>(sizes.nheads) / static_cast<uint32_t>(sizes.nheads_kv);
+  return static_cast<uint32_t>(head) / group;
+}
+
 struct Weight {
   float p, ds;
 };
@@ -36,7 +44,7 @@ template <typename T, typename Args>
 __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int64_t head,
                                          int64_t row, int64_t key) {
   const AttentionBackwardParams& p = args.params;
-  const int64_t head_kv = head / (p.sizes.nheads / p.sizes.nheads_kv);
+  const int64_t head_kv = kv_head_of(p.sizes, head);
   const float score =
       warp_dot(head_of<T>(p.query, sequence, head) + row * p.query.row_stride,
                head_of<T>(p.key, sequence, head_kv) + key * p.key.row_stride, p.sizes.head_dim);
@@ -66,9 +74,11 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
   const AttentionBackwardParams& p = args.params;
   const int64_t rows = p.sizes.batch * p.sizes.nheads * p.sizes.seqlen_q;
   for (int64_t item = blockIdx.x; item < rows; item += gridDim.x) {
-    const int64_t row = item % p.sizes.seqlen_q, head_of_all = item / p.sizes.seqlen_q;
-    const int64_t sequence = head_of_all / p.sizes.nheads, head = head_of_all % p.sizes.nheads;
-    const int64_t head_kv = head / (p.sizes.nheads / p.sizes.nheads_kv);
+    const int64_t row = item % p.sizes.seqlen_q;
+    const uint32_t head_of_all = static_cast<uint32_t>(item / p.sizes.seqlen_q),
+                   nheads = static_cast<uint32_t>(p.sizes.nheads);
+    const int64_t sequence = head_of_all / nheads, head = head_of_all % nheads;
+    const int64_t head_kv = kv_head_of(p.sizes, head);
     KeyRange live;
     if constexpr (kIsMasked<Args>) {
       const KeyRange32 range = args.live_of(static_cast<int>(sequence), static_cast<int>(row));
@@ -80,7 +90,7 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
       live = args.params.mask.row_keys(row, span.pad);
     }
     const T* g_keys = head_of<T>(p.key, sequence, head_kv);
-    T* g_dq = static_cast<T*>(p.dquery) + item * p.sizes.head_dim;
+    T* g_dq = p.dquery.row<T>(sequence, head, row);
     for (int64_t col = threadIdx.x; col - threadIdx.x < p.sizes.head_dim; col += kThreads) {
       float sum = 0.f;
       for (int64_t first = live.begin; first < live.end; first += kChunk) {
@@ -102,8 +112,10 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
   }
 }
 
+// NOTE: three blocks per SM leave 80 registers per thread. Without the bound, the compiler would use
+// 64 and spill.
 template <typename T, typename Args>
-__global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kernel(
+__global__ __launch_bounds__(kThreads, 3) void attention_backward_general_keys_kernel(
     const __grid_constant__ Args args) {
   __shared__ Weight s_weights[kChunk];
   const AttentionBackwardParams& p = args.params;
@@ -112,16 +124,16 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
   const int64_t cols =
       p.sizes.head_dim > p.sizes.head_dim_v ? p.sizes.head_dim : p.sizes.head_dim_v;
   for (int64_t item = blockIdx.x; item < keys; item += gridDim.x) {
-    const int64_t key = item % p.sizes.seqlen_k, head_of_all = item / p.sizes.seqlen_k;
-    const int64_t sequence = head_of_all / p.sizes.nheads_kv;
-    const int64_t head_kv = head_of_all % p.sizes.nheads_kv;
+    const uint32_t head_of_all = static_cast<uint32_t>(item / p.sizes.seqlen_k),
+                   nheads_kv = static_cast<uint32_t>(p.sizes.nheads_kv);
+    const int key = static_cast<int>(item - head_of_all * p.sizes.seqlen_k);
+    const int64_t sequence = head_of_all / nheads_kv, head_kv = head_of_all % nheads_kv;
     // begin is the first row that sees the key. Under a general mask, begin is 0, and the loop
     // skips rows that don't see the key.
     int64_t begin = 0;
     if constexpr (!kIsMasked<Args>) {
       const SequenceSpan span(args, sequence);
-      begin = key < span.pad ? p.sizes.seqlen_q
-                             : span.first_row_seeing(args.params.mask, static_cast<int>(key));
+      begin = key < span.pad ? p.sizes.seqlen_q : span.first_row_seeing(args.params.mask, key);
     }
     for (int64_t col = threadIdx.x; col - threadIdx.x < cols; col += kThreads) {
       float dk = 0.f, dv = 0.f;
@@ -160,10 +172,10 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_keys_kern
         }
       }
       if (col < p.sizes.head_dim) {
-        static_cast<T*>(p.dkey)[item * p.sizes.head_dim + col] = from_float<T>(dk * p.scale);
+        p.dkey.row<T>(sequence, head_kv, key)[col] = from_float<T>(dk * p.scale);
       }
       if (col < p.sizes.head_dim_v) {
-        static_cast<T*>(p.dvalue)[item * p.sizes.head_dim_v + col] = from_float<T>(dv);
+        p.dvalue.row<T>(sequence, head_kv, key)[col] = from_float<T>(dv);
       }
     }
   }

@@ -39,7 +39,8 @@ __device__ __forceinline__ void make_scores(float (&s_scores)[kThreads], const T
 
 template <typename T, typename Variant>
 __global__ __launch_bounds__(kThreads) void attention_general_kernel(
-    const AttentionParams params, const typename Variant::Scale scale, int64_t first_block) {
+    const AttentionParams params, const typename Variant::Scale scale, int64_t first_block,
+    int group) {
   __shared__ float s_scores[kThreads];
   __shared__ float s_p[kThreads];
 
@@ -47,7 +48,8 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
   const int64_t row = first_block + blockIdx.x;
   const int64_t i = row % sizes.seqlen_q, batch_head = row / sizes.seqlen_q;
   const int64_t batch = batch_head / sizes.nheads, head = batch_head % sizes.nheads;
-  const int64_t kv_head = head / (sizes.nheads / sizes.nheads_kv);
+  // NOTE: a 64-bit division is a function call, which would spill registers here.
+  const int64_t kv_head = static_cast<uint32_t>(head) / static_cast<uint32_t>(group);
   const auto matrix_of = [&](const AttentionTensor& tensor, int64_t head_of) {
     return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
            head_of * tensor.head_stride;
@@ -63,7 +65,7 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
   const T* g_query = matrix_of(params.query, head) + i * params.query.row_stride;
   const T* g_key = matrix_of(params.key, kv_head);
   const T* g_value = matrix_of(params.value, kv_head);
-  T* g_out = static_cast<T*>(params.out) + row * sizes.head_dim_v;
+  T* g_out = params.out.row<T>(batch, head, i);
 
   int64_t first_col = 0;
   do {
@@ -139,11 +141,12 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
 template <bool kMasked>
 void launch_attention_general(const AttentionParams& params, cudaStream_t stream) {
   const int64_t rows = params.sizes.batch * params.sizes.nheads * params.sizes.seqlen_q;
+  const int group = static_cast<int>(params.sizes.nheads / params.sizes.nheads_kv);
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     for_each_grid_of(rows, [&](int64_t first, int64_t blocks) {
       launch_kernel(attention_general_kernel<T, AttentionVariant<kMasked>>, {blocks, kThreads},
-                    stream, params, AttentionVariant<kMasked>::scale(params), first);
+                    stream, params, AttentionVariant<kMasked>::scale(params), first, group);
     });
   });
 }

@@ -28,10 +28,9 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
     return attention_tensor_map("attention_backward", a.dtype, t, sizes.batch, heads, rows, columns,
                                 box_rows);
   };
-  const auto gradient_map = [&](void* data, int64_t columns) {
-    const int64_t head = sizes.seqlen_k * columns;
-    return map({data, sizes.nheads_kv * head, head, columns}, sizes.nheads_kv, sizes.seqlen_k,
-               columns, 64);
+  const auto gradient_map = [&](const AttentionOutput& t, int64_t columns) {
+    return map({t.data, t.batch_stride, t.head_stride, t.row_stride}, sizes.nheads_kv,
+               sizes.seqlen_k, columns, 64);
   };
   return {map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kRows),
           map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, keys),

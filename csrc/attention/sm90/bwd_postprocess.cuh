@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(kSm90RowThreads)
   __syncthreads();
   constexpr int kChunks = kDim / 8;
   const int dim = static_cast<int>(sizes.head_dim);
-  T* const g_dq =
-      static_cast<T*>(args.params.dquery) + (int64_t{head} * seqlen_q + first_row) * dim;
+  const int nheads = static_cast<int>(sizes.nheads);
+  const AttentionOutput& dquery = args.params.dquery;
+  T* const g_dq = dquery.row<T>(head / nheads, head % nheads, first_row);
   for (int i = threadIdx.x; i < kRows * kChunks; i += kSm90RowThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
     if (first_row + row >= seqlen_q) break;
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kSm90RowThreads)
     if (live.sees(first_row + row)) {
       words = *reinterpret_cast<const uint4*>(s_tile + row * kPitch + chunk * 16);
     }
-    *reinterpret_cast<uint4*>(g_dq + row * dim + chunk * 8) = words;
+    *reinterpret_cast<uint4*>(g_dq + row * dquery.row_stride + chunk * 8) = words;
   }
 #endif
 }
@@ -98,15 +99,16 @@ __global__ void __launch_bounds__(kSm90RowThreads)
     }
   }
   const int key = tile * 64 + thread / 32 * 16 + lane / 4;
-  T* const g_dkv = static_cast<T*>(is_dv ? args.params.dvalue : args.params.dkey) +
-                   int64_t{head} * seqlen_k * dim;
+  const int nheads_kv = static_cast<int>(sizes.nheads_kv);
+  const AttentionOutput dkv = is_dv ? args.params.dvalue : args.params.dkey;
+  T* const g_dkv = dkv.row<T>(head / nheads_kv, head % nheads_kv, 0);
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
     const int column = (first_chunk + i) * 8 + lane % 4 * 2;
     if (column >= dim) break;
     const auto store = [&](int key, float x, float y) {
       if (key >= seqlen_k) return;
-      *reinterpret_cast<uint32_t*>(g_dkv + int64_t{key} * dim + column) = pack_pair<T>(x, y);
+      *reinterpret_cast<uint32_t*>(g_dkv + key * dkv.row_stride + column) = pack_pair<T>(x, y);
     };
     store(key, sums[i].x, sums[i].y);
     store(key + 8, sums[i].z, sums[i].w);

@@ -91,10 +91,12 @@ __device__ __forceinline__ void attention_sm90_store_empty(const typename Config
   const AttentionSizes& sizes = p.attention.sizes;
   const int lane = threadIdx.x % 32, dim_v = static_cast<int>(sizes.head_dim_v);
   const int64_t row = (block.batch * sizes.nheads + block.head) * sizes.seqlen_q + block.first_row;
-  uint4* const g_out =
-      reinterpret_cast<uint4*>(static_cast<typename Config::T*>(p.attention.out) + row * dim_v);
+  using T = typename Config::T;
 #pragma unroll 1
-  for (int i = lane; i < block.rows * dim_v / 8; i += 32) g_out[i] = make_uint4(0, 0, 0, 0);
+  for (int i = 0; i < block.rows; ++i) {
+    T* const g_row = p.attention.out.template row<T>(block.batch, block.head, block.first_row + i);
+    if (lane * 8 < dim_v) *reinterpret_cast<uint4*>(g_row + lane * 8) = make_uint4(0, 0, 0, 0);
+  }
   if (!p.attention.lse) return;
   float empty_lse = -INFINITY;
   if constexpr (Config::kMasked) {

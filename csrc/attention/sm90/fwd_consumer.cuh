@@ -318,7 +318,7 @@ struct AttentionSm90Consumer {
     }
     if (p.attention.lse && lane % 4 == 0) {
       const int rows = block.rows - warp_row();
-      float* const g_lse = p.attention.lse + out_row(block, warp_row()) + lane / 4;
+      float* const g_lse = p.attention.lse + lse_row(block, warp_row()) + lane / 4;
       if (lane / 4 < rows) g_lse[0] = r.live[0] ? lse[0] : empty_lse;
       if (lane / 4 + 8 < rows) g_lse[8] = r.live[1] ? lse[1] : empty_lse;
     }
@@ -356,7 +356,8 @@ struct AttentionSm90Consumer {
     }
     __syncwarp();
     const int dim_v = static_cast<int>(p.attention.sizes.head_dim_v);
-    T* const g_out = static_cast<T*>(p.attention.out) + out_row(block, warp_row()) * dim_v;
+    const AttentionOutput& out = p.attention.out;
+    T* const g_out = out.row<T>(block.batch, block.head, block.first_row + warp_row());
 #pragma unroll
     for (int i = 0; i < Config::kBoxesV; ++i) {
       const int column = i * AttentionSm90Tile::kBoxColumns + chunk * 8;
@@ -372,7 +373,7 @@ struct AttentionSm90Consumer {
       for (int j = 0; j < 4; ++j) {
         const int row = j * 4 + lane / 8;
         if (warp_row() + row < block.rows && column < dim_v) {
-          *reinterpret_cast<uint4*>(g_out + row * dim_v + column) = chunks[j];
+          *reinterpret_cast<uint4*>(g_out + row * out.row_stride + column) = chunks[j];
         }
       }
     }
@@ -382,8 +383,8 @@ struct AttentionSm90Consumer {
     query_state.advance();
   }
 
-  // The index that row `row` of the work tile has in `out` and `lse`.
-  __device__ __forceinline__ int64_t out_row(const AttentionBlock& block, int row) const {
+  // The index that row `row` of the work tile has in lse.
+  __device__ __forceinline__ int64_t lse_row(const AttentionBlock& block, int row) const {
     const AttentionSizes& sizes = p.attention.sizes;
     const int head = static_cast<int>(block.batch) * static_cast<int>(sizes.nheads) +
                      static_cast<int>(block.head);

@@ -315,10 +315,10 @@ struct BackwardTools {
 
   // Stores the warp's strips of dK or dV.
   __device__ __forceinline__ void store(const float (&r_sum)[kStrips][kDimTiles][4], float scale,
-                                        void* g_grad, int64_t head_dim) const {
-    const int64_t head = work().sequence * args.params.sizes.nheads_kv + work().head_kv;
-    T* g_head = static_cast<T*>(g_grad) + head * args.params.mask.seqlen_k * head_dim;
-    store_results<0>(g_head, r_sum, scale, work().first_key + first_strip_row(), first_live(),
+                                        const AttentionOutput& gradient, int64_t head_dim) const {
+    T* g_head = gradient.row<T>(work().sequence, work().head_kv, 0);
+    store_results<0>(g_head, gradient.row_stride, r_sum, scale,
+                     work().first_key + first_strip_row(), first_live(),
                      static_cast<int>(args.params.mask.seqlen_k), first_col(),
                      static_cast<int>(head_dim));
   }

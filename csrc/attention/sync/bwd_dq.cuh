@@ -209,9 +209,13 @@ struct DqAccumulator {
   __device__ __forceinline__ void store(const BackwardArgs& args, int64_t head, int first_row,
                                         int first_live_row) const {
     const int cols = static_cast<int>(args.params.sizes.head_dim);
-    T* g_dq = static_cast<T*>(args.params.dquery) + head * args.params.mask.seqlen_q * cols;
-    store_results<0>(g_dq, r_sum, args.params.scale, first_row + row_in_tile(), first_live_row,
-                     static_cast<int>(args.params.mask.seqlen_q), col_in_tile(), cols);
+    const unsigned nheads = static_cast<unsigned>(args.params.sizes.nheads),
+                   flat_head = static_cast<unsigned>(head);
+    const AttentionOutput& dquery = args.params.dquery;
+    T* g_dq = dquery.row<T>(flat_head / nheads, flat_head % nheads, 0);
+    store_results<0>(g_dq, dquery.row_stride, r_sum, args.params.scale, first_row + row_in_tile(),
+                     first_live_row, static_cast<int>(args.params.mask.seqlen_q), col_in_tile(),
+                     cols);
   }
 };
 

@@ -205,13 +205,14 @@ struct Operands<float> {
   }
 };
 
-// Scales the result tiles from tile kFrom on. Stores them to g_to (rows, cols) as strips of 16
-// rows. The first element is at row `row` and column `col`. Rows before `first` become 0, and rows
-// from `end` on are not written.
-// NOTE: the function is recursive over the tiles. With nested loops, the compiler would not unroll
-// all loops and would put the accumulators in local memory.
+// Scales the result tiles from tile kFrom on. Stores them to g_to (rows, cols), with row_stride
+// elements between rows, as strips of 16 rows. The first element is at row `row` and column `col`.
+// Rows before `first` become 0, and rows from `end` on are not written. NOTE: the function is
+// recursive over the tiles. With nested loops, the compiler would not unroll all loops and would
+// put the accumulators in local memory.
 template <int kFrom, typename T, int kStrips, int kTiles>
-__device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kStrips][kTiles][4],
+__device__ __forceinline__ void store_results(T* g_to, int64_t row_stride,
+                                              const float (&r_tiles)[kStrips][kTiles][4],
                                               float scale, int row, int first, int end, int col,
                                               int cols) {
   const int lane_row = row + threadIdx.x % kWarp / 4, lane_col = col + threadIdx.x % 4 * 2;
@@ -220,7 +221,7 @@ __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kS
   for (int i = 0; i < 2 * kStrips; ++i) {
     const int result_row = lane_row + i * 8;
     if (result_row < end && left > 0) {
-      T* g_pair = g_to + static_cast<int64_t>(result_row) * cols + lane_col + kFrom * 8;
+      T* g_pair = g_to + result_row * row_stride + lane_col + kFrom * 8;
       const T x =
           from_float<T>(result_row < first ? 0.f : r_tiles[i / 2][kFrom][i % 2 * 2] * scale);
       const T y =
@@ -234,7 +235,7 @@ __device__ __forceinline__ void store_results(T* g_to, const float (&r_tiles)[kS
     }
   }
   if constexpr (kFrom + 1 < kTiles) {
-    store_results<kFrom + 1>(g_to, r_tiles, scale, row, first, end, col, cols);
+    store_results<kFrom + 1>(g_to, row_stride, r_tiles, scale, row, first, end, col, cols);
   }
 }
 

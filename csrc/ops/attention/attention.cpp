@@ -3,11 +3,16 @@
 //   value (batch, nheads_kv, seqlen_k, head_dim_v), out (batch, nheads, seqlen_q, head_dim_v)
 //   nheads_kv divides nheads: query heads [h * group, (h + 1) * group) share kv head h.
 //
+// The results have the memory order of the inputs: out and dquery of query, dkey of key, dvalue of
+// value (empty_in_order_of). A model that passes views of (batch, seqlen, nheads, head_dim) can
+// therefore reshape out to (batch, seqlen, nheads * head_dim_v) without a copy.
+//
 // attention_forward also returns lse (batch, nheads, seqlen_q). The backward recomputes the
 // probabilities from lse. attention_with_lse also returns lse. There, lse is differentiable. The
 // CPU code holds the scores of one block of query rows at a time, so its memory is linear in the
 // sequence length.
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "attention/cpu/bwd.h"
@@ -60,17 +65,32 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
 }
 constexpr auto attention_checks = mask_op<check_attention>;
 
+// Whether `t` (batch, heads, seqlen, columns) is a view of a tensor (batch, seqlen, heads, columns)
+// with contiguous rows. An expanded dim has stride 0, so a tensor with expanded heads is not.
+bool is_position_major(const Tensor& t) {
+  const auto head_stride = t.sym_stride(1);
+  return TORCH_GUARD_OR_FALSE(t.sym_stride(3).sym_eq(1)) &&
+         TORCH_GUARD_OR_FALSE(head_stride.sym_gt(0)) &&
+         TORCH_GUARD_OR_FALSE(head_stride.sym_lt(t.sym_stride(2)));
+}
+
+// Allocates a dense tensor (batch, heads, seqlen, columns). In memory it is (batch, seqlen, heads,
+// columns) if `like` is, otherwise contiguous.
+Tensor empty_in_order_of(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
+  if (!is_position_major(like)) return at::empty_symint(sizes, like.options());
+  return at::empty_symint({sizes[0], sizes[2], sizes[1], sizes[3]}, like.options()).transpose(1, 2);
+}
+
 // The empty_* functions check the arguments of an op and allocate its results. They do not compute
 // the results.
 Tensor empty_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                        const Mask& mask, std::optional<double> scale) {
-  return at::empty_symint(check_attention("attention", query, key, value, mask, scale),
-                          query.options());
+  return empty_in_order_of(query, check_attention("attention", query, key, value, mask, scale));
 }
 
 Forward empty_out_and_lse(const char* op, const Tensor& query, const Tensor& key,
                           const Tensor& value, const Mask& mask, std::optional<double> scale) {
-  return {at::empty_symint(check_attention(op, query, key, value, mask, scale), query.options()),
+  return {empty_in_order_of(query, check_attention(op, query, key, value, mask, scale)),
           at::empty_symint(without_last(query), query.options().dtype(acc_dtype(query)))};
 }
 
@@ -95,7 +115,7 @@ Grads empty_attention_backward(const Tensor& dout, const Tensor& query, const Te
     check_like(op, "dlse", *dlse, "lse", lse);
     check_shape(op, "dlse", *dlse, lse.sym_sizes(), "(batch, nheads, seqlen_q)");
   }
-  const auto empty = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
+  const auto empty = [](const Tensor& t) { return empty_in_order_of(t, t.sym_sizes().vec()); };
   return {empty(query), empty(key), empty(value), empty_dsink(mask.sink, query)};
 }
 
@@ -193,6 +213,10 @@ AttentionTensor strided(const Tensor& t) {
   const auto stride = [&](int64_t d) { return t.size(d) > 1 ? t.stride(d) : 0; };
   return {t.const_data_ptr(), stride(0), stride(1), stride(2)};
 }
+AttentionOutput strided_output(const Tensor& t) {
+  const AttentionTensor from = strided(t);
+  return {t.mutable_data_ptr(), from.batch_stride, from.head_stride, from.row_stride};
+}
 
 AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& value) {
   return {query.size(0), query.size(1), key.size(1),  query.size(2),
@@ -209,7 +233,7 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.query = strided(q);
   params.key = strided(k);
   params.value = strided(v);
-  params.out = out.mutable_data_ptr();
+  params.out = strided_output(out);
   params.lse = lse ? mutable_data<float>(*lse) : nullptr;
   params.sizes = sizes_of(query, key, value);
   params.mask = kernel_params(device_mask, query.size(2), key.size(2));
@@ -265,9 +289,9 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
   params.out = strided(o);
   params.dout = strided(d_out);
   params.lse = const_data<float>(l);
-  params.dquery = dquery.mutable_data_ptr();
-  params.dkey = dkey.mutable_data_ptr();
-  params.dvalue = dvalue.mutable_data_ptr();
+  params.dquery = strided_output(dquery);
+  params.dkey = strided_output(dkey);
+  params.dvalue = strided_output(dvalue);
   params.sizes = sizes_of(query, key, value);
   params.mask = kernel_params(device_mask, query.size(2), key.size(2));
   params.scale = static_cast<float>(scale_or_default(scale, query));

@@ -48,7 +48,8 @@ void launch_softmax_matmul_sm90_to(const SoftmaxMatmulParams& params, cudaStream
                                 problem.batch, problem.nheads, rows, columns, box_rows);
   };
   AttentionParams a{};
-  a.out = params.out;
+  const int64_t head_elems = problem.mask.seqlen_q * problem.head_dim_v;
+  a.out = {params.out, problem.nheads * head_elems, head_elems, problem.head_dim_v};
   a.lse = params.lse;
   a.sizes = {problem.batch,         problem.nheads, problem.nheads,    problem.mask.seqlen_q,
              problem.mask.seqlen_k, Config::kDim,   problem.head_dim_v};

@@ -75,7 +75,10 @@ def attention(
             which has no value.
 
     Returns:
-        `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
+        `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0. The
+        memory order is that of `query`: if `query` is a view of `(batch, seqlen_q, nheads,
+        head_dim)`, `out.transpose(1, 2)` is contiguous, otherwise `out` is. The gradients of
+        `query`, `key` and `value` lie as those tensors do, by the same rule.
 
     Raises:
         ValueError: key_start differs from row to row without causal.
