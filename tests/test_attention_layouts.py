@@ -122,10 +122,10 @@ def test_packed_projections(device):
     packed = randn(device, F32, 2, 50, 3 * 4 * 16).requires_grad_()
     q, k, v = (t.view(2, 50, 4, 16).transpose(1, 2) for t in packed.chunk(3, -1))
     out = ops.attention(q, k, v, causal=True)
-    joined = out.transpose(1, 2).reshape(2, 50, 64)
-    assert joined.data_ptr() == out.data_ptr()  # no copy
+    flat = out.transpose(1, 2).reshape(2, 50, 64)
+    assert flat.data_ptr() == out.data_ptr()  # no copy
     dout = randn(device, F32, 2, 50, 64)
-    (grad,) = torch.autograd.grad(joined, packed, dout)
+    (grad,) = torch.autograd.grad(flat, packed, dout)
     dense = [t.detach().contiguous().requires_grad_() for t in (q, k, v)]
     plain = ops.attention(*dense, causal=True)
     assert_same_bits(out, plain)
@@ -159,13 +159,13 @@ def test_meta_reports_the_strides(device):
 def test_compiled_with_symbolic_sizes(device):
     """A dynamic shape keeps the memory order."""
 
-    def joined(q, k, v):
+    def flattened(q, k, v):
         out = ops.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
         return out.transpose(1, 2).flatten(2)
 
-    compiled = torch.compile(joined, dynamic=True, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(flattened, dynamic=True, fullgraph=True, backend="aot_eager")
     for seqlen in (17, 40):
         qkv = [randn(device, F32, 2, seqlen, 4, 8) for _ in range(3)]
         got = compiled(*qkv)
         assert got.is_contiguous()
-        assert_same_bits(got, joined(*qkv))
+        assert_same_bits(got, flattened(*qkv))

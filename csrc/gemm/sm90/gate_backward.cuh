@@ -1,0 +1,171 @@
+// The epilogue that computes the gradient of a gate. TMA loads boxes of the left and the right
+// values into shared memory. A warp overwrites them with their gradients, and TMA stores them.
+//
+// A pair of boxes holds the left and the right values of 16 rows and 64 columns. The first two
+// pairs of a tile are loaded during its mainloop. Each further pair is loaded while the warp
+// computes the pair before it.
+#pragma once
+
+#include "device/mma_sync.cuh"
+#include "gemm/sm90/gate_backward.h"
+#include "gemm/sm90/kernel.cuh"
+
+namespace torchweld {
+
+struct Sm90GateBackwardParams : Sm90Params {
+  TensorMap z, dz;  // the dims are (N, M, 2 halves, 1)
+  Gate gate;
+};
+
+template <GemmMath kMath>
+struct GateBackwardConfig
+    : Sm90Config<kMath, kPingPong128x128Cluster2, /*kAKMajor=*/true, /*kBKMajor=*/false,
+                 /*kGated=*/false> {
+  static constexpr Sm90Tile kT = gate_backward_tile();
+};
+
+#if TW_HAS_WGMMA
+template <typename T>
+class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*kGated=*/false> {
+  using Base = Sm90Epilogue<T, kPingPong128x128Cluster2, false>;
+  using typename Base::Flat;
+  using typename Base::Place;
+  static constexpr Sm90Tile kT = gate_backward_tile();
+  static constexpr int kPairs = kT.boxes / 2;
+  static constexpr uint32_t kPairBytes = 2 * Base::kBoxBytes;
+  // A thread computes the gradients of a box in parts.
+  static constexpr int kParts = 2, kPartValues = Base::kValues / kParts;
+  using Part = float[kPartValues];
+  static_assert(kT.pingpong && Base::kIterations == 2 * kPairs);
+
+ public:
+  using Sums = typename Base::Sums;
+  static constexpr bool kLoadsRows = true;
+  static constexpr bool kLoadsBias = false;
+
+  // s_bias is not used for a bias. It holds the barriers of the warps, one for each pair.
+  __device__ __forceinline__ GateBackwardEpilogue(const Sm90GateBackwardParams& p, char* s_staging,
+                                                  float* s_bias, int warpgroup)
+      : Base(p, s_staging, s_bias, warpgroup), params_(p) {
+    const int warp = threadIdx.x % 128 / 32;
+    s_pairs_ = shared_address(s_staging) + (warpgroup * 4 + warp) * kPairs * kPairBytes;
+    s_loaded_ = reinterpret_cast<uint64_t*>(s_bias) + warp * kPairs;
+    if (this->lane_ == 0) {
+      for (int pair = 0; pair < kPairs; ++pair) mbarrier_init(s_loaded_ + pair, 1);
+      mbarrier_init_fence();
+      async_fence();
+    }
+    __syncwarp();
+  }
+
+  // Loads the first pairs of the tile.
+  __device__ __forceinline__ void fetch_rows(const WorkTile& work, int rank) {
+    const Place place = Base::place_of(work, rank);
+    this->template wait_for_slots<0>();
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) load(place, pair);
+  }
+
+  // NOTE: each pair is used twice per tile, so the parity of its barrier is the same in every tile.
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
+    const Place place = Base::place_of(work, rank);
+    const Flat& sums = reinterpret_cast<const Flat&>(acc);
+#pragma unroll 1
+    for (int iteration = 0; iteration < Base::kIterations; ++iteration) {
+      if (iteration + 1 >= kPairs && iteration + 1 < Base::kIterations) {
+        // The pair of the next iteration is free when TMA has read its gradients.
+        this->template wait_for_slots<0>();
+        load(place, iteration + 1);
+      }
+      float dy[Base::kValues];
+      Base::copy_values(dy, sums, iteration);
+      const uint32_t s_left = s_pairs_ + iteration % kPairs * kPairBytes,
+                     s_right = s_left + Base::kBoxBytes;
+      mbarrier_wait(s_loaded_ + iteration % kPairs, iteration / kPairs);
+      // NOTE: the gradients of a whole box would need 32 more registers, which spill.
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        Part left, right;
+        read_part(left, s_left, part);
+        read_part(right, s_right, part);
+        gate_grad</*kExact=*/false>(left, right, reinterpret_cast<Part&>(dy[part * kPartValues]),
+                                    params_.gate);
+        write_part(left, s_left, part);
+        write_part(right, s_right, part);
+      }
+      store(place, iteration, s_left);
+    }
+  }
+
+ private:
+  // The coordinates of the boxes of an iteration.
+  static __device__ __forceinline__ Place box_place(const Place& place, int iteration) {
+    return {place.row + iteration / Base::kAcross * 64,
+            place.column + iteration % Base::kAcross * Base::kColumns, place.batch};
+  }
+
+  __device__ __forceinline__ void load(const Place& place, int iteration) const {
+    if (this->lane_ != 0) return;
+    const Place box = box_place(place, iteration);
+    uint64_t* const s_loaded = s_loaded_ + iteration % kPairs;
+    const uint32_t s_to = s_pairs_ + iteration % kPairs * kPairBytes;
+    mbarrier_arrive_expect_tx(s_loaded, kPairBytes);
+    tma_load(s_to, params_.z, s_loaded, box.column, box.row, 0, 0);
+    tma_load(s_to + Base::kBoxBytes, params_.z, s_loaded, box.column, box.row, 1, 0);
+  }
+
+  __device__ __forceinline__ void store(const Place& place, int iteration, uint32_t s_from) const {
+    async_fence();
+    __syncwarp();
+    if (this->lane_ != 0) return;
+    const Place box = box_place(place, iteration);
+    tma_store(params_.dz, s_from, box.column, box.row, 0, 0);
+    tma_store(params_.dz, s_from + Base::kBoxBytes, box.column, box.row, 1, 0);
+    tma_commit();
+  }
+
+  // The address of the row of a box that this lane passes to ldmatrix and stmatrix, for groups j
+  // and j + 1.
+  __device__ __forceinline__ uint32_t row_of(uint32_t s_box, int j) const {
+    const int row = this->lane_ % 16;
+    return s_box + row * Base::kBoxRowBytes + (Base::chunk_of(row, j + this->lane_ / 16) << 4);
+  }
+
+  __device__ __forceinline__ void read_part(Part& v, uint32_t s_box, int part) const {
+#pragma unroll
+    for (int j = 0; j < kPartValues / 4; j += 2) {
+      uint32_t words[4];
+      load_matrix_4(words, row_of(s_box, part * kPartValues / 4 + j));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair<T>(words[i]);
+        v[4 * j + 2 * i] = pair.x;
+        v[4 * j + 2 * i + 1] = pair.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write_part(const Part& v, uint32_t s_box, int part) const {
+#pragma unroll
+    for (int j = 0; j < kPartValues / 4; j += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = pack_pair<T>(v[4 * j + 2 * i], v[4 * j + 2 * i + 1]);
+      }
+      store_matrix_4(row_of(s_box, part * kPartValues / 4 + j), words);
+    }
+  }
+
+  const Sm90GateBackwardParams& params_;
+  uint32_t s_pairs_;
+  uint64_t* s_loaded_;
+};
+
+template <class Config>
+struct Sm90EpilogueOf<Config, Sm90GateBackwardParams> {
+  using Type = GateBackwardEpilogue<typename Config::Result>;
+};
+#endif
+
+}  // namespace torchweld

@@ -1,0 +1,57 @@
+// The interface of the matmul whose epilogue computes the gradient of a gate. This header does not
+// use torch.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "gemm/gemm.h"
+#include "gemm/sm90/tiles.h"
+
+namespace torchweld {
+
+// y = gate(left, right) is an operand of a product, and a @ b^T is the gradient of y. The kernel
+// computes a @ b^T but does not store it. From the accumulators, left and right it computes the
+// gradients of left and right. z (M, 2N) holds left and right side by side. dz (M, 2N) receives
+// their gradients; it may be z itself.
+struct GateBackwardMatmulParams {
+  GemmParams gemm;  // 16-bit operands, a K-major and b MN-major; no bias and no y
+  Gate gate;
+  const void* z;
+  void* dz;
+};
+
+// The tile of the kernel. One warpgroup runs its epilogue, which waits for memory, while the other
+// warpgroup multiplies. The epilogue has two pairs of boxes per warp: it loads one pair while it
+// computes another. The memory of these boxes limits the tile to five stages.
+constexpr Sm90Tile gate_backward_tile() {
+  Sm90Tile tile = kSm90Tiles[kPingPong128x128Cluster2];
+  tile.stages = 5;
+  tile.boxes = 4;
+  return tile;
+}
+
+// Returns why the kernel does not support a product, or an empty refusal if it does.
+inline Refusal gate_backward_refusal(const GemmProblem& p) {
+  if (p.math != GemmMath::kFloat16 && p.math != GemmMath::kBFloat16) {
+    return "the kernel is only for 16-bit dtypes";
+  }
+  if (!p.a_k_major || p.b_k_major) {
+    return "the kernel needs a K-major first operand and an MN-major second operand";
+  }
+  if (p.batch != 1) return "the kernel has no batch";
+  if (p.n % 8 != 0) return "the rows of the gradients must start on 16-byte boundaries";
+  return sm90_refusal(p, gate_backward_tile(), /*streams=*/false);
+}
+
+// Predicts the time of the kernel. Its tiles read and write 128 KiB each, which the mainloops of
+// other tiles hide only as far as the memory keeps up.
+inline double gate_backward_seconds(const GemmProblem& p) {
+  GemmProblem pointwise = p;
+  pointwise.pointwise = true;
+  return sm90_seconds(pointwise, gate_backward_tile(), /*streams=*/false);
+}
+
+// Launches the kernel. All sizes must be at least 1.
+void launch_gate_backward_matmul(const GateBackwardMatmulParams& params, cudaStream_t stream);
+
+}  // namespace torchweld
