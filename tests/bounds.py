@@ -942,10 +942,15 @@ def gated_linear_grads(
     unit = UNIT[x.dtype]
     preact, z_terms = (layer.z, layer.z_terms) if z is None else (matrix(z), None)
     dz, dz_terms = gate_dz(matrix(dy), preact, gate, interleaved, z_terms, unit)
-    zero = torch.zeros(weight.shape[0], dtype=torch.float64)
+    return affine_grads(x, layer, dz, dz_terms)
+
+
+def affine_grads(x: Tensor, layer: Layer, dz: Tensor, dz_terms: Terms) -> list[Bound]:
+    """Gradients to x, weight and bias of a layer without an activation."""
+    zero = torch.zeros(layer.weight.shape[0], dtype=torch.float64)
     grads = R.gradients(R.affine, dz, [True] * 3, matrix(x), layer.weight, zero)
     terms = affine_grad_terms(dz, dz_terms, layer.n, Terms(), layer.weight)
-    shapes = [x.shape, weight.shape, zero.shape]
+    shapes = [x.shape, layer.weight.shape, zero.shape]
     return [
         Bound(grad.reshape(shape), shaped(t, shape), x.dtype)
         for grad, t, shape in zip(grads, terms, shapes, strict=True)
@@ -966,14 +971,18 @@ def gated_linear_pair_bounds(full: bool):
 
 
 def gated_linear_pair_grads(dy, x, *parameters, gate="swiglu", z=None) -> list[Bound]:
-    weight, bias = packed_pair(*parameters)
-    n = weight.shape[0] // 2
-    dx, dweight, dbias = gated_linear_grads(dy, x, weight, bias, gate=gate, z=z)
+    layer = Layer("linear", x, *packed_pair(*parameters))
+    preact, z_terms = (layer.z, layer.z_terms) if z is None else (matrix(z), None)
+    dz, dz_terms = gate_dz(matrix(dy), preact, gate, False, z_terms, UNIT[x.dtype])
+    return pair_grads(x, layer, dz, dz_terms)
+
+
+def pair_grads(x: Tensor, layer: Layer, dz: Tensor, dz_terms: Terms) -> list[Bound]:
+    """Gradients to x, both weights and both biases."""
+    n = layer.weight.shape[0] // 2
+    dx, dweight, dbias = affine_grads(x, layer, dz, dz_terms)
     if x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16):
         # The sum of the left product is rounded before the right one is added.
-        layer = Layer("linear", x, weight, bias)
-        preact = layer.z if z is None else matrix(z)
-        dz, _ = gate_dz(matrix(dy), preact, gate, False, None, UNIT[x.dtype])
         dx.terms.rounds.append((dz[:, :n] @ layer.weight[:n]).abs().reshape(x.shape))
 
     def half(bound: Bound, first: int) -> Bound:
@@ -987,6 +996,75 @@ def gated_linear_pair_backward_bounds(
     dy, x, left, right, z, *, gate="swiglu", output_mask
 ) -> list[Bound]:
     grads = gated_linear_pair_grads(dy, x, left, right, gate=gate, z=z)
+    return masked_out(grads, output_mask, x.dtype)
+
+
+def gated_mlp_bounds(full: bool):
+    def bounds(
+        x, left, right, down, left_bias=None, right_bias=None, down_bias=None, *, gate="swiglu"
+    ) -> list[Bound]:
+        weight, bias = packed_pair(left, right, left_bias, right_bias)
+        act, z = gated_linear_bounds(True)(x, weight, bias, gate=gate)
+        rows = matrix(act.ref)
+        act_terms = act.terms.map(lambda t: t.reshape(rows.shape)) + Terms(rounds=[rows.abs()])
+        y = R.affine(rows, up(down), up(down_bias))
+        terms = affine_terms(rows, act_terms, up(down), up(down_bias))
+        shape = (*x.shape[:-1], down.shape[0])
+        out = [Bound(y.reshape(shape), shaped(terms, shape), x.dtype)]
+        return [*out, z, act] if full else out
+
+    return bounds
+
+
+def gated_mlp_grads(
+    dy,
+    x,
+    left,
+    right,
+    down,
+    left_bias=None,
+    right_bias=None,
+    down_bias=None,
+    *,
+    gate="swiglu",
+    z=None,
+    act=None,
+) -> list[Bound]:
+    layer = Layer("linear", x, *packed_pair(left, right, left_bias, right_bias))
+    unit, grad_out, weight = UNIT[x.dtype], matrix(dy), up(down)
+    preact, z_terms = (layer.z, layer.z_terms) if z is None else (matrix(z), None)
+    if act is None:
+        bound = gated_linear_bounds(False)(
+            x, *packed_pair(left, right, left_bias, right_bias), gate=gate
+        )[0]
+        rows = matrix(bound.ref)
+        act_terms = bound.terms.map(lambda t: t.reshape(rows.shape)) + Terms(rounds=[rows.abs()])
+    else:
+        rows, act_terms = matrix(act), Terms()
+    dact = grad_out @ weight
+    size = grad_out.abs() @ weight.abs()
+    # The op may round dact, as eager does.
+    dact_terms = Terms([(weight.shape[0], size)], [dact.abs()])
+    dz, dz_terms = gate_dz(dact, preact, gate, False, z_terms, unit)
+    slopes = gate_dz(torch.ones_like(dact), preact, gate, False, None, unit)[0].abs()
+    dz_terms = dz_terms + dact_terms.map(lambda t: torch.cat([t, t], -1) * slopes)
+    dx, dleft, dright, dleft_bias, dright_bias = pair_grads(x, layer, dz, dz_terms)
+    _, ddown, ddown_bias = affine_grad_terms(grad_out, Terms(), rows, act_terms, weight)
+    return [
+        dx,
+        dleft,
+        dright,
+        Bound(grad_out.T @ rows, ddown, x.dtype),
+        dleft_bias,
+        dright_bias,
+        Bound(grad_out.sum(0), ddown_bias, x.dtype),
+    ]
+
+
+def gated_mlp_backward_bounds(
+    dy, x, left, right, down, z, act, *, gate="swiglu", output_mask
+) -> list[Bound]:
+    grads = gated_mlp_grads(dy, x, left, right, down, gate=gate, z=z, act=act)
     return masked_out(grads, output_mask, x.dtype)
 
 
@@ -1636,6 +1714,9 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "gated_linear_pair": gated_linear_pair_bounds(full=False),
     "gated_linear_pair_forward": gated_linear_pair_bounds(full=True),
     "gated_linear_pair_backward": gated_linear_pair_backward_bounds,
+    "gated_mlp": gated_mlp_bounds(full=False),
+    "gated_mlp_forward": gated_mlp_bounds(full=True),
+    "gated_mlp_backward": gated_mlp_backward_bounds,
     "bmm": bmm_bounds,
     "bmm_backward": bmm_backward_bounds,
     "add_scalar": add_scalar_bounds,
@@ -1711,6 +1792,7 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "linear_token_logprobs": logprobs_grads,
     "gated_linear": gated_linear_grads,
     "gated_linear_pair": gated_linear_pair_grads,
+    "gated_mlp": gated_mlp_grads,
     "bmm": bmm_grads,
     "add_scalar": lambda dz, x, value: [Bound(up(dz), Terms(), x.dtype)],
     "outer_add": lambda dz, x, y: outer_add_backward_bounds(dz),

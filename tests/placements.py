@@ -46,6 +46,7 @@ from samples import (
     logits_call,
     logprobs_backward_call,
     loss_call,
+    mlp_call,
     mul_relu_call,
     norm_backward_call,
     norm_call,
@@ -158,6 +159,13 @@ def _builds() -> dict[str, dict[str, Build]]:
         for end in ("", "_forward"):
             add("gated_linear_pair" + end, **{name: pair_call(*sizes, **options)})
         add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=[True] * 5)})
+    for name, sizes, options in (
+        ("plain", (lead, 8, 8, 6), {}),
+        ("bare", (uneven, 4, 5, 3, (False, True, False)), {"gate": "geglu"}),
+    ):
+        for end in ("", "_forward"):
+            add("gated_mlp" + end, **{name: mlp_call(*sizes, **options)})
+        add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=[True] * 7)})
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         full = [True] * (1 + op.endswith("layer_norm"))
         norms = {

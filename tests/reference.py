@@ -313,6 +313,13 @@ def gated_linear_pair(x, left, right, left_bias=None, right_bias=None, *, gate="
     return f(affine(x, left, left_bias)) * g(affine(x, right, right_bias))
 
 
+def gated_mlp(
+    x, left, right, down, left_bias=None, right_bias=None, down_bias=None, *, gate="swiglu"
+):
+    act = gated_linear_pair(x, left, right, left_bias, right_bias, gate=gate)
+    return affine(act, down, down_bias)
+
+
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
@@ -552,6 +559,7 @@ VALUES: dict[str, Callable[..., Tensor]] = {
     ],
     "gated_linear": gated_linear,
     "gated_linear_pair": gated_linear_pair,
+    "gated_mlp": gated_mlp,
     "bmm": bmm,
     "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": row_sum,
@@ -648,6 +656,13 @@ def eager_gated_linear(
 
 def eager_gated_linear_pair(x, left, right, left_bias=None, right_bias=None, *, gate) -> Tensor:
     return eager_gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias), gate)
+
+
+def eager_gated_mlp(
+    x, left, right, down, left_bias=None, right_bias=None, down_bias=None, *, gate
+) -> Tensor:
+    act = eager_gated_linear_pair(x, left, right, left_bias, right_bias, gate=gate)
+    return F.linear(act, down, down_bias)
 
 
 def eager_gate(left: Tensor, right: Tensor, gate: str) -> Tensor:
@@ -749,6 +764,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     ].float(),
     "gated_linear": eager_gated_linear,
     "gated_linear_pair": eager_gated_linear_pair,
+    "gated_mlp": eager_gated_mlp,
     "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": lambda x: x.sum(-1),
     "conv2d": eager_conv2d,

@@ -245,6 +245,9 @@ PAIR = [
     Arg("left", sized=(0, 1), blame=("right", "left_bias", "dy")),
     Arg("right", sized=(0, 1)),
 ]
+PAIR_OF_MLP = [Arg("left", sized=(0, 1), blame=("right", "down")), PAIR[1]]
+DOWN = Arg("down", sized=(0, 1), blame=("down_bias", "dy"))
+DOWN_BIAS = Arg("down_bias", sized=(0,))
 PAIR_BIASES = [Arg("left_bias", sized=(0,)), Arg("right_bias", sized=(0,))]
 
 COS_SIN = [Arg("cos", rank="", sized=(0, 1, 2)), Arg("sin", sized=(0, 1, 2))]
@@ -488,6 +491,22 @@ SPECS: dict[str, Spec] = {
     },
     "gated_linear_pair_backward": Spec(
         "plain", [DY, X, *PAIR, Arg("z", rank="", sized=(0, 1))], GATE
+    ),
+    **{
+        op: Spec("plain", [X, *PAIR_OF_MLP, DOWN, *PAIR_BIASES, DOWN_BIAS], GATE)
+        for op in ("gated_mlp", "gated_mlp_forward")
+    },
+    "gated_mlp_backward": Spec(
+        "plain",
+        [
+            DY,
+            X,
+            *PAIR_OF_MLP,
+            DOWN,
+            Arg("z", rank="", sized=(0, 1)),
+            Arg("act", rank="", sized=(0, 1)),
+        ],
+        GATE,
     ),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",

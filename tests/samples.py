@@ -53,6 +53,8 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "gated_linear_forward": (0, 1, 2),
     "gated_linear_pair": (0, 1, 2, 3, 4),
     "gated_linear_pair_forward": (0, 1, 2, 3, 4),
+    "gated_mlp": (0, 1, 2, 3, 4, 5, 6),
+    "gated_mlp_forward": (0, 1, 2, 3, 4, 5, 6),
     "cross_entropy": (0,),
     "linear_cross_entropy": (0, 1, 3),
     "linear_token_logprobs": (0, 1, 3),
@@ -430,6 +432,27 @@ def pair_call(lead, n, k, biases=(True, True), mask=None, **kwargs) -> Callable[
         ]
         z = m.saved(torch.cat(branches, -1))
         return [m.randn(*lead, n), x, *weights, z], {**kwargs, "output_mask": list(mask)}
+
+    return build
+
+
+def mlp_call(
+    lead, n, k, p, biases=(True, True, True), mask=None, **kwargs
+) -> Callable[[Maker], Call]:
+    """A call of gated_mlp; with a mask the call of the backward op."""
+
+    def build(m: Maker) -> Call:
+        (x, *weights), _ = pair_call(lead, n, k, (False, False))(m)
+        weights = [*weights[:2], m.randn(p, n, std=max(n, 1) ** -0.5)]
+        sizes = zip((n, n, p), biases, strict=True)
+        vectors = [m.randn(size) if given else None for size, given in sizes]
+        if mask is None:
+            return [x, *weights, *vectors], kwargs
+        given = [R.up(t) for t in (x, *weights[:2], *vectors[:2])]
+        branches = [R.affine(given[0], w, b) for w, b in zip(given[1:3], given[3:], strict=True)]
+        act = R.gated_linear_pair(*given, **kwargs)
+        saved = [m.saved(torch.cat(branches, -1)), m.saved(act)]
+        return [m.randn(*lead, p), x, *weights, *saved], {**kwargs, "output_mask": list(mask)}
 
     return build
 
@@ -914,6 +937,34 @@ def _listed() -> dict[str, list[Sample]]:
         add("gated_linear_pair", **{name: pair_call(*sizes, **options)})
         add("gated_linear_pair_forward", **{name: pair_call(*sizes, **options)})
         add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=mask)})
+    mlps: dict[str, tuple[tuple[Any, ...], dict[str, Any], Sequence[bool]]] = {
+        "plain": (((3,), 4, 5, 6), {}, [True] * 7),
+        "bare": (
+            ((2, 2), 3, 4, 2, (False, False, False)),
+            {"gate": "geglu"},
+            [True, False, True, False, True, False, True],
+        ),
+        "left_bias": (
+            ((4,), 2, 3, 5, (True, False, False)),
+            {"gate": "reglu"},
+            [False, True, True, True, True, False, False],
+        ),
+        "down_bias": (
+            ((), 3, 6, 1, (False, True, True)),
+            {"gate": "geglu_tanh"},
+            [False, False, False, True, False, False, True],
+        ),
+        "sigmoid_tanh": (
+            ((1, 3), 4, 2, 3),
+            {"gate": "sigmoid_tanh"},
+            [True, True, False, False, False, False, False],
+        ),
+        "empty": (((0, 2), 3, 4, 2), {}, [True] * 7),
+    }
+    for name, (sizes, options, mask) in mlps.items():
+        add("gated_mlp", **{name: mlp_call(*sizes, **options)})
+        add("gated_mlp_forward", **{name: mlp_call(*sizes, **options)})
+        add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=mask)})
     return samples
 
 
@@ -1014,4 +1065,5 @@ EAGER_DEFAULTS: dict[str, dict[str, Any]] = {
     "add_layer_norm": {"eps": 1e-5},
     "gated_linear": {"gate": "geglu"},
     "gated_linear_pair": {"gate": "swiglu"},
+    "gated_mlp": {"gate": "swiglu"},
 }

@@ -59,6 +59,10 @@ LOSS = (
     'str reduction="mean", int ignore_index=-100, float label_smoothing=0, float? softcap=None, '
     "float z_loss=0, int shift=0, float temperature=1.0"
 )
+MLP = (
+    "Tensor x, Tensor left, Tensor right, Tensor down, Tensor? left_bias=None, "
+    'Tensor? right_bias=None, Tensor? down_bias=None, *, str gate="swiglu"'
+)
 LOGITS = "Tensor logits, Tensor target, " + LOSS[LOSS.index("*") :]
 # The contract with users: names, order and defaults.
 SCHEMAS = [
@@ -148,6 +152,12 @@ SCHEMAS = [
     "gated_linear_pair_backward(Tensor dy, Tensor x, Tensor left, Tensor right, Tensor z, *, "
     'str gate="swiglu", bool[5] output_mask) -> '
     "(Tensor dx, Tensor dleft, Tensor dright, Tensor dleft_bias, Tensor dright_bias)",
+    f"gated_mlp({MLP}) -> Tensor",
+    f"gated_mlp_forward({MLP}) -> (Tensor y, Tensor z, Tensor act)",
+    "gated_mlp_backward(Tensor dy, Tensor x, Tensor left, Tensor right, Tensor down, Tensor z, "
+    'Tensor act, *, str gate="swiglu", bool[7] output_mask) -> '
+    "(Tensor dx, Tensor dleft, Tensor dright, Tensor ddown, Tensor dleft_bias, "
+    "Tensor dright_bias, Tensor ddown_bias)",
     f"cross_entropy({LOGITS}) -> Tensor",
     f"cross_entropy_forward({LOGITS}) -> (Tensor loss, Tensor lse)",
     f"cross_entropy_backward(Tensor dloss, {LOGITS.replace('target,', 'target, Tensor lse,')}) -> "

@@ -73,6 +73,11 @@ SAME = {
         lambda x, left, right: F.linear(x, left) * F.linear(x, right),
         (R(6, 8), R(5, 8), R(5, 8)),
     ),
+    "gated_mlp": (
+        torchweld.gated_mlp,
+        lambda x, left, right, down: F.linear(F.linear(x, left) * F.linear(x, right), down),
+        (R(6, 8), R(5, 8), R(5, 8), R(7, 5)),
+    ),
     "bmm": (torchweld.bmm, torch.bmm, (R(4, 3, 8), R(4, 8, 5))),
     "softmax_matmul": (
         torchweld.softmax_matmul,

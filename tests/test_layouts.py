@@ -49,6 +49,7 @@ from samples import (
     logits_call,
     logprobs_backward_call,
     loss_call,
+    mlp_call,
     mul_relu_call,
     need_kernel,
     norm_backward_call,
@@ -83,6 +84,7 @@ GRADIENT_OF = {
     "rms_norm_linear_forward": "rms_norm_linear",
     "gated_linear_forward": "gated_linear",
     "gated_linear_pair_forward": "gated_linear_pair",
+    "gated_mlp_forward": "gated_mlp",
     "rms_norm_forward": "rms_norm",
     "layer_norm_forward": "layer_norm",
 }
@@ -257,6 +259,10 @@ def _further() -> dict[str, list[Sample]]:
         add("gated_linear_pair_forward", **{name: pair_call(*sizes, gate=gate)})
         build = pair_call(*sizes, gate=gate, mask=[True] * 5)
         add("gated_linear_pair_backward", **{name: build})
+    for name, sizes in (("large", (*aligned, 104)), ("large_odd", (*odd, 67))):
+        add("gated_mlp", **{name: mlp_call(*sizes)})
+        add("gated_mlp_forward", **{name: mlp_call(*sizes)})
+        add("gated_mlp_backward", **{name: mlp_call(*sizes, mask=[True] * 7)})
     for name, sizes in (("large", ((2, 2), 64, 72, 128)), ("large_odd", ((3, 1), 65, 131, 67))):
         add("bmm", **{name: bmm_call(*sizes)})
         add("bmm_backward", **{name: bmm_call(*sizes, [True, True])})

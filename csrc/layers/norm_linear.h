@@ -190,10 +190,11 @@ inline bool bias_beside_weight(bool wants_weight, Activation activation) {
   return wants_weight && activation == Activation::kNone;
 }
 
-// Computes dweight = dz^T @ rows. Computes dbias too, unless dbias has size (0,).
+// Computes dweight = dz^T @ rows. Computes dbias too, unless dbias has size (0,). `name` is the
+// result's name in reports of the call.
 inline void weight_backward_into(const Tensor& dweight, const Tensor& dbias, const Tensor& dz,
-                                 const Matrix& rows) {
-  const CallScope part("dweight");
+                                 const Matrix& rows, const char* name = "dweight") {
+  const CallScope part(name);
   MatmulEpilogue epilogue;
   if (dbias.numel() > 0) epilogue.dbias = dbias;
   const bool sums = matmul_into(dweight, Matrix(dz).t(), rows.t(), epilogue);

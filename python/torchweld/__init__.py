@@ -21,6 +21,7 @@ from torchweld.ops.conv2d import conv2d
 from torchweld.ops.cross_entropy import cross_entropy
 from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
 from torchweld.ops.gated_linear import gated_linear, gated_linear_pair
+from torchweld.ops.gated_mlp import gated_mlp
 from torchweld.ops.int4_linear import (
     int4_linear,
     int4_linear_repacked,
@@ -75,6 +76,7 @@ __all__ = [
     "fuse",
     "gated_linear",
     "gated_linear_pair",
+    "gated_mlp",
     "info",
     "int4_linear",
     "int4_linear_repacked",

@@ -40,6 +40,27 @@ def _gated_pair_backward(
     return (2 * output_mask[0] + output_mask[1] + output_mask[2]) * _linear(x, left)
 
 
+def _gated_mlp(
+    x: _Shape, left: _Shape, right: _Shape, down: _Shape, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * _linear(x, left) + 2 * prod(x[:-1]) * prod(down)
+
+
+def _gated_mlp_backward(
+    dy: _Shape,
+    x: _Shape,
+    left: _Shape,
+    right: _Shape,
+    down: _Shape,
+    *args: Any,
+    output_mask: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    wants_dact = any((*output_mask[:3], *output_mask[4:6]))
+    branches = 2 * output_mask[0] + output_mask[1] + output_mask[2]
+    return branches * _linear(x, left) + (wants_dact + output_mask[3]) * 2 * prod(dy) * down[1]
+
+
 def _folded_backward(
     dy: _Shape, x: _Shape, weight: _Shape, *args: Any, activation: str = "none", **kwargs: Any
 ) -> int:
@@ -124,6 +145,9 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "gated_linear_pair": _gated_pair,
     "gated_linear_pair_forward": _gated_pair,
     "gated_linear_pair_backward": _gated_pair_backward,
+    "gated_mlp": _gated_mlp,
+    "gated_mlp_forward": _gated_mlp,
+    "gated_mlp_backward": _gated_mlp_backward,
     "folded_layer_norm_linear": _linear,
     "folded_layer_norm_linear_backward": _folded_backward,
     "bmm": _bmm,

@@ -45,7 +45,14 @@ _KEEPS_DTYPE = {
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the registered kernels alive.
 _KEPT = "_kernels_of_functorch"
-_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear", "gated_linear_pair")
+_LINEAR = (
+    "linear",
+    "layer_norm_linear",
+    "rms_norm_linear",
+    "gated_linear",
+    "gated_linear_pair",
+    "gated_mlp",
+)
 # For each op: the arguments that may have a batch dimension. The other arguments must have the same
 # value for the whole batch.
 _LEADING = {

@@ -21,7 +21,14 @@ _TUNED = "the fastest of its configurations when torchweld.tune timed this shape
 _ASSUMED = "NVIDIA H100 (assumed: there is no GPU here)"
 # Ops that compute what torch's mm computes. Inductor's async tensor parallelism splits collectives
 # only next to torch's own mm.
-_MATMULS = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear", "gated_linear_pair")
+_MATMULS = (
+    "linear",
+    "layer_norm_linear",
+    "rms_norm_linear",
+    "gated_linear",
+    "gated_linear_pair",
+    "gated_mlp",
+)
 _ASYNC = (
     "torch.compile overlaps collectives with torch's own mm alone (async tensor parallelism, "
     "_micro_pipeline_tp), not with this op; where that gains more than the fusion use nn.Linear"

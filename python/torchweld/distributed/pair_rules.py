@@ -1,4 +1,4 @@
-"""Sharding rules of gated_linear_pair; see rules.py."""
+"""Sharding rules of gated_linear_pair and gated_mlp; see rules.py."""
 
 from __future__ import annotations
 
@@ -26,6 +26,30 @@ def _gated_linear_pair(call: Call) -> list[Row]:
     return [*rows, columns]
 
 
+def _gated_mlp(call: Call) -> list[Row]:
+    """Rows that shard the batch or the sequence, and one that shards the hidden columns, as tensor
+    parallelism does: each process then has a term of the result.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    last = len(call.shape("x")) - 1
+    weights = (*_PARAMETERS, "down", "down_bias")
+    sums = all_of(["d" + name for name in weights], partial())
+    rows = [{**all_of((*_ROWS, "act"), shard(dim)), **sums} for dim in range(last)]
+    if call.has("down_bias"):
+        return rows  # a term of the result has no bias
+    columns = {
+        **all_of((*_PARAMETERS, *_GRADIENTS), shard(0)),
+        **all_of(("down", "ddown"), shard(1)),
+        "act": shard(last),
+        "z": _StridedShard(last, split_factor=2),
+        **all_of(("dx", "result", "y"), partial()),
+    }
+    return [*rows, columns]
+
+
 PAIR_RULES: dict[str, Rule] = {
-    "gated_linear_pair" + end: _gated_linear_pair for end in ("", "_forward", "_backward")
+    op + end: rule
+    for op, rule in (("gated_linear_pair", _gated_linear_pair), ("gated_mlp", _gated_mlp))
+    for end in ("", "_forward", "_backward")
 }
