@@ -144,7 +144,7 @@ def families_table() -> str:
         cells = [
             f"`{family.prefix}ForCausalLM`",
             f"`rms_norm`{offset}",
-            "`gated_linear`" if family.packed else "`gated_linear_pair`",
+            "`gated_linear`" if family.packed else "`gated_mlp`",
             f"`rotary`{heads[family.head_norm]}, `attention`",
             "`add_rms_norm`" if family.layer else "stock",
             "`linear_cross_entropy`",

@@ -103,7 +103,7 @@ def expected(name):
     found = {"model.norm": "rms_norm"}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
-        found[f"{prefix}mlp"] = "gated_linear" if family.packed else "gated_linear_pair"
+        found[f"{prefix}mlp"] = "gated_linear" if family.packed else "gated_mlp"
         if (name, layer) != ("SmolLM3", 1):
             found[f"{prefix}self_attn.rotary"] = "rotary"
         if family.head_norm:
@@ -142,7 +142,8 @@ def test_loss_and_every_gradient_equal_stock(device, name, checkpointing):
         loss, grads = step(model, inputs)
     want, want_grads = step(stock, inputs)
     ran = " ".join(calls.names)
-    for op in ("rms_norm", "rotary", "gated_linear", "linear_cross_entropy"):
+    mlp = expected(name)[0]["model.layers.0.mlp"]
+    for op in ("rms_norm", "rotary", mlp, "linear_cross_entropy"):
         assert op in ran, op
     assert_close(loss, want, rtol=1e-5, atol=1e-5)
     assert grads.keys() == want_grads.keys()
@@ -214,7 +215,7 @@ def test_only_some_kinds(kind):
         == {
             "attention": {"attention"},
             "norm": {"rms_norm", "add_rms_norm"},
-            "mlp": {"gated_linear_pair"},
+            "mlp": {"gated_mlp"},
             "rotary": {"rotary"},
         }[kind]
     )
@@ -234,9 +235,11 @@ def test_lora_before_fuse_stays_stock_and_after_it_is_called():
                 fuse(model)
             wrap_in_lora(each.model.layers[0].mlp, "gate_proj")
             wrap_in_lora(each.model.layers[1].self_attn, "q_proj")
+            wrap_in_lora(each.model.layers[1].mlp, "down_proj")
         if first:
-            reasons = dict(fuse(model).skipped)
-            assert "gate_proj is" in reasons["model.layers.0.mlp"]
+            report = fuse(model)
+            assert "gate_proj is" in dict(report.skipped)["model.layers.0.mlp"]
+            assert report.ops["model.layers.1.mlp"].startswith("gated_linear_pair")
         inputs = labelled("cpu")
         loss, grads = step(model, inputs)
         want, want_grads = step(stock, inputs)
@@ -246,7 +249,9 @@ def test_lora_before_fuse_stays_stock_and_after_it_is_called():
             assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("path", ["mlp.up_proj", "mlp.act_fn", "post_attention_layernorm"])
+@pytest.mark.parametrize(
+    "path", ["mlp.up_proj", "mlp.act_fn", "mlp.down_proj", "post_attention_layernorm"]
+)
 def test_a_hook_after_fuse_sees_stock_values(path):
     model = tiny("Llama").eval()
     stock = copy.deepcopy(model)

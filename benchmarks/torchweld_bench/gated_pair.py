@@ -1,5 +1,6 @@
 """gated_linear_pair on a GPU, as CUDA graphs: two weights against gated_linear of the packed one,
-and against eager, torch.compile and Liger's SwiGLU between two linear layers.
+and against eager, torch.compile and Liger's SwiGLU between two linear layers. gated_mlp against
+gated_linear_pair and torch's linear layer, and against torch.compile.
 """
 
 from __future__ import annotations
@@ -90,6 +91,43 @@ def _case(case: str, operands: list[Tensor], targets: dict[str, float]) -> Itera
                 yield make_row(name, times, against=peer, target=targets.get(name), **errors)
 
 
+def _two_ops(x: Tensor, left: Tensor, right: Tensor, down: Tensor) -> Tensor:
+    return F.linear(ops.gated_linear_pair(x, left, right), down)
+
+
+def _eager_mlp(x: Tensor, left: Tensor, right: Tensor, down: Tensor) -> Tensor:
+    return F.linear(_eager(x, left, right), down)
+
+
+def _mlp_case(case: str, operands: list[Tensor], targets: dict[str, float]) -> Iterator[Row]:
+    functions: dict[str, Callable[..., Tensor]] = {
+        "ours": ops.gated_mlp,
+        "gated_linear_pair": _two_ops,
+        "torch.compile": torch.compile(_eager_mlp),
+    }
+    dy = torch.randn_like(operands[0])
+    graphs: dict[str, Any] = {}
+    for name, f in functions.items():
+        graphs[name] = in_turn([lambda f=f: torch.autograd.grad(f(*operands), operands, dy)], 1)
+    times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
+
+    def dx(function: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        given = [t.detach().to(dtype) for t in operands]
+        given[0] = given[0][:_CHECKED_ROWS].requires_grad_()
+        return torch.autograd.grad(function(*given).sum(), given[0])[0]
+
+    exact = dx(_eager_mlp, torch.float64)
+    eager_error = largest_error(dx(_eager_mlp, dy.dtype), exact)
+    errors = {
+        "error": largest_error(dx(ops.gated_mlp, dy.dtype), exact),
+        "eager_error": eager_error,
+        "allowed_error": 3 * eager_error,
+    }
+    for peer in ("gated_linear_pair", "torch.compile"):
+        name = f"{case}, forward and backward over {peer}"
+        yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured lazily."""
     for m, k, n in _SIZES:
@@ -103,3 +141,6 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         ]
         case = f"gated_linear_pair ({m}, {k}, {n}) {dtype_text(x.dtype)}"
         yield from _case(case, [x, *weights], targets)
+        down = (torch.randn(k, n, device="cuda") * n**-0.5).bfloat16().requires_grad_()
+        case = case.replace("gated_linear_pair", "gated_mlp")
+        yield from _mlp_case(case, [x, *weights, down], targets)

@@ -115,7 +115,7 @@ class FusedHead(Part):
         return Place(below(path, "lm_head"), module.lm_head, (module,))
 
     @staticmethod
-    def label(row: Head) -> str:
+    def label(module: nn.Module, row: Head) -> str:
         return "linear_cross_entropy (lm_head -> loss)"
 
     @staticmethod

@@ -108,7 +108,7 @@ class FusedNorm(Part):
     kind = "norm"
 
     @staticmethod
-    def label(row: Norm) -> str:
+    def label(module: nn.Module, row: Norm) -> str:
         return "rms_norm"
 
     @staticmethod
@@ -143,17 +143,21 @@ def _runs_norm(norm: nn.Module, x: Tensor) -> bool:
 
 
 class FusedMLP(Part):
-    """A gated MLP whose two products and gate are :func:`torchweld.gated_linear_pair`.
+    """A gated MLP as :func:`torchweld.gated_mlp`.
 
-    Where one layer has both weights it is :func:`torchweld.gated_linear`.
+    Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
+    :func:`torchweld.gated_linear_pair`. Where one layer has both weights they are
+    :func:`torchweld.gated_linear`.
     """
 
     kind = "mlp"
 
     @staticmethod
-    def label(row: MLP) -> str:
+    def label(module: nn.Module, row: MLP) -> str:
         if row.packed:
             return f"gated_linear (gate_up_proj -> {row.activation})"
+        if fuses_down(module):
+            return f"gated_mlp (gate_proj, up_proj -> {row.activation} -> down_proj)"
         return f"gated_linear_pair (gate_proj, up_proj -> {row.activation})"
 
     @staticmethod
@@ -193,10 +197,24 @@ class FusedMLP(Part):
         left, right = self.gate_proj, self.up_proj
         if not act_left:
             left, right = right, left
+        if fuses_down(self):
+            down = self.down_proj
+            weights = (left.weight, right.weight, down.weight)
+            return ops.gated_mlp(
+                hidden_states, *weights, left.bias, right.bias, down.bias, gate=gate
+            )
         hidden = ops.gated_linear_pair(
             hidden_states, left.weight, right.weight, left.bias, right.bias, gate=gate
         )
         return self.down_proj(hidden)
+
+
+def fuses_down(mlp: nn.Module) -> bool:
+    """Whether an MLP's down_proj is plain enough to be computed in the op of its gate."""
+    down = mlp.down_proj
+    if not is_plain(down, nn.Linear):
+        return False
+    return _plain(mlp.gate_proj.weight, down.weight, down.bias)
 
 
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
@@ -232,7 +250,7 @@ class FusedAttention(Part):
         return Place(below(path, "rotary"), (module, "rotary"), (module,))
 
     @staticmethod
-    def label(row: Attention) -> str:
+    def label(module: nn.Module, row: Attention) -> str:
         return "rotary"
 
     @staticmethod
@@ -333,7 +351,7 @@ class FusedLayer(Part):
         return Place(below(path, row.before_mlp), (norm, "add"), (module, norm))
 
     @staticmethod
-    def label(row: Layer) -> str:
+    def label(module: nn.Module, row: Layer) -> str:
         return f"add_rms_norm (residual + self_attn -> {row.before_mlp})"
 
     @staticmethod

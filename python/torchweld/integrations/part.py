@@ -65,7 +65,7 @@ class Part(nn.Module):
         return Place(path, module, (module,))
 
     @staticmethod
-    def label(row: Any) -> str:
+    def label(module: nn.Module, row: Any) -> str:
         """Returns the text for the report: the op, and the modules that the op replaces."""
         raise NotImplementedError
 

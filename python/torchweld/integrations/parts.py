@@ -33,7 +33,7 @@ def plan(
         if reason is not None:
             report.skipped.append((place.where, reason))
             continue
-        report.ops[place.where] = parent.label(row)
+        report.ops[place.where] = parent.label(module, row)
         # A layer comes before the norm that it adds to.
         places |= dict.fromkeys(place.modules, place)
     return list(dict.fromkeys(places.values()))

@@ -51,7 +51,7 @@ class Probes:
             x = _zeros(weight, 8, 8)
             if packed:
                 return _library.ops.gated_linear(x, x, gate=gate)
-            return _library.ops.gated_linear_pair(x, x, x, gate=gate)
+            return _library.ops.gated_mlp(x, x, x, x, gate=gate)
 
         return self._run(("gated_linear", weight.device, weight.dtype, gate, packed), call)
 
