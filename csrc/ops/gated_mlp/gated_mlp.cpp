@@ -181,11 +181,9 @@ Forward gated_mlp_forward_cuda(const Tensor& x, const Tensor& left, const Tensor
 // two.
 bool fuses_gate_backward(const GemmProblem& p) {
   if (gate_backward_refusal(p)) return false;
-  constexpr double kBytesPerSecond = 2.9e12;  // measured on an H100
-  const double elements = static_cast<double>(p.m) * static_cast<double>(p.n);
-  const double pass = elements * 5 * gemm_elem_size(p.math) / kBytesPerSecond;
   const GemmChoice plain = choose_gemm(p);
-  return gate_backward_seconds(p) < gemm_seconds(p, plain.engine, plain.tile, plain.splits) + pass;
+  return gate_backward_seconds(p) <
+         gemm_seconds(p, plain.engine, plain.tile, plain.splits) + gate_transfer_seconds(p, 5);
 }
 
 // Returns dz, computed from rows @ down without storing that product. dz overwrites z if z is
