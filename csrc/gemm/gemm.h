@@ -38,6 +38,16 @@ struct GemmOperand {
   TW_HOST_DEVICE int64_t half_jump() const { return half_stride - k_half * k_stride; }
 };
 
+// The matrices of a product whose K is concatenated from up to kMaxKSegments matrices. Segment i of
+// the product is a (M, k) times b (N, k)^T, with k a multiple of the k-block. Only Hopper's 16-bit
+// kernels support segments, and only if a is K-major and b is MN-major.
+inline constexpr int kMaxKSegments = 3;
+struct GemmSegments {
+  int count;
+  GemmOperand a[kMaxKSegments], b[kMaxKSegments];
+  int64_t k[kMaxKSegments];
+};
+
 struct GemmEpilogue {
   const void* bias = nullptr;  // (N,), or (2N,) if gated
   bool bias_fp32 = false;      // whether the bias is fp32 even if the operands are 16-bit
@@ -51,11 +61,11 @@ struct GemmEpilogue {
 };
 
 // A norm (norm/norm.h) that is applied to the rows of a before the product. Only the engine for few
-// rows supports it. scale and shift have the dtype of the operands. K elements must be a multiple
-// of 16 bytes.
+// rows supports it. scale_offset is 0 without a scale. scale and shift have the dtype of the
+// operands. K elements must be a multiple of 16 bytes.
 struct GemmNorm {
   bool given = false, centred = false;
-  float eps = 0;
+  float eps = 0, scale_offset = 0;
   const void* scale = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the scale is 1
   const void* shift = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the shift is 0
   float* mean = nullptr;        // (M,), or nullptr if not requested
@@ -79,6 +89,9 @@ struct GemmParams {
   // The fp32 partial sums of each row of a, of shape (choice.dbias_partials(...), M), or nullptr if
   // the sums are not requested.
   float* dbias_partials;
+  // If not null, K is concatenated from these matrices in host memory; a and b are those of the
+  // first segment.
+  const GemmSegments* segments = nullptr;
 };
 
 // The chosen engine may have to copy an operand to another format. Returns the number of bytes of

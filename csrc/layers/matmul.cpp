@@ -149,11 +149,56 @@ Matrix rows_of(const Tensor& t) {
   return stride ? Matrix(t, count_rows(t), *stride) : Matrix(as_matrix(t));
 }
 
+namespace {
+
+// The matrices of a product with a concatenated K: a[i] is (M, K_i) and b[i] is (K_i, N).
+struct Segments {
+  at::TensorList a, b;
+
+  // Whether the kernels can read the matrices where they are.
+  bool in_place() const {
+    const auto aligned = [](const Tensor& t) {
+      return t.stride(1) == 1 && (t.size(0) == 1 || t.stride(0) % chunk_of(t) == 0) &&
+             reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+    };
+    const int64_t k_block = kKBlockBytes / a[0].element_size();
+    bool fits =
+        a.size() <= kMaxKSegments && a[0].element_size() == 2 && b[0].size(1) % chunk_of(b[0]) == 0;
+    for (size_t i = 0; fits && i < a.size(); ++i) {
+      fits = a[i].size(1) > 0 && a[i].size(1) % k_block == 0 && aligned(a[i]) && aligned(b[i]);
+    }
+    return fits;
+  }
+
+  int64_t k() const {
+    int64_t sum = 0;
+    for (const Tensor& t : a) sum += t.size(1);
+    return sum;
+  }
+
+  GemmSegments params() const {
+    GemmSegments segments{static_cast<int>(a.size()), {}, {}, {}};
+    for (size_t i = 0; i < a.size(); ++i) {
+      segments.a[i] = Operand(a[i]).params(1);
+      segments.b[i] = Operand(Matrix(b[i]).t()).params(1);
+      segments.k[i] = a[i].size(1);
+    }
+    return segments;
+  }
+};
+
+// Launches the product of matmul_into for a row-major y. If `segments` is given, it holds a and b,
+// which are the operands of the first segment.
+bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
+                    const MatmulEpilogue& epilogue, const MatmulNorm* norm,
+                    const Segments* segments = nullptr);
+
+}  // namespace
+
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const MatmulEpilogue& epilogue,
                  const MatmulNorm* norm) {
   if (y.empty()) return false;
-  const int64_t batch = y.batch, m = y.rows, n = y.columns;
-  const Tensor& out = y.tensor;
+  const int64_t m = y.rows, n = y.columns;
   if (n > 1 && y.column_stride != 1) {
     // If y is column-major, the transposed product y^T = b @ a^T is computed, because y^T is
     // row-major. This is possible only without an epilogue and a norm: a bias, for example, would
@@ -165,17 +210,39 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
       matmul_into(y.t(), b, a);
       return false;
     }
-    const Tensor dense = at::empty({batch, m, n}, out.options());
+    const Tensor dense = at::empty({y.batch, m, n}, y.tensor.options());
     const bool sums = matmul_into(dense, a, b, epilogue, norm);
     y.view().copy_(dense);
     return sums;
   }
+  return launch_product(y, a, b, epilogue, norm);
+}
+
+void matmul_sum_into(const Matrix& y, at::TensorList a, at::TensorList b) {
+  if (y.empty()) return;
+  const Segments segments = {a, b};
+  if (a.size() > 1 && y.column_stride == 1 && segments.in_place()) {
+    launch_product(y, a[0], Matrix(b[0]).t(), {}, nullptr, &segments);
+  } else if (a.size() > 1) {
+    matmul_into(y, at::cat(a, 1), Matrix(at::cat(b, 0)).t());
+  } else {
+    matmul_into(y, a[0], Matrix(b[0]).t());
+  }
+}
+
+namespace {
+
+bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
+                    const MatmulEpilogue& epilogue, const MatmulNorm* norm,
+                    const Segments* segments) {
+  const int64_t batch = y.batch, m = y.rows, n = y.columns;
+  const Tensor& out = y.tensor;
   const Operand in_a(a), in_b(b, in_a.k_major);
   const Vector bias(epilogue.bias);
   GemmParams p{};
   p.m = m;
   p.n = n;
-  p.k = a.columns;
+  p.k = segments != nullptr ? segments->k() : a.columns;
   p.batch = batch;
   p.a = in_a.params(batch);
   p.b = in_b.params(batch);
@@ -201,6 +268,7 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
     p.norm.given = true;
     p.norm.centred = norm->norm.centred;
     p.norm.eps = static_cast<float>(norm->eps);
+    p.norm.scale_offset = static_cast<float>(norm->norm.scale_offset);
     p.norm.scale = is_given(scale) ? const_data<void>(*scale) : nullptr;
     p.norm.shift = is_given(shift) ? const_data<void>(*shift) : nullptr;
     p.norm.mean = out(norm->out.mean);
@@ -221,6 +289,17 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   TORCH_CHECK(p.choice.splits >= 0,
               "torchweld: no tile of the matmul engine supports a product of ", m, " x ", n, " x ",
               p.k, " in a batch of ", batch, "; cut it into smaller ones");
+  GemmSegments matrices;
+  Tensor whole_a, whole_b;
+  if (segments != nullptr && p.choice.engine == GemmEngine::kSm90) {
+    matrices = segments->params();
+    p.segments = &matrices;
+  } else if (segments != nullptr) {
+    whole_a = at::cat(segments->a, 1);
+    whole_b = at::cat(segments->b, 0);
+    p.a = Operand(whole_a).params(1);
+    p.b = Operand(Matrix(whole_b).t()).params(1);
+  }
   Tensor workspace, flags, written, dbias_partials;
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = p.choice.splits == kStreamK ? cached_floats(floats, out)
@@ -247,6 +326,8 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
                       current_stream());
   return true;
 }
+
+}  // namespace
 
 bool matmul_may_use_tf32(const Tensor& t) {
   return t.scalar_type() == at::kFloat &&

@@ -125,4 +125,9 @@ bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 
+// Computes y (M, N) = the sum of a[i] @ b[i] over all i, with a[i] (M, K_i) and b[i] (K_i, N). The
+// sum is one product whose K is concatenated. Hopper's 16-bit kernels read up to kMaxKSegments
+// matrices where they are; otherwise the operands are concatenated first.
+void matmul_sum_into(const Matrix& y, at::TensorList a, at::TensorList b);
+
 }  // namespace torchweld

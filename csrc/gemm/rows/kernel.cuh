@@ -255,8 +255,9 @@ class RowsFragments {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // i selects row g or row g + 8 of the fragment
         const float2 x = unpack_pair<T>(r[half * 2 + i]);
-        r[half * 2 + i] = pack_pair<T>(fmaf(of_[i].normalise(x.x), scale.x, shift.x),
-                                       fmaf(of_[i].normalise(x.y), scale.y, shift.y));
+        r[half * 2 + i] =
+            pack_pair<T>(fmaf(of_[i].normalise(x.x), scale.x + norm_.scale_offset, shift.x),
+                         fmaf(of_[i].normalise(x.y), scale.y + norm_.scale_offset, shift.y));
       }
     }
   }

@@ -50,6 +50,19 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
                                           int b_term) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kRowElems = Config::kSwizzleRowElems, kCluster = kT.cluster;
+  // K may be concatenated from several matrices. Each has tensor maps of its own.
+  const TensorMap *map_a = &p.a, *map_b = &p.b;
+  if constexpr (Config::kSegments) {
+    int first_k = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxKSegments - 1; ++i) {
+      if (k < p.more_k[i]) continue;
+      map_a = &p.more_a[i];
+      map_b = &p.more_b[i];
+      first_k = p.more_k[i];
+    }
+    k -= first_k;
+  }
   const auto load = [&](uint32_t s_to, const TensorMap& map, int x, int y, int z, int w) {
     tma_load(s_to, map, s_full, x, y, z, w);
   };
@@ -78,14 +91,14 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
   if constexpr (Config::kAKMajor) {
 #pragma unroll
     for (int half = 0; half < Config::kHalvesA; ++half) {
-      load(s_stage + half * kRowsA * kKBlockBytes, p.a, k, row,
+      load(s_stage + half * kRowsA * kKBlockBytes, *map_a, k, row,
            Config::kHalvesA == 1 ? a_term : b_half(half), a_batch);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kT.block_m / kRowElems; ++i) {
       const int first = i * kRowElems;
-      load(s_stage + i * Config::kLeadingBytes, p.a, row + first % kRowsA, kSwapAb ? b_k : k,
+      load(s_stage + i * Config::kLeadingBytes, *map_a, row + first % kRowsA, kSwapAb ? b_k : k,
            kSwapAb ? b_half(first / kRowsA) : 0, a_batch);
     }
   }
@@ -98,7 +111,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 #pragma unroll
     for (int i = 0; i < kBoxes / kCluster; ++i) {
       const int box = i * kCluster + rank, first = box * kRows;
-      load_shared(s_b + first * kKBlockBytes, p.b, k, column + first % kColumns,
+      load_shared(s_b + first * kKBlockBytes, *map_b, k, column + first % kColumns,
                   kHalves == 1 ? b_term : b_term * kHalves + b_half(first / kColumns), b_batch);
     }
   } else {
@@ -106,7 +119,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
     for (int i = 0; i < kT.block_n / kRowElems; ++i) {
       if (kCluster > 1 && i % kCluster != rank) continue;
       const int first = i * kRowElems;
-      load_shared(s_b + i * Config::kLeadingBytes, p.b, column + first % kColumns,
+      load_shared(s_b + i * Config::kLeadingBytes, *map_b, column + first % kColumns,
                   kSwapAb ? k : b_k, kSwapAb ? 0 : b_half(first / kColumns), b_batch);
     }
   }

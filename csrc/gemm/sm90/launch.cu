@@ -2,7 +2,9 @@
 // results.
 #include "gemm/sm90/launch.h"
 
+#include <algorithm>
 #include <climits>
+#include <iterator>
 
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -23,8 +25,8 @@ struct Maps {
   int block_k() const { return sm90_block_k(math); }  // the number of elements along K in a k-block
 
   // Returns the tensor box of an operand. The operand consists of `halves` matrices at distance
-  // o.half_stride; each matrix has `rows` rows (M or N).
-  TensorBox operand(const GemmOperand& o, int64_t rows, int halves, int box_rows) const {
+  // o.half_stride; each matrix has `rows` rows (M or N) and `k` columns.
+  TensorBox operand(const GemmOperand& o, int64_t rows, int halves, int box_rows, int64_t k) const {
     const bool k_major = o.k_stride == 1;
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
     TensorBox box = {o.data, sm90_elem_bytes(math)};
@@ -35,7 +37,6 @@ struct Maps {
       box.data = static_cast<const char*>(o.data) + half_stride * box.elem_size;
       half_stride = -half_stride;
     }
-    const int64_t k = o.k_half > 0 ? o.k_half : p.k;
     const int64_t sizes[] = {k_major ? k : rows, k_major ? rows : k, halves, batch};
     const int64_t strides[] = {1, k_major ? o.row_stride : o.k_stride, half_stride, o.batch_stride};
     const int boxes[] = {block_k(), k_major ? box_rows : block_k(), 1, 1};
@@ -126,12 +127,26 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const int box_b = (swap_ab ? tile.block_m : tile.block_n) / parts;
   const int terms = bf16x3_terms(math);
   const Sm90Written w = writes_a || writes_b ? write_sm90_operands(p, cuda_stream) : Sm90Written{};
+  const GemmSegments* segments = p.segments;
+  const int64_t k = segments != nullptr ? segments->k[0] : p.k;
   const TensorBox of_a =
-      writes_a ? maps.operand(w.a, p.m, terms, box_a) : maps.operand(p.a, p.m, 1, box_a);
-  const TensorBox of_b = writes_b ? maps.operand(w.b, p.n, terms * halves, box_b)
-                                  : maps.operand(p.b, p.n, k_halves ? 2 : halves, box_b);
+      writes_a ? maps.operand(w.a, p.m, terms, box_a, k) : maps.operand(p.a, p.m, 1, box_a, k);
+  const TensorBox of_b =
+      writes_b ? maps.operand(w.b, p.n, terms * halves, box_b, k)
+               : maps.operand(p.b, p.n, k_halves ? 2 : halves, box_b, k_halves ? p.b.k_half : k);
   params.a = make_tensor_map("matmul", swap_ab ? of_b : of_a);
   params.b = make_tensor_map("matmul", swap_ab ? of_a : of_b);
+  std::fill(std::begin(params.more_k), std::end(params.more_k), INT_MAX);
+  int64_t first_k = k;
+  for (int i = 1; segments != nullptr && i < segments->count; ++i) {
+    const int64_t columns = segments->k[i];
+    const TensorBox a = maps.operand(segments->a[i], p.m, 1, box_a, columns);
+    const TensorBox b = maps.operand(segments->b[i], p.n, 1, box_b, columns);
+    params.more_a[i - 1] = make_tensor_map("matmul", swap_ab ? b : a);
+    params.more_b[i - 1] = make_tensor_map("matmul", swap_ab ? a : b);
+    params.more_k[i - 1] = static_cast<int>(first_k);
+    first_k += columns;
+  }
   if (!swap_ab) {
     params.stores_y = p.y != nullptr && map_result(params.y, maps.result(p.y, p.n, p.y_row_stride,
                                                                          1, p.y_batch_stride));

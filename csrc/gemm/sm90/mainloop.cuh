@@ -29,6 +29,9 @@ struct Sm90Config {
   // other tile.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
+  // Whether K may be concatenated from several matrices (GemmSegments).
+  static constexpr bool kSegments = kMath != GemmMath::kTf32 && !kBf16x3 && !kGated &&
+                                    (kT.swap_ab() ? !kAKMajor && kBKMajor : kAKMajor && !kBKMajor);
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
   // In an MN-major tile, each swizzle row of shared memory has kSwizzleRowElems elements along M or
   // N. The next kSwizzleRowElems elements along M or N are kLeadingBytes further on.

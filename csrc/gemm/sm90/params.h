@@ -32,6 +32,11 @@ struct Sm90Params {
   StreamKSchedule stream_k;
   Sm90Partials partials;
   GemmParams gemm;
+  // If K is concatenated from several matrices (GemmSegments), the tensor maps of the second and
+  // the third segment, and their first columns along K. The first column of a missing segment is
+  // INT_MAX.
+  TensorMap more_a[kMaxKSegments - 1], more_b[kMaxKSegments - 1];
+  int more_k[kMaxKSegments - 1];
 };
 
 }  // namespace torchweld
