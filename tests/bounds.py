@@ -560,11 +560,23 @@ def shaped(terms: Terms, shape: Sequence[int]) -> Terms:
     return terms.map(lambda t: t.expand(t.shape).reshape(shape))
 
 
+def offset_terms(norm: Norm, weight_offset: float) -> Terms:
+    """Adding an offset to the norm's weight rounds once, in the dtype of sums."""
+    return Terms([(1, (norm.hat * (norm.scale.abs() + abs(weight_offset))).abs())])
+
+
 class Layer:
     """One of linear, layer_norm_linear, rms_norm_linear: y = activation(n @ weight.T + bias)."""
 
     def __init__(
-        self, kind: str, x: Tensor, weight: Tensor, bias=None, *norm: Any, eps: Any = None
+        self,
+        kind: str,
+        x: Tensor,
+        weight: Tensor,
+        bias=None,
+        *norm: Any,
+        eps: Any = None,
+        weight_offset: float = 0,
     ):
         self.x, self.dtype, self.unit = x, x.dtype, UNIT[x.dtype]
         self.weight, self.bias = up(weight), up(bias)
@@ -574,7 +586,11 @@ class Layer:
         if kind == "linear":
             self.norm, self.n, self.n_terms = None, rows, Terms()
         else:
+            if weight_offset:
+                self.params[0] = self.params[0] + weight_offset
             self.norm = Norm(rows, eps, kind == "layer_norm_linear", *self.params, dtype=self.dtype)
+            if weight_offset:
+                self.norm.terms = self.norm.terms + offset_terms(self.norm, weight_offset)
             self.n, self.n_terms = self.norm.n, self.norm.terms
         self.z = R.affine(self.n, self.weight, self.bias)
         self.z_terms = affine_terms(self.n, self.n_terms, self.weight, self.bias)
@@ -650,15 +666,18 @@ def masked_out(bounds: list[Bound | None], wanted: Sequence[bool], dtype) -> lis
 
 
 def layer_forward(kind: str, eps_default: float | None, full: bool):
-    def bounds(*args, activation: str = "none", eps: float | None = eps_default):
-        return Layer(kind, *args, eps=eps).forward(activation, full)
+    def bounds(*args, activation: str = "none", eps: float | None = eps_default, weight_offset=0):
+        return Layer(kind, *args, eps=eps, weight_offset=weight_offset).forward(activation, full)
 
     return bounds
 
 
 def layer_grads(kind: str, eps_default: float | None):
-    def grads(dy, *args, activation: str = "none", eps: float | None = eps_default):
-        return Layer(kind, *args, eps=eps).backward(dy, activation, None, eps)
+    def grads(
+        dy, *args, activation: str = "none", eps: float | None = eps_default, weight_offset=0
+    ):
+        layer = Layer(kind, *args, eps=eps, weight_offset=weight_offset)
+        return layer.backward(dy, activation, None, eps)
 
     return grads
 
@@ -687,10 +706,21 @@ def layer_norm_linear_backward_bounds(
 
 
 def rms_norm_linear_backward_bounds(
-    dy, x, weight, norm_weight, rstd, preact=None, *, activation="none", output_mask
+    dy,
+    x,
+    weight,
+    norm_weight,
+    rstd,
+    preact=None,
+    *,
+    weight_offset=0,
+    activation="none",
+    output_mask,
 ):
     eps = row_eps(x, rstd, centred=False)
-    layer = Layer("rms_norm_linear", x, weight, None, norm_weight, eps=eps)
+    layer = Layer(
+        "rms_norm_linear", x, weight, None, norm_weight, eps=eps, weight_offset=weight_offset
+    )
     given = dy if preact is None else preact
     return masked_out(layer.backward(dy, activation, given, eps), output_mask, x.dtype)
 
@@ -710,10 +740,8 @@ class NormRows:
         scale = None if weight is None else up(weight) + weight_offset
         self.rows = matrix(self.sum)
         self.norm = Norm(self.rows, eps, centred, scale, up(bias), dtype=x.dtype)
-        # Adding an offset to the weight rounds once, in the dtype of sums.
         if weight_offset:
-            size = (self.norm.hat * (scale.abs() + abs(weight_offset))).abs()
-            self.norm.terms = self.norm.terms + Terms([(1, size)])
+            self.norm.terms = self.norm.terms + offset_terms(self.norm, weight_offset)
 
     def results(self, full: bool) -> list[Bound]:
         norm, lead, acc = self.norm, self.lead, acc_dtype(self.dtype)

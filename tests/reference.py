@@ -237,8 +237,10 @@ def layer_norm_linear(
     return activate(affine(n, weight, bias), activation)
 
 
-def rms_norm_linear(x, weight, bias=None, norm_weight=None, *, eps=1e-6, activation="none"):
-    n = scale_shift(normalise(x, eps, centred=False)[0], norm_weight)
+def rms_norm_linear(
+    x, weight, bias=None, norm_weight=None, *, eps=1e-6, weight_offset=0, activation="none"
+):
+    n = norm(x, norm_weight, eps=eps, centred=False, weight_offset=weight_offset)
     return activate(affine(n, weight, bias), activation)
 
 
@@ -680,8 +682,10 @@ def eager_layer_norm_linear(x, weight, bias=None, ln_weight=None, ln_bias=None, 
     return eager_activate(F.linear(n, weight, bias), activation)
 
 
-def eager_rms_norm_linear(x, weight, bias=None, norm_weight=None, *, eps, activation):
-    n = F.rms_norm(x, x.shape[-1:], norm_weight, eps)
+def eager_rms_norm_linear(
+    x, weight, bias=None, norm_weight=None, *, eps, activation, weight_offset=0
+):
+    n = eager_rms_norm(x, norm_weight, eps=eps, weight_offset=weight_offset)
     return eager_activate(F.linear(n, weight, bias), activation)
 
 

@@ -359,10 +359,10 @@ SPECS: dict[str, Spec] = {
     "layer_norm_linear_backward": Spec(
         "relu", [DY, X, WEIGHT, *LN, *STATS, PREACT], ACTIVATION, drop=("preact",)
     ),
-    "rms_norm_linear": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS),
-    "rms_norm_linear_forward": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS),
+    "rms_norm_linear": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS | OFFSET),
+    "rms_norm_linear_forward": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS | OFFSET),
     "rms_norm_linear_backward": Spec(
-        "relu", [DY, X, WEIGHT, *RMS, STATS[1], PREACT], ACTIVATION, drop=("preact",)
+        "relu", [DY, X, WEIGHT, *RMS, STATS[1], PREACT], ACTIVATION | OFFSET, drop=("preact",)
     ),
     "rms_norm": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),
     "rms_norm_forward": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),

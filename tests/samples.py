@@ -209,8 +209,9 @@ def layer_call(lead, n, k, *norm: bool, bias=True, **kwargs) -> Callable[[Maker]
     def build(m: Maker) -> Call:
         x, weight = m.randn(*lead, k), m.randn(n, k, std=max(k, 1) ** -0.5)
         args: list[Any] = [x, weight, m.randn(n) if bias else None]
+        mean = 1.0 - kwargs.get("weight_offset", 0)
         for i, given in enumerate(norm):
-            args.append(m.randn(k, mean=1.0 - i, std=0.2) if given else None)
+            args.append(m.randn(k, mean=mean - i, std=0.2) if given else None)
         return args, kwargs
 
     return build
@@ -220,7 +221,8 @@ def layer_backward_call(kind: str, forward, mask: Sequence[bool]) -> Callable[[M
     def build(m: Maker) -> Call:
         (x, weight, bias, *norm), kwargs = forward(m)
         activation = kwargs.get("activation", "none")
-        up_norm = [R.up(t) for t in norm]
+        offset = {name: kwargs[name] for name in ("weight_offset",) if name in kwargs}
+        up_norm = [t if t is None else R.up(t) + offset.get("weight_offset", 0) for t in norm]
         rows, stats = R.up(x), []
         if kind != "linear":
             centred = kind == "layer_norm_linear"
@@ -231,7 +233,7 @@ def layer_backward_call(kind: str, forward, mask: Sequence[bool]) -> Callable[[M
         saved = R.activate(z, activation) if activation == "relu" else z
         preact = [] if activation == "none" else [m.saved(saved)]
         args = [m.randn(*z.shape), x, weight, *norm, *stats, *preact]
-        return args, {"activation": activation, "output_mask": list(mask)}
+        return args, {**offset, "activation": activation, "output_mask": list(mask)}
 
     return build
 
@@ -779,6 +781,10 @@ def _listed() -> dict[str, list[Sample]]:
             "silu": (layer_call((3,), 3, 4, *full, activation="silu"), [True] * (3 + extra)),
             "empty": (layer_call((0, 2), 3, 4, *full), wide(masks[3], extra)),
         }
+    layers["rms_norm_linear"]["offset"] = (
+        layer_call((5,), 3, 6, True, activation="silu", weight_offset=1.0),
+        [True] * 4,
+    )
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         centred = op.endswith("layer_norm")
         full, none = [True] * (1 + centred), [False] * (1 + centred)
@@ -969,6 +975,12 @@ def _listed() -> dict[str, list[Sample]]:
 
 
 SAMPLES = _listed()
+# Ops with lists of tensors: test_norm_linears.py has their samples and checks their contract.
+OPS_OF_LISTS = tuple(
+    op + end
+    for op in ("layer_norm_linears", "rms_norm_linears")
+    for end in ("", "_forward", "_backward")
+)
 PUBLIC = tuple(op for op in SAMPLES if not op.endswith(("_forward", "_backward")))
 
 

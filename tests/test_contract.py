@@ -22,6 +22,7 @@ from samples import (
     F32,
     F64,
     FLOAT32_RESULTS,
+    OPS_OF_LISTS,
     PUBLIC,
     SAMPLES,
     TWO_GRADIENTS,
@@ -102,13 +103,25 @@ SCHEMAS = [
     'str activation="none", bool[5] output_mask) -> '
     "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dln_weight, Tensor dln_bias)",
     "rms_norm_linear(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, *, "
-    'float eps=1e-6, str activation="none") -> Tensor',
+    'float eps=1e-6, float weight_offset=0, str activation="none") -> Tensor',
     "rms_norm_linear_forward(Tensor x, Tensor weight, Tensor? bias=None, "
-    'Tensor? norm_weight=None, *, float eps=1e-6, str activation="none") -> '
-    "(Tensor y, Tensor preact, Tensor rstd)",
+    "Tensor? norm_weight=None, *, float eps=1e-6, float weight_offset=0, "
+    'str activation="none") -> (Tensor y, Tensor preact, Tensor rstd)',
     "rms_norm_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? norm_weight, "
-    'Tensor rstd, Tensor? preact=None, *, str activation="none", bool[4] output_mask) -> '
-    "(Tensor dx, Tensor dweight, Tensor dbias, Tensor dnorm_weight)",
+    'Tensor rstd, Tensor? preact=None, *, float weight_offset=0, str activation="none", '
+    "bool[4] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dnorm_weight)",
+    "rms_norm_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm_weight=None, *, "
+    "float eps=1e-6, float weight_offset=0) -> Tensor[]",
+    "rms_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[] biases, "
+    "Tensor? norm_weight=None, *, float eps=1e-6, float weight_offset=0) -> Tensor[]",
+    "rms_norm_linears_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? norm_weight, "
+    "Tensor rstd, *, float weight_offset=0, bool[4] output_mask) -> Tensor[]",
+    "layer_norm_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? ln_weight=None, "
+    "Tensor? ln_bias=None, *, float eps=1e-5) -> Tensor[]",
+    "layer_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[] biases, "
+    "Tensor? ln_weight=None, Tensor? ln_bias=None, *, float eps=1e-5) -> Tensor[]",
+    "layer_norm_linears_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? ln_weight, "
+    "Tensor? ln_bias, Tensor mean, Tensor rstd, *, bool[5] output_mask) -> Tensor[]",
     "rms_norm(Tensor x, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0) -> Tensor",
     "rms_norm_forward(Tensor x, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0) "
     "-> (Tensor y, Tensor rstd)",
@@ -251,7 +264,7 @@ def run(s, args, kwargs) -> list[Tensor]:
 
 
 def test_every_registered_op_has_samples():
-    assert set(registered_ops()) == set(SAMPLES)
+    assert set(registered_ops()) == set(SAMPLES) | set(OPS_OF_LISTS)
     assert all(len(samples) >= 5 for samples in SAMPLES.values())
 
 

@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <tuple>
 #include <type_traits>
@@ -65,6 +66,9 @@ bool needs_grad(const T&) {
 }
 inline bool needs_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 inline bool needs_grad(const OptionalTensor& t) { return is_given(t) && needs_grad(*t); }
+inline bool needs_grad(at::TensorList list) {
+  return std::any_of(list.begin(), list.end(), [](const Tensor& t) { return needs_grad(t); });
+}
 
 // Whether autograd must record a call with these arguments.
 template <typename... Args>
@@ -80,6 +84,9 @@ inline bool has_tangent(const Tensor& t) {
   return t.defined() && t._fw_grad(/*level=*/0).defined();
 }
 inline bool has_tangent(const OptionalTensor& t) { return is_given(t) && has_tangent(*t); }
+inline bool has_tangent(at::TensorList list) {
+  return std::any_of(list.begin(), list.end(), [](const Tensor& t) { return has_tangent(t); });
+}
 
 // Raises an error if a tensor has a forward-mode tangent. Every call must be checked, even one that
 // autograd does not record: forward mode does not depend on grad mode, and the op would drop the
@@ -129,6 +136,8 @@ template <typename Result>
 Result first_outputs(const variable_list& outputs) {
   if constexpr (std::is_same_v<Result, Tensor>) {
     return outputs[0];
+  } else if constexpr (std::is_same_v<Result, variable_list>) {
+    return outputs;
   } else {
     Result result;
     std::apply([&, i = 0](auto&... t) mutable { ((t = outputs[i++]), ...); }, result);
@@ -215,6 +224,11 @@ struct Autocast {
   Tensor operator()(const Tensor& t) const { return autocast_cast(t, dtype, device); }
   OptionalTensor operator()(const OptionalTensor& t) const {
     return is_given(t) ? OptionalTensor((*this)(*t)) : std::nullopt;
+  }
+  variable_list operator()(at::TensorList list) const {
+    variable_list all;
+    for (const Tensor& t : list) all.push_back((*this)(t));
+    return all;
   }
   template <typename T>
   const T& operator()(const T& other) const {

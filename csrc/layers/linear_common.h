@@ -54,6 +54,15 @@ inline void check_eps(const char* op, double eps) {
   TW_CHECK(std::isfinite(eps) && eps >= 0, op, "eps must be finite and at least 0, but got ", eps);
 }
 
+// Checks the number that an RMS op adds to the norm's weight. Error messages call the weight
+// `weight_name`.
+inline void check_weight_offset(const char* op, const char* weight_name,
+                                const OptionalTensor& weight, double weight_offset) {
+  check_finite(op, "weight_offset", weight_offset);
+  TW_CHECK(is_given(weight) || weight_offset == 0, op, "weight_offset must be 0 without a ",
+           weight_name, ", but got ", weight_offset);
+}
+
 // Checks an optional vector. It must have `size` values and the dtype and device of x. Error
 // messages call x `x_name`.
 inline void check_vector(const char* op, const char* name, const OptionalTensor& t,

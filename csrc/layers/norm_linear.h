@@ -9,6 +9,7 @@
 #include "layers/donation.h"
 #include "layers/linear_common.h"
 #include "layers/matmul.h"
+#include "layers/norms.h"
 #include "norm/norm.h"
 #include "pointwise/column_split.h"
 #include "pointwise/pointwise.h"
@@ -36,6 +37,23 @@ inline Tensor matrix_over(const Tensor& preact) {
                              preact.size(-1) * preact.element_size() % 16 == 0;
   return reuses_preact ? as_matrix(preact)
                        : empty_matrix(count_rows(preact), preact.size(-1), preact);
+}
+
+// Returns the norm that an op of layers/norms.h describes by its vectors.
+template <size_t kCount>
+RowNorm row_norm(const NormVectors<kCount>& vectors, double weight_offset) {
+  RowNorm norm = {/*centred=*/kCount == 2, vectors[0]};
+  norm.scale_offset = weight_offset;
+  if constexpr (kCount == 2) norm.shift = vectors[1];
+  return norm;
+}
+
+template <size_t kCount>
+RowStatistics statistics_of(const NormStatistics<kCount>& statistics) {
+  if constexpr (kCount == 2)
+    return {statistics[0], statistics[1]};
+  else
+    return {std::nullopt, statistics[0]};
 }
 
 inline Tensor empty_floats(int64_t count, const Tensor& like) {
@@ -213,24 +231,31 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
   if (wants_weight) weight_backward_into(dweight, dbias, dz, rows_of(x));
 }
 
-// Computes the gradients of z = norm(x) @ weight.T with respect to x, weight, scale and shift. A
-// gradient that is passed as a tensor of size (0,) is not computed. The normalised rows and, later,
-// their gradient are in the same memory.
-inline void norm_matmul_backward_into(const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
-                                      const Tensor& dscale, const Tensor& dshift, bool wants_x,
-                                      bool wants_weight, const RowNorm& norm, const Tensor& dz,
-                                      const Tensor& x, const Tensor& weight,
-                                      const RowStatistics& saved) {
+// Computes the gradients of z_i = norm(x) @ weight_i.T with respect to x, the weights, scale and
+// shift. dz_i (rows, N_i) is the gradient with respect to z_i. dweights is empty if the gradients
+// of the weights are not requested, and so is dbiases. Another gradient that is passed as a tensor
+// of size (0,) is not computed. The normalised rows and, later, their gradient are in the same
+// memory.
+inline void norm_matmuls_backward_into(const Tensor& dx, at::TensorList dweights,
+                                       at::TensorList dbiases, const Tensor& dscale,
+                                       const Tensor& dshift, bool wants_x, const RowNorm& norm,
+                                       at::TensorList dzs, const Tensor& x, at::TensorList weights,
+                                       const RowStatistics& saved) {
   const bool wants_rows = wants_x || dscale.numel() > 0 || dshift.numel() > 0;
-  if (!wants_rows && !wants_weight) return;
-  const Tensor rows = matrix_under(dx, x);
-  if (wants_weight) {
-    run_norm(norm, x, /*eps=*/0, {}, saved, rows);
-    weight_backward_into(dweight, dbias, dz, rows);
+  const Tensor rows = wants_rows || !dweights.empty() ? matrix_under(dx, x) : Tensor();
+  if (!dweights.empty()) run_norm(norm, x, /*eps=*/0, {}, saved, rows);
+  const Tensor nothing = empty_vector_grad(x, 0, /*wanted=*/false);
+  for (size_t i = 0; i < dzs.size(); ++i) {
+    const Tensor& dbias = dbiases.empty() ? nothing : dbiases[i];
+    if (!dweights.empty()) {
+      weight_backward_into(dweights[i], dbias, dzs[i], rows);
+    } else {
+      activation_backward_into(dbias, dzs[i], std::nullopt, Activation::kNone);
+    }
   }
   if (!wants_rows) return;
   const CallScope part("dx");
-  matmul_into(rows, dz, Matrix(weight).t());
+  matmul_sum_into(rows, dzs, weights);
   norm_backward_into(dx, dscale, dshift, norm, rows, x, saved);
 }
 

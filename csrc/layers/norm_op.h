@@ -21,9 +21,7 @@ namespace torchweld {
 inline void check_norm_weight(const char* op, const char* like_name, const Tensor& like,
                               const OptionalTensor& weight, double weight_offset) {
   check_vector(op, "weight", weight, like.sym_size(-1), "(n,)", like, like_name);
-  check_finite(op, "weight_offset", weight_offset);
-  TW_CHECK(is_given(weight) || weight_offset == 0, op,
-           "weight_offset must be 0 without a weight, but got ", weight_offset);
+  check_weight_offset(op, "weight", weight, weight_offset);
 }
 
 // `Norm` describes one of the ops. It must have these members:

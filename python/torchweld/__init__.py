@@ -35,6 +35,7 @@ from torchweld.ops.leftpad import leftpad_from_mask
 from torchweld.ops.linear import linear
 from torchweld.ops.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
 from torchweld.ops.mul_relu import mul_relu
+from torchweld.ops.norm_linears import layer_norm_linears, rms_norm_linears
 from torchweld.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torchweld.ops.outer_add import outer_add
 from torchweld.ops.outer_mul_relu import outer_mul_relu
@@ -88,6 +89,7 @@ __all__ = [
     "key_start_from_positions",
     "layer_norm",
     "layer_norm_linear",
+    "layer_norm_linears",
     "leftpad_from_mask",
     "linear",
     "linear_cross_entropy",
@@ -98,6 +100,7 @@ __all__ = [
     "outer_mul_relu",
     "rms_norm",
     "rms_norm_linear",
+    "rms_norm_linears",
     "rotary",
     "row_sum",
     "scalar_attention",

@@ -30,6 +30,21 @@ def _linear_backward(
     return (wants_x + wants_weight) * _linear(x, weight)
 
 
+def _linears(x: _Shape, weights: Sequence[_Shape], *args: Any, **kwargs: Any) -> int:
+    return sum(_linear(x, weight) for weight in weights)
+
+
+def _linears_backward(
+    dys: Sequence[_Shape],
+    x: _Shape,
+    weights: Sequence[_Shape],
+    *args: Any,
+    output_mask: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    return sum(_linear_backward((), x, weight, output_mask=output_mask) for weight in weights)
+
+
 def _gated_pair(x: _Shape, left: _Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * _linear(x, left)
 
@@ -133,10 +148,13 @@ def _exponentials_backward(
 
 
 _LOSSES = ("linear_cross_entropy", "linear_token_logprobs")
-_LINEAR = ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear")
+_NORM_LINEAR = ("layer_norm_linear", "rms_norm_linear")
+_LINEAR = ("linear", *_NORM_LINEAR, "gated_linear")
 FORMULAS: dict[str, Callable[..., int]] = {
     **{op + suffix: _linear for op in _LINEAR for suffix in ("", "_forward")},
     **{op + "_backward": _linear_backward for op in _LINEAR},
+    **{op + "s" + suffix: _linears for op in _NORM_LINEAR for suffix in ("", "_forward")},
+    **{op + "s_backward": _linears_backward for op in _NORM_LINEAR},
     **{op + suffix: _linear for op in _LOSSES for suffix in ("", "_forward")},
     **{op + "_backward": _loss_backward for op in _LOSSES},
     "linear_cross_entropy_gradients_forward": _loss_gradients,

@@ -53,6 +53,8 @@ _LINEAR = (
     "gated_linear_pair",
     "gated_mlp",
 )
+# Ops with a list of weights, and the op that torch.func calls once for each weight.
+_OF_LISTS = {"layer_norm_linears": "layer_norm_linear", "rms_norm_linears": "rms_norm_linear"}
 # For each op: the arguments that may have a batch dimension. The other arguments must have the same
 # value for the whole batch.
 _LEADING = {
@@ -311,6 +313,20 @@ def _front(op: str) -> Callable[..., Any]:
     return call
 
 
+def _front_of_list(op: str) -> Callable[..., list[Tensor]]:
+    """The kernel for torch.func of an op with a list of weights."""
+
+    def call(
+        x: Tensor, weights: list[Tensor], biases: list[Tensor], *vectors: Any, **options: Any
+    ) -> list[Tensor]:
+        return [
+            _op(_OF_LISTS[op])(x, weight, bias, *vectors, **options)
+            for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
+        ]
+
+    return call
+
+
 def _vmap_kernel(op: str) -> Callable[..., Any]:
     """The kernel for vmap: torch.library.register_vmap takes no keyword-only tensors."""
     schema = _op(op)._schema
@@ -347,7 +363,11 @@ def install(ops: Sequence[str]) -> None:
         earlier._destroy()
     library = torch.library.Library("torchweld", "IMPL")
     for op in ops:
-        if op.endswith(("_forward", "_backward")):
+        if op in _OF_LISTS:
+            library.impl(op, _front_of_list(op), _FRONT_KEY)
+        elif op.removesuffix("_forward").removesuffix("_backward") in _OF_LISTS:
+            continue
+        elif op.endswith(("_forward", "_backward")):
             library.impl(op, _vmap_kernel(op), "FuncTorchBatched", with_keyset=True)
         elif f"{op.removesuffix(_WITH_LSE)}_backward" in ops or op in _GRADIENTS:
             library.impl(op, _front(op), _FRONT_KEY)

@@ -119,6 +119,11 @@ def _sentence(
         return None
     hints = typing.get_type_hints(function)
     for name, value in given.items():
+        if typing.get_origin(hints[name]) is list:
+            listed = isinstance(value, (list, tuple))
+            if not listed or not all(isinstance(each, Tensor) for each in value):
+                return f"{name} must be a list of Tensors, but got {_got(value)}"
+            continue
         allowed = typing.get_args(hints[name]) or (hints[name],)
         if value is None and type(None) in allowed:
             continue

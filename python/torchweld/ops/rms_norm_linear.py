@@ -21,9 +21,10 @@ def rms_norm_linear(
     norm_weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
+    weight_offset: float = 0,
     activation: str = "none",
 ) -> Tensor:
-    """`activation(F.linear(F.rms_norm(x, (K,), norm_weight, eps), weight, bias))`.
+    """`activation(F.linear(F.rms_norm(x, (K,), norm_weight + weight_offset, eps), weight, bias))`.
 
     Args:
         x: `(..., K)`.
@@ -31,18 +32,22 @@ def rms_norm_linear(
         bias: `(N,)`.
         norm_weight: `(K,)`.
         eps: added to the mean square; finite and at least 0.
+        weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. 0 without
+            a `norm_weight`.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
 
     Returns:
         `(..., N)` contiguous, dtype of `x`; statistics and sums in fp32.
 
     Raises:
-        RuntimeError: a wrong shape, dtype, device, eps or activation.
+        RuntimeError: a wrong shape, dtype, device, eps, weight_offset or activation.
 
     Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
         `x` is rounded to the autocast dtype before it is normalised.
     """
-    return ops.rms_norm_linear(x, weight, bias, norm_weight, eps=eps, activation=activation)
+    return ops.rms_norm_linear(
+        x, weight, bias, norm_weight, eps=eps, weight_offset=weight_offset, activation=activation
+    )
 
 
 class RMSNormLinear(NormLinear):

@@ -1,0 +1,79 @@
+"""Several linear layers of one normalised row, such as query, key and value."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld._refusals import sentences
+
+
+@sentences
+def rms_norm_linears(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    norm_weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0,
+) -> list[Tensor]:
+    """`[F.linear(n, weight, bias) for weight, bias in zip(weights, biases)]` with
+    `n = F.rms_norm(x, (K,), norm_weight + weight_offset, eps)`.
+
+    The rows are normalised once. The gradient to `n` is one product over the concatenated columns
+    of all results, with fp32 sums, so no pass over memory adds gradients.
+
+    Args:
+        x: `(..., K)`.
+        weights: at least one `(N_i, K)`, any strides.
+        biases: one `(N_i,)` for each weight, or `[]`.
+        norm_weight: `(K,)`.
+        eps: added to the mean square; finite and at least 0.
+        weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. 0 without
+            a `norm_weight`.
+
+    Returns:
+        A list of `(..., N_i)` contiguous, dtype of `x`; statistics and sums in fp32.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device, number of biases, eps or weight_offset.
+
+    Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
+        `x` is rounded to the autocast dtype before it is normalised.
+    """
+    return ops.rms_norm_linears(
+        x, weights, biases, norm_weight, eps=eps, weight_offset=weight_offset
+    )
+
+
+@sentences
+def layer_norm_linears(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    ln_weight: Tensor | None = None,
+    ln_bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+) -> list[Tensor]:
+    """:func:`rms_norm_linears` with `n = F.layer_norm(x, (K,), ln_weight, ln_bias, eps)`.
+
+    Args:
+        x: `(..., K)`.
+        weights: at least one `(N_i, K)`, any strides.
+        biases: one `(N_i,)` for each weight, or `[]`.
+        ln_weight: `(K,)`.
+        ln_bias: `(K,)`.
+        eps: added to the variance; finite and at least 0.
+
+    Returns:
+        A list of `(..., N_i)` contiguous, dtype of `x`; statistics and sums in fp32.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device, number of biases or eps.
+
+    Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
+        `x` is rounded to the autocast dtype before it is normalised.
+    """
+    return ops.layer_norm_linears(x, weights, biases, ln_weight, ln_bias, eps=eps)
