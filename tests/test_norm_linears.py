@@ -67,7 +67,7 @@ def backward(op: str, dys, x, weights, vectors, options, mask):
     """dx, dweights, dbiases and the vectors' gradients, from the statistics of <op>_forward."""
     statistics = call(op + "_forward")(x, weights, [], *vectors, **options)[len(weights) :]
     kept = {name: value for name, value in options.items() if name != "eps"}
-    grads = call(op + "_backward")(dys, x, weights, *vectors, *statistics, **kept, output_mask=mask)
+    grads = call(op + "_backward")(dys, x, weights, *vectors, *statistics, mask, **kept)
     first, last = 1 + len(weights), 1 + 2 * len(weights)
     return [grads[0], grads[1:first], grads[first:last], *grads[last:]]
 
@@ -252,7 +252,7 @@ def test_refusals(op, device):
         ([ys[0], ys[0], ys[2]], r"dys\[1\]"),
     ):
         with pytest.raises(RuntimeError, match=match):
-            call(op + "_backward")(dys, x, weights, *vectors, *statistics, output_mask=mask)
+            call(op + "_backward")(dys, x, weights, *vectors, *statistics, mask)
     function = getattr(torchweld, op)
     with pytest.raises(TypeError, match="weights must be a list of Tensors, but got 1"):
         function(x, 1, [])
@@ -273,7 +273,7 @@ def test_meta_fake_and_opcheck(op, device):
         results = call(op + "_forward")(x, weights, biases, *vectors, **options)
         ys, statistics = results[: len(weights)], results[len(weights) :]
         mask = [True] * (3 + len(vectors))
-        grads = call(op + "_backward")(ys, x, weights, *vectors, *statistics, output_mask=mask)
+        grads = call(op + "_backward")(ys, x, weights, *vectors, *statistics, mask)
         to_meta = [[t.to("meta") for t in tensors] for tensors in (weights, biases)]
         meta = call(op)(
             x.to("meta"), *to_meta, *[v if v is None else v.to("meta") for v in vectors]
@@ -288,8 +288,8 @@ def test_meta_fake_and_opcheck(op, device):
         assert fake[0].shape == x.shape and fake[0].device.type == device
         leaf = x.clone().requires_grad_()
         torch.library.opcheck(call(op).default, (leaf, weights, biases, *vectors), options)
-        args = (ys, x, weights, *vectors, *statistics)
-        torch.library.opcheck(call(op + "_backward").default, args, {"output_mask": mask})
+        args = (ys, x, weights, *vectors, *statistics, mask)
+        torch.library.opcheck(call(op + "_backward").default, args)
         torch.library.opcheck(
             call(op + "_forward").default, (x, weights, biases, *vectors), options
         )

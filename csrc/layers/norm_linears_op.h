@@ -100,8 +100,8 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
 
   static Tensors backward_meta(at::TensorList dys, const Tensor& x, at::TensorList weights,
                                Repeat<const OptionalTensor&, v>... vectors,
-                               Repeat<const Tensor&, s>... statistics,
-                               Repeat<double, o>... weight_offset, Mask output_mask) {
+                               Repeat<const Tensor&, s>... statistics, Mask output_mask,
+                               Repeat<double, o>... weight_offset) {
     const char* op = Norm::kBackward;
     check_tensors(op, x, weights, {vectors...}, offset_of(weight_offset...));
     TW_CHECK(dys.size() == weights.size(), op, "dys must hold one gradient for each weight, but ",
@@ -146,10 +146,10 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
 
   static Tensors backward_cpu(at::TensorList dys, const Tensor& x, at::TensorList weights,
                               Repeat<const OptionalTensor&, v>... vectors,
-                              Repeat<const Tensor&, s>... statistics,
-                              Repeat<double, o>... weight_offset, Mask output_mask) {
+                              Repeat<const Tensor&, s>... statistics, Mask output_mask,
+                              Repeat<double, o>... weight_offset) {
     Tensors all =
-        backward_meta(dys, x, weights, vectors..., statistics..., weight_offset..., output_mask);
+        backward_meta(dys, x, weights, vectors..., statistics..., output_mask, weight_offset...);
     const size_t count = weights.size();
     const double offset = offset_of(weight_offset...);
     const Tensors dzs = matrices_of(dys);
@@ -222,10 +222,10 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
 
   static Tensors backward_cuda(at::TensorList dys, const Tensor& x, at::TensorList weights,
                                Repeat<const OptionalTensor&, v>... vectors,
-                               Repeat<const Tensor&, s>... statistics,
-                               Repeat<double, o>... weight_offset, Mask output_mask) {
+                               Repeat<const Tensor&, s>... statistics, Mask output_mask,
+                               Repeat<double, o>... weight_offset) {
     const Grads grads = {
-        backward_meta(dys, x, weights, vectors..., statistics..., weight_offset..., output_mask),
+        backward_meta(dys, x, weights, vectors..., statistics..., output_mask, weight_offset...),
         weights.size()};
     const OnDevice on(x.device());
     const Tensor nothing = empty_vector_grad(x, 0, /*wanted=*/false);
@@ -287,9 +287,8 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
                            ctx->saved_data["wants_biases"].toBool(),
                            vectors[v].defined() && vectors[v].requires_grad()...};
       const Grads results = {
-          BackwardCall()(dys, x, weights, optional(vectors[v])..., statistics[s]...,
-                         Repeat<at::IValue, o>(ctx->saved_data["weight_offset"]).toDouble()...,
-                         wanted),
+          BackwardCall()(dys, x, weights, optional(vectors[v])..., statistics[s]..., wanted,
+                         Repeat<at::IValue, o>(ctx->saved_data["weight_offset"]).toDouble()...),
           count};
       inputs[0] = if_wanted(wanted[0], results.x());
       for (size_t i = 0; i < count; ++i) {

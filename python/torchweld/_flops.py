@@ -39,10 +39,11 @@ def _linears_backward(
     x: _Shape,
     weights: Sequence[_Shape],
     *args: Any,
-    output_mask: Sequence[bool],
+    output_mask: Sequence[bool] | None = None,
     **kwargs: Any,
 ) -> int:
-    return sum(_linear_backward((), x, weight, output_mask=output_mask) for weight in weights)
+    mask = args[-1] if output_mask is None else output_mask
+    return sum(_linear_backward((), x, weight, output_mask=mask) for weight in weights)
 
 
 def _gated_pair(x: _Shape, left: _Shape, *args: Any, **kwargs: Any) -> int:
