@@ -24,6 +24,7 @@ from meshes import DEVICE, MESHES, TOLERANCE, WIDE
 from samples import (
     DIFFERENTIABLE,
     INT4_CALLS,
+    OPS_OF_LISTS,
     Call,
     Maker,
     add_scalar_call,
@@ -97,6 +98,23 @@ def with_dlse(build: Build) -> Build:
     return make
 
 
+def linears_call(op: str, end: str, lead, sizes, k: int, biased: bool) -> Build:
+    """A call of rms_norm_linears or layer_norm_linears, or of their forward or backward op."""
+
+    def make(m: Maker) -> Call:
+        x, weights = m.randn(*lead, k), [m.randn(n, k) for n in sizes]
+        biases = [m.randn(n) for n in sizes] if biased else []
+        vectors = [m.randn(k) for _ in range(1 + (op == "layer_norm_linears"))]
+        if end != "_backward":
+            return [x, weights, biases, *vectors], {}
+        ys = call(op + "_forward")(x, weights, biases, *vectors)
+        dys, statistics = [m.randn(*y.shape) for y in ys[: len(sizes)]], ys[len(sizes) :]
+        mask = [True, True, biased, *[True] * len(vectors)]
+        return [dys, x, weights, *vectors, *statistics, mask], {}
+
+    return make
+
+
 def after(op: str, build: Build, inputs: int) -> Build:
     """The arguments of the backward call of a forward call: dout, inputs, out and lse, leftpad."""
 
@@ -166,6 +184,11 @@ def _builds() -> dict[str, dict[str, Build]]:
         for end in ("", "_forward"):
             add("gated_mlp" + end, **{name: mlp_call(*sizes, **options)})
         add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=[True] * 7)})
+    for op in ("rms_norm_linears", "layer_norm_linears"):
+        for name, sizes, biased in (("plain", (lead, (8, 4, 4), 8), True),
+                                    ("one", (uneven, (5,), 4), False)):  # fmt: skip
+            for end in ("", "_forward", "_backward"):
+                add(op + end, **{name: linears_call(op, end, *sizes, biased)})
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         full = [True] * (1 + op.endswith("layer_norm"))
         norms = {
@@ -351,15 +374,22 @@ class Sharded:
         self.args, self.kwargs = build(Maker(DEVICE, dtype, 0))
         arguments = call(op).default._schema.arguments
         self.names = [a.name for a, _ in zip(arguments, self.args, strict=False)]
-        self.tensors = {
-            name: t
-            for name, t in (*zip(self.names, self.args, strict=True), *self.kwargs.items())
-            if isinstance(t, Tensor)
-        }
-        self.results = results_of(call(op).default)
+        self.tensors = {}
+        for name, t in (*zip(self.names, self.args, strict=True), *self.kwargs.items()):
+            if isinstance(t, Tensor):
+                self.tensors[name] = t
+            elif isinstance(t, list) and t and isinstance(t[0], Tensor):
+                self.tensors |= {f"{name}[{i}]": each for i, each in enumerate(t)}
+        weights = sum(name.startswith("weights[") for name in self.tensors)
+        self.results = results_of(call(op).default, weights)
 
     def __call__(self, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        args = [given.get(n, a) for n, a in zip(self.names, self.args, strict=True)]
+        def value(name: str, own: Any) -> Any:
+            if isinstance(own, list):
+                return [given.get(f"{name}[{i}]", each) for i, each in enumerate(own)]
+            return given.get(name, own)
+
+        args = [value(n, a) for n, a in zip(self.names, self.args, strict=True)]
         kwargs = {n: given.get(n, a) for n, a in self.kwargs.items()}
         return as_tuple(call(self.op)(*args, **kwargs))
 
@@ -370,9 +400,16 @@ class Sharded:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the op's rule for this call."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-        from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy
+        from torch.distributed.tensor._op_schema import (
+            OpSchema,
+            OpSpec,
+            OpStrategy,
+            TupleStrategy,
+        )
 
         def described(t: Any) -> Any:
+            if isinstance(t, list) and t and isinstance(t[0], Tensor):
+                return TupleStrategy([described(each) for each in t])
             if not isinstance(t, Tensor):
                 return t
             meta = TensorMeta(t.shape, t.stride(), t.dtype)
@@ -490,8 +527,9 @@ def any_placement(op: str, build: Build, mesh: DeviceMesh) -> None:
 def gradients(op: str, build: Build, mesh: DeviceMesh) -> None:
     """Result and gradients through autograd of each combination of rows."""
     sharded = Sharded(op, build, mesh)
-    wanted = [sharded.names[i] for i in DIFFERENTIABLE[op] if i < len(sharded.names)]
+    wanted = [sharded.names[i] for i in DIFFERENTIABLE.get(op, ()) if i < len(sharded.names)]
     wanted = [n for n in (*wanted, "sink") if n in sharded.tensors]
+    wanted = list(sharded.tensors) if op in OPS_OF_LISTS else wanted
     leaves = {n: sharded.tensors[n].clone().requires_grad_() for n in wanted}
     ys = [y for y in sharded(leaves) if y.requires_grad]
     dys = [torch.randn_like(y) for y in ys]
@@ -699,8 +737,9 @@ def cases(mesh: str) -> dict[str, Case]:
     if len(MESHES[mesh]) > 1:
         del found["compiled"]
     for op, builds in BUILDS.items():
-        with_gradients = op in DIFFERENTIABLE and not op.endswith("_forward")
         helper = op.endswith(("_forward", "_backward"))  # run by autograd too
+        differentiable = op in DIFFERENTIABLE or (op in OPS_OF_LISTS and not helper)
+        with_gradients = differentiable and not op.endswith("_forward")
         for name, build in builds.items():
             kinds: list[Any] = [gradients] if with_gradients else [every_row]
             if len(MESHES[mesh]) == 1:

@@ -1,5 +1,6 @@
 """What the sharding rules of the ops consist of: the arguments of a call, and rows that name the
-results and arguments that are not replicated along one mesh dim.
+results and arguments that are not replicated along one mesh dim. A tensor of a list is named like
+"weights[0]".
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Call:
     """The arguments of a call by name: specs of tensors, values of the others."""
 
     def __init__(self, schema: Any) -> None:
-        from torch.distributed.tensor._op_schema import OpStrategy
+        from torch.distributed.tensor._op_schema import OpStrategy, TupleStrategy
 
         arguments = schema.op._schema.arguments
         given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
@@ -26,18 +27,24 @@ class Call:
         defaults = {a.name: a.default_value for a in arguments}
         # torch lists the specs of positional arguments first, then those of keyword arguments in
         # the order of the call.
-        self.specs = {
-            name: value.strategies[0].output_spec
-            for name, value in given.items()
-            if isinstance(value, OpStrategy)
-        }
+        tensors: dict[str, OpStrategy] = {}
+        for name, value in given.items():
+            if isinstance(value, OpStrategy):
+                tensors[name] = value
+            elif isinstance(value, TupleStrategy):
+                tensors |= {f"{name}[{i}]": child for i, child in enumerate(value.children)}
+        self.specs = {name: value.strategies[0].output_spec for name, value in tensors.items()}
         self.keywords = [name for name in schema.kwargs_schema if name in self.specs]
         self.values = {**defaults, **given}
-        self.results = results_of(schema.op)
+        self.results = results_of(schema.op, len(self.listed("weights")))
         self.name = schema.op._schema.name
 
     def has(self, name: str) -> bool:
         return name in self.specs
+
+    def listed(self, name: str) -> list[str]:
+        """The names of the tensors of a list."""
+        return [each for each in self.specs if each.startswith(name + "[")]
 
     def shape(self, name: str) -> Sequence[int]:
         return self.specs[name].shape
@@ -55,14 +62,31 @@ class Call:
         mask = self.values.get("output_mask")
         if mask is None or not result.startswith("d"):
             return False
-        gradients = [name for name in self.results if name.startswith("d")]
-        return not mask[gradients.index(result)]
+        names = (name.partition("[")[0] for name in self.results if name.startswith("d"))
+        return not mask[list(dict.fromkeys(names)).index(result.partition("[")[0])]
 
 
-def results_of(op: Any) -> list[str]:
-    """The names that rows use for an op's results."""
-    unnamed = "dx" if op._schema.name.endswith("_backward") else "result"
-    return [r.name or unnamed for r in op._schema.returns]
+def results_of(op: Any, weights: int = 0) -> list[str]:
+    """The names that rows use for an op's results. `weights` is the length of a list of weights."""
+    name, returns = op._schema.name, op._schema.returns
+    unnamed = "dx" if name.endswith("_backward") else "result"
+    if not returns_list(op):
+        return [r.name or unnamed for r in returns]
+
+    def each(name: str) -> list[str]:
+        return [f"{name}[{i}]" for i in range(weights)]
+
+    centred = "layer_norm" in name
+    if name.endswith("_backward"):
+        vectors = ["dln_weight", "dln_bias"] if centred else ["dnorm_weight"]
+        return ["dx", *each("dweights"), *each("dbiases"), *vectors]
+    statistics = ["mean", "rstd"] if centred else ["rstd"]
+    return [*each("ys"), *(statistics if name.endswith("_forward") else [])]
+
+
+def returns_list(op: Any) -> bool:
+    """Whether an op returns a list of tensors."""
+    return [str(r.type) for r in op._schema.returns] == ["List[Tensor]"]
 
 
 def shard(dim: int) -> Any:

@@ -18,11 +18,21 @@ from typing import Any
 
 import torch
 
+from torchweld.distributed.linears_rules import LINEARS_RULES
 from torchweld.distributed.loss_rules import LOSS_RULES
 from torchweld.distributed.norm_rules import NORM_RULES
 from torchweld.distributed.pair_rules import PAIR_RULES
 from torchweld.distributed.rotary_rules import ROTARY_RULES
-from torchweld.distributed.rows import OF_NORM, Call, Row, Rule, all_of, partial, shard
+from torchweld.distributed.rows import (
+    OF_NORM,
+    Call,
+    Row,
+    Rule,
+    all_of,
+    partial,
+    returns_list,
+    shard,
+)
 
 # Names of arguments and results that have the leading dims of x.
 _ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
@@ -192,6 +202,7 @@ _LAYERS: dict[str, Rule] = {
 }
 RULES: dict[str, Rule] = {
     **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
+    **LINEARS_RULES,
     **LOSS_RULES,
     **NORM_RULES,
     "attention_with_lse": _attention,
@@ -277,6 +288,9 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
         every = expand_to_full_mesh_op_strategy(
             mesh, schema, lists, input_index=len(call.results)
         ).strategies
+        if returns_list(schema.op) and len(call.results) == 1:
+            for each in every:  # torch has no tuple of one result
+                each.output_specs = (each.output_specs,)
         divided = _divided(call)
 
         def fits(each: Any) -> bool:
@@ -337,5 +351,7 @@ def install() -> None:
         # torch caches placements by the arguments listed here. All arguments are listed, including
         # those that are None. Otherwise a call with ln_weight could get the placements of a call
         # with bias.
-        info = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=keywords)
+        info = RuntimeSchemaInfo(
+            static_argnum=0, static_kwargkey=keywords, needs_pytree=returns_list(op)
+        )
         register_op_strategy(op, schema_info=info)(strategy)
