@@ -143,7 +143,7 @@ def families_table() -> str:
         heads = {"head": ", norms of each head", "row": ", norms of q and k", None: ""}
         cells = [
             f"`{family.prefix}ForCausalLM`",
-            f"`rms_norm`{offset}",
+            f"`rms_norm`{offset}" + (", `rms_norm_linears`" if family.layer else ""),
             "`gated_linear`" if family.packed else "`gated_mlp`",
             f"`rotary`{heads[family.head_norm]}, `attention`",
             "`add_rms_norm`" if family.layer else "stock",

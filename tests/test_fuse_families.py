@@ -108,8 +108,11 @@ def expected(name):
             found[f"{prefix}self_attn.rotary"] = "rotary"
         if family.head_norm:
             found |= dict.fromkeys([f"{prefix}self_attn.{n}_norm" for n in "qk"], "rms_norm")
+        if family.layer is not None and (name, layer) != ("SmolLM3", 1):
+            found[f"{prefix}input_layernorm"] = "rms_norm_linears"
     adds = LAYERS if family.layer is not None else 0
-    return found, adds, LAYERS * norms - adds
+    projecting = list(found.values()).count("rms_norm_linears")
+    return found, adds, LAYERS * norms - adds - projecting
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,6 +148,7 @@ def test_loss_and_every_gradient_equal_stock(device, name, checkpointing):
     mlp = expected(name)[0]["model.layers.0.mlp"]
     for op in ("rms_norm", "rotary", mlp, "linear_cross_entropy"):
         assert op in ran, op
+    assert ("rms_norm_linears" in ran) == (name != "Olmo2")
     assert_close(loss, want, rtol=1e-5, atol=1e-5)
     assert grads.keys() == want_grads.keys()
     for key, grad in grads.items():
@@ -250,7 +254,15 @@ def test_lora_before_fuse_stays_stock_and_after_it_is_called():
 
 
 @pytest.mark.parametrize(
-    "path", ["mlp.up_proj", "mlp.act_fn", "mlp.down_proj", "post_attention_layernorm"]
+    "path",
+    [
+        "mlp.up_proj",
+        "mlp.act_fn",
+        "mlp.down_proj",
+        "post_attention_layernorm",
+        "input_layernorm",
+        "self_attn.k_proj",
+    ],
 )
 def test_a_hook_after_fuse_sees_stock_values(path):
     model = tiny("Llama").eval()
@@ -266,6 +278,47 @@ def test_a_hook_after_fuse_sees_stock_values(path):
     for ours, want in zip(*seen, strict=True):
         assert_close(ours, want, rtol=1e-5, atol=1e-5)
     assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["hook", "lora", "double", "quantised"])
+def test_projections_that_another_layer_makes_stay_stock(change):
+    """What is done to attention after fuse keeps the norm and the projections apart."""
+    model = tiny("Qwen2").eval()
+    stock = copy.deepcopy(model)
+    fuse(model)
+    seen = []
+
+    def hook(module, args, kwargs, out):
+        seen.append(kwargs["hidden_states"])
+
+    class Half(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) / 2
+
+    for each in (model, stock):
+        attn = each.model.layers[0].self_attn
+        if change == "hook":
+            attn.register_forward_hook(hook, with_kwargs=True)
+        elif change == "lora":
+            wrap_in_lora(attn, "v_proj")
+        elif change == "double":
+            attn.q_proj.double()
+        else:
+            attn.k_proj.__class__ = Half
+    with torch.no_grad():
+        if change == "double":
+            for each in (model, stock):
+                with pytest.raises(RuntimeError, match="dtype"):
+                    each(**batch("cpu"))
+            return
+        with Calls() as calls:
+            got = model(**batch("cpu")).logits
+        want = stock(**batch("cpu")).logits
+    assert calls.names["torchweld::rms_norm_linears"] == LAYERS - 1
+    assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert len(seen) == (2 if change == "hook" else 0)
+    if seen:
+        assert_close(*seen, rtol=1e-5, atol=1e-5)
 
 
 def test_a_norm_that_is_cast_alone_runs_stock():

@@ -1,4 +1,4 @@
-"""Parts of Llama-like decoders on torchweld's ops: norm, MLP, attention's rotary, add + norm.
+"""Parts of Llama-like decoders on torchweld's ops: norms, projections, MLP, rotary, add + norm.
 
 Each class here has the forward of one part, and :mod:`.families` joins it with the class of
 transformers that it replaces. A part reads its parameters where they are. It asks in every call
@@ -113,7 +113,7 @@ class FusedNorm(Part):
 
     @staticmethod
     def probe(module: nn.Module, row: Norm, weight: Tensor, probes: Probes) -> str | None:
-        return probes.rms_norm(weight)
+        return probes.rms_norm(weight) or probes.rms_norm_linears(weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
@@ -241,7 +241,11 @@ def _runs_mlp(mlp: nn.Module, row: MLP, x: Tensor) -> bool:
 
 
 class FusedAttention(Part):
-    """An attention layer whose rotary embedding is :func:`torchweld.rotary`."""
+    """An attention layer whose rotary embedding is :func:`torchweld.rotary`.
+
+    ``input_norm``, which a :class:`FusedLayer` hands over, normalises ``hidden_states`` in the op
+    that projects it, :func:`torchweld.rms_norm_linears`.
+    """
 
     kind = "rotary"
 
@@ -269,6 +273,7 @@ class FusedAttention(Part):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        input_norm: nn.Module | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         row = getattr(self, ROW, None)
@@ -282,7 +287,7 @@ class FusedAttention(Part):
                 **kwargs,
             )
         stock = sys.modules[getattr(self, STOCK).__module__]
-        query, key, value = _projections(self, row, hidden_states)
+        query, key, value = _projections(self, row, hidden_states, input_norm)
         if getattr(self, "use_rope", True):
             tables = position_embeddings
             if _plain(query, key) and all(_is_table(table, query) for table in tables):
@@ -313,14 +318,30 @@ class FusedAttention(Part):
         return self.o_proj(out), weights
 
 
-def _projections(attn: nn.Module, row: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def projection_layers(attn: nn.Module, row: Attention) -> dict[str, nn.Module]:
+    """The layers that make query, key and value, by name."""
+    names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
+    return {name: getattr(attn, name) for name in names}
+
+
+def _projections(
+    attn: nn.Module, row: Attention, x: Tensor, norm: nn.Module | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
+    layers = projection_layers(attn, row).values()
+    if norm is None:
+        projected = [layer(x) for layer in layers]
+    else:
+        if measure.seen is not None:
+            measure.note(norm)
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        biases = [] if biases[0] is None else biases
+        projected = ops.rms_norm_linears(x, weights, biases, norm.weight, **_options(norm))
     if row.packed:
         heads, heads_k = attn.config.num_attention_heads, attn.num_key_value_heads
         sizes = [count * attn.head_dim for count in (heads, heads_k, heads_k)]
-        query, key, value = attn.qkv_proj(x).split(sizes, -1)
-    else:
-        query, key, value = attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
+        projected = projected[0].split(sizes, -1)
+    query, key, value = projected
     if row.head_norm == "row":
         query, key = attn.q_norm(query), attn.k_norm(key)
     shape = (*x.shape[:-1], -1, attn.head_dim)
@@ -373,8 +394,11 @@ class FusedLayer(Part):
         norm = None if row is None else self._modules.get(row.before_mlp)
         if norm is None or args or hooked(norm) or not _runs_norm(norm, hidden_states):
             return stock_forward(self, hidden_states, *args, **kwargs)
-        x = hidden_states
-        h, _ = self.self_attn(hidden_states=self._modules[row.before_attention](x), **kwargs)
+        x, before = hidden_states, self._modules[row.before_attention]
+        if _projects_with(self.self_attn, before, x):
+            h, _ = self.self_attn(hidden_states=x, input_norm=before, **kwargs)
+        else:
+            h, _ = self.self_attn(hidden_states=before(x), **kwargs)
         h = _after(self, row.after_attention, row.multiplier, h)
         if not _plain(h, x):
             x = x + h
@@ -384,6 +408,23 @@ class FusedLayer(Part):
                 measure.note((norm, "add"))
             h, x = ops.add_rms_norm(h, x, norm.weight, **_options(norm))
         return x + _after(self, row.after_mlp, row.multiplier, self.mlp(h))
+
+
+def _projects_with(attn: nn.Module, norm: nn.Module, x: Tensor) -> bool:
+    """Whether an attention layer can normalise its input in the op of its projections."""
+    # Recorders of transformers see the attention's results alone.
+    if not isinstance(attn, FusedAttention) or hooked(attn, calls_recorders=True) or hooked(norm):
+        return False
+    if not _runs_norm(norm, x):
+        return False
+    layers = projection_layers(attn, getattr(attn, ROW)).values()
+    if not all(is_plain(layer, nn.Linear) for layer in layers):
+        return False
+    if len({layer.bias is None for layer in layers}) > 1:
+        return False
+    parameters = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    cast = torch.is_autocast_enabled(x.device.type)
+    return _plain(*parameters) and (cast or _plain(x, parameters[0]))
 
 
 def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
+from torchweld.ops.stock import is_plain
+
+from .decoder import FusedLayer, projection_layers
 from .families import fused_class, part_of
+from .modules import hooked
 from .part import STOCK, Place, is_fused, stock_class
 from .probes import Probes
 from .report import FuseReport
@@ -17,6 +22,7 @@ def plan(
 ) -> list[Place]:
     """Returns the places to fuse. Lists the places that must stay stock in the report."""
     places: dict[nn.Module, Place] = {}
+    projecting: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         part = part_of(module)
         if part is None or part[0].kind not in kinds or module in places:
@@ -33,10 +39,24 @@ def plan(
         if reason is not None:
             report.skipped.append((place.where, reason))
             continue
-        report.ops[place.where] = parent.label(module, row)
+        report.ops[place.where] = projecting.get(module) or parent.label(module, row)
+        if parent is FusedLayer and "rotary" in kinds:
+            projecting |= _projecting_norm(module, row)
         # A layer comes before the norm that it adds to.
         places |= dict.fromkeys(place.modules, place)
     return list(dict.fromkeys(places.values()))
+
+
+def _projecting_norm(layer: nn.Module, row: Any) -> dict[nn.Module, str]:
+    """The norm that runs in the op of the projections, and that op; {} if there is none."""
+    norm, part = getattr(layer, row.before_attention), part_of(layer.self_attn)
+    if part is None or hooked(norm) or hooked(layer.self_attn):
+        return {}
+    layers = projection_layers(layer.self_attn, part[1])
+    plain = all(is_plain(each, nn.Linear) for each in layers.values())
+    if not plain or part[0].refusal(layer.self_attn, part[1]) is not None:
+        return {}
+    return {norm: f"rms_norm_linears ({row.before_attention} -> {', '.join(layers)})"}
 
 
 def _unknown(place: Place) -> str | None:

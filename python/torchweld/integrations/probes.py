@@ -31,6 +31,13 @@ class Probes:
 
         return self._run(("rms_norm", weight.device, weight.dtype), call)
 
+    def rms_norm_linears(self, weight: Tensor) -> str | None:
+        def call() -> Tensor:
+            x = _zeros(weight, 8, 8)
+            return torch.cat(_library.ops.rms_norm_linears(x, [x, x], []))
+
+        return self._run(("rms_norm_linears", weight.device, weight.dtype), call)
+
     def add_rms_norm(self, weight: Tensor) -> str | None:
         def call() -> Tensor:
             x, scale = _zeros(weight, 2, 8), _zeros(weight, 8)
