@@ -29,6 +29,7 @@ FAMILIES = {
     "losses": "The head of a language model and its loss",
     "rotary": "Rotary position embedding",
     "gated_pair": "Two weights and their gate",
+    "projections": "Several weights of one norm",
     "gpt2": "GPT-2 124M training",
     "generate": "GPT-2 124M generation",
     "curves": "Shares of the roofline",
