@@ -275,6 +275,36 @@ def test_pairs_of_weights_are_exact_in_every_configuration(dtype, order):
                     assert_equal(got, ref)
 
 
+@pytest.mark.parametrize("layout", ["rows", "transposed", "gaps"])
+@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
+def test_sums_of_products_are_exact_in_every_configuration(dtype, layout):
+    """K of dx consists of several matrices, of whole k-blocks and not."""
+    for m, sizes, k in (
+        (130, (128, 64, 64), 200),
+        (64, (64, 192), 128),
+        (300, (256, 128, 320), 264),
+        (9, (64, 64, 128), 1032),
+        (257, (64, 64, 64, 64), 520),
+        (1000, (72, 64, 40), 136),
+    ):
+        x, dys = grid(dtype, m, k), [laid_out(grid(dtype, m, n), layout) for n in sizes]
+        weights = [laid_out(grid(dtype, n, k), layout) for n in sizes]
+        # With mean(g * xhat) = 0 the norm's gradient is dy @ weight * rstd.
+        x[:, k // 2 :], x[:, : k // 2] = 0, 1
+        for weight in weights:
+            weight[:, : k // 2] = 0
+        rstd = torch.ones(m, device="cuda")
+        rows = sum(dy.double() @ weight.double() for dy, weight in zip(dys, weights, strict=True))
+        args = (dys, x, weights, None, rstd, [True, False, False, False])
+        engines = set()
+        for name in each_configuration("rms_norm_linears_backward", *args):
+            (dx, *_) = ops.rms_norm_linears_backward(*args)
+            assert_equal(dx, rows.to(dtype))
+            engines.add(name.split()[0])
+        if torch.cuda.get_device_capability() == (9, 0):
+            assert {"sync", "sm90"} <= engines
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("op", ["layer_norm_linear", "rms_norm_linear", "folded_layer_norm_linear"])
 def test_a_norm_in_front(op, dtype):

@@ -88,12 +88,21 @@ class Explanation:
         return f": {cache.path()}" if "tuned" in self.source else ""
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors among arguments or results, those of lists too."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in tensors_of(v)] if isinstance(value, (tuple, list)) else []
+
+
 def _describe(t: Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)} on {t.device}"
 
 
 def _meta(value: Any) -> Any:
     """A tensor without memory, laid out as the given one; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [_meta(each) for each in value]
     if not isinstance(value, Tensor):
         return value
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
@@ -107,7 +116,7 @@ def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     overload = getattr(library.ops, op).default
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     values = {name: _meta(value) for name, value in kwargs.items()}
-    for argument in overload._schema.arguments:
+    for argument in overload._schema.arguments[len(args) :]:
         if argument.name == "output_mask":  # request all gradients if the call does not say which
             values.setdefault("output_mask", [True] * argument.N)
     library.ops._begin_dry_run(device)
@@ -156,6 +165,9 @@ def _local(value: Any) -> Any:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(value, distributed.DTensor):
         return value.to_local()
+    if isinstance(value, (list, tuple)):
+        local = [_local(each) for each in value]
+        return local if any(a is not b for a, b in zip(local, value, strict=True)) else value
     return value
 
 
@@ -198,7 +210,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     args = tuple(map(_local, args))
     kwargs = {name: _local(value) for name, value in kwargs.items()}
     sharded = any(a is not b for a, b in zip(given, (*args, *kwargs.values()), strict=True))
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    tensors = tensors_of((*args, *kwargs.values()))
     if not tensors:
         raise ValueError(f"explain: {op} must be given its tensors, but got none")
     others = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 import torchweld._library as library
-from torchweld.explain import _DEVICE_FIELDS
-from torchweld.tuning.work import tensors_of
+from torchweld.explain import _DEVICE_FIELDS, tensors_of
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchweld._library as library
+from torchweld.explain import tensors_of
 from torchweld.info import ops_of_library
 from torchweld.tuning import cache
 from torchweld.tuning.parts import Part, observe, parts_of, tables
@@ -189,7 +190,7 @@ def _checked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     known = ops_of_library()
     if op not in known:
         raise ValueError(f"tune: op must be one of {', '.join(known)}, but got {op!r}")
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    tensors = tensors_of((*args, *kwargs.values()))
     if not tensors:
         raise ValueError(f"tune: {op} must be given its tensors, but got none")
     if any(t.is_meta for t in tensors):

@@ -9,17 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweld.explain import tensors_of
+
 # For calls up to these sizes, the reference is computed in float64 on the CPU, which takes seconds.
 _REFERENCE_FLOPS = 4e10
 _REFERENCE_ELEMENTS = 1 << 26
 _CHUNK = 1 << 26  # the number of elements that are compared at a time
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors among arguments or results."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for t in value if isinstance(t, Tensor)] if isinstance(value, (tuple, list)) else []
 
 
 def _attention_pairs(p: dict[str, int]) -> float:
@@ -65,6 +60,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _in_float64(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_in_float64(each) for each in value]
     if not isinstance(value, Tensor):
         return value
     t = value.detach().cpu()
