@@ -218,8 +218,8 @@ Tensor folded_layer_norm_linear_backward_cuda(const Tensor& dy, const Tensor& x,
   }
   const Tensor nothing = empty_vector_grad(x, 0, /*wanted=*/false);
   const Tensor dz = activation_backward_into(nothing, dy, z, act);
-  norm_matmul_backward_into(dx, nothing, nothing, nothing, nothing, /*wants_x=*/true,
-                            /*wants_weight=*/false, norm, dz, x, folded_weight, statistics);
+  norm_matmuls_backward_into(dx, /*dweights=*/{}, /*dbiases=*/{}, nothing, nothing,
+                             /*wants_x=*/true, norm, dz, x, folded_weight, statistics);
   return dx;
 }
 #endif
