@@ -23,11 +23,18 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
   const int64_t width = num_sums * n;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   float sum = 0.f;
-  if (i < width) {
-#pragma unroll 4
-    for (int64_t chunk = threadIdx.y; chunk < chunks; chunk += kPartialGroups) {
-      sum += g_partials[chunk * width + i];
+  // NOTE: kLoads loads are in flight together, because the kernel is short and their latency is
+  // most of its time. The additions keep the order of the chunks.
+  constexpr int kLoads = 16;
+  for (int64_t first = threadIdx.y; i < width && first < chunks; first += kLoads * kPartialGroups) {
+    float parts[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int64_t chunk = first + j * kPartialGroups;
+      parts[j] = chunk < chunks ? g_partials[chunk * width + i] : 0.f;
     }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) sum += parts[j];
   }
   s_sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();

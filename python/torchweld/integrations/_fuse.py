@@ -32,8 +32,8 @@ def fuse(
     with query, key and value :func:`torchweld.rms_norm_linears`), the rotary embedding
     (:func:`torchweld.rotary`) and the MLP's products and gate (:func:`torchweld.gated_mlp`); of
     GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc -> mlp.act`` (both
-    :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). Parameters, their names, state_dict, optimizers, save_pretrained and config.json
-    stay as they were. What can't be replaced safely stays stock and is listed with the reason: a
+    :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). Parameters, their
+    names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be replaced safely stays stock and is listed with the reason: a
     class that does not take its attention from transformers' AttentionInterface, layers that choose
     their keys, hooks (accelerate's offloading too), LoRA or quantised layers, sharded parameters,
     mixed dtypes, blocks of GPT-2 whose parts the model uses in several places, an activation
