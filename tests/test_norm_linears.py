@@ -141,8 +141,8 @@ def test_strides_and_offsets_do_not_matter(op, device):
         x, weights, biases, vectors, options = made(op, "long", device, dtype)
         wide = torch.full((x.shape[0], x.shape[1] + 9), float("nan"), dtype=dtype, device=device)
         stepped = wide[:, 9:].copy_(x)
-        turned = [weights[0].t().contiguous().t(), weights[1], permuted(weights[2], (1, 0))]
-        check_call(op, stepped, turned, biases, vectors, options)
+        swapped = [weights[0].t().contiguous().t(), weights[1], permuted(weights[2], (1, 0))]
+        check_call(op, stepped, swapped, biases, vectors, options)
         # Gradients as views of one matrix, of an odd address and expanded.
         ys = call(op)(x, weights, biases, *vectors, **options)
         dys = [torch.randn_like(y) for y in ys]
