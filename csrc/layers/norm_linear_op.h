@@ -155,8 +155,8 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
     if (wants_rows && x.numel() == 0) {
       (std::get<3 + v>(grads).zero_(), ...);
     } else if (wants_rows) {
-      Norm::backward({std::get<0>(grads), std::get<3 + v>(grads)...}, output_mask[0], dnormalised,
-                     x, {vectors...}, {statistics...}, offset);
+      Norm::backward({std::get<0>(grads), std::get<3 + v>(grads)...}, dnormalised, x, {vectors...},
+                     {statistics...}, offset);
     }
     return grads;
   }

@@ -170,8 +170,8 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
       } else {
         matmul_into_cpu(dnormalised, at::cat(dzs, 1), at::cat(weights, 0));
       }
-      Norm::backward({grads.x(), grads.vector(v)...}, output_mask[0], dnormalised.view(x.sizes()),
-                     x, {vectors...}, {statistics...}, offset);
+      Norm::backward({grads.x(), grads.vector(v)...}, dnormalised.view(x.sizes()), x, {vectors...},
+                     {statistics...}, offset);
     }
     return all;
   }

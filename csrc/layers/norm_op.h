@@ -51,7 +51,7 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
   static NormInputs inputs(const Tensor& x, Repeat<const Tensor&, r>... residual,
                            const OptionalTensor& weight, Repeat<const OptionalTensor&, c>... bias,
                            double eps, Repeat<double, o>... weight_offset) {
-    NormInputs in{kCentred, x, std::nullopt, weight, std::nullopt, eps, 0};
+    NormInputs in{kCentred, x, std::nullopt, weight, std::nullopt, eps, 0, {}};
     ((in.residual = residual), ...);
     ((in.bias = bias), ...);
     ((in.weight_offset = weight_offset), ...);

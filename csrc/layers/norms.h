@@ -5,12 +5,12 @@
 #pragma once
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/ones.h>
 
 #include "layers/linear_common.h"
+#include "norm/rows.h"
 
 namespace torchweld {
 
@@ -20,6 +20,7 @@ using NormVectors = std::array<OptionalTensor, kCount>;
 template <size_t kCount>
 using NormStatistics = std::array<Tensor, kCount>;
 
+// RMSNorm calls the code of rms_norm (norm/rows.h), which needs fewer passes than ATen.
 struct RmsNormCpu {
   static constexpr std::array<const char*, 1> kVectors = {"norm_weight"};
   static constexpr std::array<const char*, 1> kStatistics = {"rstd"};
@@ -27,44 +28,41 @@ struct RmsNormCpu {
   using Vectors = NormVectors<1>;
   using Statistics = NormStatistics<1>;
 
-  // Returns x * rstd in the dtype of the statistics. The caller must multiply the result by the
-  // scale.
-  static Tensor scale_rows(const Tensor& x, const Tensor& rstd) {
-    return x.to(rstd.scalar_type()) * rstd.unsqueeze(-1);
-  }
-
-  // Returns norm_weight + weight_offset. A weight without an offset keeps its dtype.
-  static Tensor scale_of(const Tensor& norm_weight, double weight_offset) {
-    return weight_offset == 0 ? norm_weight
-                              : norm_weight.to(acc_dtype(norm_weight)) + weight_offset;
-  }
-
   static std::pair<Tensor, Statistics> normalise(const Tensor& x, const Vectors& vectors,
                                                  double eps, double weight_offset) {
-    const Tensor norm =
-        at::linalg_vector_norm(x, 2, at::IntArrayRef{-1}, /*keepdim=*/false, acc_dtype(x));
-    const Statistics statistics = {norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()};
-    return {normalise_again(x, vectors, statistics, weight_offset), statistics};
+    const Tensor rows = at::empty(x.sizes(), x.options());
+    const Tensor rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(acc_dtype(x)));
+    norm_forward_cpu(inputs(x, vectors, eps, weight_offset, {}), {rows, {}, {}, rstd});
+    return {rows, {rstd}};
   }
 
   static Tensor normalise_again(const Tensor& x, const Vectors& vectors,
                                 const Statistics& statistics, double weight_offset) {
-    Tensor rows = scale_rows(x, statistics[0]);
-    if (is_given(vectors[0])) rows.mul_(scale_of(*vectors[0], weight_offset));
-    return rows.to(x.scalar_type());
+    const Tensor rows = at::empty(x.sizes(), x.options());
+    norm_forward_cpu(inputs(x, vectors, /*eps=*/0, weight_offset, statistics[0]),
+                     {rows, {}, {}, {}});
+    return rows;
   }
 
-  static void backward(const std::array<Tensor, 2>& grads, bool wants_x, const Tensor& dnormalised,
+  static void backward(const std::array<Tensor, 2>& grads, const Tensor& dnormalised,
                        const Tensor& x, const Vectors& vectors, const Statistics& statistics,
                        double weight_offset) {
-    const Tensor& rstd = statistics[0];
-    const Tensor scaled = scale_rows(x, rstd);
-    Tensor grad = dnormalised.to(rstd.scalar_type());
-    if (grads[1].numel() > 0) grads[1].copy_(as_matrix(grad * scaled).sum(0));
-    if (!wants_x) return;
-    if (is_given(vectors[0])) grad = grad * scale_of(*vectors[0], weight_offset);
-    const Tensor projection = (grad * scaled).mean(-1, /*keepdim=*/true);
-    grads[0].copy_((grad - scaled * projection).mul_(rstd.unsqueeze(-1)));
+    norm_backward_cpu({/*centred=*/false,
+                       dnormalised,
+                       x,
+                       vectors[0],
+                       {},
+                       statistics[0],
+                       std::nullopt,
+                       weight_offset},
+                      {grads[0], grads[1], empty_vector_grad(x, 0, /*wanted=*/false)});
+  }
+
+ private:
+  static NormInputs inputs(const Tensor& x, const Vectors& vectors, double eps,
+                           double weight_offset, const Tensor& saved_rstd) {
+    return {/*centred=*/false, x,   std::nullopt,  vectors[0],
+            std::nullopt,      eps, weight_offset, saved_rstd};
   }
 };
 
@@ -103,10 +101,11 @@ struct LayerNormCpu {
 
   // Computes the gradients in the dtype of the statistics. With half-precision inputs, ATen would
   // sum the gradients of the parameters in half precision.
-  static void backward(const std::array<Tensor, 3>& grads, bool wants_x, const Tensor& dnormalised,
+  static void backward(const std::array<Tensor, 3>& grads, const Tensor& dnormalised,
                        const Tensor& x, const Vectors& vectors, const Statistics& statistics,
                        double) {
-    const std::array<bool, 3> wanted = {wants_x, grads[1].numel() > 0, grads[2].numel() > 0};
+    const std::array<bool, 3> wanted = {grads[0].numel() > 0, grads[1].numel() > 0,
+                                        grads[2].numel() > 0};
     const auto dtype = acc_dtype(x);
     const auto [dx, dln_weight, dln_bias] = at::native_layer_norm_backward(
         dnormalised.to(dtype), x.to(dtype), {x.size(-1)}, statistics[0].contiguous().unsqueeze(-1),

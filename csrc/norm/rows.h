@@ -16,6 +16,9 @@ struct NormInputs {
   OptionalTensor bias;      // (n,)
   double eps;
   double weight_offset;  // scale = weight + weight_offset
+  // For RMSNorm, the rstd that an earlier call has computed; undefined if this call computes it.
+  // Only the CPU implementation supports it.
+  Tensor saved_rstd;
 };
 
 // The outputs of a norm. The caller allocates them as contiguous tensors. An output that is not

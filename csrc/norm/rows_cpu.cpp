@@ -29,7 +29,7 @@ namespace {
 constexpr int64_t kSumBlock = 2048;
 constexpr int64_t kTaskCells = 16384;
 constexpr int64_t kChunkRows = 64, kMinChunks = 8, kMaxChunks = 64;
-constexpr int64_t kShortRows = 64;
+constexpr int64_t kShortRows = 16;
 
 // A tensor as a (rows, n) matrix in which the elements of a row are contiguous. The constructor
 // copies the tensor if they are not.
@@ -121,6 +121,8 @@ template <typename A>
 struct CpuStatistics {
   A first_mean = 0, rest = 0, rstd = 0;
 
+  inline explicit CpuStatistics(A saved_rstd) : rstd(saved_rstd) {}
+
   inline CpuStatistics(const A* row, int64_t n, double eps, bool centred) {
     const double count = static_cast<double>(n);
     double left = 0;
@@ -160,6 +162,8 @@ void forward(const NormInputs& in, const NormResults& out) {
   S* const y = out.y.mutable_data_ptr<S>();
   A* const mean = out.mean.defined() ? out.mean.mutable_data_ptr<A>() : nullptr;
   A* const rstd = out.rstd.defined() ? out.rstd.mutable_data_ptr<A>() : nullptr;
+  const Tensor rstds = in.saved_rstd.defined() ? in.saved_rstd.contiguous() : Tensor();
+  const A* const saved_rstd = rstds.defined() ? rstds.const_data_ptr<A>() : nullptr;
   parallel_tasks(divide_up(x.rows, task_rows), [&](int64_t task) {
     std::vector<A> buffer(n);
     const int64_t first = task * task_rows, last = std::min(x.rows, first + task_rows);
@@ -175,7 +179,9 @@ void forward(const NormInputs& in, const NormResults& out) {
           of_row = to;
         }
         const A* row = widened<A>(of_row, n, buffer.data());
-        const CpuStatistics<A> s(row, n, in.eps, in.centred);
+        const CpuStatistics<A> s = saved_rstd != nullptr
+                                       ? CpuStatistics<A>(saved_rstd[i])
+                                       : CpuStatistics<A>(row, n, in.eps, in.centred);
         if (mean != nullptr) mean[i] = s.first_mean + s.rest;
         if (rstd != nullptr) rstd[i] = s.rstd;
         S* to = y + i * n;
