@@ -49,10 +49,13 @@ def visible(
     pads = torch.tensor(clamped_pads(leftpad, batch, seqlen_k), dtype=torch.int64)[:, None, None]
     end = torch.full((batch, 1, 1), seqlen_k)
     if key_end is not None:
-        end = key_end.cpu().long().clamp(0, seqlen_k)[:, None, None]
-    # A key_end below seqlen_q is the length of a sequence that is padded on the right.
-    offset = (end - seqlen_q).clamp(min=min(seqlen_k - seqlen_q, 0))
-    pos = torch.arange(seqlen_q)[None, :, None] + offset
+        end = key_end.cpu().long().clamp(0, seqlen_k).view(batch, -1, 1)
+    if key_end is not None and key_end.dim() == 2:
+        pos = end - 1
+    else:
+        # A key_end below seqlen_q is the length of a sequence that is padded on the right.
+        offset = (end - seqlen_q).clamp(min=min(seqlen_k - seqlen_q, 0))
+        pos = torch.arange(seqlen_q)[None, :, None] + offset
     j = torch.arange(seqlen_k)[None, None, :]
     seen = (j >= pads) & (j < end) & torch.ones_like(pos, dtype=torch.bool)
     if causal:

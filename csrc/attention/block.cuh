@@ -72,14 +72,16 @@ struct AttentionBlock {
 };
 
 // The work tile under a general mask. Key indices count from `pad`, a multiple of kPadMultiple. A
-// row of the block sees no key before begin[row], and no row sees the first `unseen` keys.
-// last_begin[warp] is the largest begin of the warp's kWarpRows rows. From key last_begin[warp] on,
-// begin hides no key from any of these rows.
+// row of the block sees the keys [begin[row], end[row]), and no row sees the first `unseen` keys.
+// last_begin[warp] is the largest begin of the warp's kWarpRows rows, and first_end[warp] is the
+// smallest end. The mask hides no key between these two from any of these rows.
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
-  int last_begin[kRows / kWarpRows];
+  int last_begin[kRows / kWarpRows];  // rows that see no key don't count
+  int first_end[kRows / kWarpRows];
   int begin[kRows];  // kSeesNothing if a row sees no key
+  int end[kRows];    // 0 if a row sees no key
   GapKeys<kRows> gaps;
 
   // Finds the work tile. All threads call this function. The block must have at least kRows
@@ -93,7 +95,7 @@ struct MaskedAttentionBlock : AttentionBlock {
       pad = kSeesNothing;
       all_keys = 0;
     }
-    if (row < kRows / kWarpRows) last_begin[row] = 0;
+    if (row < kRows / kWarpRows) last_begin[row] = 0, first_end[row] = INT_MAX;
     __syncthreads();
     const MaskParams mask = params.mask;
     const SequenceMask sequence = mask.sequence(batch);
@@ -105,14 +107,21 @@ struct MaskedAttentionBlock : AttentionBlock {
       atomicMax(&all_keys, static_cast<int>(live.end));
     }
     __syncthreads();
-    const int first = all_keys > 0 ? pad : 0, end = all_keys;
+    const int first = all_keys > 0 ? pad : 0, last = all_keys;
     __syncthreads();
     const int own_begin = static_cast<int>(live.begin) - first;
-    if (row < kRows) begin[row] = sees ? own_begin : kSeesNothing;
-    if (sees) atomicMax(&last_begin[row / kWarpRows], own_begin);
-    if (row == 0) set_keys(mask, sequence, first, end);
+    const int own_end = static_cast<int>(live.end) - first;
+    if (row < kRows) {
+      begin[row] = sees ? own_begin : kSeesNothing;
+      end[row] = sees ? own_end : 0;
+    }
+    if (sees) {
+      atomicMax(&last_begin[row / kWarpRows], own_begin);
+      atomicMin(&first_end[row / kWarpRows], own_end);
+    }
+    if (row == 0) set_keys(mask, sequence, first, last);
     __syncthreads();
-    if (mask.causal && mask.key_start) {
+    if (mask.may_have_gaps()) {
       find_gaps(row, kRows);
       __syncthreads();
     }
@@ -125,37 +134,41 @@ struct MaskedAttentionBlock : AttentionBlock {
     const MaskParams mask = params.mask;
     const SequenceMask sequence = mask.sequence(block.batch);
     const int lane = threadIdx.x % 32;
-    int first = kSeesNothing, end = 0;
+    int first = kSeesNothing, last = 0;
     for (int row = lane; row < kRows; row += 32) {
       KeyRange live = {0, 0};
       if (row < block.rows) live = mask.row_keys(block.first_row + row, sequence);
       begin[row] = live.empty() ? kSeesNothing : static_cast<int>(live.begin);
+      end[row] = live.empty() ? 0 : static_cast<int>(live.end);
       if (live.empty()) continue;
       first = min(first, static_cast<int>(live.begin));
-      end = max(end, static_cast<int>(live.end));
+      last = max(last, static_cast<int>(live.end));
     }
     first = __reduce_min_sync(~0u, first);
-    end = __reduce_max_sync(~0u, end);
-    if (end == 0) first = 0;
+    last = __reduce_max_sync(~0u, last);
+    if (last == 0) first = 0;
     const int before_first = first % kPadMultiple;
     first -= before_first;
     __syncwarp();
     for (int warp = lane; warp < kRows / kWarpRows; warp += 32) {
-      int last = 0;
+      int max_begin = 0, min_end = INT_MAX;
       for (int row = warp * kWarpRows; row < (warp + 1) * kWarpRows; ++row) {
         if (begin[row] == kSeesNothing) continue;
         begin[row] -= first;
-        last = max(last, begin[row]);
+        end[row] -= first;
+        max_begin = max(max_begin, begin[row]);
+        min_end = min(min_end, end[row]);
       }
-      last_begin[warp] = last;
+      last_begin[warp] = max_begin;
+      first_end[warp] = min_end;
     }
     if (lane == 0) {
       static_cast<AttentionBlock&>(*this) = block;
       unseen = before_first;
-      set_keys(mask, sequence, first, end);
+      set_keys(mask, sequence, first, last);
     }
     __syncwarp();
-    if (mask.causal && mask.key_start) {
+    if (mask.may_have_gaps()) {
       bool may_have = false;
       for (int row = lane; row < kRows; row += 32) {
         const int key = first_position() + row;
@@ -180,15 +193,11 @@ struct MaskedAttentionBlock : AttentionBlock {
   __device__ __forceinline__ int first_position() const { return first_row + shift - 1; }
 
   __device__ __forceinline__ void set_keys(const MaskParams& mask, const SequenceMask& sequence,
-                                           int first, int end) {
+                                           int first, int last) {
     pad = first;
-    keys = end - first;
-    all_keys = static_cast<int>(sequence.end) - first;
-    const int64_t window = min(mask.window, static_cast<int64_t>(kNoLimit));
-    // The number of keys that a row sees from its own position on.
-    const int reach = mask.causal ? 1 : static_cast<int>(window);
-    const int position = static_cast<int>(mask.position(0, sequence.end)) - first;
-    shift = reach > 0 ? reach + position : kNoLimit;
+    keys = last - first;
+    // Only used for first_position(), which needs causal. The rows' ends replace all_keys.
+    shift = static_cast<int>(mask.position(0, sequence.end)) - first + 1;
     gaps.first_position = kSeesNothing;
   }
 };
@@ -202,8 +211,8 @@ using AttentionBlockOf =
 template <typename Config>
 __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
                                            int key) {
-  return key + Config::kKeys > s_block.end_of(s_block.first_row + warp_row) ||
-         key < s_block.last_begin[warp_row / Config::kWarpRows];
+  const int warp = warp_row / Config::kWarpRows;
+  return key + Config::kKeys > s_block.first_end[warp] || key < s_block.last_begin[warp];
 }
 
 // Applies the mask to the scores of a warp's rows, or to values computed from them.
@@ -211,8 +220,7 @@ template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
                                           const typename Config::Block& s_block, int warp_row,
                                           int key) {
-  hide_columns(r_s, s_block.first_row + warp_row + s_block.shift - key, s_block.all_keys - key,
-               s_block.begin + warp_row, key);
+  hide_columns(r_s, s_block.begin + warp_row, s_block.end + warp_row, key);
 }
 
 // Applies the soft cap and the mask to the scores of a warp's rows.
@@ -280,7 +288,7 @@ __device__ __forceinline__ void store_block(const AttentionParams& params,
 template <typename Config, int kBytes, typename Kernel>
 void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaStream_t stream) {
   // Shared memory holds the buffers of the tile, then the AttentionBlock.
-  constexpr int kBlockBytes = Config::kMasked ? 128 + 4 * Config::kRows : 128;
+  constexpr int kBlockBytes = Config::kMasked ? 128 + 8 * Config::kRows : 128;
   static_assert(kBytes > Config::kShape.tile_bytes() &&
                 kBytes <= Config::kShape.tile_bytes() + kBlockBytes);
   static_assert(kBytes <= kAttentionSharedBytes);

@@ -225,11 +225,11 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
       // of K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
-      args.params.mask.causal || args.params.mask.window > 0 || params.mask.key_start};
+      args.params.mask.is_uneven() || params.mask.key_start};
   // Only under a plain causal mask do the blocks of a wave take different times. With a window or
   // packed documents, all blocks take about the same time.
-  const bool triangle =
-      args.params.mask.causal && args.params.mask.window == 0 && !params.mask.key_start;
+  const bool triangle = params.mask.causal && params.mask.window == 0 && !params.mask.key_start &&
+                        !params.mask.has_row_ends;
   const AttentionBackwardOrder order = attention_backward_order(load, triangle ? scratch.wave : 0);
   args.group_parts = static_cast<unsigned>(scratch.group_parts);
   args.parts_at_once = static_cast<unsigned>(order.at_once);

@@ -72,7 +72,7 @@ struct alignas(8) BackwardWorkTile {
     first_key = key_tile * Config::kKeys;
     first_head = head * group + part_of_head * group / parts;
     end_head = head * group + (part_of_head + 1) * group / parts;
-    tile_steps = args.params.mask.causal || args.params.mask.window > 0 ? end_head - first_head : 1;
+    tile_steps = args.params.mask.is_uneven() ? end_head - first_head : 1;
     direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
     if constexpr (Config::kMasked) {
       dq_order = key_tile;

@@ -120,13 +120,16 @@ struct AttentionSm90Tile {
   // The number of buffers for query rows. It is 2 if shared memory has space for the query rows of
   // two work tiles, else 1. With 2, the next work tile loads while the current one is computed.
   constexpr int query_stages() const {
-    return 2 * query_bytes() + stages_bytes() + kExtraBytes <= kSmBytes / blocks - kBlockBytes ? 2
-                                                                                               : 1;
+    return 2 * query_bytes() + stages_bytes() + extra_bytes(rows()) <=
+                   kSmBytes / blocks - kBlockBytes
+               ? 2
+               : 1;
   }
   constexpr int tile_bytes() const { return query_stages() * query_bytes() + stages_bytes(); }
 
-  // The bytes of shared memory that the kernel needs in addition to its tile.
-  static constexpr int kExtraBytes = 3 * 1024;
+  // The bytes of shared memory that the kernel needs in addition to its tile: barriers, and the key
+  // ranges of the rows of two work tiles.
+  static constexpr int extra_bytes(int rows) { return (rows > 128 ? 4 : 3) * 1024; }
   // kSmBytes is the shared memory of an SM on Hopper. The hardware reserves kBlockBytes of it for
   // each block.
   static constexpr int kSmBytes = 228 * 1024, kBlockBytes = 1024;
@@ -149,7 +152,7 @@ struct AttentionLoad {
   int64_t group;  // number of query heads that share a kv head
   bool causal, padded, bfloat16;
   int64_t window;  // 0 if there is no window
-  bool packed;     // true if key_start is given
+  bool packed;     // true if key_start or a key_end per row is given
 };
 
 struct AttentionProblem {
@@ -206,7 +209,7 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim_v % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
   if (p.seqlen_k == 0) return "there are no keys";
-  if (tile.tile_bytes() + AttentionSm90Tile::kExtraBytes > p.device.shared_limit) {
+  if (tile.tile_bytes() + tile.extra_bytes(tile.rows()) > p.device.shared_limit) {
     return too_much_shared_memory(tile.tile_bytes(), p.device.shared_limit);
   }
   // NOTE: the ticket counter may exceed the number of tiles by the number of blocks in the grid.
@@ -216,7 +219,7 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
 }
 
 // Estimates the time of the busiest SM, in a unit that is the same for all tiles. The values of
-// leftpad and key_start are unknown here. If key_start is given, the estimate assumes packed
+// leftpad, key_start and key_end are unknown here. If `packed` is true, the estimate assumes packed
 // documents of kDocument tokens.
 inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90Tile& tile) {
   // The start and the end of a work tile together take as long as kEmptyKeys keys.

@@ -15,6 +15,10 @@
 // sink), and its gradients are 0. Keys that no row of a sequence sees never affect the results,
 // even if they are NaN.
 //
+// key_end may also have one value per row: key_end[b, i]. The position of row i is then
+// key_end[b, i] - 1, its last key. causal adds nothing, and the window ends at that key. The CUDA
+// kernels then need finite values in keys that no row sees between keys that some rows see.
+//
 // leftpad, key_start and key_end stay on the device, so the host never waits for their values.
 // Values below 0 count as 0. Values above seqlen_k count as seqlen_k. Without causal, leftpad = 0
 // differs from no leftpad if seqlen_q > seqlen_k: with leftpad = 0, the rows at negative positions
@@ -42,6 +46,7 @@ struct SequenceMask {
   int64_t pad;               // 0 if leftpad is not given
   int64_t end;               // seqlen_k if key_end is not given
   const int32_t* key_start;  // (seqlen_q,), or null if not given
+  const int32_t* row_ends;   // (seqlen_q,): the key_end of each row, or null if rows share `end`
 };
 
 // The mask, the soft cap and the sinks of a call, in the form that kernels read. An argument that
@@ -54,12 +59,19 @@ struct MaskParams {
   int64_t window;            // at most kMaxWindow
   const int32_t* leftpad;    // (batch,)
   const int32_t* key_start;  // (batch, seqlen_q)
-  const int32_t* key_end;    // (batch,)
+  const int32_t* key_end;    // (batch,), or (batch, seqlen_q) if has_row_ends
   // (nheads,): the attention sinks, one additional logit per head that has no value vector
   const float* sink;
   float softcap;  // scores become softcap * tanh(score / softcap)
   bool causal;
-  bool padded;  // leftpad is given
+  bool padded;        // leftpad is given
+  bool has_row_ends;  // key_end has one value per row
+
+  // Whether the rows of a sequence may see different keys.
+  TW_HOST_DEVICE bool is_uneven() const { return causal || window > 0 || has_row_ends; }
+
+  // Whether keys between the first and the last seen key of a block may be padding (GapKeys).
+  TW_HOST_DEVICE bool may_have_gaps() const { return causal && key_start && !has_row_ends; }
 
   // Whether the mask is more than causal and leftpad, so that it needs a kernel for general masks.
   bool is_general() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
@@ -87,8 +99,9 @@ struct MaskParams {
   }
 
   TW_HOST_DEVICE SequenceMask sequence(int64_t b) const {
-    return {pad(b), key_end ? clamp_key(key_end[b]) : seqlen_k,
-            key_start ? key_start + b * seqlen_q : nullptr};
+    return {pad(b), key_end && !has_row_ends ? clamp_key(key_end[b]) : seqlen_k,
+            key_start ? key_start + b * seqlen_q : nullptr,
+            has_row_ends ? key_end + b * seqlen_q : nullptr};
   }
 
   // The keys that query row i sees under a mask of causal and leftpad only.
@@ -102,13 +115,16 @@ struct MaskParams {
 
   // The keys that query row i sees under any mask.
   TW_HOST_DEVICE KeyRange row_keys(int64_t i, const SequenceMask& sequence) const {
-    const int64_t pos = position(i, sequence.end);
+    const int64_t pos =
+        sequence.row_ends ? clamp_key(sequence.row_ends[i]) - 1 : position(i, sequence.end);
     if (padded && pos < sequence.pad) return {0, 0};
     KeyRange keys = {sequence.pad, sequence.end};
     if (sequence.key_start && sequence.key_start[i] > keys.begin)
       keys.begin = sequence.key_start[i];
     if (window > 0 && pos - window + 1 > keys.begin) keys.begin = pos - window + 1;
-    const int64_t end = causal ? pos + 1 : window > 0 ? pos + window : keys.end;
+    const int64_t end = causal || sequence.row_ends ? pos + 1
+                        : window > 0                ? pos + window
+                                                    : keys.end;
     if (end < keys.end) keys.end = end;
     return keys;
   }

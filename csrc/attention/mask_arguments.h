@@ -15,11 +15,13 @@ struct Mask {
   OptionalTensor leftpad;  // int32 (batch,)
   bool causal;
   OptionalTensor key_start;       // int32 (batch, seqlen_q)
-  OptionalTensor key_end;         // int32 (batch,)
+  OptionalTensor key_end;         // int32 (batch,), or (batch, seqlen_q): one end per row
   std::optional<int64_t> window;  // >= 1
   std::optional<double> softcap;  // > 0: scores become softcap * tanh(score / softcap)
   // (nheads,): the attention sinks, one additional logit per head that has no value vector
   OptionalTensor sink;
+
+  bool has_row_ends() const { return is_given(key_end) && key_end->dim() == 2; }
 
   // Returns the mask with contiguous tensors.
   Mask contiguous() const {
@@ -45,15 +47,17 @@ struct Mask {
     params.key_end = address(key_end);
     params.causal = causal;
     params.padded = is_given(leftpad);
+    params.has_row_ends = has_row_ends();
     return params;
   }
 };
 
 // Checks the shapes and dtypes of the mask's tensors. Their values stay on the device and are not
-// checked. `like` is the first tensor of the op.
+// checked. `like` is the first tensor of the op. Only if `allows_row_ends` is true may key_end have
+// one value per row.
 inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batch,
                        const c10::SymInt& nheads, const c10::SymInt& seqlen_q,
-                       const char* like_name, const Tensor& like) {
+                       const char* like_name, const Tensor& like, bool allows_row_ends = false) {
   check_leftpad(op, mask.leftpad, batch, like_name, like);
   if (is_given(mask.key_start)) {
     const char* name = "key_start";
@@ -68,7 +72,11 @@ inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batc
     const char* name = "key_end";
     check_device(op, name, *mask.key_end, like_name, like);
     check_dtype(op, name, *mask.key_end, at::kInt);
-    check_shape(op, name, *mask.key_end, {batch}, "(batch,)");
+    if (allows_row_ends && mask.has_row_ends()) {
+      check_shape(op, name, *mask.key_end, {batch, seqlen_q}, "(batch, seqlen_q)");
+    } else {
+      check_shape(op, name, *mask.key_end, {batch}, "(batch,)");
+    }
   }
   if (mask.window) {
     TW_CHECK(*mask.window >= 1, op, "window must be at least 1, but got ", *mask.window,

@@ -77,7 +77,7 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           s.head_dim_v,
           attention_math(dtype, tf32),
           {s.batch * s.nheads, s.nheads / s.nheads_kv, mask.causal, mask.leftpad != nullptr,
-           dtype == DType::kBFloat16, mask.window, mask.key_start != nullptr},
+           dtype == DType::kBFloat16, mask.window, mask.key_start || mask.has_row_ends},
           device_facts()};
 }
 

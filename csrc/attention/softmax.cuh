@@ -167,20 +167,18 @@ __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int
 
 inline constexpr int kSeesNothing = INT_MAX;  // the first key of a row that sees no key
 
-// Keeps the columns of each row from column begin[row] - from up to column min(first_end + row,
-// last_end) - 1. Hides all other columns.
+// Keeps the columns [begin[row] - from, end[row] - from) of each row. Hides all other columns.
 template <int kTiles, int kCols>
-__device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
-                                             int last_end, const int* begin, int from) {
+__device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], const int* begin,
+                                             const int* end, int from) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = tile * 16 + half * 8 + g;
-      const int first = begin[row] - from, end = min(first_end + row, last_end);
-      const unsigned columns = end > first ? end - first : 0;
-      const int column_offset = 2 * t - first;
+      const unsigned columns = end[row] > begin[row] ? end[row] - begin[row] : 0;
+      const int column_offset = 2 * t - (begin[row] - from);
 #pragma unroll
       for (int j = 0; j < kCols; ++j) {
 #pragma unroll

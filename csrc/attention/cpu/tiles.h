@@ -78,7 +78,8 @@ struct CpuAttention : CpuScores {
         head_dim_v(head_dim_v) {
     for (int64_t b = 0; b < batch; ++b) {
       seen.push_back(keys_of_rows(b, 0, seqlen_q));
-      gaps.push_back(mask.key_start ? gaps_of(b) : std::vector<KeyRange>());
+      const bool may_have_gaps = mask.key_start || mask.has_row_ends;
+      gaps.push_back(may_have_gaps ? gaps_of(b) : std::vector<KeyRange>());
     }
   }
 

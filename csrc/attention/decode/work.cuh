@@ -128,7 +128,7 @@ struct MaskedDecodeWork : DecodeWork {
     const MaskParams mask = p.mask;
     uint32_t bits = 0;
     int position = 0;
-    if (mask.causal && mask.key_start) {
+    if (mask.may_have_gaps()) {
       position = static_cast<int>(mask.position(0, mask.sequence(batch).end)) - pad;
       const int index = row(lane).index, key = position + index;
       bool gap = lane < rows && end == 0 && key > 0 && key < keys;

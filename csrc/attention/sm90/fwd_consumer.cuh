@@ -194,9 +194,14 @@ struct AttentionSm90Consumer {
   // The end of the keys that the warpgroup's rows see, or 0 if they see no key. The mainloop
   // computes at least one tile of keys, even if the end is 0.
   __device__ __forceinline__ int last_key_end(const AttentionBlock& block) const {
-    const int first_row = warpgroup * 64, rows = min(block.rows - first_row, 64);
-    if (rows <= 0) return 0;
-    return min(block.end_of(block.first_row + first_row + rows - 1), block.keys);
+    if constexpr (Config::kMasked) {
+      const int* s_end = s.work[work_state.stage].end + warpgroup * 64 + thread % 32;
+      return __reduce_max_sync(~0u, max(s_end[0], s_end[32]));
+    } else {
+      const int first_row = warpgroup * 64, rows = min(block.rows - first_row, 64);
+      if (rows <= 0) return 0;
+      return min(block.end_of(block.first_row + first_row + rows - 1), block.keys);
+    }
   }
   // The start of the first tile with a key that the warpgroup's rows see. The function returns 0 if
   // the rows see no key before `end`.

@@ -77,7 +77,7 @@ template <typename T, int kTile, bool kMasked, bool kCapped = false>
 void launch_attention_sm90_config(const AttentionParams& a, cudaStream_t stream) {
   using Config = AttentionSm90Config<T, kTile, kMasked, kCapped>;
   static_assert(sizeof(AttentionSm90Shared<Config>) <=
-                Config::kShape.tile_bytes() + AttentionSm90Tile::kExtraBytes);
+                Config::kShape.tile_bytes() + AttentionSm90Tile::extra_bytes(Config::kRows));
   const AttentionSizes& sizes = a.sizes;
   const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
                        int box_rows) {

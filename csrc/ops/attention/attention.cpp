@@ -57,7 +57,8 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
   const bool divides = nheads_kv == 0 ? nheads == 0 : nheads % nheads_kv == 0;
   TW_CHECK(divides, op, "key must be ", key_layout,
            " with nheads_kv a divisor of nheads = ", nheads, ", but got nheads_kv = ", nheads_kv);
-  check_mask(op, mask, query.sym_size(0), nheads, query.sym_size(2), "query", query);
+  check_mask(op, mask, query.sym_size(0), nheads, query.sym_size(2), "query", query,
+             /*allows_row_ends=*/true);
   if (scale) {
     check_finite(op, "scale", *scale);
   }

@@ -28,9 +28,9 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
                        kQueryBoxBytes = 64 * kSwizzleRowBytes;
   static constexpr int kKeyBytes = kBoxes * kScoreBoxBytes, kValueBytes = kBoxesV * kKeyBoxBytes,
                        kQueryOutBytes = kBoxesV * kQueryBoxBytes;
-  static constexpr int kStages =
-      (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::kExtraBytes - kWarpgroups * kQueryOutBytes) /
-      (kKeyBytes + kValueBytes);
+  static constexpr int kStages = (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::extra_bytes(kRows) -
+                                  kWarpgroups * kQueryOutBytes) /
+                                 (kKeyBytes + kValueBytes);
   static constexpr bool kLazyRescale = kDimV > 128, kCapped = kMasked, kSmallScores = false;
   using Block =
       std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;

@@ -131,11 +131,12 @@ def _attention(call: Call) -> list[Row]:
     heads = {**_with_gradients(_HEADS, shard(1)), **all_of(("sink", "dsink"), shard(0))}
     rows = [_batch(call), heads]
     values = call.values
-    if not (values["causal"] or values["window"] or call.has("leftpad")):
-        # No mask of the call depends on the position of a query row, so query rows can be sharded.
+    row_ends = call.has("key_end") and len(call.shape("key_end")) == 2
+    if row_ends or not (values["causal"] or values["window"] or call.has("leftpad")):
+        # No mask of the call depends on the index of a query row, so query rows can be sharded.
         queries = _with_gradients([n for n in _HEADS if n not in _KEYS], shard(2))
-        queries |= all_of(("dkey", "dvalue", "dsink"), partial())
-        rows.append({**queries, "key_start": shard(1)})
+        queries |= {**all_of(("dkey", "dvalue", "dsink"), partial()), "key_start": shard(1)}
+        rows.append({**queries, "key_end": shard(1)} if row_ends else queries)
     return rows
 
 

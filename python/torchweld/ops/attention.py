@@ -51,7 +51,8 @@ def attention(
 
     Row i of a sequence has position `i + seqlen_k - seqlen_q` among its keys. With a key_end it is
     `i + key_end - seqlen_q`, as in a cache, which ends with the keys of its queries; where key_end
-    is below seqlen_q the sequence is padded on the right and row i has position i.
+    is below seqlen_q the sequence is padded on the right and row i has position i. With one key_end
+    per row, row i has position `key_end[b, i] - 1`.
 
     Args:
         query: `(batch, nheads, seqlen_q, head_dim)`.
@@ -64,10 +65,13 @@ def attention(
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
         key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before it, as in
             packed documents (`key_start_from_positions`, `key_start_from_documents`). Not with
-            leftpad. Without causal one start a sequence, expanded over its rows.
+            leftpad. Without causal one start a sequence, expanded over its rows, unless key_end has
+            one value per row.
         key_end: int32 `(batch,)` on the same device: how many keys each sequence has, the others
             are never read: the lengths of a batch padded on the right, or of a cache with free
-            places behind its tokens.
+            places behind its tokens. Or int32 `(batch, seqlen_q)`: row i sees the keys before
+            `key_end[b, i]`, with or without causal, and a window ends there; keys between those of
+            two rows, which no row sees, must be finite on CUDA.
         window: at least 1: row i sees the `window` keys up to its own position, without causal as
             many on the other side too.
         softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
@@ -81,7 +85,7 @@ def attention(
         `query`, `key` and `value` lie as those tensors do, by the same rule.
 
     Raises:
-        ValueError: key_start differs from row to row without causal.
+        ValueError: key_start differs from row to row, without causal and without key_end per row.
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range. Values of
             tensors are not looked at: those out of range count as the nearest end.
 
@@ -90,7 +94,7 @@ def attention(
 
     Source: Dao, "FlashAttention-2", 2023.
     """
-    check_key_start("attention", key_start, causal)
+    check_key_start("attention", key_start, causal, key_end)
     return ops.attention(
         query,
         key,
@@ -136,7 +140,7 @@ def attention_with_lse(
     Raises:
         RuntimeError: as `attention`.
     """
-    check_key_start("attention_with_lse", key_start, causal)
+    check_key_start("attention_with_lse", key_start, causal, key_end)
     return ops.attention_with_lse(
         query,
         key,

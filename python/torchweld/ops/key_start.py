@@ -65,12 +65,14 @@ def _starts(ids: Tensor, begins: Tensor) -> Tensor:
     return starts.cummax(1).values
 
 
-def check_key_start(op: str, key_start: Tensor | None, causal: bool) -> None:
-    """Refuses starts that differ from row to row without a causal mask.
+def check_key_start(
+    op: str, key_start: Tensor | None, causal: bool, key_end: Tensor | None = None
+) -> None:
+    """Refuses starts that differ from row to row without a causal mask or an end per row.
 
     Such starts belong to packed documents, where a row would see all later documents.
     """
-    if key_start is None or causal:
+    if key_start is None or causal or (key_end is not None and key_end.dim() == 2):
         return
     rows = key_start.dim() == 2 and key_start.dtype == torch.int32 and key_start.size(1) > 1
     if rows and key_start.stride(1) != 0:
