@@ -509,7 +509,7 @@ def test_packed_documents_are_calls_of_their_own(device):
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     start = torchweld.key_start_from_documents(ids)
-    assert_equal(start, torchweld.key_start_from_positions(positions))
+    assert_equal(start, torchweld.key_start_from_position_ids(positions))
     start = start.to(device)
     q, k, v = (t.requires_grad_() for t in qkv(F32, 1, 2, 1, 100, 100, 8, 8, device))
     out = attention(q, k, v, causal=True, key_start=start)
@@ -664,16 +664,17 @@ def test_helpers_of_packed_sequences():
     assert_equal(torchweld.key_start_from_documents(ids), expected)
     positions = torch.tensor([[0, 1, 2, 0, 1], [4, 5, 9, 10, 0]], dtype=torch.int16)
     expected = ints([0, 0, 0, 3, 3], [0, 0, 2, 2, 4])
-    assert_equal(torchweld.key_start_from_positions(positions), expected)
+    assert_equal(torchweld.key_start_from_position_ids(positions), expected)
     for helper, name in (
         (torchweld.key_start_from_documents, "ids"),
-        (torchweld.key_start_from_positions, "position_ids"),
+        (torchweld.key_start_from_position_ids, "position_ids"),
     ):
         assert helper(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0)
         with pytest.raises(TypeError, match=f"{name} must be a Tensor, but got list"):
             helper([[0, 1]])
         with pytest.raises(ValueError, match=re.escape(f"{name} must be (batch, seqlen), but got")):
             helper(torch.zeros(3))
+    assert torchweld.key_start_from_positions is torchweld.key_start_from_position_ids
     compiled = torch.compile(torchweld.key_start_from_documents, fullgraph=True)
     assert_equal(compiled(ids), torchweld.key_start_from_documents(ids))
 

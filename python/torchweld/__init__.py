@@ -29,7 +29,11 @@ from torchweld.ops.int4_linear import (
     int4_repack,
     int4_unpack,
 )
-from torchweld.ops.key_start import key_start_from_documents, key_start_from_positions
+from torchweld.ops.key_start import (
+    key_start_from_cu_seqlens,
+    key_start_from_documents,
+    key_start_from_position_ids,
+)
 from torchweld.ops.layer_norm_linear import layer_norm_linear
 from torchweld.ops.leftpad import leftpad_from_mask
 from torchweld.ops.linear import linear
@@ -51,6 +55,9 @@ from torchweld.tuning.cache import load as _load_choices
 if TYPE_CHECKING:
     from torchweld import testing as testing
     from torchweld.integrations import FuseReport, fuse, unfuse
+
+# An alias, for code that uses this name.
+key_start_from_positions = key_start_from_position_ids
 
 _load_choices()
 if is_available():
@@ -85,8 +92,9 @@ __all__ = [
     "int4_repack",
     "int4_unpack",
     "is_available",
+    "key_start_from_cu_seqlens",
     "key_start_from_documents",
-    "key_start_from_positions",
+    "key_start_from_position_ids",
     "layer_norm",
     "layer_norm_linear",
     "layer_norm_linears",

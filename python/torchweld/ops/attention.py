@@ -64,7 +64,7 @@ def attention(
             top-left aligned, which differs when the lengths differ).
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
         key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before it, as in
-            packed documents (`key_start_from_positions`, `key_start_from_documents`). Not with
+            packed documents (`key_start_from_position_ids`, `key_start_from_documents`). Not with
             leftpad. Without causal one start a sequence, expanded over its rows, unless key_end has
             one value per row.
         key_end: int32 `(batch,)` on the same device: how many keys each sequence has, the others

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def key_start_from_positions(position_ids: Tensor) -> Tensor:
+def key_start_from_position_ids(position_ids: Tensor) -> Tensor:
     """The first key of each token's document, for rows of packed documents whose positions count
     up within each document.
 
@@ -22,7 +22,7 @@ def key_start_from_positions(position_ids: Tensor) -> Tensor:
         TypeError: position_ids is no tensor.
         ValueError: it is not two-dimensional.
     """
-    _check("key_start_from_positions", "position_ids", position_ids)
+    _check("key_start_from_position_ids", "position_ids", position_ids)
     return _starts(position_ids, position_ids[:, 1:] != position_ids[:, :-1] + 1)
 
 
@@ -43,6 +43,54 @@ def key_start_from_documents(ids: Tensor) -> Tensor:
     """
     _check("key_start_from_documents", "ids", ids)
     return _starts(ids, ids[:, 1:] != ids[:, :-1])
+
+
+def key_start_from_cu_seqlens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
+    """The first key of each token's document, given the cumulative lengths of the documents.
+
+    Args:
+        cu_seqlens: `(documents + 1,)`, int32 or int64: 0, then the end of each document, as
+            flash-attn and torch.nn.attention.varlen take it. Documents may be empty.
+        seqlen: the number of tokens, documents and padding. Tokens from `cu_seqlens[-1]` on are
+            padding: their key_start is `seqlen`, so that they see nothing.
+
+    Returns:
+        int32 `(1, seqlen)` on the same device, for `attention(..., causal=True, key_start=)` with
+        as many keys as queries. Nothing is read back to the host, so one CUDA graph and one
+        compiled graph serve all documents of one `seqlen`.
+
+    Raises:
+        TypeError: cu_seqlens is no tensor of int32 or int64.
+        ValueError: it is not one-dimensional, or empty.
+    """
+    check_cu_seqlens("key_start_from_cu_seqlens", "cu_seqlens", cu_seqlens)
+    starts = torch.cat([cu_seqlens[:-1], cu_seqlens.new_full((1,), seqlen)])
+    document = documents_of_tokens(cu_seqlens, seqlen)
+    return starts.index_select(0, document).to(torch.int32).unsqueeze(0)
+
+
+def documents_of_tokens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
+    """int32 `(seqlen,)`: the document of each token, the number of documents for padding."""
+    tokens = torch.arange(seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
+
+
+def check_cu_seqlens(function: str, name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{function}: {name} must be a Tensor, but got {type(value).__name__}; use "
+            f"torch.tensor({name}, dtype=torch.int32, device=...)"
+        )
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{function}: {name} must be int32, but got {str(value.dtype).removeprefix('torch.')}; "
+            f"use {name}.int()"
+        )
+    if value.dim() != 1 or value.shape[0] == 0:
+        raise ValueError(
+            f"{function}: {name} must be (documents + 1,), 0 and then the end of each document, "
+            f"but got {tuple(value.shape)}"
+        )
 
 
 def _check(function: str, name: str, value: Tensor) -> None:
