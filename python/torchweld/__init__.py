@@ -49,6 +49,7 @@ from torchweld.ops.row_sum import row_sum
 from torchweld.ops.scalar_attention import scalar_attention
 from torchweld.ops.softmax import softmax
 from torchweld.ops.softmax_matmul import softmax_matmul
+from torchweld.ops.varlen import varlen_attention
 from torchweld.tuning import TuneResult, tune
 from torchweld.tuning.cache import load as _load_choices
 
@@ -117,6 +118,7 @@ __all__ = [
     "tune",
     "unavailable_reason",
     "unfuse",
+    "varlen_attention",
 ]
 
 # torchweld.integrations is imported lazily, because its functions import transformers.

@@ -1,0 +1,210 @@
+"""Attention over sequences that are packed along the tokens, with cumulative lengths."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld._refusals import sentences
+from torchweld.ops.attention import attention, attention_with_lse
+from torchweld.ops.key_start import (
+    check_cu_seqlens,
+    documents_of_tokens,
+    key_start_from_cu_seqlens,
+)
+
+MAX_WINDOW = 1 << 30  # larger windows hide no key; positions are int32
+
+
+@sentences
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of sequences that are packed one after the other, each on its own.
+
+    The arguments are those of `flash_attn.flash_attn_varlen_func` and, up to the keywords, of
+    `torch.nn.attention.varlen.varlen_attn`. No shape depends on the lengths and the host reads
+    none, so one CUDA graph and one compiled graph serve every packing of the same number of tokens.
+
+    With causal and `cu_seqlens_k is cu_seqlens_q` it is `attention` with `key_start`, otherwise
+    with one `key_start` and `key_end` per token.
+
+    Args:
+        q: `(tokens_q, nheads, head_dim)`.
+        k: `(tokens_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
+        v: `(tokens_k, nheads_kv, head_dim_v)`.
+        cu_seqlens_q: `(sequences + 1,)`, int32 or int64, on the device of q: 0, then the end of
+            each sequence in q. Sequences may be empty. Tokens from `cu_seqlens_q[-1]` on are
+            padding.
+        cu_seqlens_k: the same of k and v.
+        max_seqlen_q: accepted for code that has it, and not used.
+        max_seqlen_k: the same.
+        causal: each token sees its sequence's keys up to its own position; bottom-right aligned in
+            each sequence.
+        scale: finite factor on the scores; `head_dim ** -0.5` when None.
+        window: at least 1: a token sees the `window` keys up to its own position, without causal as
+            many on the other side too.
+        softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
+        sink: `(nheads,)`, dtype of q or float32: one more logit of each head in its softmax, which
+            has no value.
+        return_lse: returns the logarithm of each row's sum of exponentials too.
+
+    Returns:
+        `(tokens_q, nheads, head_dim_v)`; with return_lse also lse `(nheads, tokens_q)`, float32
+        (float64 of float64). Both have gradients. A token that sees no key, padding included, is 0,
+        its lse -inf (with a sink the sink) and its gradients 0. Padding may be NaN.
+
+    Raises:
+        TypeError: cumulative lengths that are no tensor of int32 or int64.
+        ValueError: q, k or v not of three dims, numbers of heads that don't divide, cumulative
+            lengths of another shape, or a window below 1.
+        RuntimeError: as `attention`, whose names are query, key and value.
+
+    Limits: those of `attention`. Sequences with keys but without queries must have finite values.
+    """
+    name = "torchweld::varlen_attention"
+    check_packed(name, q, k, v)
+    check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
+    if window is not None and window < 1:
+        raise ValueError(
+            f"{name}: window must be at least 1, but got {window}; leave it out for no window"
+        )
+    before = None if window is None or window > MAX_WINDOW else window - 1
+    after = 0 if causal else before
+    mask = packed_mask(q, k, cu_seqlens_q, cu_seqlens_k, before, after)
+    options = {**mask, "scale": scale, "softcap": softcap, "sink": sink}
+    return packed_attention(q, k, v, options, return_lse)
+
+
+def packed_mask(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    before: int | None,
+    after: int | None,
+) -> dict[str, Any]:
+    """The mask arguments of attention, for the window of `row_ranges`."""
+    if cu_seqlens_k is cu_seqlens_q and after == 0 and q.shape[0] == k.shape[0]:
+        window = None if before is None else before + 1
+        key_start = key_start_from_cu_seqlens(cu_seqlens_q, q.shape[0])
+        return {"causal": True, "window": window, "key_start": key_start}
+    keys = key_sequences(cu_seqlens_k[:-1], cu_seqlens_k[1:])
+    return row_ranges(cu_seqlens_q, keys, q.shape[0], before, after)._asdict()
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention of (tokens, heads, head_dim), as one sequence and without a copy."""
+    query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    if not return_lse:
+        return attention(query, key, value, **options).squeeze(0).transpose(0, 1)
+    out, lse = attention_with_lse(query, key, value, **options)
+    return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+
+
+class KeySequences(NamedTuple):
+    """The keys of each sequence, [begin, end), and an empty sequence for the padding of q."""
+
+    begin: Tensor
+    end: Tensor
+
+
+def key_sequences(begin: Tensor, end: Tensor) -> KeySequences:
+    return KeySequences(F.pad(begin, (0, 1)), F.pad(end, (0, 1)))
+
+
+class RowRanges(NamedTuple):
+    """key_start and key_end of attention, int32 `(1, tokens_q)`."""
+
+    key_start: Tensor
+    key_end: Tensor
+
+
+def row_ranges(
+    cu_seqlens_q: Tensor,
+    keys: KeySequences,
+    tokens_q: int,
+    before: int | None,
+    after: int | None,
+    *,
+    top_left: bool = False,
+) -> RowRanges:
+    """The keys that each token of q sees.
+
+    Args:
+        cu_seqlens_q: cumulative lengths of q.
+        keys: the keys of each sequence, in cu_seqlens_q's dtype.
+        tokens_q: tokens of q, padding included.
+        before: how many keys before its own position a token sees; None for all.
+        after: how many behind its own position; None for all, 0 for a causal mask.
+        top_left: the first query of a sequence is at its first key, and not the last at the last.
+    """
+    sequence = documents_of_tokens(cu_seqlens_q, tokens_q)
+    start = keys.begin.index_select(0, sequence)
+    end = keys.end.index_select(0, sequence)
+    if before is not None or after is not None:
+        ends_q = F.pad(cu_seqlens_q, (0, 1))
+        shift = keys.begin - ends_q[:-1] if top_left else keys.end - ends_q[1:]
+        position = torch.arange(tokens_q, dtype=start.dtype, device=start.device)
+        position = position + shift.index_select(0, sequence)
+        if before is not None:
+            start = start.maximum(position - before)
+        if after is not None:
+            end = end.minimum(position + (after + 1))
+    return RowRanges(start.to(torch.int32).unsqueeze(0), end.to(torch.int32).unsqueeze(0))
+
+
+def check_packed(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for argument, t, tokens, heads in (
+        ("q", q, "tokens_q", "nheads"),
+        ("k", k, "tokens_k", "nheads_kv"),
+        ("v", v, "tokens_k", "nheads_kv"),
+    ):
+        if t.dim() != 3:
+            raise ValueError(
+                f"{name}: {argument} must be ({tokens}, {heads}, head_dim), but got "
+                f"{tuple(t.shape)}; for a padded batch use torchweld.attention"
+            )
+    check_heads(name, "(tokens, nheads, head_dim)", q.shape[1], k.shape[1], "transpose(0, 1)")
+
+
+def check_heads(name: str, layout: str, nheads: int, nheads_kv: int, fix: str) -> None:
+    if nheads % nheads_kv if nheads_kv else nheads:
+        raise ValueError(
+            f"{name}: q, k and v must be {layout} with the heads of k a divisor of those of q, but "
+            f"got {nheads} heads of q and {nheads_kv} of k; if the heads come before the tokens "
+            f"use .{fix}"
+        )
+
+
+def check_lengths(name: str, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> None:
+    for argument, lengths in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_cu_seqlens(name, argument, lengths)
+        if lengths.device != q.device:
+            raise ValueError(
+                f"{name}: {argument} must be on {q.device} like q, but got {lengths.device}"
+            )
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.dtype != cu_seqlens_k.dtype:
+        raise ValueError(
+            f"{name}: cu_seqlens_k must be of the shape and dtype of cu_seqlens_q, but got "
+            f"{tuple(cu_seqlens_k.shape)} {cu_seqlens_k.dtype} and {tuple(cu_seqlens_q.shape)} "
+            f"{cu_seqlens_q.dtype}"
+        )
