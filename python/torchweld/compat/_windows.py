@@ -1,0 +1,83 @@
+"""Windows with a left and a right size, as in flash-attn and xformers, on torchweld's ops."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweld.ops.attention import attention, attention_with_lse
+from torchweld.ops.varlen import MAX_WINDOW
+
+
+class Window(NamedTuple):
+    """How many keys a row sees before and behind its own position; None for all of them."""
+
+    before: int | None
+    after: int | None
+
+    @classmethod
+    def of(cls, sizes: Any, causal: bool) -> Window:
+        """The window of flash-attn's `window_size` and `causal`; negative sizes are no limit."""
+        before, after = (None if size < 0 or size >= MAX_WINDOW else size for size in sizes)
+        return cls(before, 0 if causal else after)
+
+    def as_numbers(self) -> dict[str, Any] | None:
+        """causal= and window= of attention, or None if they can't express the window."""
+        if self.before is None and self.after in (None, 0):
+            return {"causal": self.after == 0}
+        if self.before is not None and self.after in (0, self.before):
+            return {"causal": self.after == 0, "window": self.before + 1}
+        return None
+
+
+def padded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: Window,
+    *,
+    top_left: bool = False,
+    lengths: Tensor | None = None,
+    key_start: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """attention of `(batch, seqlen, heads, head_dim)`, as views.
+
+    Args:
+        query, key, value: the tensors, in this layout.
+        window: of each row.
+        top_left: row i is at key i; otherwise the last row is at the last key.
+        lengths: int32 `(batch,)`: how many keys each sequence has; all if None.
+        key_start: int32 `(batch, seqlen_q)`.
+        return_lse: returns lse `(batch, heads, seqlen_q)` too.
+        options: scale, softcap and sink of attention.
+    """
+    batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
+    numbers = window.as_numbers()
+    plain = window == (None, None)
+    if seqlen_q == seqlen_k and lengths is None:
+        top_left = False
+    # attention takes a key_end below seqlen_q for right padding, other libraries for a short cache.
+    if numbers is None or (not plain and (top_left or (lengths is not None and seqlen_q > 1))):
+        ends = lengths if lengths is not None else query.new_full((1,), seqlen_k, dtype=torch.int32)
+        position = torch.arange(seqlen_q, dtype=torch.int32, device=query.device).unsqueeze(0)
+        if not top_left:
+            position = position + (ends.unsqueeze(1) - seqlen_q)
+        row_ends = ends.unsqueeze(1).expand(-1, seqlen_q)
+        if window.after is not None:
+            row_ends = row_ends.minimum(position + (window.after + 1))
+        numbers = {"key_end": row_ends.expand(batch, seqlen_q)}
+        if window.before is not None:
+            starts = (position - window.before).expand(batch, seqlen_q)
+            key_start = starts if key_start is None else key_start.maximum(starts)
+    else:
+        numbers["key_end"] = lengths
+    options |= {**numbers, "key_start": key_start}
+    tensors = [t.transpose(1, 2) for t in (query, key, value)]
+    if not return_lse:
+        return attention(*tensors, **options).transpose(1, 2)
+    out, lse = attention_with_lse(*tensors, **options)
+    return out.transpose(1, 2), lse

@@ -1,0 +1,384 @@
+"""The functions of flash-attn's interface, with its layouts and defaults, on torchweld's ops.
+
+`from torchweld.compat import flash_attn` and `flash_attn.flash_attn_func(q, k, v, causal=True)`:
+arguments, results and the bottom-right aligned causal mask are flash-attn 2's. What torchweld's
+attention lacks is refused: dropout, ALiBi slopes, paged caches. `deterministic` and `num_splits`
+are accepted and change nothing, because gradients are always deterministic and the number of splits
+is chosen by torchweld.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweld.compat._windows import Window, padded_attention
+from torchweld.ops.varlen import (
+    check_heads,
+    check_lengths,
+    check_packed,
+    packed_attention,
+    packed_mask,
+)
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+_PADDED = "(batch, seqlen, nheads, head_dim)"
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_func`.
+
+    Args:
+        q: `(batch, seqlen_q, nheads, head_dim)`.
+        k, v: `(batch, seqlen_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
+        dropout_p: 0.
+        softmax_scale: `head_dim ** -0.5` when None.
+        causal: aligned at the bottom right.
+        window_size: a row at position p sees the keys from `p - left` to `p + right`; a negative
+            size is no limit.
+        softcap: 0 for none.
+        alibi_slopes: None.
+        deterministic: accepted; gradients are always deterministic.
+        return_attn_probs: returns `(out, lse, None)`: flash-attn's probabilities are for tests of
+            its dropout, and None without dropout.
+
+    Returns:
+        `(batch, seqlen_q, nheads, head_dim)`, and with return_attn_probs lse `(batch, nheads,
+        seqlen_q)`.
+
+    Raises:
+        ValueError: dropout, ALiBi slopes, or q, k and v in another layout.
+    """
+    name = "flash_attn_func"
+    _refuse(name, dropout_p, alibi_slopes)
+    return _padded(name, q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_qkvpacked_func`: qkv is `(batch, seqlen, 3, nheads, head_dim)`.
+
+    The other arguments, the result and the errors are those of :func:`flash_attn_func`.
+    """
+    name = "flash_attn_qkvpacked_func"
+    _refuse(name, dropout_p, alibi_slopes)
+    q, k, v = _unpacked(name, "qkv", qkv, 5, 3, "(batch, seqlen, 3, nheads, head_dim)")
+    return _padded(name, q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_kvpacked_func`: kv is `(batch, seqlen_k, 2, nheads_kv, head_dim)`.
+
+    The other arguments, the result and the errors are those of :func:`flash_attn_func`.
+    """
+    name = "flash_attn_kvpacked_func"
+    _refuse(name, dropout_p, alibi_slopes)
+    k, v = _unpacked(name, "kv", kv, 5, 2, "(batch, seqlen_k, 2, nheads_kv, head_dim)")
+    return _padded(name, q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """`flash_attn.flash_attn_varlen_func`, by :func:`torchweld.varlen_attention`.
+
+    Args:
+        q: `(tokens_q, nheads, head_dim)`.
+        k, v: `(tokens_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
+        cu_seqlens_q, cu_seqlens_k: int32 `(batch + 1,)`, never read by the host.
+        max_seqlen_q, max_seqlen_k: accepted and not used.
+        block_table: None.
+        return_attn_probs: returns `(out, lse, None)`.
+
+    Returns:
+        `(tokens_q, nheads, head_dim)`, and with return_attn_probs lse `(nheads, tokens_q)`.
+
+    The other arguments and the errors are those of :func:`flash_attn_func`.
+    """
+    name = "flash_attn_varlen_func"
+    _refuse(name, dropout_p, alibi_slopes)
+    _refuse_pages(name, block_table)
+    return _varlen(
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_varlen_qkvpacked_func`: qkv is `(tokens, 3, nheads, head_dim)`.
+
+    The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
+    """
+    name = "flash_attn_varlen_qkvpacked_func"
+    _refuse(name, dropout_p, alibi_slopes)
+    q, k, v = _unpacked(name, "qkv", qkv, 4, 3, "(tokens, 3, nheads, head_dim)")
+    return _varlen(
+        name, q, k, v, cu_seqlens, cu_seqlens, softmax_scale, causal, window_size, softcap,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_varlen_kvpacked_func`: kv is `(tokens_k, 2, nheads_kv, head_dim)`.
+
+    The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
+    """
+    name = "flash_attn_varlen_kvpacked_func"
+    _refuse(name, dropout_p, alibi_slopes)
+    k, v = _unpacked(name, "kv", kv, 4, 2, "(tokens_k, 2, nheads_kv, head_dim)")
+    return _varlen(
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """`flash_attn.flash_attn_with_kvcache`, without pages and without gradients.
+
+    Args:
+        q: `(batch, seqlen_q, nheads, head_dim)`.
+        k_cache, v_cache: `(batch, seqlen_cache, nheads_kv, head_dim)`.
+        k, v: `(batch, seqlen_new, nheads_kv, head_dim)`, written into the caches in place, from
+            place `cache_seqlens[b]` on.
+        rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes: None.
+        cache_seqlens: int32 `(batch,)`, or one number: the tokens in the caches before k and v. The
+            whole caches when None.
+        cache_leftpad: int32 `(batch,)`: the first places of each cache that are padding.
+        num_splits: accepted and not used.
+        return_softmax_lse: returns lse `(batch, nheads, seqlen_q)` too.
+
+    Returns:
+        `(batch, seqlen_q, nheads, head_dim)`. No value of cache_seqlens is read by the host.
+
+    The other arguments and the errors are those of :func:`flash_attn_func`.
+    """
+    name = "flash_attn_with_kvcache"
+    _refuse(name, 0.0, alibi_slopes)
+    _refuse_pages(name, block_table)
+    if rotary_cos is not None or rotary_sin is not None:
+        raise ValueError(f"{name}: rotary_cos must be None; rotate q and k by torchweld.rotary")
+    if cache_batch_idx is not None:
+        raise ValueError(
+            f"{name}: cache_batch_idx must be None; pass k_cache.index_select(0, cache_batch_idx) "
+            "and the same of v_cache"
+        )
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: k and v must be given together; give both or neither")
+    _check_padded(name, q, k_cache, v_cache)
+    lengths = cache_seqlens
+    if isinstance(lengths, int):
+        lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
+    if k is not None and v is not None:
+        if lengths is None:
+            raise ValueError(f"{name}: cache_seqlens must be given with k and v; it says where")
+        _append(lengths, (k_cache, k), (v_cache, v))
+        lengths = lengths + k.shape[1]
+    start = cache_leftpad
+    with torch.no_grad():
+        return padded_attention(
+            q,
+            k_cache,
+            v_cache,
+            Window.of(window_size, causal),
+            lengths=None if lengths is None else lengths.int(),
+            key_start=None if start is None else start.int()[:, None].expand(-1, q.shape[1]),
+            return_lse=return_softmax_lse,
+            scale=softmax_scale,
+            softcap=softcap or None,
+        )
+
+
+def _append(lengths: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    """Writes the new keys and values behind the tokens of their caches."""
+    new = pairs[0][1].shape[1]
+    places = lengths[:, None] + torch.arange(new, device=lengths.device)
+    sequences = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
+    with torch.no_grad():
+        for cache, tokens in pairs:
+            cache.index_put_((sequences, places), tokens)
+
+
+def _refuse(name: str, dropout_p: float, alibi_slopes: Tensor | None) -> None:
+    if dropout_p:
+        raise ValueError(
+            f"{name}: dropout_p must be 0, but got {dropout_p}; torchweld's attention has no "
+            "dropout, set the model's attention dropout to 0"
+        )
+    if alibi_slopes is not None:
+        raise ValueError(
+            f"{name}: alibi_slopes must be None; torchweld's attention adds no bias to the scores, "
+            "use torch.nn.attention.flex_attention"
+        )
+
+
+def _refuse_pages(name: str, block_table: Tensor | None) -> None:
+    if block_table is not None:
+        raise ValueError(
+            f"{name}: block_table must be None; torchweld reads no paged cache, pass contiguous "
+            "keys and values"
+        )
+
+
+def _unpacked(
+    name: str, argument: str, packed: Tensor, dims: int, parts: int, layout: str
+) -> tuple[Tensor, ...]:
+    if packed.dim() != dims or packed.shape[-3] != parts:
+        raise ValueError(f"{name}: {argument} must be {layout}, but got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _check_padded(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    for argument, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4:
+            raise ValueError(f"{name}: {argument} must be {_PADDED}, but got {tuple(t.shape)}")
+    check_heads(name, _PADDED, q.shape[2], k.shape[2], "transpose(1, 2)")
+
+
+def _padded(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    return_lse: bool,
+) -> Any:
+    _check_padded(name, q, k, v)
+    result = padded_attention(
+        q,
+        k,
+        v,
+        Window.of(window_size, causal),
+        return_lse=return_lse,
+        scale=scale,
+        softcap=softcap or None,
+    )
+    return (*result, None) if return_lse else result
+
+
+def _varlen(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    return_lse: bool,
+) -> Any:
+    check_packed(name, q, k, v)
+    check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
+    mask = packed_mask(q, k, cu_seqlens_q, cu_seqlens_k, *Window.of(window_size, causal))
+    options = {**mask, "scale": scale, "softcap": softcap or None}
+    result = packed_attention(q, k, v, options, return_lse)
+    return (*result, None) if return_lse else result

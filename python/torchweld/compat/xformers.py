@@ -1,0 +1,169 @@
+"""`memory_efficient_attention` of xformers.ops, on torchweld's ops.
+
+The mask is recognised by the name of its class in `xformers.ops.fmha.attn_bias`; xformers need not
+be installed. Biases that are tensors, and paged masks, are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchweld.compat._windows import Window, padded_attention
+from torchweld.ops.varlen import (
+    check_heads,
+    key_sequences,
+    packed_attention,
+    packed_mask,
+    row_ranges,
+)
+
+__all__ = ["memory_efficient_attention"]
+
+_LAYOUT = "(batch, seqlen, nheads, head_dim)"
+
+
+class _Kind(NamedTuple):
+    """What a class of masks means: causal, aligned at the top left; with `_window_size` keys."""
+
+    causal: bool = False
+    top_left: bool = False
+    window: bool = False
+
+
+_PADDED = {
+    "NoneType": _Kind(),
+    "LowerTriangularMask": _Kind(causal=True, top_left=True),
+    "LowerTriangularFromBottomRightMask": _Kind(causal=True),
+    "LowerTriangularFromBottomRightLocalAttentionMask": _Kind(causal=True, window=True),
+    "LocalAttentionFromBottomRightMask": _Kind(),
+}
+_PACKED = {
+    "BlockDiagonalMask": _Kind(),
+    "BlockDiagonalCausalMask": _Kind(causal=True, top_left=True),
+    "BlockDiagonalCausalFromBottomRightMask": _Kind(causal=True),
+    "BlockDiagonalCausalLocalAttentionMask": _Kind(causal=True, top_left=True, window=True),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _Kind(causal=True, window=True),
+    "BlockDiagonalPaddedKeysMask": _Kind(),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _Kind(causal=True),
+    "BlockDiagonalGappyKeysMask": _Kind(),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": _Kind(causal=True),
+}
+
+
+def memory_efficient_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Any = None,
+    p: float = 0.0,
+    scale: float | None = None,
+    *,
+    op: Any = None,
+    output_dtype: Any = None,
+) -> Tensor:
+    """`xformers.ops.memory_efficient_attention`.
+
+    Args:
+        query: `(batch, seqlen_q, nheads, head_dim)`, `(batch, seqlen_q, head_dim)`, or `(batch,
+            seqlen_q, groups, nheads, head_dim)`, whose key and value may be expanded over nheads.
+        key, value: the same of seqlen_k.
+        attn_bias: None, or a mask of xformers: LowerTriangular*, LocalAttentionFromBottomRightMask,
+            BlockDiagonal* without pages. Its values stay on the device.
+        p: 0; torchweld's attention has no dropout.
+        scale: `head_dim ** -0.5` when None.
+        op: accepted and not used; `torchweld.explain` tells which kernel runs.
+        output_dtype: None or the dtype of query.
+
+    Returns:
+        The shape of query, with the last size of value.
+
+    Raises:
+        ValueError: dropout, a bias that is a tensor, a mask of another class, another layout.
+    """
+    name = "memory_efficient_attention"
+    if p:
+        raise ValueError(f"{name}: p must be 0, but got {p}; torchweld's attention has no dropout")
+    if output_dtype not in (None, query.dtype):
+        raise ValueError(
+            f"{name}: output_dtype must be {query.dtype} like query, but got {output_dtype}; use "
+            ".to(dtype) on the result"
+        )
+    kind = _kind(name, attn_bias)
+    if query.dim() == 5:
+        groups = query.shape[2:4]
+        out = memory_efficient_attention(
+            query.flatten(2, 3), *map(_merged, (key, value)), attn_bias, p, scale
+        )
+        return out.unflatten(2, groups)
+    if query.dim() == 3:
+        tensors = [t.unsqueeze(2) for t in (query, key, value)]
+        return memory_efficient_attention(*tensors, attn_bias, p, scale).squeeze(2)
+    for argument, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() != 4:
+            raise ValueError(f"{name}: {argument} must be {_LAYOUT}, but got {tuple(t.shape)}")
+    check_heads(name, _LAYOUT, query.shape[2], key.shape[2], "transpose(1, 2)")
+    window = _window(attn_bias, kind)
+    if type(attn_bias).__name__ in _PADDED:
+        return padded_attention(query, key, value, window, top_left=kind.top_left, scale=scale)
+    return _packed(name, query, key, value, attn_bias, kind, window, scale)
+
+
+def _kind(name: str, attn_bias: Any) -> _Kind:
+    if isinstance(attn_bias, Tensor):
+        raise ValueError(
+            f"{name}: attn_bias must be None or a mask of xformers, but got a Tensor; torchweld's "
+            "attention adds no bias to the scores, use torch.nn.attention.flex_attention"
+        )
+    kind = {**_PADDED, **_PACKED}.get(type(attn_bias).__name__)
+    if kind is None:
+        raise ValueError(
+            f"{name}: attn_bias must be one of {', '.join([*_PADDED, *_PACKED][1:])}, but got "
+            f"{type(attn_bias).__name__}; use torch.nn.attention.flex_attention"
+        )
+    return kind
+
+
+def _window(attn_bias: Any, kind: _Kind) -> Window:
+    if type(attn_bias).__name__ == "LocalAttentionFromBottomRightMask":
+        return Window.of((attn_bias.window_left, attn_bias.window_right), causal=False)
+    before = attn_bias._window_size - 1 if kind.window else -1
+    return Window.of((before, -1), kind.causal)
+
+
+def _merged(t: Tensor) -> Tensor:
+    """(batch, seqlen, heads, head_dim) of (batch, seqlen, groups, nheads, head_dim)."""
+    expanded = t.shape[3] > 1 and t.stride(3) == 0
+    return t[:, :, :, 0] if expanded else t.flatten(2, 3)
+
+
+def _packed(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Any,
+    kind: _Kind,
+    window: Window,
+    scale: float | None,
+) -> Tensor:
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"{name}: query must be (1, tokens, nheads, head_dim) with {type(attn_bias).__name__}, "
+            f"but got {tuple(query.shape)}; use BlockDiagonalMask.from_tensor_list"
+        )
+    q, k, v = (t.squeeze(0) for t in (query, key, value))
+    info_q, info_k = attn_bias.q_seqinfo, attn_bias.k_seqinfo
+    starts = info_q.seqstart.to(q.device)
+    if info_k is info_q:
+        mask = packed_mask(q, k, starts, starts, *window)
+    else:
+        starts_k, lengths = info_k.seqstart.to(q.device), getattr(info_k, "seqlen", None)
+        begin = starts_k[:-1]
+        end = starts_k[1:] if lengths is None else begin + lengths.to(q.device, begin.dtype)
+        keys = key_sequences(begin, end)
+        mask = row_ranges(starts, keys, q.shape[0], *window, top_left=kind.top_left)._asdict()
+    result = packed_attention(q, k, v, {**mask, "scale": scale}, return_lse=False)
+    assert isinstance(result, Tensor)
+    return result.unsqueeze(0)

@@ -1,0 +1,313 @@
+"""torchweld.compat: flash-attn's functions and xformers' memory_efficient_attention."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import reference as R
+from numerics import assert_equal, assert_same_bits
+from samples import BF16, F32, F64
+from tensors import randn
+from torchweld.compat import flash_attn as fa
+from torchweld.compat.xformers import memory_efficient_attention
+
+# (tokens of q, tokens of k): as many, fewer and more keys than queries.
+SHAPES = [(9, 9), (5, 12), (12, 5)]
+WINDOWS = [(-1, -1), (3, 3), (3, 0), (0, 2), (-1, 1), (2, -1), (4, 1)]
+
+
+def dense(q, k, v, seen: Tensor, scale: float | None = None, softcap: float = 0.0):
+    """(out, lse) of (batch, seqlen, nheads, head_dim), in float64, seen (batch, rows, keys)."""
+    q, k, v = (R.up(t).transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    out = scores.softmax(-1).nan_to_num(0.0) @ v
+    return out.transpose(1, 2), scores.logsumexp(-1)
+
+
+def band(sq: int, sk: int, causal: bool, window: tuple[int, int], offset: int | None = None):
+    """(sq, sk): flash-attn's mask, written as in its documentation."""
+    position = torch.arange(sq)[:, None] + (sk - sq if offset is None else offset)
+    j = torch.arange(sk)
+    left, right = window
+    right = 0 if causal else right
+    seen = torch.ones(sq, sk, dtype=torch.bool)
+    if left >= 0:
+        seen &= j >= position - left
+    if right >= 0:
+        seen &= j <= position + right
+    return seen
+
+
+def qkv(device, sq, sk, dtype=F64, batch=2, nheads=4, nheads_kv=2, dim=16) -> list[Tensor]:
+    shapes = ((batch, sq, nheads, dim), *[(batch, sk, nheads_kv, dim)] * 2)
+    return [randn(device, dtype, *shape) for shape in shapes]
+
+
+def best(device: str) -> torch.dtype:
+    return F64 if device == "cpu" else F32
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(R.up(got), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_padded(device, shape, causal, window):
+    q, k, v = qkv(device, *shape, best(device))
+    seen = band(*shape, causal, window).expand(2, -1, -1)
+    want, want_lse = dense(q, k, v, seen, 0.3, 5.0)
+    options = {"softmax_scale": 0.3, "causal": causal, "window_size": window, "softcap": 5.0}
+    out, lse, probabilities = fa.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    close(out, want)
+    close(lse, want_lse)
+    assert probabilities is None
+    assert_equal(fa.flash_attn_func(q, k, v, **options), out)
+    assert_equal(fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options), out)
+    if shape[0] == shape[1]:
+        k, v = (t.repeat_interleave(2, 2) for t in (k, v))
+        packed = fa.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **options)
+        torch.testing.assert_close(packed, out)
+
+
+def test_gradients_of_a_window_with_two_sizes(device):
+    q, k, v = (t.requires_grad_() for t in qkv(device, 5, 12, best(device)))
+    out = fa.flash_attn_func(q, k, v, window_size=(4, 1))
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    leaves = [R.up(t).requires_grad_() for t in (q, k, v)]
+    heads = [t.repeat_interleave(2, 2) for t in leaves[1:]]
+    scores = torch.einsum("bihd,bjhd->bhij", leaves[0], heads[0]) / 4
+    p = scores.masked_fill(~band(5, 12, False, (4, 1)), -torch.inf).softmax(-1).nan_to_num(0.0)
+    want = torch.einsum("bhij,bjhd->bihd", p, heads[1])
+    for got, grad in zip(grads, torch.autograd.grad(want, leaves, R.up(dout)), strict=True):
+        close(got, grad)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("same", [True, False])
+def test_varlen(device, causal, window, same):
+    lengths = [4, 0, 9, 1], ([4, 0, 9, 1] if same else [6, 2, 3, 1])
+    ends = [torch.tensor([0, *part], device=device).cumsum(0).int() for part in lengths]
+    ends[1] = ends[0] if same else ends[1]
+    q, k, v = (t[0] for t in qkv(device, sum(lengths[0]), sum(lengths[1]), best(device), 1))
+    seen = torch.block_diag(
+        *(band(*shape, causal, window).double() for shape in zip(*lengths, strict=True))
+    )
+    want, want_lse = dense(*(t[None] for t in (q, k, v)), seen.bool()[None])
+    options = {"causal": causal, "window_size": window, "return_attn_probs": True}
+    out, lse, _ = fa.flash_attn_varlen_func(q, k, v, *ends, 9, 9, **options)
+    close(out, want[0])
+    close(lse, want_lse[0])
+    kv = torch.stack([k, v], 1)
+    assert_equal(fa.flash_attn_varlen_kvpacked_func(q, kv, *ends, 9, 9, **options)[0], out)
+    if same:
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        packed = torch.stack([q, k, v], 1)
+        got = fa.flash_attn_varlen_qkvpacked_func(packed, ends[0], 9, **options)[0]
+        torch.testing.assert_close(got, out)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, -1), (2, 2)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("appends", [True, False])
+def test_cache(device, seqlen_q, causal, window, appends):
+    """Caches of other lengths, one of them shorter than the queries, and their padding."""
+    q, k, v = qkv(device, seqlen_q, seqlen_q, best(device), 3)
+    caches = qkv(device, 1, 16, best(device), 3)[1:]
+    lengths = torch.tensor([7, 2, 10], dtype=torch.int32, device=device)
+    pads = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+    filled = [cache.clone() for cache in caches]
+    totals = lengths.tolist()
+    if appends:
+        totals = [n + seqlen_q for n in totals]
+        for cache, new in zip(filled, (k, v), strict=True):
+            for b, n in enumerate(lengths.tolist()):
+                cache[b, n : n + seqlen_q] = new[b]
+    seen = torch.zeros(3, seqlen_q, 16, dtype=torch.bool)
+    for b, n in enumerate(totals):
+        seen[b] = band(seqlen_q, 16, causal, window, offset=n - seqlen_q)
+        seen[b, :, n:] = False
+        seen[b, :, : pads[b]] = False
+    want, want_lse = dense(q, *filled, seen)
+    out, lse = fa.flash_attn_with_kvcache(
+        q, *caches, *((k, v) if appends else ()), cache_seqlens=lengths, cache_leftpad=pads,
+        causal=causal, window_size=window, return_softmax_lse=True,
+    )  # fmt: skip
+    close(out, want)
+    close(lse, want_lse)
+    for cache, full in zip(caches, filled, strict=True):
+        assert_same_bits(cache, full)
+
+
+def test_cache_of_one_length(device):
+    q, k, v = qkv(device, 1, 16, best(device))
+    want = fa.flash_attn_func(q, k[:, :6], v[:, :6])
+    torch.testing.assert_close(fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=6), want)
+    whole = fa.flash_attn_with_kvcache(q, k, v, causal=True)
+    torch.testing.assert_close(whole, fa.flash_attn_func(q, k, v, causal=True))
+
+
+X = torch.zeros(2, 4, 4, 16)
+ENDS = torch.tensor([0, 8], dtype=torch.int32)
+PACKED = torch.zeros(8, 4, 16)
+REFUSED = [
+    ("flash_attn_func", (X, X, X), {"dropout_p": 0.1}, "dropout_p must be 0, but got 0.1;"),
+    ("flash_attn_func", (X, X, X), {"alibi_slopes": X}, "alibi_slopes must be None; torchweld's"),
+    ("flash_attn_func", (X[0], X, X), {}, "q must be (batch, seqlen, nheads, head_dim), but got"),
+    (
+        "flash_attn_func", (X, X[:, :, :3], X[:, :, :3]), {},
+        "q, k and v must be (batch, seqlen, nheads, head_dim) with the heads of k a divisor of "
+        "those of q, but got 4 heads of q and 3 of k; if the heads come before the tokens use "
+        ".transpose(1, 2)",
+    ),
+    ("flash_attn_qkvpacked_func", (X,), {}, "qkv must be (batch, seqlen, 3, nheads, head_dim),"),
+    ("flash_attn_kvpacked_func", (X, X), {}, "kv must be (batch, seqlen_k, 2, nheads_kv, head_"),
+    (
+        "flash_attn_varlen_func", (PACKED, PACKED, PACKED, ENDS, ENDS, 8, 8),
+        {"block_table": ENDS}, "block_table must be None; torchweld reads no paged cache",
+    ),
+    ("flash_attn_varlen_func", (X, X, X, ENDS, ENDS, 8, 8), {}, "q must be (tokens_q, nheads, he"),
+    ("flash_attn_with_kvcache", (X, X, X), {"rotary_cos": X}, "rotary_cos must be None; rotate"),
+    ("flash_attn_with_kvcache", (X, X, X), {"cache_batch_idx": ENDS}, "cache_batch_idx must be"),
+    ("flash_attn_with_kvcache", (X, X, X), {"block_table": ENDS}, "block_table must be None"),
+    ("flash_attn_with_kvcache", (X, X, X, X), {}, "k and v must be given together"),
+    ("flash_attn_with_kvcache", (X, X, X, X, X), {}, "cache_seqlens must be given with k and v"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "options", "sentence"), REFUSED, ids=lambda v: str(v)[:30]
+)
+def test_refusals(name, args, options, sentence):
+    with pytest.raises(ValueError, match=re.escape(f"{name}: {sentence}")):
+        getattr(fa, name)(*args, **options)
+
+
+# xformers
+
+
+def mask_of(name: str, **fields):
+    """A stand-in for a mask of xformers: an object of a class of that name."""
+    made = type(name, (), {})()
+    for field, value in fields.items():
+        setattr(made, field, value)
+    return made
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_xformers_padded(device, shape):
+    q, k, v = qkv(device, *shape, best(device))
+    causal = (-1, 0)
+    for mask, window, offset in (
+        (None, (-1, -1), None),
+        (mask_of("LowerTriangularMask"), causal, 0),
+        (mask_of("LowerTriangularFromBottomRightMask"), causal, None),
+        (
+            mask_of("LowerTriangularFromBottomRightLocalAttentionMask", _window_size=3),
+            (2, 0),
+            None,
+        ),
+        (
+            mask_of("LocalAttentionFromBottomRightMask", window_left=3, window_right=1),
+            (3, 1),
+            None,
+        ),
+    ):
+        seen = band(*shape, False, window, offset).expand(2, -1, -1)
+        close(memory_efficient_attention(q, k, v, mask), dense(q, k, v, seen)[0])
+
+
+BLOCKS = [
+    ("BlockDiagonalMask", {}, (-1, -1), False),
+    ("BlockDiagonalCausalMask", {}, (-1, 0), True),
+    ("BlockDiagonalCausalFromBottomRightMask", {}, (-1, 0), False),
+    ("BlockDiagonalCausalLocalAttentionMask", {"_window_size": 3}, (2, 0), True),
+    ("BlockDiagonalCausalLocalAttentionFromBottomRightMask", {"_window_size": 3}, (2, 0), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "window", "top_left"), BLOCKS, ids=lambda v: str(v)[:50]
+)
+@pytest.mark.parametrize("same", [True, False])
+def test_xformers_packed(device, name, fields, window, top_left, same):
+    lengths = [4, 0, 9, 1], ([4, 0, 9, 1] if same else [6, 2, 3, 1])
+    info = [SimpleNamespace(seqstart=starts(part)) for part in lengths]
+    info_k = info[0] if same else info[1]
+    mask = mask_of(name, q_seqinfo=info[0], k_seqinfo=info_k, **fields)
+    q, k, v = qkv(device, sum(lengths[0]), sum(lengths[1]), best(device), 1)
+    offset = 0 if top_left else None
+    parts = [band(*s, False, window, offset).double() for s in zip(*lengths, strict=True)]
+    want = dense(q, k, v, torch.block_diag(*parts).bool()[None])[0]
+    close(memory_efficient_attention(q, k, v, mask), want)
+
+
+@pytest.mark.parametrize("kind", ["Padded", "Gappy"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_xformers_keys_with_room(device, kind, causal):
+    """Each sequence of keys begins at seqstart and has seqlen keys; the others are not seen."""
+    name = (
+        f"BlockDiagonalCausalWithOffset{kind}KeysMask" if causal else f"BlockDiagonal{kind}KeysMask"
+    )
+    lengths_q, lengths_k, room = [2, 1, 3], [5, 0, 3], 6
+    info_k = SimpleNamespace(seqstart=starts([room] * 3), seqlen=torch.tensor(lengths_k).int())
+    mask = mask_of(name, q_seqinfo=SimpleNamespace(seqstart=starts(lengths_q)), k_seqinfo=info_k)
+    q, k, v = qkv(device, 6, 18, best(device), 1)
+    seen = torch.zeros(1, 6, 18, dtype=torch.bool)
+    row = 0
+    for i, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        part = band(rows, keys, causal, (-1, -1))
+        seen[0, row : row + rows, i * room : i * room + keys] = part
+        row += rows
+    close(memory_efficient_attention(q, k, v, mask), dense(q, k, v, seen)[0])
+
+
+def test_xformers_layouts(device):
+    q, k, v = qkv(device, 9, 9, best(device))
+    single = memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0])
+    want = dense(*(t[:, :, :1] for t in (q, k, v)), torch.ones(2, 9, 9, dtype=torch.bool))[0]
+    close(single, want[:, :, 0])
+    want = memory_efficient_attention(q, k, v)
+    grouped = [t.unsqueeze(3).expand(-1, -1, -1, 2, -1) for t in (k, v)]
+    got = memory_efficient_attention(q.unflatten(2, (2, 2)), *grouped)
+    assert_same_bits(got.flatten(2, 3), want)
+
+
+def test_xformers_refusals():
+    q = torch.zeros(2, 4, 4, 16)
+    blocks = mask_of("BlockDiagonalMask", q_seqinfo=None, k_seqinfo=None)
+    for options, sentence in (
+        ({"p": 0.1}, "p must be 0, but got 0.1; torchweld's attention has no dropout"),
+        ({"attn_bias": q}, "attn_bias must be None or a mask of xformers, but got a Tensor"),
+        ({"attn_bias": mask_of("PagedBlockDiagonalPaddedKeysMask")}, "attn_bias must be one of"),
+        ({"attn_bias": blocks}, "query must be (1, tokens, nheads, head_dim) with BlockDiagonal"),
+        ({"output_dtype": BF16}, "output_dtype must be torch.float32 like query, but got"),
+        ({"key": q[:, :, :3], "value": q[:, :, :3]}, "q, k and v must be (batch, seqlen, nheads,"),
+        ({"query": q[0, 0]}, "query must be (batch, seqlen, nheads, head_dim), but got (4, 16)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"memory_efficient_attention: {sentence}")):
+            memory_efficient_attention(**{"query": q, "key": q, "value": q, **options})
+
+
+def test_import_torchweld_leaves_it_out():
+    code = "import sys, torchweld; sys.exit('torchweld.compat' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
