@@ -72,7 +72,9 @@ Build = Callable[[Maker], Call]
 
 
 def masked(build: Build, *names: str, **more: Any) -> Build:
-    """The call with tensors of the mask by name: key_start, key_end, sink."""
+    """The call with tensors of the mask by name: key_start, key_end, sink, or row_ends, the
+    key_end of each row.
+    """
 
     def make(m: Maker) -> Call:
         args, kwargs = build(m)
@@ -82,10 +84,12 @@ def masked(build: Build, *names: str, **more: Any) -> Build:
         tensors = {
             "key_start": torch.stack([i // 3, i // 2, 0 * i, i // 4])[torch.arange(batch) % 4],
             "key_end": keys - torch.arange(batch) % 3,
+            "row_ends": keys - (i + torch.arange(batch)[:, None]) % 3,
             "sink": m.randn(heads),
         }
         tensors = {n: t if n == "sink" else t.to(m.device, torch.int32) for n, t in tensors.items()}
-        return args, {**kwargs, **{n: tensors[n] for n in names}, **more}
+        given = {"key_end" if n == "row_ends" else n: tensors[n] for n in names}
+        return args, {**kwargs, **given, **more}
 
     return make
 
@@ -252,6 +256,7 @@ def _builds() -> dict[str, dict[str, Build]]:
     calls |= {
         "documents": masked(calls["plain"], "key_start", "sink"),
         "right_padded": masked(calls["plain"], "key_end", softcap=1.5),
+        "row_ends": masked(calls["padded"], "row_ends", window=3),
         "all": masked(
             attention_call(4, 8, 4, 5, 6, 2, 3, causal=True),
             *("key_start", "key_end", "sink"),

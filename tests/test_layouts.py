@@ -115,9 +115,11 @@ def masked(forward: Builder, *names: str, **numbers: Any) -> Builder:
         made = {
             "key_start": lambda: (data(batch, seqlen_q) // 2).sort(1).values,
             "key_end": lambda: keys - data(batch) // 4,
+            "row_ends": lambda: keys - data(batch, seqlen_q) // 4,
             "sink": lambda: m.randn(nheads),
         }
-        return args, {**kwargs, **numbers, **{name: made[name]() for name in names}}
+        given = {"key_end" if name == "row_ends" else name: made[name]() for name in names}
+        return args, {**kwargs, **numbers, **given}
 
     return build
 
@@ -185,6 +187,8 @@ def _further() -> dict[str, list[Sample]]:
         "large": masked(large, "key_start", "key_end", "sink", causal=True),
         "large_plain": attention_call(1, 2, 2, 128, 128, 64, 64, causal=True),
         "decode": masked(attention_call(2, 4, 2, 1, 260, 64, 64), "key_end", "sink"),
+        "row_ends": masked(small, "key_start", "row_ends", "sink"),
+        "large_row_ends": masked(large, "key_start", "row_ends"),
     }
     for op, calls, inputs, ref in (
         ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),
