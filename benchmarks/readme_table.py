@@ -24,6 +24,7 @@ RESULTS = Path("benchmarks") / "results"
 FAMILIES = {
     "attention": "Attention",
     "attention_masks": "Attention under masks",
+    "varlen": "Attention of packed sequences",
     "matmul": "Linear layers",
     "matmul_training": "Linear layers, forward and backward",
     "losses": "The head of a language model and its loss",

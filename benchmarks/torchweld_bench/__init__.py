@@ -24,6 +24,7 @@ FAMILIES = {
     "norms": "cuda",
     "attention": "cuda",
     "attention_masks": "cuda",
+    "varlen": "cuda",
     "int4": "cuda",
     "scalar_attention": "cuda",
     "gpt2": "cuda",
