@@ -33,11 +33,12 @@ def fuse(
     (:func:`torchweld.rotary`) and the MLP's products and gate (:func:`torchweld.gated_mlp`); of
     GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc -> mlp.act`` (both
     :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). Parameters, their
-    names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be replaced safely stays stock and is listed with the reason: a
-    class that does not take its attention from transformers' AttentionInterface, layers that choose
-    their keys, hooks (accelerate's offloading too), LoRA or quantised layers, sharded parameters,
-    mixed dtypes, blocks of GPT-2 whose parts the model uses in several places, an activation
-    without a fused form, a device that this build has no kernel for.
+    names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be
+    replaced safely stays stock and is listed with the reason: a class that does not take its
+    attention from transformers' AttentionInterface, layers that choose their keys, hooks
+    (accelerate's offloading too), LoRA or quantised layers, sharded parameters, mixed dtypes,
+    blocks of GPT-2 whose parts the model uses in several places, an activation without a fused
+    form, a device that this build has no kernel for.
 
     The report is measured: what the layers run on the sample batch counts. A layer that ran SDPA
     there is listed with the reason, and a model of which no layer runs an op stays stock.
