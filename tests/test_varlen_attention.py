@@ -280,6 +280,33 @@ def test_meta_autocast_and_flops():
     assert counter.get_total_flops() == 2 * 12 * 4 * 20 * (16 + 8)
 
 
+@pytest.fixture
+def mesh():
+    import torch.distributed as dist
+    from torch.distributed.tensor import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_of_a_dtensor(mesh, causal):
+    """Sharded heads, with cumulative lengths as a plain tensor and as a DTensor."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    plain = packed("cpu", F32, 12, 12)
+    ends = offsets([5, 7])
+    want = torchweld.varlen_attention(*plain, ends, ends, causal=causal)
+    for lengths in (ends, distribute_tensor(ends, mesh, [Replicate()])):
+        sharded = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in plain]
+        out = torchweld.varlen_attention(*sharded, lengths, lengths, causal=causal)
+        assert out.placements == (Shard(1),)
+        assert_equal(out.full_tensor(), want)
+        out.full_tensor().sum().backward()
+        assert sharded[0].grad.placements == (Shard(1),)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_graph_serves_all_lengths(causal):

@@ -77,6 +77,7 @@ def varlen_attention(
         RuntimeError: as `attention`, whose names are query, key and value.
 
     Limits: those of `attention`. Sequences with keys but without queries must have finite values.
+        DTensors may be sharded along heads; cumulative lengths may be plain tensors beside them.
     """
     name = "torchweld::varlen_attention"
     check_packed(name, q, k, v)
@@ -101,12 +102,32 @@ def packed_mask(
     after: int | None,
 ) -> dict[str, Any]:
     """The mask arguments of attention, for the window of `row_ranges`."""
+    lengths_q, lengths_k = _whole(cu_seqlens_q), _whole(cu_seqlens_k)
     if cu_seqlens_k is cu_seqlens_q and after == 0 and q.shape[0] == k.shape[0]:
         window = None if before is None else before + 1
-        key_start = key_start_from_cu_seqlens(cu_seqlens_q, q.shape[0])
-        return {"causal": True, "window": window, "key_start": key_start}
-    keys = key_sequences(cu_seqlens_k[:-1], cu_seqlens_k[1:])
-    return row_ranges(cu_seqlens_q, keys, q.shape[0], before, after)._asdict()
+        key_start = key_start_from_cu_seqlens(lengths_q, q.shape[0])
+        return {"causal": True, "window": window, "key_start": _beside(q, key_start)}
+    keys = key_sequences(lengths_k[:-1], lengths_k[1:])
+    ranges = row_ranges(lengths_q, keys, q.shape[0], before, after)
+    return {name: _beside(q, t) for name, t in ranges._asdict().items()}
+
+
+def _is_dtensor(t: Tensor) -> bool:
+    return type(t).__name__ == "DTensor"  # without an import of torch.distributed.tensor
+
+
+def _whole(t: Any) -> Tensor:
+    """A DTensor as a plain tensor; torch has no sharding rule for searchsorted."""
+    return t.full_tensor() if _is_dtensor(t) else t
+
+
+def _beside(q: Any, t: Tensor) -> Tensor:
+    """t, replicated on the mesh of q if q is a DTensor."""
+    if not _is_dtensor(q):
+        return t
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(t, q.device_mesh, [Replicate()] * q.device_mesh.ndim, run_check=False)
 
 
 def packed_attention(
