@@ -45,7 +45,7 @@ _OPS = (
     "scalar_attention", "scalar_attention_backward", "scalar_attention_forward", "softmax",
     "softmax_backward", "softmax_matmul", "softmax_matmul_backward", "softmax_matmul_forward",
     "_activation_backward", "_begin_dry_run", "_begin_observing", "_end_observing", "_force_choice",
-    "_forget_choices", "_linear_part", "_picked_choice", "_remember_choice",
+    "_forget_choices", "_key_ranges", "_linear_part", "_picked_choice", "_remember_choice",
 )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from torchweld.ops.attention import attention, attention_with_lse
-from torchweld.ops.varlen import MAX_WINDOW
+
+_MAX_WINDOW = 1 << 30  # larger windows hide no key; positions are int32
 
 
 class Window(NamedTuple):
@@ -20,7 +21,7 @@ class Window(NamedTuple):
     @classmethod
     def of(cls, sizes: Any, causal: bool) -> Window:
         """The window of flash-attn's `window_size` and `causal`; negative sizes are no limit."""
-        before, after = (None if size < 0 or size >= MAX_WINDOW else size for size in sizes)
+        before, after = (None if size < 0 or size >= _MAX_WINDOW else size for size in sizes)
         return cls(before, 0 if causal else after)
 
     def as_numbers(self) -> dict[str, Any] | None:

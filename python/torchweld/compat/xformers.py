@@ -13,7 +13,6 @@ from torch import Tensor
 from torchweld.compat._windows import Window, padded_attention
 from torchweld.ops.varlen import (
     check_heads,
-    key_sequences,
     packed_attention,
     packed_mask,
     row_ranges,
@@ -162,8 +161,7 @@ def _packed(
         starts_k, lengths = info_k.seqstart.to(q.device), getattr(info_k, "seqlen", None)
         begin = starts_k[:-1]
         end = starts_k[1:] if lengths is None else begin + lengths.to(q.device, begin.dtype)
-        keys = key_sequences(begin, end)
-        mask = row_ranges(starts, keys, q.shape[0], *window, top_left=kind.top_left)._asdict()
+        mask = row_ranges(starts, begin, end, q.shape[0], *window, top_left=kind.top_left)
     result = packed_attention(q, k, v, {**mask, "scale": scale}, return_lse=False)
     assert isinstance(result, Tensor)
     return result.unsqueeze(0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchweld._library import ops
+
 
 def key_start_from_position_ids(position_ids: Tensor) -> Tensor:
     """The first key of each token's document, for rows of packed documents whose positions count
@@ -64,15 +66,9 @@ def key_start_from_cu_seqlens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
         ValueError: it is not one-dimensional, or empty.
     """
     check_cu_seqlens("key_start_from_cu_seqlens", "cu_seqlens", cu_seqlens)
-    starts = torch.cat([cu_seqlens[:-1], cu_seqlens.new_full((1,), seqlen)])
-    document = documents_of_tokens(cu_seqlens, seqlen)
-    return starts.index_select(0, document).to(torch.int32).unsqueeze(0)
-
-
-def documents_of_tokens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
-    """int32 `(seqlen,)`: the document of each token, the number of documents for padding."""
-    tokens = torch.arange(seqlen, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
+    lengths = cu_seqlens.to(torch.int32)
+    key_start: Tensor = ops._key_ranges(lengths, lengths[:-1], lengths[1:], seqlen)[0]
+    return key_start
 
 
 def check_cu_seqlens(function: str, name: str, value: Tensor) -> None:

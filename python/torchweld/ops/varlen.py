@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from torchweld._library import ops
 from torchweld._refusals import sentences
 from torchweld.ops.attention import attention, attention_with_lse
-from torchweld.ops.key_start import (
-    check_cu_seqlens,
-    documents_of_tokens,
-    key_start_from_cu_seqlens,
-)
-
-MAX_WINDOW = 1 << 30  # larger windows hide no key; positions are int32
+from torchweld.ops.key_start import check_cu_seqlens, key_start_from_cu_seqlens
 
 
 @sentences
@@ -86,7 +80,7 @@ def varlen_attention(
         raise ValueError(
             f"{name}: window must be at least 1, but got {window}; leave it out for no window"
         )
-    before = None if window is None or window > MAX_WINDOW else window - 1
+    before = None if window is None else window - 1
     after = 0 if causal else before
     mask = packed_mask(q, k, cu_seqlens_q, cu_seqlens_k, before, after)
     options = {**mask, "scale": scale, "softcap": softcap, "sink": sink}
@@ -107,9 +101,8 @@ def packed_mask(
         window = None if before is None else before + 1
         key_start = key_start_from_cu_seqlens(lengths_q, q.shape[0])
         return {"causal": True, "window": window, "key_start": _beside(q, key_start)}
-    keys = key_sequences(lengths_k[:-1], lengths_k[1:])
-    ranges = row_ranges(lengths_q, keys, q.shape[0], before, after)
-    return {name: _beside(q, t) for name, t in ranges._asdict().items()}
+    ranges = row_ranges(lengths_q, lengths_k[:-1], lengths_k[1:], q.shape[0], before, after)
+    return {name: _beside(q, t) for name, t in ranges.items()}
 
 
 def _is_dtensor(t: Tensor) -> bool:
@@ -117,7 +110,7 @@ def _is_dtensor(t: Tensor) -> bool:
 
 
 def _whole(t: Any) -> Tensor:
-    """A DTensor as a plain tensor; torch has no sharding rule for searchsorted."""
+    """A DTensor as a plain tensor."""
     return t.full_tensor() if _is_dtensor(t) else t
 
 
@@ -141,56 +134,30 @@ def packed_attention(
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0)
 
 
-class KeySequences(NamedTuple):
-    """The keys of each sequence, [begin, end), and an empty sequence for the padding of q."""
-
-    begin: Tensor
-    end: Tensor
-
-
-def key_sequences(begin: Tensor, end: Tensor) -> KeySequences:
-    return KeySequences(F.pad(begin, (0, 1)), F.pad(end, (0, 1)))
-
-
-class RowRanges(NamedTuple):
-    """key_start and key_end of attention, int32 `(1, tokens_q)`."""
-
-    key_start: Tensor
-    key_end: Tensor
-
-
 def row_ranges(
     cu_seqlens_q: Tensor,
-    keys: KeySequences,
+    key_begin: Tensor,
+    key_end: Tensor,
     tokens_q: int,
     before: int | None,
     after: int | None,
     *,
     top_left: bool = False,
-) -> RowRanges:
-    """The keys that each token of q sees.
+) -> dict[str, Tensor]:
+    """key_start and key_end of attention, int32 `(1, tokens_q)`: the keys that each token sees.
 
     Args:
-        cu_seqlens_q: cumulative lengths of q.
-        keys: the keys of each sequence, in cu_seqlens_q's dtype.
-        tokens_q: tokens of q, padding included.
+        cu_seqlens_q: `(sequences + 1,)`: 0, then the end of each sequence in q.
+        key_begin: `(sequences,)`: the first key of each sequence.
+        key_end: `(sequences,)`: the end of its keys.
+        tokens_q: tokens of q. Those behind the last sequence see no key.
         before: how many keys before its own position a token sees; None for all.
         after: how many behind its own position; None for all, 0 for a causal mask.
         top_left: the first query of a sequence is at its first key, and not the last at the last.
     """
-    sequence = documents_of_tokens(cu_seqlens_q, tokens_q)
-    start = keys.begin.index_select(0, sequence)
-    end = keys.end.index_select(0, sequence)
-    if before is not None or after is not None:
-        ends_q = F.pad(cu_seqlens_q, (0, 1))
-        shift = keys.begin - ends_q[:-1] if top_left else keys.end - ends_q[1:]
-        position = torch.arange(tokens_q, dtype=start.dtype, device=start.device)
-        position = position + shift.index_select(0, sequence)
-        if before is not None:
-            start = start.maximum(position - before)
-        if after is not None:
-            end = end.minimum(position + (after + 1))
-    return RowRanges(start.to(torch.int32).unsqueeze(0), end.to(torch.int32).unsqueeze(0))
+    tensors = [t.to(torch.int32) for t in (cu_seqlens_q, key_begin, key_end)]
+    ranges = ops._key_ranges(*tensors, tokens_q, before, after, top_left)
+    return dict(zip(("key_start", "key_end"), ranges, strict=True))
 
 
 def check_packed(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
