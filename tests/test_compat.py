@@ -263,20 +263,20 @@ def test_xformers_packed(device, name, fields, window, top_left, same):
 
 @pytest.mark.parametrize("kind", ["Padded", "Gappy"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_xformers_keys_with_room(device, kind, causal):
+def test_xformers_keys_with_capacity(device, kind, causal):
     """Each sequence of keys begins at seqstart and has seqlen keys; the others are not seen."""
     name = (
         f"BlockDiagonalCausalWithOffset{kind}KeysMask" if causal else f"BlockDiagonal{kind}KeysMask"
     )
-    lengths_q, lengths_k, room = [2, 1, 3], [5, 0, 3], 6
-    info_k = SimpleNamespace(seqstart=starts([room] * 3), seqlen=torch.tensor(lengths_k).int())
+    lengths_q, lengths_k, capacity = [2, 1, 3], [5, 0, 3], 6
+    info_k = SimpleNamespace(seqstart=starts([capacity] * 3), seqlen=torch.tensor(lengths_k).int())
     mask = mask_of(name, q_seqinfo=SimpleNamespace(seqstart=starts(lengths_q)), k_seqinfo=info_k)
     q, k, v = qkv(device, 6, 18, best(device), 1)
     seen = torch.zeros(1, 6, 18, dtype=torch.bool)
     row = 0
     for i, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         part = band(rows, keys, causal, (-1, -1))
-        seen[0, row : row + rows, i * room : i * room + keys] = part
+        seen[0, row : row + rows, i * capacity : i * capacity + keys] = part
         row += rows
     close(memory_efficient_attention(q, k, v, mask), dense(q, k, v, seen)[0])
 

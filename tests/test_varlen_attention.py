@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference as R
 import torchweld
-from numerics import assert_equal, assert_same_bits
+from numerics import acc_dtype, assert_equal, assert_same_bits
 from samples import BF16, F16, F32, F64, dtypes
 from tensors import randn
 
@@ -125,7 +125,7 @@ def test_sequences_are_calls_of_their_own(device, kind, mask):
             q = q[: tokens[0]]
         offsets_q = offsets(lengths[0], device)
         offsets_k = offsets_q if kind == "self" else offsets(lengths[1], device)
-        sink = randn(device, dtype, 4)
+        sink = randn(device, acc_dtype(dtype), 4)
         leaves = [t.requires_grad_() for t in (q, k, v, sink)]
         out, lse = torchweld.varlen_attention(
             *leaves[:3], offsets_q, offsets_k, **mask, sink=sink, return_lse=True
@@ -141,7 +141,7 @@ def test_sequences_are_calls_of_their_own(device, kind, mask):
         part = dout[: tokens[0]], dlse[:, : tokens[0]]
         wanted = list(torch.autograd.grad((want, want_lse), leaves, part))
         # The lse of a token that sees nothing is the sink.
-        wanted[3] = wanted[3] + dlse[:, tokens[0] :].sum(1).to(dtype)
+        wanted[3] = wanted[3] + dlse[:, tokens[0] :].sum(1)
         for got, expected in zip(grads, wanted, strict=True):
             torch.testing.assert_close(got, expected, **tolerance)
 
