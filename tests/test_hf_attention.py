@@ -17,6 +17,8 @@ from torchweld.integrations import (  # noqa: E402
     hf_mask,
     hf_models,
     hf_numbers,
+    hf_ranges,
+    hf_traced,
     register_attention,
 )
 
@@ -141,7 +143,7 @@ def test_other_patterns_get_the_mask_of_sdpa(case):
 
 
 @pytest.mark.parametrize("kv_length", [5, 8])
-def test_a_mask_without_values_gets_the_mask_that_is_right_for_all(kv_length):
+def test_a_mask_without_values_becomes_leftpad(kv_length):
     """Fake CUDA tensors raise where a value would have to reach the host."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -150,10 +152,10 @@ def test_a_mask_without_values_gets_the_mask_that_is_right_for_all(kv_length):
         got = mask_of(mask, q_length=5, kv_length=kv_length, device="cuda")
         with pytest.raises(Exception, match="(?i)data.dependent|_local_scalar_dense"):
             bool(mask.all())
-    assert got.device.type == "cuda" and got.dtype == torch.bool
-    assert got.shape == (3, 1, 5, kv_length)
+    assert got.device.type == "cuda" and got.dtype == torch.int32
+    assert got.shape == (3, 1, 1, 1)
     meta = mask_of(torch.ones(3, 5, device="meta"), 5, 5, device="meta")
-    assert meta.shape == (3, 1, 5, 5) and meta.torchweld_reason == hf_mask.UNREADABLE
+    assert meta.shape == (3, 1, 1, 1) and meta.dtype == torch.int32
 
 
 def test_without_a_mask_nothing_is_read(device):
@@ -170,24 +172,22 @@ def test_without_a_mask_nothing_is_read(device):
 MASKS = [
     [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
     [[1, 1, 1, 0, 0], [0, 0, 1, 1, 0]],
-    [[1, 1, 0, 0, 1], [0, 1, 0, 1, 1]],
 ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_cuda_graph_follows_the_mask():
-    """What is captured must be right for every mask that it is replayed with."""
+    """A captured graph computes leftpad again at every replay."""
     mask = torch.tensor(MASKS[0], device="cuda")
     mask_of(mask, 5, 5, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = mask_of(mask, 5, 5, device="cuda")
-    assert got.torchweld_reason == hf_mask.UNREADABLE
+    assert got.shape == (2, 1, 1, 1)
     for rows in MASKS:
         mask.copy_(torch.tensor(rows))
         graph.replay()
-        causal = torch.ones(5, 5, device="cuda").tril().bool()
-        assert torch.equal(got, (causal & mask.bool()[:, None])[:, None])
+        assert got.flatten().tolist() == [row.index(1) for row in rows]
 
 
 def test_right_padding_is_exact_at_every_token(attention_device):
@@ -199,12 +199,9 @@ def test_right_padding_is_exact_at_every_token(attention_device):
         assert pair[0](**inputs).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("unread", [False, True])
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_prompt_that_holds_the_pad_token(attention_device, monkeypatch, unread, beams):
+def test_a_prompt_that_holds_the_pad_token(attention_device, beams):
     """generate masks it: a hole, which no one asked for."""
-    if unread:
-        monkeypatch.setattr(hf_mask, "is_readable", lambda mask: False)
     prompt = torch.tensor([[5, 3, 7, 8]], device=attention_device)
     settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, num_beams=beams)
     answers = []
@@ -216,19 +213,48 @@ def test_a_prompt_that_holds_the_pad_token(attention_device, monkeypatch, unread
     assert torch.equal(*answers)
 
 
-@pytest.mark.parametrize("unread", [False, True])
-def test_training_on_holes_equals_sdpa(attention_device, monkeypatch, unread):
-    if unread:
-        monkeypatch.setattr(hf_mask, "is_readable", lambda mask: False)
-    inputs = batch(attention_device)
+def with_a_hole(device):
+    inputs = batch(device)
     inputs["attention_mask"][0, 4] = 0
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return {**inputs, "labels": labels}
+
+
+def test_training_on_holes_equals_sdpa(attention_device):
+    inputs = with_a_hole(attention_device)
     grads = []
     for name in ("torchweld", "sdpa"):
         model = gpt2(attention_device, name).train()
-        model(**inputs, labels=labels).loss.backward()
+        model(**inputs).loss.backward()
         grads.append([p.grad for p in model.parameters()])
     assert_close(*grads, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_holes_fail_an_assertion_in_a_compiled_model(name, train):
+    """The CPU alone: on a GPU a failed assertion ends the process."""
+    model = (gpt2("cpu") if name == "GPT2" else small(name, "cpu")).train(train)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = with_a_hole("cpu")
+    del inputs["labels"]
+    with pytest.raises(RuntimeError, match="attention_mask has padding between tokens, which a"):
+        compiled(**inputs).logits.sum().backward()
+
+
+def test_sentences_of_assertions_fit_a_device():
+    """CUDA keeps 254 characters, and generated code takes no quotation mark."""
+    said = []
+
+    def keep(good, message):
+        said.append(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_assert_async", keep)
+        for reason in (hf_ranges.HOLES, hf_ranges.TOO_SHORT, hf_traced.UNKNOWN):
+            hf_ranges.assert_holds(torch.tensor(True), reason)
+    assert len(said) == 3
+    assert all(len(message) < 255 and '"' not in message for message in said)
 
 
 # ---- the attention function
@@ -442,6 +468,9 @@ def test_a_layer_that_is_not_causal_refuses_a_mask_that_says_more(case):
         inputs["attention_mask"][0, 4] = 0
     elif case == "static cache":
         inputs["past_key_values"] = transformers.StaticCache(config=model.config, max_cache_len=16)
+    elif case == "compiled":  # where position_ids may hold packed documents
+        del inputs["attention_mask"]
+        inputs["use_cache"] = False
     call = torch.compile(model, backend="aot_eager") if case == "compiled" else model
     with pytest.raises(Exception, match="set config.is_causal = False instead") as error:
         call(**inputs)
@@ -616,19 +645,15 @@ def test_training_with_dropout_equals_sdpa_with_one_warning():
     assert len(own_warnings(caught)) == 1
 
 
-def test_compiles_in_one_graph(attention_device):
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_compiles_in_one_graph(attention_device, side):
     ours = gpt2(attention_device)
     stock = gpt2(attention_device, "sdpa")
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    inputs = batch(attention_device)
-    real = inputs["attention_mask"].bool()
-    # The graph can't look at the mask, so it holds what is right for every one.
-    compare(compiled, stock, inputs, real, warn=1)
-    inputs["attention_mask"][0, 4] = 0
-    real[0, 4] = False
-    compare(compiled, stock, inputs, real)
+    for pads in ((0, 3, 7), (5, 0, 1)):  # one graph for both
+        inputs = batch(attention_device, pads, side=side)
+        compare(compiled, stock, inputs, inputs["attention_mask"].bool())
     unmasked = {"input_ids": inputs["input_ids"]}
-    hf_attention._warned.clear()
     compare(torch.compile(ours, fullgraph=True, backend="aot_eager"), stock, unmasked)
 
 

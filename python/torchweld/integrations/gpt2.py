@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
-from . import gpt2_mask
 from .families import fused_class
 from .gpt2_block import LINEARS, SITES, Site, fused_paths
 from .gpt2_sharded import ShardedConv1D
@@ -163,7 +162,6 @@ def switch_attention(model: nn.Module, base: GPT2Model) -> None:
         stock_config=old, stock_dict=old.to_dict(), implementation=old._attn_implementation
     )
     _replace_config(model, old, new)
-    gpt2_mask.install(base)
 
 
 def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
@@ -171,7 +169,6 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
     state = vars(base).get("_torchweld_attention")
     if state is None:
         return False
-    gpt2_mask.remove(base)
     new = base.config
     if new._attn_implementation == NAME:
         new._attn_implementation = state.implementation

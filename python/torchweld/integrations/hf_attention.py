@@ -38,14 +38,6 @@ UNSERVED = {
     "block_indices": "blocks of keys chosen for each query",
 }
 
-# What the mask function finds out while torch.compile traces.
-UNREADABLE = (
-    "attention_mask can't be looked at here (torch.compile, export, tracing or CUDA graph capture)"
-)
-MAYBE_PACKED = (
-    "transformers can't tell here if position_ids hold packed sequences (torch.compile, export or "
-    "tracing, without a mask and without a cache)"
-)
 # The reason for a mask that is not described any further.
 GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
 
@@ -110,11 +102,6 @@ def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
     # A ContextVar can't be traced; transformers keeps a plain variable beside it for torch.compile.
     wanted = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
     return wanted is not None and any(key.endswith("attentions") for key in wanted)
-
-
-def no_mask(device: torch.device) -> Tensor:
-    """A 4-D mask, which transformers hands on as it is, that stands for plain causal attention."""
-    return torch.empty(0, 0, 0, 0, dtype=torch.bool, device=device)
 
 
 def _added_mask(mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool) -> Tensor | None:
@@ -196,11 +183,7 @@ def _op_attention(
 ) -> Tensor:
     """The op path: contiguous ``(batch, seqlen_q, nheads, head_dim_v)``, masked by numbers."""
     # The dispatcher looks at every keyword, which costs host time: leave out those that are None.
-    more = {}
-    if numbers.key_start is not None:
-        more["key_start"] = numbers.key_start
-    if numbers.key_end is not None:
-        more["key_end"] = numbers.key_end
+    more = numbers.ranges()
     if softcap is not None or sink is not None:
         more.update(softcap=softcap, sink=sink)
     out = torch.ops.torchweld.attention(
@@ -270,7 +253,7 @@ def _numbers(
     numbers = None
     if mask is not None and hf_numbers.is_numbers(mask):
         numbers = hf_numbers.split(mask, query.shape[2], query.device)
-    elif mask is None or mask.shape == (0, 0, 0, 0):
+    elif mask is None:
         return Numbers(causal=_is_causal(module, is_causal))
     causal = getattr(mask, "torchweld_causal", False) if numbers is None else numbers.causal
     # The mask comes from the config, and who sets is_causal = False on a layer means that layer.
@@ -278,8 +261,8 @@ def _numbers(
         if numbers is None or numbers.leftpad is None:
             raise ValueError(
                 f'attn_implementation="torchweld": {type(module).__name__}.is_causal must be True '
-                "where the model makes a causal mask with windows, holes or a static cache, or "
-                "one under torch.compile, but got False; set config.is_causal = False instead"
+                "where the model makes a causal mask with windows, holes, a static cache or "
+                "packed documents, but got False; set config.is_causal = False instead"
             )
         numbers = numbers._replace(causal=False)
     return numbers

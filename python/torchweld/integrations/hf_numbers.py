@@ -7,11 +7,13 @@ int32 ``(batch, 1, 1, 1)``
     ``leftpad``: causal, and the keys end with the last query.
 int32 ``(batch, 1 + rows, 1, 1)``
     ``key_end``, then ``key_start`` of every row: causal, with as many rows as queries.
-uint32 ``(batch, 1, 1, 1)``
+uint32 ``(batch, 1, 1 + window, 1)``
     ``key_end``: every query sees every key before it.
-uint32 ``(batch, 2, 1, 1)``
-    ``key_end``, which is the number of keys, then ``leftpad``: every query sees every key from
-    leftpad on. There are as many queries as keys.
+uint32 ``(batch, 2, 1 + window, 1)``
+    ``key_end``, then the first key: every query sees every key from the first one on.
+
+The size ``1 + window`` says how many keys a query sees to each side, its own counted; a window of 0
+is none. That dimension is expanded, so it takes no memory.
 
 All have four dimensions, because transformers hands such masks on as they are, and models that cut
 a mask to the number of keys cut the last one. No caller's mask is of these dtypes.
@@ -19,7 +21,7 @@ a mask to the number of keys cut the last one. No caller's mask is of these dtyp
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,20 +32,26 @@ class Numbers(NamedTuple):
 
     causal: bool
     leftpad: Tensor | None = None
-    key_start: Tensor | None = None  # (batch, seqlen_q), with causal alone
+    key_start: Tensor | None = None  # (batch, seqlen_q); without causal one value a sequence
     key_end: Tensor | None = None
+    window: int | None = None  # without causal alone, with as many queries as keys
 
     @property
     def hides_no_key(self) -> bool:
         """Whether nothing but causality hides a key."""
-        return self.leftpad is None and self.key_start is None and self.key_end is None
+        return not self.tensors() and self.window is None
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.leftpad, self.key_start, self.key_end) if t is not None]
 
+    def ranges(self) -> dict[str, Any]:
+        """The keyword arguments that are given, beside causal and leftpad."""
+        given = {"key_start": self.key_start, "key_end": self.key_end, "window": self.window}
+        return {name: value for name, value in given.items() if value is not None}
+
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor | None:
         """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` of the same meaning, None for none."""
-        if not self.tensors():
+        if self.hides_no_key:
             return None
         device = self.tensors()[0].device
         key = torch.arange(seqlen_k, device=device)
@@ -55,12 +63,16 @@ class Numbers(NamedTuple):
             visible = visible & (key >= self.leftpad[:, None, None])
         if self.key_start is not None:
             visible = visible & (key >= self.key_start[..., None])
+        if self.window is not None:
+            distance = (key - torch.arange(seqlen_q, device=device)[:, None]).abs()
+            visible = visible & (distance < self.window)
         return visible.expand(-1, seqlen_q, -1)[:, None]
 
 
 def is_numbers(mask: Tensor) -> bool:
-    shape = mask.shape
-    return mask.dtype in (torch.int32, torch.uint32) and len(shape) == 4 and shape[2:] == (1, 1)
+    if mask.dim() != 4 or mask.shape[3] != 1:
+        return False
+    return mask.dtype == torch.uint32 or (mask.dtype == torch.int32 and mask.shape[2] == 1)
 
 
 def leftpad_mask(leftpad: Tensor) -> Tensor:
@@ -82,11 +94,17 @@ def ranges(key_end: Tensor, key_start: Tensor) -> Tensor:
     return both.view(*both.shape, 1, 1).transpose(0, 1)
 
 
-def bidirectional(key_end: Tensor, leftpad: Tensor | None = None) -> Tensor:
-    """The mask of key_end ``(batch,)`` and maybe leftpad ``(batch,)`` that is not causal."""
-    parts = [key_end] if leftpad is None else [key_end, leftpad]
+def bidirectional(key_end: Tensor, first: Tensor | None = None, window: int = 0) -> Tensor:
+    """The mask that is not causal.
+
+    Args:
+        key_end: ``(batch,)``.
+        first: ``(batch,)``, the first key, or None for 0.
+        window: Keys that a query sees to each side, its own counted; 0 for all.
+    """
+    parts = [key_end] if first is None else [key_end, first]
     both = torch.stack(parts).to(torch.int32).view(torch.uint32)
-    return both.view(*both.shape, 1, 1).transpose(0, 1)
+    return both.view(*both.shape, 1, 1).transpose(0, 1).expand(-1, -1, 1 + window, -1)
 
 
 def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
@@ -98,10 +116,11 @@ def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
     if mask.device != device:
         mask = mask.to(device)
     if mask.dtype == torch.uint32:
-        parts = mask.view(torch.int32)[:, :, 0, 0].unbind(1)
-        if len(parts) == 1:
-            return Numbers(causal=False, key_end=parts[0])
-        return Numbers(causal=False, leftpad=parts[1])
+        parts = mask[:, :, 0, 0].view(torch.int32).unbind(1)
+        # A leftpad would hide queries too, which a cross attention has of another sequence.
+        start = None if len(parts) == 1 else parts[1][:, None].expand(-1, seqlen_q)
+        window = mask.shape[2] - 1 or None
+        return Numbers(causal=False, key_start=start, key_end=parts[0], window=window)
     if mask.shape[1] == 1:
         given = None if torch.compiler.is_compiling() else getattr(mask, "torchweld_leftpad", None)
         return Numbers(causal=True, leftpad=mask.view(-1) if given is None else given)
@@ -113,3 +132,10 @@ def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
             f'one for {key_start.shape[1]}; use attn_implementation="eager" for this model'
         )
     return Numbers(causal=True, key_start=key_start.contiguous(), key_end=key_end)
+
+
+def assert_on_device(good: Tensor, message: str) -> None:
+    """Fails with the message where ``good`` is false, without a value that the host reads."""
+    # NOTE: at most 254 characters, because a CUDA assertion holds no more, and no quotation marks,
+    # which the code that torch.compile generates does not escape.
+    torch._assert_async(good, message.replace('"', ""))

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .hf_numbers import Numbers
+from torchweld.ops.key_start import key_start_from_cu_seqlens
+
+from .hf_numbers import Numbers, assert_on_device
 
 _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -82,11 +84,10 @@ def key_start(
         )
     same = ends is ends_k
     ends, ends_k = ends.to(query.device), ends_k.to(query.device)
-    token = torch.arange(batch * seqlen_q, device=query.device)
-    document = torch.searchsorted(ends.to(token.dtype), token, right=True) - 1
-    start = ends[document.clamp_min(0)]
+    start = key_start_from_cu_seqlens(ends, batch * seqlen_q).view(batch, seqlen_q)
+    row = torch.arange(batch, dtype=torch.int32, device=query.device)
+    start = start - seqlen_q * row[:, None]
     good = (ends[0] == 0) & (ends[-1] == batch * seqlen_q) & (ends.diff() >= 0).all()
-    start = start.view(batch, seqlen_q) - token.view(batch, seqlen_q)[:, :1]
     if not same:
         good = good & (ends == ends_k).all()
     if batch > 1:  # no document goes on in the next row
@@ -94,11 +95,10 @@ def key_start(
     if cached:
         good = good & (numbers.key_end == seqlen_q).all()
     _require(good, batch, seqlen_q)
-    return start.to(torch.int32)
+    return start
 
 
 def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
-    # At most 254 characters, because a CUDA assertion holds no more.
     error = _refusal(
         f"and cu_seq_lens_k must be equal and split the batch's {batch} x {seqlen_q} tokens row by "
         "row, without cached tokens",
@@ -109,7 +109,7 @@ def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
         if not good:
             raise error
     else:
-        torch._assert_async(good, str(error))
+        assert_on_device(good, str(error))
 
 
 def apply(start: Tensor, numbers: Numbers) -> Numbers:

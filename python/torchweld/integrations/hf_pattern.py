@@ -32,6 +32,7 @@ class Pattern:
     chunk_offset: Tensor | None = None  # (batch,): where each sequence's first chunk begins
     documents: Tensor | None = None  # (batch, seqlen): which packed document a token is of
     positions: Tensor | None = None  # (batch, seqlen): its position there, where chunks count it
+    starts: Tensor | None = None  # (batch, kv_length): the first key that the row of a key sees
 
     def key_start(self, position: Tensor, kv_offset: int) -> Tensor:
         """The first key of each row.
@@ -52,15 +53,17 @@ class Pattern:
             start = start.maximum(position - kv_offset - (inside - offset) % self.chunk)
         if self.documents is not None:
             start = start.maximum(key_start_from_documents(self.documents))
+        if self.starts is not None:
+            start = start.maximum(self.starts[:, position - kv_offset])
         return start
 
-    def is_packed(self) -> bool:
-        """Whether every document is one run of tokens, counted by positions. Reads a value."""
+    def is_packed(self) -> Tensor:
+        """Whether every document is one run of tokens, counted by positions."""
         good = self.documents.diff(dim=1) >= 0
         if self.positions is not None:
             begins = self.documents.diff(dim=1) != 0
             good &= (self.positions.diff(dim=1) != 1) == begins
-        return bool(good.all())
+        return good.all()
 
 
 def of(mask_function: Callable) -> Pattern | None:
