@@ -1,0 +1,140 @@
+"""Packed documents through transformers, compiled: each document gives what it gives alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+transformers = pytest.importorskip("transformers")
+
+from torch._dynamo.backends.debugging import aot_eager  # noqa: E402
+
+from test_hf_masks import (  # noqa: E402
+    FLATTENED,
+    assert_equal_gradients,
+    ends_of,
+    flattened,
+    misfit,
+    pair,
+)
+from tiny_models import VOCAB  # noqa: E402
+
+
+def compiled(model):
+    """The model in one graph, and the graphs that are made of it."""
+    graphs = []
+
+    def keep(graph, example_inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return aot_eager(graph, example_inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend=keep), graphs
+
+
+def expect_one_graph(graphs, layers):
+    assert len(graphs) == 1
+    assert sum("torchweld.attention" in target for target in graphs[0]) == layers
+    assert not any("scaled_dot_product" in target for target in graphs[0])
+
+
+def loss_of_each_alone(stock, documents):
+    """The mean over the tokens of all documents, whose gradients it leaves in the parameters."""
+    count = sum(document.shape[1] - 1 for document in documents)
+    total = 0.0
+    for document in documents:
+        if document.shape[1] > 1:
+            loss = stock(input_ids=document, labels=document, use_cache=False).loss
+            loss = loss * (document.shape[1] - 1) / count
+            loss.backward()
+            total += loss.item()
+    return total
+
+
+CASES = {
+    "positions alone": ("Llama", {"use_cache": False}),
+    "positions alone, windows": ("Mistral", {"use_cache": False}),
+    "cu_seq_lens": ("Llama", {"use_cache": False}),
+    "cu_seq_lens, cache": ("Mistral", {}),
+    "cu_seq_lens, ones": ("Llama", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_step_equals_each_document_alone(attention_device, case):
+    name, more = CASES[case]
+    kind, cls, changes = FLATTENED[name]
+    ours, stock = pair(kind, cls, attention_device, **changes)
+    documents, packed = flattened(attention_device)
+    if case.startswith("positions"):
+        packed = {key: packed[key] for key in ("input_ids", "position_ids", "labels")}
+    elif case.endswith("ones"):
+        packed["attention_mask"] = torch.ones_like(packed["input_ids"])
+    model, graphs = compiled(ours.train())
+    out = model(**packed, **more)
+    expect_one_graph(graphs, ours.config.num_hidden_layers)
+    out.loss.backward()
+    want = [stock(input_ids=each, use_cache=False).logits[0] for each in documents]
+    assert_close(out.logits[0], torch.cat(want), rtol=1e-4, atol=1e-5)
+    assert_close(out.loss.item(), loss_of_each_alone(stock.train(), documents), rtol=1e-5, atol=0)
+    got, want = ({n: p.grad for n, p in each.named_parameters()} for each in (ours, stock))
+    assert_equal_gradients(got, want)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_left_padding_that_the_ends_count_equals_eager(attention_device, how):
+    """The first document begins with padding."""
+    ours, stock = pair("llama", "LlamaForCausalLM", attention_device)
+    documents, packed = flattened(attention_device)
+    del packed["labels"]
+    packed["attention_mask"] = torch.ones_like(packed["input_ids"])
+    packed["attention_mask"][0, :2] = 0
+    packed["position_ids"] = packed["position_ids"].clone()
+    packed["position_ids"][0, :3] = 0
+    model = ours if how == "eager" else compiled(ours)[0]
+    with torch.no_grad():
+        got = model(**packed).logits[0, 2:]
+        want = [stock(input_ids=each, use_cache=False).logits[0] for each in documents[1:]]
+        want.insert(0, stock(input_ids=documents[0][:, 2:], use_cache=False).logits[0])
+    assert_close(got, torch.cat(want), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_ends_that_leave_out_left_padding_are_refused(how):
+    ours, _ = pair("llama", "LlamaForCausalLM", "cpu")
+    inputs = misfit(attention_mask=torch.ones(1, 12, dtype=torch.int64))
+    inputs["attention_mask"][0, :2] = 0
+    inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = ends_of(0, 6, 10)  # of ten tokens
+    model = ours if how == "eager" else compiled(ours)[0]
+    with pytest.raises((ValueError, RuntimeError), match="split the batch's 1 x 12 tokens"):
+        model(**inputs)
+
+
+def packed_batch(step, length=24):
+    """A row of documents whose number and lengths differ from step to step."""
+    generator = torch.Generator().manual_seed(step)
+    ends = torch.randperm(length - 1, generator=generator)[: 1 + step % 7].sort().values + 1
+    lengths = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_tensor([length]))
+    tokens = torch.randint(1, VOCAB, (length,), generator=generator)
+    collate = transformers.DataCollatorWithFlattening(
+        return_tensors="pt", return_flash_attn_kwargs=True
+    )
+    parts = tokens.split(lengths.tolist())
+    return collate([{"input_ids": part.tolist()} for part in parts]), parts
+
+
+def test_a_compiled_step_serves_every_packing():
+    """One graph for twenty batches of other documents."""
+    ours, stock = pair("llama", "LlamaForCausalLM", "cpu")
+    model, graphs = compiled(ours.train())
+    for step in range(20):
+        inputs, parts = packed_batch(step)
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            torch._dynamo.mark_dynamic(inputs[name], 0)
+        loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        documents = [part[None] for part in parts]
+        if step in (0, 19):
+            assert_close(loss.item(), loss_of_each_alone(stock, documents), rtol=1e-5, atol=0)
+    expect_one_graph(graphs, 2)
