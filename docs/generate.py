@@ -3,6 +3,7 @@
 ops.part.md       where each op runs, in which dtype, with which gradients; the ops are asked
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
+attention.part.md calls of transformers' models that do not run the attention op, found by running
 plan.part.md      what benchmarks/plan.py predicts up to 1,024 GPUs
 kernel_*.part.md  measured cases for the pages of docs/kernels
 commands.md       the help of the command line and of the tools of a checkout
@@ -12,12 +13,14 @@ benchmarks.md     benchmarks/results/README.md, its links set to this folder
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
 import json
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,13 +48,16 @@ DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def _samples() -> ModuleType:
-    """tests/samples.py, which has a call of every op."""
+def _of_tests(module: str) -> ModuleType:
+    """A module of tests/."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.append(str(ROOT / "tests"))
-    import samples
+    return importlib.import_module(module)
 
-    return samples
+
+def _samples() -> ModuleType:
+    """tests/samples.py, which has a call of every op."""
+    return _of_tests("samples")
 
 
 def served_dtypes(op: str, device: str) -> list[torch.dtype]:
@@ -150,6 +156,22 @@ def families_table() -> str:
             "`linear_cross_entropy`",
         ]
         rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def attention_table(names: Iterable[str] = ()) -> str:
+    """How many attention calls of a model of two layers leave the op; every family by default."""
+    paths = _of_tests("attention_paths")
+    rows = [f"| family | {' | '.join(paths.WAYS)} |", "| --- " * (1 + len(paths.WAYS)) + "|"]
+    for name in names or paths.FAMILIES:
+        cells = []
+        for way in paths.WAYS:
+            if way == "packed" and paths.encodes(name):
+                cells.append("-")
+                continue
+            calls = paths.attention_calls(name, way)
+            cells.append(f"{calls.total() - calls['the op']} of {calls.total()}")
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -285,6 +307,7 @@ def write() -> None:
         "versions.part.md": versions_table(),
         "plan.part.md": plan_table(),
         "families.part.md": families_table(),
+        "attention.part.md": attention_table(),
         **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),

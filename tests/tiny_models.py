@@ -213,14 +213,16 @@ def tiny_config(config_class: type, **more: Any) -> Any:
     return config_class(**settings)
 
 
-def tiny_model(kind: str, name: str, implementation: str, **more: Any) -> Any:
-    """A random model of a class, with an attention implementation."""
+def tiny_model(
+    kind: str, name: str, implementation: str, experts: str = "eager", **more: Any
+) -> Any:
+    """A random model of a class, with an implementation of its attention and its experts."""
     model_class = getattr(transformers, name)
     config = tiny_config(transformers.CONFIG_MAPPING[kind], **more)
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config(decoder=True)
     return model_class._from_config(
-        config, attn_implementation=implementation, experts_implementation="eager"
+        config, attn_implementation=implementation, experts_implementation=experts
     )
 
 

@@ -1,0 +1,50 @@
+"""The attention of transformers' families runs the op: trained, compiled, exported and packed."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from attention_paths import FAMILIES, WAYS, attention_calls, encodes  # noqa: E402
+from torchweld.integrations import families  # noqa: E402
+
+BIAS = "a position bias is added to the scores"
+
+
+def test_the_families_that_fuse_knows_are_among_them():
+    known = {f"{family.prefix}ForCausalLM" for family in families.FAMILIES.values()}
+    assert known <= FAMILIES.keys()
+
+
+# Families whose masks differ; the others are traced for the table of the documentation.
+TRACED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GPT2LMHeadModel",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "BertForMaskedLM",
+    "ModernBertForMaskedLM",
+    "BartForConditionalGeneration",
+    "T5ForConditionalGeneration",
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_attention_call_runs_the_op(name, way):
+    if way == "packed" and encodes(name):
+        pytest.skip("an encoder takes documents as rows of a padded batch")
+    if way in ("compiled", "exported") and name not in TRACED:
+        pytest.skip("traced for the table of the documentation alone")
+    calls = attention_calls(name, way)
+    assert calls.total() == (6 if name.endswith("ForConditionalGeneration") else 2)
+    others = {instead: count for instead, count in calls.items() if instead != "the op" and count}
+    if name.startswith("T5"):
+        assert calls["the op"] == 0 and all(BIAS in instead for instead in others)
+    else:
+        assert not others
