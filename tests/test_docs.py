@@ -146,6 +146,13 @@ def generate(monkeypatch):
     del sys.modules["generate"]
 
 
+def test_table_of_attention_calls_counts_what_leaves_the_op(generate):
+    pytest.importorskip("transformers")
+    table = generate.attention_table(["LlamaForCausalLM", "T5ForConditionalGeneration"])
+    assert "| `LlamaForCausalLM` | 0 of 2 | 0 of 2 | 0 of 2 | 0 of 2 |" in table
+    assert "| `T5ForConditionalGeneration` | 6 of 6 | 6 of 6 | 6 of 6 | - |" in table
+
+
 def test_reference_has_every_public_name_once(generate):
     names = [name for page in generate.api().values() for name in page]
     assert len(set(names)) == len(names)

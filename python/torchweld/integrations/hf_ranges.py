@@ -1,8 +1,8 @@
 """From a pattern and a 2-D mask to the numbers that torchweld's op takes.
 
-Where the host can read the mask, it looks whether numbers can say it, and the caller is told why
-not. Elsewhere (torch.compile, export, tracing, CUDA graph capture) the numbers are computed all the
-same, and an assertion on the device fails for a mask that they can't say.
+Where the host can read the mask, it checks whether numbers can express it and returns the reason
+if not. Elsewhere (torch.compile, export, tracing, CUDA graph capture) the numbers are computed
+without a check, and an assertion on the device fails for a mask that they can't express.
 """
 
 from __future__ import annotations

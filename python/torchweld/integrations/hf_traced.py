@@ -1,10 +1,10 @@
 """What a mask function says while torch.compile or export traces.
 
 The tracer hides what a function closes over, so :mod:`.hf_pattern` can't look into one that holds
-tensors: the documents of a packed row, or where chunks begin. Such a function is called instead: a
-key that does not see the key before it begins a document or a chunk, and from there on the rows
-see everything up to themselves. The device asserts that the function hides the keys next to each
-row's range and shows those at its ends.
+tensors: the documents of a packed row, or where chunks begin. Such a function is called instead. A
+token that does not see the key before it begins a document or a chunk, and rows see the keys from
+there up to themselves. The device asserts that the function shows the first and the last key of
+each row's range and hides the keys next to them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _has_chunks(config: Any) -> bool:
 def _probed(mask_function: Callable, local_size: int | None, call: Call) -> Pattern:
     """The causal pattern that a function has where it is called.
 
-    Of a local size, a window or a chunk, the row sees no more keys than that.
+    A row sees at most ``local_size`` keys, the size of a window or a chunk.
     """
     key = torch.arange(call.kv_length, device=call.device)[None]
     sequence = torch.arange(call.batch_size, device=call.device)[:, None]
@@ -76,8 +76,8 @@ def _probed(mask_function: Callable, local_size: int | None, call: Call) -> Patt
         offset = call.kv_offset
         return mask_function(sequence, head, key + offset, other + offset)
 
-    joined = sees((key - 1).clamp_min(0))
-    start = torch.where(joined, 0, key).expand(call.batch_size, -1).cummax(1).values
+    continues = sees((key - 1).clamp_min(0))
+    start = torch.where(continues, 0, key).expand(call.batch_size, -1).cummax(1).values
     if local_size is not None:
         start = start.maximum(key - (local_size - 1))
     ends = sees(key) & sees(start)
