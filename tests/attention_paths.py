@@ -131,6 +131,8 @@ def _compiled(model: nn.Module) -> Counter[str]:
         return graph.forward
 
     torch._dynamo.reset()
+    if model.config.is_encoder_decoder:  # older ones draw a number for each layer in training
+        model.eval()
     fullgraph = model.config.model_type != "t5"  # whose configs are copied while it runs
     torch.compile(model, fullgraph=fullgraph, backend=count)(**_inputs(model, "attention_mask"))
     return calls

@@ -84,7 +84,8 @@ def key_start(
         )
     same = ends is ends_k
     ends, ends_k = ends.to(query.device), ends_k.to(query.device)
-    start = key_start_from_cu_seqlens(ends, batch * seqlen_q).view(batch, seqlen_q)
+    start = key_start_from_cu_seqlens(ends.to(torch.int32), batch * seqlen_q)
+    start = start.view(batch, seqlen_q)
     row = torch.arange(batch, dtype=torch.int32, device=query.device)
     start = start - seqlen_q * row[:, None]
     good = (ends[0] == 0) & (ends[-1] == batch * seqlen_q) & (ends.diff() >= 0).all()
