@@ -55,7 +55,6 @@ def loss_of_each_alone(stock, documents):
 CASES = {
     "positions alone": ("Llama", {"use_cache": False}),
     "positions alone, windows": ("Mistral", {"use_cache": False}),
-    "cu_seq_lens": ("Llama", {"use_cache": False}),
     "cu_seq_lens, cache": ("Mistral", {}),
     "cu_seq_lens, ones": ("Llama", {}),
 }
