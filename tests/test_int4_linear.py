@@ -19,6 +19,7 @@ from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, strided, values
 from tensors import need_dtype, randn
 from torchweld.nn import Int4Linear
+from torchweld.ops.int4_weight import portable_from_repacked
 from torchweld.tuning.parts import observe
 
 ops = torch.ops.torchweld
@@ -93,7 +94,10 @@ def test_of_a_code_the_low_bits_count(device):
     assert_equal(ops.int4_pack(codes.to(device)), ops.int4_pack((codes & 15).to(device)))
 
 
-@pytest.mark.parametrize("size", [(1, 8, 8), (16, 64, 64), (17, 72, 24), (33, 136, 8)], ids=str)
+SIZES = [(1, 8, 8), (16, 64, 64), (17, 72, 24), (33, 136, 8), (0, 64, 8), (100, 1088, 64)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
 def test_repacked_layout(device, size):
     """Against the definition in reference.py, and back."""
     n, k, group = size
@@ -107,6 +111,9 @@ def test_repacked_layout(device, size):
         assert_equal(back[1], weight[1].cpu())
         codes = [R.int4_codes(z, k // group) for z in (back[2], weight[2])]
         assert_equal(*codes)
+        for got, ref in zip(portable_from_repacked(*packed, n, k), weight, strict=True):
+            assert got.is_contiguous() and got.device == ref.device
+            assert_equal(got, ref)
 
 
 # Exact results
@@ -490,13 +497,13 @@ def test_module_from_linear(device, dtype, group):
     size = group or 256
     x = randn(device, dtype, 3, 256)
     # Rounded to the nearest level: half of a group's scale, and the rounding of w itself.
-    step = module.scale.double().repeat_interleave(size, 1)
+    step = module.portable()[1].double().repeat_interleave(size, 1)
     error = (module.dequantise().double() - linear.weight.double()).abs()
     rounding = torch.finfo(dtype).eps * module.dequantise().double().abs()
     assert (error <= step * 0.5 * (1 + 1e-5) + rounding).all()
     assert 0.01 < module.quantisation_error < 0.15
     assert 0 < module.largest_error <= module.scale.max().item() * 0.5 * (1 + 1e-5)
-    weight = [module.qweight, module.scale, module.zero]
+    weight = module.portable()
     check_op(OP, [x, *weight, module.bias])
     expected = ops.int4_linear(x, *weight, module.bias)
     torch.testing.assert_close(module(x), expected, rtol=0.02, atol=0.02)
@@ -519,7 +526,7 @@ def test_levels_stay_in_the_dtypes_range(device, dtype, ends):
     module = Int4Linear.from_linear(linear, 64)
     assert module.dequantise().isfinite().all()
     got = module.dequantise().double().cpu() / largest
-    step = module.scale.double().cpu() / largest
+    step = module.portable()[1].double().cpu() / largest
     assert ((got - values).abs() <= 0.75 * step + torch.finfo(dtype).eps).all()
     x = torch.eye(64, dtype=dtype, device=device) / 16
     assert_equal(module(x), module.dequantise().t() / 16)
@@ -636,7 +643,9 @@ def test_module_saves_and_loads(device):
     module = Int4Linear.from_linear(linear_of(17, 64, device), 16)
     assert list(module.state_dict()) == ["qweight", "scale", "zero", "bias", "weight"]
     assert module.state_dict()["weight"].numel() == 0
-    assert (module.packed.numel() > 0) == (device == "cuda")
+    # The weight is there once, in the layout of its device.
+    assert module.qweight.dim() == (3 if device == "cuda" else 2)
+    assert len(list(module.buffers())) == 4
     x = randn(device, F32, 5, 64)
     expected = module(x)
     fresh = Int4Linear(64, 17, group_size=16, device=device)
@@ -840,6 +849,58 @@ def test_module_scripts(device):
     torch.jit.save(torch.jit.script(module), file)
     file.seek(0)
     assert_same_bits(torch.jit.load(file)(x), module(x))
+
+
+def test_scripted_and_eager_load_each_other(device):
+    """Strictly, in one process and from a file of a scripted module."""
+    eager = torch.nn.Sequential(Int4Linear.from_linear(linear_of(17, 64, device), 16))
+    other = torch.nn.Sequential(Int4Linear.from_linear(linear_of(17, 64, device), 16))
+    scripted, x = torch.jit.script(other), randn(device, F32, 5, 64)
+    assert list(scripted.state_dict()) == list(eager.state_dict())
+    expected = scripted(x)
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+    file.seek(0)
+    for state in (scripted.state_dict(), torch.jit.load(file).state_dict()):
+        fresh = torch.nn.Sequential(Int4Linear(64, 17, group_size=16, device=device))
+        assert not any(fresh.load_state_dict(state))
+        assert_same_bits(fresh(x), expected)
+    assert not any(scripted.load_state_dict(eager.state_dict()))
+    assert_same_bits(scripted(x), eager(x))
+    wrong = {**eager.state_dict(), "0.zero": eager.state_dict()["0.zero"].double()}
+    with pytest.raises(RuntimeError, match="0.zero must be int32, but got torch.float64"):
+        scripted.load_state_dict(wrong)
+
+
+def test_module_loads_the_repacked_layout():
+    """As a module that was scripted on CUDA and loaded by torch.jit.load saves it."""
+    module = Int4Linear.from_linear(linear_of(17, 72), 24)
+    packed = ops.int4_repack(*module.portable())
+    state = dict(zip(("qweight", "scale", "zero"), packed, strict=True))
+    fresh = Int4Linear(72, 17, group_size=24)
+    assert not any(fresh.load_state_dict({**state, "bias": module.bias}))
+    for got, ref in zip(fresh.buffers(), module.buffers(), strict=True):
+        assert_equal(got, ref)
+
+
+@needs_gpu
+def test_module_changes_its_layout_with_the_device():
+    """The weight is resident once; the way back gives the bits of the portable layout."""
+    for dtype in dtypes("cuda"):
+        module = Int4Linear.from_linear(linear_of(1000, 1088, dtype=dtype), 64)
+        before = [t.clone() for t in module.buffers()]
+        size = sum(t.nbytes for t in before)
+        start = torch.cuda.memory_allocated()
+        module.cuda()
+        assert torch.cuda.memory_allocated() - start < 1.05 * size
+        assert [t.dim() for t in module.buffers()] == [3, 3, 3, 1]
+        state = module.state_dict()
+        for got, ref in zip(module.cpu().buffers(), before, strict=True):
+            assert_equal(got, ref)
+        fresh = Int4Linear(1088, 1000, group_size=64, device="cuda", dtype=dtype)
+        fresh.load_state_dict(state)
+        for got, ref in zip(fresh.portable(), before, strict=False):
+            assert_equal(got.cpu(), ref)
 
 
 def test_module_passes_a_gradient_to_x(device):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.ops.int4_linear import Int4Linear
+from torchweld.ops.int4_module import Int4Linear
 from torchweld.tuning.timer import Timing, interleaved
 from torchweld_bench.common import dtype_text, each_of, in_turn, judged, largest_error, read_rate
 from torchweld_bench.results import Row, make_row
@@ -32,10 +32,11 @@ _FLOOR = "read floor"
 
 def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
     """Operands of torch's own kernel: other zeros, so that only its time is of use."""
-    codes = ops.int4_unpack(module.qweight, module.in_features)
+    qweight, scale, _ = module.portable()
+    codes = ops.int4_unpack(qweight, module.in_features)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
-    scale = module.scale.t().contiguous()
+    scale = scale.t().contiguous()
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
 
 
@@ -45,7 +46,7 @@ def _cases(
     """One matmul; a row for each peer that has a target."""
     linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=dtype)
     module = Int4Linear.from_linear(linear, _GROUP)
-    weight = (module.packed, module.packed_scale, module.packed_zero)
+    weight = (module.qweight, module.scale, module.zero)
     weight_bytes = sum(t.numel() * t.element_size() for t in weight)
     # For a small batch the calls rotate through several weights, so that no weight is in L2
     # although the kernels follow each other directly. For a large batch the timer's flush is

@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchweld._library import ops
+from torchweld.ops.int4_search import half_quadratic, search_clip
+
+METHODS = {"rtn": None, "mse": search_clip, "hqq": half_quadratic}
+
+# Values rounded at a time: temporaries stay in the caches of a CPU, and small on a GPU.
+_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
+
 
 class RoundedWeight(NamedTuple):
     """A weight as 4-bit codes: `scale * (code - zero)`.
@@ -25,46 +33,83 @@ class RoundedWeight(NamedTuple):
     largest_error: float
 
 
-def round_weight(weight: Tensor, group: int) -> RoundedWeight:
-    """Rounds a weight to the nearest of 16 levels between each group's smallest and largest value.
+def round_weight(weight: Tensor, group: int, method: str = "rtn") -> RoundedWeight:
+    """Rounds a weight to 4 bits, group by group.
 
     Args:
         weight: floating point `(N, K)`.
         group: columns that share a scale and a zero; divides K.
+        method: a key of METHODS; `Int4Linear.from_linear` describes them.
     """
+    n, k = weight.shape
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    groups = weight.to(wide).unflatten(1, (-1, group))
+    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    scale = weight.new_empty(n, k // group)
+    zero = codes.new_empty(n, k // group)
+    if not weight.numel():
+        return RoundedWeight(codes, scale, zero, 0.0, 0.0)
+    # Squares stay in range after the division by `unit`.
+    unit = weight.abs().amax().to(wide).clamp(min=torch.finfo(wide).tiny)
+    size, lost = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    largest = unit.new_zeros(())
+    rows = max(1, _BLOCK.get(weight.device.type, 1 << 18) // k)
+    for first in range(0, n, rows):
+        block = slice(first, first + rows)
+        groups = weight[block].to(wide).unflatten(1, (-1, group))
+        found = _round_groups(groups, weight.dtype, method)
+        codes[block] = found[0].flatten(1)
+        scale[block], zero[block] = found[1].squeeze(-1), found[2].squeeze(-1)
+        error = found[1] * (found[0] - found[2]) - groups
+        largest = torch.maximum(largest, error.abs().amax())
+        size += (groups / unit).square().sum(dtype=torch.float64)
+        lost += (error / unit).square().sum(dtype=torch.float64)
+    relative = (lost / size).sqrt().item() if size > 0 else 0.0
+    return RoundedWeight(codes, scale, zero, relative, largest.item())
+
+
+def _round_groups(groups: Tensor, dtype: torch.dtype, method: str) -> tuple[Tensor, ...]:
+    """Codes, scale (rounded to `dtype`) and zero of groups `(rows, groups, columns)`."""
     low = groups.amin(-1, keepdim=True).clamp(max=0)
     high = groups.amax(-1, keepdim=True).clamp(min=0)
     span = high - low
-    kept = torch.where(span.isinf(), high / 15 - low / 15, span / 15).to(weight.dtype)
-    step = torch.where(kept > 0, kept, 1.0).to(wide)
-    zero = (-low / step).round().clamp(0, 15)
-    # The outermost level of a group may exceed the range of the dtype. If a slightly smaller scale
-    # brings the level back into the range, that scale is used. Otherwise no code uses the level.
-    largest = torch.finfo(weight.dtype).max
+    kept = torch.where(span.isinf(), high / 15 - low / 15, span / 15).to(dtype)
+    scale = kept.to(groups.dtype)
+    zero = (-low / torch.where(scale > 0, scale, 1.0)).round().clamp(0, 15)
+    scale, codes = _codes(groups, scale, zero, high, dtype)
+    search = METHODS[method]
+    if search is None:
+        return codes, scale, zero
+    # The search squares values, so that its groups have a largest magnitude of 1.
+    unit = torch.maximum(-low, high)
+    unit = torch.where(unit > 0, unit, 1.0)
+    found, found_zero = search(groups / unit, scale / unit, zero)
+    found, found_codes = _codes(groups, (found * unit).to(dtype).to(unit), found_zero, high, dtype)
+    # Rounding the scale to `dtype` may lose what the search has gained.
+    before, after = (
+        ((s * (c - z) - groups) / unit).square().sum(-1, keepdim=True)
+        for s, c, z in ((scale, codes, zero), (found, found_codes, found_zero))
+    )
+    better = after < before
+    pairs = ((found_codes, codes), (found, scale), (found_zero, zero))
+    return tuple(torch.where(better, new, old) for new, old in pairs)
+
+
+def _codes(
+    groups: Tensor, scale: Tensor, zero: Tensor, high: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The scale to keep and the codes; no level that is used leaves the range of `dtype`.
+
+    The outermost level may exceed the range. A slightly smaller scale is used where it brings the
+    level back; otherwise the level is left unused.
+    """
+    largest = torch.finfo(dtype).max
+    step = torch.where(scale > 0, scale, 1.0)
     reach = torch.maximum(zero, (high / step).round()).clamp(min=1)
-    lower = _rounded_down(largest / reach, weight.dtype)
-    kept = torch.where((lower < step) & (lower > step * (31 / 32)), lower.to(kept.dtype), kept)
-    scale = kept.to(wide)
+    lower = _rounded_down(largest / reach, dtype)
+    scale = torch.where((lower < step) & (lower > step * (31 / 32)), lower, scale)
     step = torch.where(scale > 0, scale, 1.0)
     limit = (largest / step).floor()
-    codes = ((groups / step).round().clamp(-limit, limit) + zero).clamp(0, 15)
-    relative = maximum = 0.0
-    if weight.numel():
-        error = scale * (codes - zero) - groups
-        # so that squares of the quotients stay in range
-        unit = groups.abs().max().clamp(min=torch.finfo(wide).tiny)
-        size = (groups / unit).square().mean().sqrt().item()
-        lost = (error / unit).square().mean().sqrt().item()
-        relative, maximum = lost / size if size else 0.0, error.abs().max().item()
-    return RoundedWeight(
-        codes.flatten(1).to(torch.uint8),
-        kept.squeeze(-1),
-        zero.squeeze(-1).to(torch.uint8),
-        relative,
-        maximum,
-    )
+    return scale, ((groups / step).round().clamp(-limit, limit) + zero).clamp(0, 15)
 
 
 def _rounded_down(positive: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,3 +138,31 @@ class NoValues(Tensor):
 
     def __repr__(self) -> str:
         return f"Int4Linear.weight(shape={tuple(self.shape)}, dtype={self.dtype}, no values)"
+
+
+def portable_from_repacked(
+    packed: Tensor, packed_scale: Tensor, packed_zero: Tensor, n: int, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `int4_repack`, on any device; csrc/int4/layout.h describes its layout.
+
+    Args:
+        packed: int32 `(ceil(N/16), ceil(K/64), 128)`.
+        packed_scale: `(ceil(N/16), K/group, 16)`.
+        packed_zero: int32 `(ceil(N/16), K/group, 2)`.
+        n, k: N and K.
+
+    Returns:
+        `qweight` `(N, K/8)`, `scale` `(N, K/group)` and `zero` `(N, ceil(K/group/8))`.
+    """
+    tiles, chunks, _ = packed.shape
+    # Dims: tile, chunk, g and t of a lane, slice of 16 columns, odd column, unit of the slice, half
+    # of the 16 rows.
+    codes = ops.int4_unpack(packed, 1024).view(tiles, chunks, 8, 4, 4, 2, 2, 2)
+    codes = codes.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(tiles * 16, chunks * 64)
+    scale = packed_scale.unflatten(2, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)
+    zeros = ops.int4_unpack(packed_zero, 16).transpose(1, 2).flatten(0, 1)
+    return (
+        ops.int4_pack(codes[:n, :k]),
+        scale[:n].contiguous(),
+        ops.int4_pack(zeros[:n]),
+    )

@@ -1,0 +1,346 @@
+"""`torch.nn.Linear` with a weight of 4 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops, require
+from torchweld.ops.int4_weight import METHODS, NoValues, portable_from_repacked, round_weight
+from torchweld.ops.stock import refuse_mixed, refuse_other
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_WEIGHT = ("qweight", "scale", "zero")
+
+
+def _group_of(in_features: int, group_size: int | None) -> int:
+    group = in_features if group_size is None else group_size
+    if group < 8 or group % 8 or in_features % group:
+        raise ValueError(
+            f"Int4Linear: group_size must be a multiple of 8 that divides in_features = "
+            f"{in_features}, but got {group_size}; None makes one group of a whole row"
+        )
+    return group
+
+
+class Int4Linear(nn.Module):
+    """Frozen `torch.nn.Linear` with weights of 4 bits; stands in for it at inference.
+
+    Made by `Int4Linear.from_linear(linear)`. The buffers `qweight`, `scale` and `zero` are in the
+    portable layout of `int4_linear`. On CUDA they are in the layout of `int4_repack` instead, which
+    the module makes when it is moved there and when a state_dict is loaded; the weight is there
+    once. `portable()` returns the portable layout on every device. Who assigns a buffer calls
+    `repack()` afterwards.
+
+    A state_dict has the portable layout, so that it does not depend on the device. On CUDA its
+    tensors are copies.
+
+    The state_dict also has an empty `weight`. A float layer refuses it by its size, with
+    `strict=False` too; without it, transformers' `from_pretrained` and `load_state_dict` would
+    leave such a layer's weight as it was initialised. `torchweld.quantize_` makes models that
+    `from_pretrained` loads. A module from `torch.jit.load` keeps the layout of its device in its
+    state_dict and has no `weight` there; other modules load it.
+
+    Args:
+        in_features: K, a multiple of 8.
+        out_features: N.
+        bias: whether there is a bias.
+        group_size: columns that share a scale and a zero: a multiple of 8 that divides K, or None
+            for K.
+        device, dtype: of scales and bias.
+
+    Attributes:
+        quantisation_error: of the weight that `from_linear` was given, relative: the root of the
+            mean square of the rounding, over that of the weight; 0 where nothing was quantised.
+        largest_error: the largest rounding; with method "rtn" at most half of a group's scale (a
+            whole one where a level would leave the range of the dtype).
+    """
+
+    __constants__ = ["in_features", "out_features", "group_size"]
+    __jit_unused_properties__ = ["weight"]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        group_size: int | None = 128,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require()
+        self.in_features, self.out_features = in_features, out_features
+        self.group_size = _group_of(in_features, group_size)
+        self.quantisation_error = 0.0
+        self.largest_error = 0.0
+        groups = in_features // self.group_size
+
+        def words(count: int) -> Tensor:
+            return torch.zeros(out_features, count, dtype=torch.int32, device=device)
+
+        self.register_buffer("qweight", words(in_features // 8))
+        self.register_buffer("scale", torch.zeros(out_features, groups, device=device, dtype=dtype))
+        self.register_buffer("zero", words((groups + 7) // 8))
+        shift = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+        self.register_buffer("bias", shift)
+        self.repack()
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls, linear: nn.Linear, group_size: int | None = 128, method: str = "rtn"
+    ) -> Int4Linear:
+        """Rounds the weight to the nearest of 16 levels in each group of columns.
+
+        The levels include 0. Scales are kept in the weight's dtype, and the codes are chosen for
+        the scales as kept. No level that is used is beyond the dtype's range.
+
+        Args:
+            linear: a layer whose in_features is a multiple of 8; it is not changed.
+            group_size: columns that share a scale and a zero, None for a whole row.
+            method: how a group's scale and zero are chosen. "rtn": the levels span the group's
+                extremes. "mse": the clip ratio and zero with the smallest squared error, 0.89 of
+                that of "rtn" for normal weights in groups of 128, and 0.72 in rows of 1,024.
+                "hqq": half-quadratic iterations, 0.92 and 0.80. Neither needs data; both take
+                about 20 times as long as "rtn".
+
+        Returns:
+            A module in eval mode on the layer's device, with `quantisation_error` set.
+
+        Raises:
+            ValueError: `linear` is no `nn.Linear`, is of a subclass, or has hooks or a
+                parametrisation; it has another dtype than the ops, mixed ones, or no values (on
+                the meta device); group_size is no multiple of 8 that divides in_features; method
+                is another one.
+        """
+        owner = "Int4Linear.from_linear"
+        check_method(owner, method)
+        refuse_other(owner, "linear", "nn.Linear", linear, nn.Linear)
+        check_float(owner, linear)
+        weight = linear.weight
+        if weight.is_meta:
+            raise ValueError(
+                f"{owner}: linear.weight must have values, but got one on the meta device; load "
+                "the layer first, or build Int4Linear(in_features, out_features) for a state_dict"
+            )
+        group = _group_of(linear.in_features, group_size)
+        rounded = round_weight(weight, group, method)
+        module = cls.from_codes(rounded.codes, rounded.scale, rounded.zero, linear.bias)
+        module.quantisation_error = rounded.quantisation_error
+        module.largest_error = rounded.largest_error
+        return module
+
+    @classmethod
+    @torch.no_grad()
+    def from_codes(
+        cls, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
+    ) -> Int4Linear:
+        """A module with the weight `scale * (code - zero)`, as other libraries store it.
+
+        Args:
+            codes: uint8 `(N, K)`, values 0 to 15.
+            scale: `(N, K / group)`.
+            zero: uint8 `(N, K / group)`, values 0 to 15.
+            bias: `(N,)` in the dtype of `scale`.
+
+        Returns:
+            A module in eval mode on the device of the codes; it copies all four.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit, or a code or zero above 15.
+        """
+        owner = "Int4Linear.from_codes"
+        for name, tensor in (("codes", codes), ("zero", zero)):
+            if tensor.dtype != torch.uint8 or tensor.dim() != 2:
+                got = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise ValueError(f"{owner}: {name} must be uint8 with 2 dims, but got {got}")
+            if tensor.numel() and not tensor.is_meta and tensor.max() > 15:
+                raise ValueError(
+                    f"{owner}: {name} must have values of 0 to 15, but got {int(tensor.max())}"
+                )
+        (n, k), groups = codes.shape, zero.shape[1]
+        if scale.shape != zero.shape or zero.shape[0] != n or not groups or k % groups:
+            shapes = f"{tuple(codes.shape)}, {tuple(scale.shape)} and {tuple(zero.shape)}"
+            raise ValueError(
+                f"{owner}: codes, scale and zero must be (N, K), (N, groups) and (N, groups), but "
+                f"got {shapes}"
+            )
+        if bias is not None and bias.shape != (n,):
+            raise ValueError(f"{owner}: bias must be ({n},), but got {tuple(bias.shape)}")
+        refuse_mixed(owner, {"scale": scale, "bias": bias})
+        module = cls(k, n, bias is not None, k // groups, "meta", scale.dtype)
+        module.qweight, module.zero = ops.int4_pack(codes), ops.int4_pack(zero)
+        module.scale = scale.detach().clone(memory_format=torch.contiguous_format)
+        if bias is not None:
+            module.bias = bias.detach().clone()
+        module.repack()
+        return module.eval()
+
+    @classmethod
+    def from_torch(cls, module: nn.Linear) -> Int4Linear:
+        """`from_linear` with groups of 128; raises as it does."""
+        return cls.from_linear(module)
+
+    def to_torch(self) -> nn.Linear:
+        """Frozen `nn.Linear` with the dequantised weight, rounded to its dtype.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks.
+        """
+        refuse_other("Int4Linear.to_torch", "module", "Int4Linear", self, Int4Linear)
+        linear = nn.Linear(
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            self.scale.device,
+            self.scale.dtype,
+        )
+        with torch.no_grad():
+            linear.weight.copy_(self.dequantise())
+            if self.bias is not None:
+                linear.bias.copy_(self.bias)
+        return linear.requires_grad_(False).eval()
+
+    @property
+    def weight(self) -> Tensor:
+        """For those who ask a linear layer's weight for its shape, dtype or device.
+
+        It has no memory and no values, and an op on it raises RuntimeError: use `dequantise()`.
+        Under torch.compile and torch.export it is what `dequantise()` gives, computed where the
+        values are used.
+        """
+        if torch.compiler.is_compiling():
+            return self.dequantise()
+        return NoValues((self.out_features, self.in_features), self.scale)
+
+    @torch.jit.unused
+    def portable(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`qweight`, `scale` and `zero` in the layout of `int4_linear`; on CUDA they are copies."""
+        if self.qweight.dim() == 2:
+            return self.qweight, self.scale, self.zero
+        return portable_from_repacked(
+            self.qweight, self.scale, self.zero, self.out_features, self.in_features
+        )
+
+    @torch.jit.unused
+    def dequantise(self) -> Tensor:
+        """The weight `(out_features, in_features)` that the codes stand for."""
+        qweight, scale, zero = self.portable()
+        # Signed by a view: torch.export keeps a cast, and all before it, even where it is not used.
+        codes = ops.int4_unpack(qweight, self.in_features).view(torch.int8)
+        zeros = ops.int4_unpack(zero, scale.shape[1]).view(torch.int8)
+        groups = codes.unflatten(1, (-1, self.group_size))
+        return (scale[..., None] * (groups - zeros[..., None])).flatten(1)
+
+    @torch.jit.unused
+    def repack(self) -> None:
+        """Converts the weight to the layout of its device: repacked on CUDA, else portable."""
+        repacked = self.qweight.dim() == 3
+        if self.qweight.is_cuda and not repacked:
+            made = ops.int4_repack(self.qweight, self.scale, self.zero)
+            self.qweight, self.scale, self.zero = made
+        elif repacked and not self.qweight.is_cuda:
+            self.qweight, self.scale, self.zero = self.portable()
+
+    # NOTE: torch.jit.script gives its module the unused methods, which then have another class than
+    # zero-argument super() wants.
+    @torch.jit.unused
+    def _apply(self, fn, recurse=True):
+        # Codes are no floats, so that .half() leaves them alone.
+        nn.Module._apply(self, fn, recurse)
+        self.repack()
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError(
+                "Int4Linear: weight must stay the codes' own, but got another one (as tie_weights "
+                "gives a tied head); put an nn.Linear with that weight in this module's place"
+            )
+        super().__setattr__(name, value)
+
+    @torch.jit.unused
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        for name, tensor in zip(_WEIGHT, self.portable(), strict=True):
+            destination[prefix + name] = tensor
+        # transformers builds a model on the meta device and asks it for the keys that it wants.
+        if not self.scale.is_meta:
+            destination[prefix + "weight"] = self.scale.new_empty(0)
+
+    @torch.jit.unused
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ):
+        wrong = []
+        weight = state_dict.pop(prefix + "weight", None)  # not there in older files
+        if weight is not None and weight.numel() > 0:
+            wrong.append(
+                f"{prefix}weight must be empty, but got {tuple(weight.shape)}; load it into "
+                "nn.Linear and use Int4Linear.from_linear"
+            )
+        for name, buffer in self.named_buffers():
+            given = state_dict.get(prefix + name)
+            floating = buffer.is_floating_point()
+            if given is None or (
+                given.is_floating_point() if floating else given.dtype == torch.int32
+            ):
+                continue
+            expected = "floating point" if floating else "int32"
+            wrong.append(
+                f"{prefix}{name} must be {expected}, but got {given.dtype}; cast the module with "
+                ".to(dtype) and not its state_dict"
+            )
+        if wrong:
+            error_msgs += [f"Int4Linear.load_state_dict: {text}" for text in wrong]
+            return
+        given = [state_dict.get(prefix + name) for name in _WEIGHT]
+        if all(tensor is not None and tensor.dim() == 3 for tensor in given):
+            made = portable_from_repacked(*given, self.out_features, self.in_features)
+            state_dict.update(zip((prefix + name for name in _WEIGHT), made, strict=True))
+        self.qweight, self.scale, self.zero = self.portable()
+        nn.Module._load_from_state_dict(
+            self,
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+        self.repack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
+        if self.qweight.dim() == 3:
+            return torch.ops.torchweld.int4_linear_repacked(
+                x, self.qweight, self.scale, self.zero, self.bias, out_features=self.out_features
+            )
+        return torch.ops.torchweld.int4_linear(x, self.qweight, self.scale, self.zero, self.bias)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, group_size={self.group_size}, "
+            f"quantisation_error={self.quantisation_error:.2g}"
+        )
+
+
+def check_method(owner: str, method: str) -> None:
+    """Raises ValueError for a method that is not a key of METHODS."""
+    if method not in METHODS:
+        known = ", ".join(f'"{name}"' for name in METHODS)
+        raise ValueError(f"{owner}: method must be one of {known}, but got {method!r}")
+
+
+def check_float(owner: str, linear: nn.Linear) -> None:
+    """Raises ValueError unless a layer's tensors are of one dtype that the ops accept."""
+    weight = linear.weight
+    if weight.dtype not in _DTYPES:
+        listed = ", ".join(map(str, _DTYPES))
+        raise ValueError(f"{owner}: linear.weight must be one of {listed}, but got {weight.dtype}")
+    refuse_mixed(owner, {"linear.weight": weight, "linear.bias": linear.bias})
