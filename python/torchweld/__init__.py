@@ -50,6 +50,7 @@ from torchweld.ops.scalar_attention import scalar_attention
 from torchweld.ops.softmax import softmax
 from torchweld.ops.softmax_matmul import softmax_matmul
 from torchweld.ops.varlen import varlen_attention
+from torchweld.quantization import Int4, QuantizeReport, dequantize_, quantize_
 from torchweld.tuning import TuneResult, tune
 from torchweld.tuning.cache import load as _load_choices
 
@@ -69,6 +70,8 @@ __all__ = [
     "Explanation",
     "FuseReport",
     "Info",
+    "Int4",
+    "QuantizeReport",
     "TuneResult",
     "add_layer_norm",
     "add_rms_norm",
@@ -79,6 +82,7 @@ __all__ = [
     "causal_softmax",
     "conv2d",
     "cross_entropy",
+    "dequantize_",
     "explain",
     "fold_layer_norm",
     "folded_layer_norm_linear",
@@ -107,6 +111,7 @@ __all__ = [
     "nn",
     "outer_add",
     "outer_mul_relu",
+    "quantize_",
     "rms_norm",
     "rms_norm_linear",
     "rms_norm_linears",

@@ -57,7 +57,7 @@ class FuseReport:
             rows.setdefault((self.ops.get(path, "torchweld"), "replaced"), []).append(path)
         for path, reason in self.skipped:
             rows.setdefault(("stock", reason), []).append(path)
-        return [(what, _fold(paths), outcome) for (what, outcome), paths in rows.items()]
+        return [(what, fold_paths(paths), outcome) for (what, outcome), paths in rows.items()]
 
     def _difference(self) -> str:
         if self.max_abs_diff is None:
@@ -135,7 +135,7 @@ def list_places(places: list[tuple[str, Any]], seen: Any, report: FuseReport) ->
     return found
 
 
-def _fold(paths: list[str]) -> str:
+def fold_paths(paths: list[str]) -> str:
     """``h.0.mlp, h.1.mlp, h.2.mlp`` becomes ``h.{0-2}.mlp``; other paths are listed."""
     groups: dict[tuple[str, str], list[int]] = {}
     plain: list[str] = []

@@ -1,0 +1,174 @@
+"""4-bit models of transformers: `from_pretrained` quantises them, saves them and loads them.
+
+A quantised model's config.json names the method ("torchweld_int4"), the group size and the linear
+layers that are not quantised. The layers' tensors are those of `Int4Linear`'s state_dict.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+)
+from transformers.quantizers.auto import (
+    register_quantizer as register_with_transformers,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from torchweld._library import require
+from torchweld.ops.int4_module import Int4Linear
+from torchweld.quantization.apply import dequantize_layers, quantize_layers
+from torchweld.quantization.config import Int4
+
+from .hf_version import check_version
+
+METHOD = "torchweld_int4"
+
+
+class TorchweldInt4Config(QuantizationConfigMixin):
+    """`quantization_config` of transformers' `from_pretrained` for 4-bit `Int4Linear` layers.
+
+    With a checkpoint of floats, the model is loaded and then quantised. A quantised checkpoint has
+    this config in its config.json; call `register_quantizer` before it is loaded. Making a config
+    registers the quantizer too.
+
+    Args:
+        group_size, skip, method: those of `torchweld.Int4`.
+        left: paths of the linear layers that are not quantised, which `save_pretrained` records.
+        groups: group sizes of layers that have another one, by path.
+
+    Raises:
+        ValueError: another group_size or method.
+    """
+
+    def __init__(
+        self,
+        group_size: int | None = 128,
+        skip: Any = ("lm_head",),
+        method: str = "rtn",
+        left: list[str] | None = None,
+        groups: dict[str, int] | None = None,
+        **kwargs: Any,  # of later versions, and quant_method
+    ) -> None:
+        register_quantizer()
+        self.quant_method = METHOD
+        self.group_size, self.method = group_size, method
+        self.skip = list(self._int4(skip).skip)
+        self.left, self.groups = left, dict(groups or {})
+
+    def int4(self) -> Int4:
+        """What `torchweld.quantize_` takes."""
+        return self._int4(self.skip)
+
+    def _int4(self, skip: Any) -> Int4:
+        return Int4(self.group_size, skip, self.method)
+
+
+class TorchweldInt4Quantizer(HfQuantizer):
+    """Puts Int4Linear layers into a model before a quantised checkpoint is loaded, else after."""
+
+    requires_calibration = False
+    quantization_config: TorchweldInt4Config
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            return
+        config = self.quantization_config
+        left = {_in_base(model, path) for path in config.left or ()}
+        groups = {_in_base(model, path): size for path, size in config.groups.items()}
+        for path, linear in list(model.named_modules()):
+            name = _in_base(model, path)
+            skipped = config.int4().skipped_by(path) if config.left is None else name in left
+            if not isinstance(linear, nn.Linear) or skipped:
+                continue
+            sizes, biased = (linear.in_features, linear.out_features), linear.bias is not None
+            group, dtype = groups.get(name, config.group_size), linear.weight.dtype
+            model.set_submodule(path, Int4Linear(*sizes, biased, group, "meta", dtype))
+        # An Int4Linear's state_dict has an empty weight, which only float layers should see.
+        ignored = {rf"{re.escape(_in_base(model, path))}\.weight$" for path, _ in _layers(model)}
+        known = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = known | ignored
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            quantize_layers(model, self.quantization_config.int4())
+            mark(model, self.quantization_config.int4())
+            return
+        for path, layer in _layers(model):
+            # transformers marks the tensors that it has loaded, and only lists the others.
+            if not all(getattr(t, "_is_hf_initialized", False) for t in layer.buffers()):
+                raise RuntimeError(
+                    f"torchweld: the checkpoint must have the tensors of {path}, an Int4Linear by "
+                    "its quantization_config, but got a checkpoint without them"
+                )
+            layer.repack()
+
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        dequantize_layers(model)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return model if dtype is None else model.to(dtype)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:  # with adapters
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def register_quantizer() -> None:
+    """Makes `TorchweldInt4Config` and its checkpoints known to transformers.
+
+    Call it once, before `from_pretrained` loads a quantised checkpoint. Calling it again changes
+    nothing.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        RuntimeError: torchweld's operators can't be loaded.
+    """
+    require()
+    check_version("torchweld.integrations")
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(METHOD)(TorchweldInt4Config)
+        register_with_transformers(METHOD)(TorchweldInt4Quantizer)
+
+
+def mark(model: PreTrainedModel, config: Int4) -> None:
+    """Makes a model with Int4Linear layers one whose `save_pretrained` records them."""
+    left = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    groups = {
+        path: layer.group_size
+        for path, layer in _layers(model)
+        if layer.group_size != (config.group_size or layer.in_features)
+    }
+    made = TorchweldInt4Config(config.group_size, config.skip, config.method, left, groups)
+    model.config.quantization_config = made
+    model.hf_quantizer = TorchweldInt4Quantizer(made, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, METHOD
+
+
+def unmark(model: PreTrainedModel) -> None:
+    """Undoes `mark`; another quantizer's mark stays."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, TorchweldInt4Quantizer):
+        quantizer.remove_quantization_config(model)
+
+
+def _layers(model: nn.Module) -> list[tuple[str, Int4Linear]]:
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, Int4Linear)]
+
+
+def _in_base(model: PreTrainedModel, path: str) -> str:
+    """A path without the prefix that it has below a head: the base model has none."""
+    return path.removeprefix(f"{model.base_model_prefix}.")

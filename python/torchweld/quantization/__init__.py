@@ -1,0 +1,7 @@
+"""Models with 4-bit weights: quantise one in place, and load the checkpoints of other libraries."""
+
+from .apply import dequantize_, quantize_
+from .config import Int4
+from .report import QuantizeReport
+
+__all__ = ["Int4", "QuantizeReport", "dequantize_", "quantize_"]

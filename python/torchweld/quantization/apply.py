@@ -1,0 +1,203 @@
+"""`quantize_` and `dequantize_`: 4-bit layers in an existing model, and back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from torchweld._library import require
+from torchweld.ops.int4_module import Int4Linear, check_float
+from torchweld.ops.stock import refuse_other
+
+from .config import Int4
+from .report import QuantizeReport
+
+Progress = Callable[[int, int, str], None]
+
+
+def quantize_(
+    model: nn.Module, config: Int4 | None = None, *, progress: Progress | None = None
+) -> QuantizeReport:
+    """Replaces the linear layers of a model by `torchweld.nn.Int4Linear`, in place.
+
+    A layer is replaced where the 4-bit layer does all that it did. The others stay and are listed
+    with the reason: names in `config.skip`, subclasses of nn.Linear, hooks and parametrisations, a
+    weight that other modules use (a tied head), base layers of LoRA, sharded weights, sizes that
+    the group does not divide. The report also lists transformers' Conv1D.
+
+    On the meta device the new layers have no values either, and a state_dict can be loaded. One
+    layer is in memory twice at a time. `save_pretrained` of a quantised transformers model makes a
+    checkpoint that `from_pretrained` loads (`torchweld.integrations.register_quantizer`).
+
+    Args:
+        model: any module that contains linear layers; it may be on any device.
+        config: `Int4()` by default.
+        progress: called as `progress(done, total, path)` after each layer.
+
+    Returns:
+        A report that prints itself.
+
+    Raises:
+        TypeError: model is not a module, or is a linear layer itself; config is not an Int4.
+        RuntimeError: torchweld's operators can't be loaded.
+    """
+    require()
+    config = Int4() if config is None else config
+    if not isinstance(config, Int4):
+        raise TypeError(f"torchweld.quantize_: config must be an Int4, but got {config!r}")
+    _check_model(model, "quantize_")
+    report = quantize_layers(model, config, progress)
+    if report and _is_pretrained(model):
+        from torchweld.integrations.hf_quantizer import mark
+
+        mark(model, config)
+    return report
+
+
+def quantize_layers(
+    model: nn.Module, config: Int4, progress: Progress | None = None
+) -> QuantizeReport:
+    """`quantize_` of the layers alone, without a mark for transformers."""
+    report = QuantizeReport(type(model).__name__, bytes_before=_bytes_of(model))
+    groups = _plan(model, config, report)
+    for done, paths in enumerate(groups, 1):
+        linear = model.get_submodule(paths[0])
+        new = _replacement(linear, config)
+        new.train(linear.training)
+        _replace(model, paths, new)
+        report.replaced += paths
+        if not new.scale.is_meta:
+            report.errors |= dict.fromkeys(paths, new.quantisation_error)
+        del linear
+        if progress is not None:
+            progress(done, len(groups), paths[0])
+    report.bytes_after = _bytes_of(model)
+    if report and not report.errors:
+        report.notes.append("the layers are on the meta device; load a state_dict next")
+    return report
+
+
+def dequantize_(model: nn.Module) -> list[str]:
+    """Replaces every `Int4Linear` of a model by a frozen nn.Linear with its weight, in place.
+
+    Args:
+        model: any module that contains such layers.
+
+    Returns:
+        Paths that were replaced.
+
+    Raises:
+        TypeError: model is not a module, or is an Int4Linear itself.
+        ValueError: an Int4Linear has hooks or is of a subclass; nothing is replaced then.
+    """
+    _check_model(model, "dequantize_")
+    replaced = dequantize_layers(model)
+    if replaced and _is_pretrained(model):
+        from torchweld.integrations.hf_quantizer import unmark
+
+        unmark(model)
+    return replaced
+
+
+def dequantize_layers(model: nn.Module) -> list[str]:
+    """`dequantize_` of the layers alone."""
+    groups = _by_module(model, Int4Linear)
+    for paths in groups:
+        layer = model.get_submodule(paths[0])
+        refuse_other("torchweld.dequantize_", paths[0], "Int4Linear", layer, Int4Linear)
+    for paths in groups:
+        layer = model.get_submodule(paths[0])
+        _replace(model, paths, layer.to_torch().train(layer.training))
+    return [path for paths in groups for path in paths]
+
+
+def _plan(model: nn.Module, config: Int4, report: QuantizeReport) -> list[list[str]]:
+    """The paths of each layer to replace; the reasons of the others go to the report."""
+    users: dict[int, set[int]] = {}  # of each parameter
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), set()).add(id(module))
+    found = []
+    for paths in _by_module(model, nn.Linear):
+        reasons = [_refusal(model, path, config, users) for path in paths]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            found.append(paths)
+        else:
+            report.skipped += [(path, reason) for path in paths]
+    for path, module in model.named_modules():
+        if type(module).__name__ == "Conv1D":
+            report.skipped.append((path, "Conv1D, which has a transposed weight, is not nn.Linear"))
+    return found
+
+
+def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int]]) -> str | None:
+    """Why a linear layer stays as it is, or None."""
+    name = config.skipped_by(path)
+    if name is not None:
+        return f"skip has {name!r}"
+    linear = model.get_submodule(path)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    if path.rpartition(".")[2] == "base_layer":
+        return "it is the base layer of an adapter; quantise first, then add the adapter"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "nn.TransformerEncoderLayer reads its weight"
+    try:
+        refuse_other("", "", "nn.Linear", linear, nn.Linear)
+        if type(linear.weight) is not nn.Parameter:
+            kind = type(linear.weight).__name__
+            return f"its weight is a {kind}; quantise before it is sharded or wrapped"
+        check_float("", linear)
+    except ValueError as error:
+        return str(error).rpartition("but got ")[2]
+    if len(users[id(linear.weight)]) > 1:
+        return "another module uses its weight"
+    group = config.group_size or linear.in_features
+    if linear.in_features % group or group % 8 or not group:
+        return f"groups of {group} do not divide in_features = {linear.in_features}"
+    return None
+
+
+def _replacement(linear: nn.Linear, config: Int4) -> Int4Linear:
+    if not linear.weight.is_meta:
+        return Int4Linear.from_linear(linear, config.group_size, config.method)
+    sizes, biased = (linear.in_features, linear.out_features), linear.bias is not None
+    return Int4Linear(*sizes, biased, config.group_size, "meta", linear.weight.dtype)
+
+
+def _by_module(model: nn.Module, cls: type[nn.Module]) -> list[list[str]]:
+    """The paths of each module of a class or its subclasses, a shared module's together."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, cls):
+            found.setdefault(id(module), []).append(path)
+    return list(found.values())
+
+
+def _replace(model: nn.Module, paths: list[str], new: nn.Module) -> None:
+    for path in paths:
+        head, _, name = path.rpartition(".")
+        setattr(model.get_submodule(head), name, new)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _check_model(model: Any, owner: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"torchweld.{owner}: model must be an nn.Module, but got {model!r}")
+    if isinstance(model, (nn.Linear, Int4Linear)):
+        raise TypeError(
+            f"torchweld.{owner}: model must contain the layers to replace, but got one of them, "
+            f"{type(model).__name__}; use Int4Linear.from_linear or to_torch"
+        )

@@ -1,0 +1,51 @@
+"""What `quantize_` does to a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torchweld.ops.int4_module import check_method
+
+
+@dataclass(frozen=True)
+class Int4:
+    """4-bit weights in `torchweld.nn.Int4Linear` layers.
+
+    Args:
+        group_size: columns that share a scale and a zero: a multiple of 8, or None for whole rows.
+            A layer whose in_features it does not divide stays as it is.
+        skip: layers that stay as they are. A name stands for a module and all within it, by its
+            path or a part of one between dots: "lm_head", "mlp.gate", "model.layers.0". `*` stands
+            for any characters.
+        method: "rtn", "mse" or "hqq", as in `Int4Linear.from_linear`.
+
+    Raises:
+        ValueError: another group_size or method.
+        TypeError: skip is not a collection of str.
+    """
+
+    group_size: int | None = 128
+    skip: Collection[str] = ("lm_head",)
+    method: str = "rtn"
+
+    def __post_init__(self) -> None:
+        check_method("Int4", self.method)
+        group = self.group_size
+        if group is not None and (not isinstance(group, int) or group < 8 or group % 8):
+            raise ValueError(
+                f"Int4: group_size must be a multiple of 8 or None, but got {self.group_size!r}"
+            )
+        names = (self.skip,) if isinstance(self.skip, str) else tuple(self.skip)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"Int4: skip must be names of modules, but got {self.skip!r}")
+        object.__setattr__(self, "skip", names)
+
+    def skipped_by(self, path: str) -> str | None:
+        """The name in `skip` that stands for a module's path; None where none does."""
+        for name in self.skip:
+            pattern = re.escape(name).replace(r"\*", ".*")
+            if re.search(rf"(^|\.){pattern}(\.|$)", path):
+                return name
+        return None

@@ -1,0 +1,55 @@
+"""What `torchweld.quantize_` did, as an object and as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchweld.integrations.report import fold_paths
+
+
+@dataclass
+class QuantizeReport:
+    """Outcome of one `torchweld.quantize_` call.
+
+    Attributes:
+        model: class name of the model.
+        replaced: paths of the layers that are now `Int4Linear`.
+        skipped: `(path, reason)` of every linear layer that stayed as it was.
+        errors: `quantisation_error` of every replaced layer that had values.
+        bytes_before, bytes_after: of the model's parameters and buffers.
+        notes: sentences on things that a user should know.
+    """
+
+    model: str = ""
+    replaced: list[str] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether anything was replaced."""
+        return bool(self.replaced)
+
+    def __str__(self) -> str:
+        layers = f"{len(self.replaced)} layers to 4 bits, {len(self.skipped)} left as they were"
+        lines = [f"torchweld.quantize_({self.model}): {layers}"]
+        if self.replaced:
+            lines.append(f"  Int4Linear: {fold_paths(self.replaced)}")
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.skipped:
+            reasons.setdefault(reason, []).append(path)
+        lines += [f"  left: {fold_paths(paths)}: {reason}" for reason, paths in reasons.items()]
+        if self.errors:
+            worst = max(self.errors, key=lambda path: self.errors[path])
+            mean = sum(self.errors.values()) / len(self.errors)
+            lines.append(
+                f"  relative error of the weights: mean {mean:.3f}, largest "
+                f"{self.errors[worst]:.3f} in {worst}"
+            )
+        lines.append(
+            f"  memory: {self.bytes_before / 1e6:.1f} MB to {self.bytes_after / 1e6:.1f} MB"
+        )
+        lines.extend(f"  note: {note}" for note in self.notes)
+        return "\n".join(lines)
