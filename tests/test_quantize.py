@@ -285,19 +285,32 @@ def test_layers_with_other_groups_are_recorded(tmp_path):
     assert_same_bits(logits(loaded), logits(model))
 
 
-def test_a_checkpoint_without_codes_is_refused(tmp_path):
-    """Otherwise the layer would have arbitrary values, and only a table would say so."""
+BROKEN = {
+    "missing": (
+        lambda state, key: state.pop(f"{key}.scale"),
+        "the checkpoint must have the tensors of model.layers.1.mlp.up_proj",
+    ),
+    "dtype": (
+        lambda state, key: state.update({f"{key}.zero": state[f"{key}.zero"].long()}),
+        "model.layers.1.mlp.up_proj.zero of the checkpoint must be int32, but got torch.int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checkpoint_with_other_codes_is_refused(tmp_path, name):
+    """Otherwise a layer would have arbitrary values, and only a table would say so."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
+    change, text = BROKEN[name]
     model = tiny_llama()
     torchweld.quantize_(model, Int4(GROUP))
     model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    state = load_file(file)
-    del state["model.layers.1.mlp.up_proj.scale"]
-    save_file(state, file, {"format": "pt"})
-    with pytest.raises(RuntimeError, match=r"must have the tensors of model.layers.1.mlp.up_proj"):
+    state = load_file(tmp_path / "model.safetensors")
+    change(state, "model.layers.1.mlp.up_proj")
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match=re.escape(text)):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

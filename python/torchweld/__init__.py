@@ -50,7 +50,7 @@ from torchweld.ops.scalar_attention import scalar_attention
 from torchweld.ops.softmax import softmax
 from torchweld.ops.softmax_matmul import softmax_matmul
 from torchweld.ops.varlen import varlen_attention
-from torchweld.quantization import Int4, QuantizeReport, dequantize_, quantize_
+from torchweld.quantization import Int4, QuantizeReport, dequantize_, load_quantized, quantize_
 from torchweld.tuning import TuneResult, tune
 from torchweld.tuning.cache import load as _load_choices
 
@@ -107,6 +107,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_token_logprobs",
+    "load_quantized",
     "mul_relu",
     "nn",
     "outer_add",

@@ -108,6 +108,11 @@ class TorchweldInt4Quantizer(HfQuantizer):
                     f"torchweld: the checkpoint must have the tensors of {path}, an Int4Linear by "
                     "its quantization_config, but got a checkpoint without them"
                 )
+            for name in ("qweight", "zero"):
+                if (dtype := getattr(layer, name).dtype) != torch.int32:
+                    raise RuntimeError(
+                        f"torchweld: {path}.{name} of the checkpoint must be int32, but got {dtype}"
+                    )
             layer.repack()
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:

@@ -8,21 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld.ops.int4_weight import METHODS, NoValues, portable_from_repacked, round_weight
+from torchweld.ops.int4_checks import check_float, check_method, group_of
+from torchweld.ops.int4_formats import awq_codes, compressed_codes, gptq_codes
+from torchweld.ops.int4_weight import NoValues, portable_from_repacked, round_weight
 from torchweld.ops.stock import refuse_mixed, refuse_other
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WEIGHT = ("qweight", "scale", "zero")
-
-
-def _group_of(in_features: int, group_size: int | None) -> int:
-    group = in_features if group_size is None else group_size
-    if group < 8 or group % 8 or in_features % group:
-        raise ValueError(
-            f"Int4Linear: group_size must be a multiple of 8 that divides in_features = "
-            f"{in_features}, but got {group_size}; None makes one group of a whole row"
-        )
-    return group
 
 
 class Int4Linear(nn.Module):
@@ -73,7 +64,7 @@ class Int4Linear(nn.Module):
         super().__init__()
         require()
         self.in_features, self.out_features = in_features, out_features
-        self.group_size = _group_of(in_features, group_size)
+        self.group_size = group_of(in_features, group_size)
         self.quantisation_error = 0.0
         self.largest_error = 0.0
         groups = in_features // self.group_size
@@ -126,7 +117,7 @@ class Int4Linear(nn.Module):
                 f"{owner}: linear.weight must have values, but got one on the meta device; load "
                 "the layer first, or build Int4Linear(in_features, out_features) for a state_dict"
             )
-        group = _group_of(linear.in_features, group_size)
+        group = group_of(linear.in_features, group_size)
         rounded = round_weight(weight, group, method)
         module = cls.from_codes(rounded.codes, rounded.scale, rounded.zero, linear.bias)
         module.quantisation_error = rounded.quantisation_error
@@ -178,6 +169,79 @@ class Int4Linear(nn.Module):
             module.bias = bias.detach().clone()
         module.repack()
         return module.eval()
+
+    @classmethod
+    def from_awq(
+        cls, qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | None = None
+    ) -> Int4Linear:
+        """A layer of an AutoAWQ checkpoint, version "gemm"; exact.
+
+        Args:
+            qweight: int32 `(K, N / 8)`.
+            qzeros: int32 `(K / group, N / 8)`.
+            scales: `(K / group, N)`.
+            bias: `(N,)` in the dtype of `scales`.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit.
+        """
+        return cls.from_codes(*awq_codes(qweight, qzeros, scales), bias)
+
+    @classmethod
+    def from_gptq(
+        cls,
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        g_idx: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        checkpoint_format: str = "gptq",
+    ) -> Int4Linear:
+        """A layer of a GPTQ checkpoint with 4 bits; exact.
+
+        Args:
+            qweight: int32 `(K / 8, N)`.
+            qzeros: int32 `(K / group, N / 8)`: the zeros less 1, or themselves in "gptq_v2".
+            scales: `(K / group, N)`.
+            g_idx: `(K,)`, the group of each column.
+            bias: `(N,)` in the dtype of `scales`.
+            checkpoint_format: "gptq" or "gptq_v2".
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit; columns in another order than their
+                groups (act-order); a zero of 16, which needs a fifth bit.
+        """
+        return cls.from_codes(*gptq_codes(qweight, qzeros, scales, g_idx, checkpoint_format), bias)
+
+    @classmethod
+    def from_compressed_tensors(
+        cls,
+        weight_packed: Tensor,
+        weight_scale: Tensor,
+        weight_shape: Tensor,
+        weight_zero_point: Tensor | None = None,
+        weight_g_idx: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Int4Linear:
+        """A layer of a compressed-tensors checkpoint, format "pack-quantized" with 4 bits; exact.
+
+        Args:
+            weight_packed: int32 `(N, K / 8)`.
+            weight_scale: `(N, K / group)`.
+            weight_shape: N and K.
+            weight_zero_point: int32 `(ceil(N / 8), K / group)`; without it zeros are symmetric.
+            weight_g_idx: `(K,)`, the group of each column.
+            bias: `(N,)` in the dtype of `weight_scale`.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit; columns in another order than their
+                groups (act-order).
+        """
+        found = compressed_codes(
+            weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx
+        )
+        return cls.from_codes(*found, bias)
 
     @classmethod
     def from_torch(cls, module: nn.Linear) -> Int4Linear:
@@ -328,19 +392,3 @@ class Int4Linear(nn.Module):
             f"bias={self.bias is not None}, group_size={self.group_size}, "
             f"quantisation_error={self.quantisation_error:.2g}"
         )
-
-
-def check_method(owner: str, method: str) -> None:
-    """Raises ValueError for a method that is not a key of METHODS."""
-    if method not in METHODS:
-        known = ", ".join(f'"{name}"' for name in METHODS)
-        raise ValueError(f"{owner}: method must be one of {known}, but got {method!r}")
-
-
-def check_float(owner: str, linear: nn.Linear) -> None:
-    """Raises ValueError unless a layer's tensors are of one dtype that the ops accept."""
-    weight = linear.weight
-    if weight.dtype not in _DTYPES:
-        listed = ", ".join(map(str, _DTYPES))
-        raise ValueError(f"{owner}: linear.weight must be one of {listed}, but got {weight.dtype}")
-    refuse_mixed(owner, {"linear.weight": weight, "linear.bias": linear.bias})

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from torchweld.ops.int4_module import check_method
+from torchweld.ops.int4_checks import check_method
 
 
 @dataclass(frozen=True)

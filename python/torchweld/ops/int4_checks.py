@@ -1,0 +1,38 @@
+"""What Int4Linear and quantize_ accept."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchweld.ops.int4_weight import METHODS
+from torchweld.ops.stock import refuse_mixed
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def group_of(in_features: int, group_size: int | None) -> int:
+    """The columns of a group; None stands for all. Raises ValueError for another size."""
+    group = in_features if group_size is None else group_size
+    if group < 8 or group % 8 or in_features % group:
+        raise ValueError(
+            f"Int4Linear: group_size must be a multiple of 8 that divides in_features = "
+            f"{in_features}, but got {group_size}; None makes one group of a whole row"
+        )
+    return group
+
+
+def check_method(owner: str, method: str) -> None:
+    """Raises ValueError for a method that is not a key of METHODS."""
+    if method not in METHODS:
+        known = ", ".join(f'"{name}"' for name in METHODS)
+        raise ValueError(f"{owner}: method must be one of {known}, but got {method!r}")
+
+
+def check_float(owner: str, linear: nn.Linear) -> None:
+    """Raises ValueError unless a layer's tensors are of one dtype that the ops accept."""
+    weight = linear.weight
+    if weight.dtype not in _DTYPES:
+        listed = ", ".join(map(str, _DTYPES))
+        raise ValueError(f"{owner}: linear.weight must be one of {listed}, but got {weight.dtype}")
+    refuse_mixed(owner, {"linear.weight": weight, "linear.bias": linear.bias})

@@ -1,0 +1,186 @@
+"""Loads 4-bit checkpoints of AutoAWQ, GPTQ and compressed-tensors as models with Int4Linear."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweld.ops.int4_module import Int4Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OWNER = "torchweld.load_quantized"
+
+
+def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
+    """A model with `Int4Linear` layers from a 4-bit checkpoint of another library.
+
+    The weights are those of the checkpoint, exactly, in its dtype. `save_pretrained` of the model
+    writes torchweld's own format, which `from_pretrained` loads.
+
+    Args:
+        path: a folder with config.json and safetensors files. The config's quantization_config
+            names "awq" (version "gemm"), "gptq" (4 bits, without act-order) or
+            "compressed-tensors" ("pack-quantized" with 4 bits, weights alone).
+        model_class: of transformers; by default the first of the config's `architectures`.
+        kwargs: go to `from_pretrained`: device_map, dtype, attn_implementation.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        FileNotFoundError: no config.json or no safetensors files there.
+        ValueError: another format, or tensors that do not fit it or the model.
+    """
+    from torchweld.integrations.hf_version import check_version
+
+    check_version(_OWNER)
+    import transformers
+
+    from torchweld.integrations import TorchweldInt4Config
+
+    folder = Path(path)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    convert = _converter(_settings(config))
+    state = _load_files(folder)
+    layers = dict(_converted(state, convert))
+    if model_class is None:
+        name = (config.architectures or ["AutoModelForCausalLM"])[0]
+        model_class = getattr(transformers, name)
+    del config.quantization_config
+    left = _check_layers(model_class, config, layers)
+    sizes = {name: layer.group_size for name, layer in layers.items()}
+    common = max(set(sizes.values()), key=list(sizes.values()).count)
+    groups = {name: size for name, size in sizes.items() if size != common}
+    config.quantization_config = TorchweldInt4Config(common, (), left=left, groups=groups).to_dict()
+    for name, layer in layers.items():
+        state |= {f"{name}.{key}": tensor for key, tensor in layer.state_dict().items()}
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, **kwargs
+    )
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[what]:
+            names = ", ".join(str(key) for key in list(info[what])[:3])
+            raise ValueError(
+                f"{_OWNER}: the checkpoint must have the tensors of {model_class.__name__}, but "
+                f"got {len(info[what])} {what.replace('_', ' ')}: {names}"
+            )
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _settings(config: Any) -> Mapping[str, Any]:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        raise ValueError(
+            f"{_OWNER}: config.json must have a quantization_config, but got none; use "
+            "from_pretrained, then torchweld.quantize_"
+        )
+    return found if isinstance(found, dict) else found.to_dict()
+
+
+# A layer's tensors by their names, to an Int4Linear.
+_Convert = Callable[..., Int4Linear]
+
+
+def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
+    """The name of a layer's codes, and the function that takes its tensors.
+
+    Raises:
+        ValueError: a format that the functions do not read.
+    """
+    method = settings.get("quant_method")
+    if method == "awq":
+        _expect(settings, bits=(4,), version=("gemm",), zero_point=(True,))
+        return "qweight", Int4Linear.from_awq
+    if method == "gptq":
+        _expect(settings, bits=(4,), dynamic=(None, {}))
+        _expect(settings, checkpoint_format=("gptq", "gptq_v2", None))
+        kind = settings.get("checkpoint_format") or "gptq"
+        return "qweight", lambda **tensors: Int4Linear.from_gptq(**tensors, checkpoint_format=kind)
+    if method == "compressed-tensors":
+        _expect(settings, format=("pack-quantized",), kv_cache_scheme=(None,))
+        # Rotations of activations would be lost.
+        _expect(settings, transform_config=(None, {}), sparsity_config=(None, {}))
+        for group in settings["config_groups"].values():
+            _expect(group, format=("pack-quantized", None), input_activations=(None,))
+            _expect(group, output_activations=(None,))
+            _expect(group["weights"], num_bits=(4,), type=("int",), dynamic=(False, None))
+        return "weight_packed", Int4Linear.from_compressed_tensors
+    raise ValueError(
+        f'{_OWNER}: quant_method must be "awq", "gptq" or "compressed-tensors", but got {method!r}'
+    )
+
+
+def _expect(settings: Mapping[str, Any], **expected: tuple[Any, ...]) -> None:
+    for name, values in expected.items():
+        got = settings.get(name, values[0])
+        got = got.lower() if isinstance(got, str) else got
+        if got not in values:
+            listed = " or ".join(repr(value) for value in values)
+            raise ValueError(
+                f"{_OWNER}: {name} of the quantization_config must be {listed}, but got {got!r}"
+            )
+
+
+def _load_files(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    state: dict[str, Tensor] = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{_OWNER}: {folder} must have {name}, but it is not there")
+        state |= load_file(folder / name)
+    return state
+
+
+def _converted(
+    state: dict[str, Tensor], convert: tuple[str, _Convert]
+) -> Iterator[tuple[str, Int4Linear]]:
+    """The quantised layers, whose tensors are taken out of a state_dict."""
+    codes, function = convert
+    for key in [key for key in state if key.endswith(f".{codes}")]:
+        layer = key.removesuffix(f".{codes}")
+        own = [other for other in state if other.rpartition(".")[0] == layer]
+        tensors = {other.rpartition(".")[2]: state.pop(other) for other in own}
+        bias = tensors.get("bias")
+        scale = tensors.get("scales", tensors.get("weight_scale"))
+        if bias is not None and scale is not None:
+            tensors["bias"] = bias.to(scale.dtype)
+        try:
+            yield layer, function(**tensors)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{_OWNER}: {layer}: {error}") from None
+
+
+def _check_layers(model_class: Any, config: Any, layers: Mapping[str, Int4Linear]) -> list[str]:
+    """The model's linear layers that are not quantised.
+
+    Raises:
+        ValueError: a quantised layer is not a linear layer of the model, or has another size.
+    """
+    with torch.device("meta"):
+        model = model_class(config)
+    linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for name, layer in layers.items():
+        if name not in linears:
+            raise ValueError(
+                f"{_OWNER}: {name} of the checkpoint must be a linear layer of "
+                f"{model_class.__name__}, but it has none of this name"
+            )
+        sizes = [(m.out_features, m.in_features) for m in (linears[name], layer)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"{_OWNER}: {name} must be {sizes[0]}, but got {sizes[1]}")
+    if not layers:
+        raise ValueError(f"{_OWNER}: the checkpoint must have quantised layers, but got none")
+    return [path for path in linears if path not in layers]

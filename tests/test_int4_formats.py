@@ -1,0 +1,308 @@
+"""4-bit checkpoints of AutoAWQ, GPTQ and compressed-tensors, packed here nibble by nibble."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+import torchweld
+from numerics import assert_equal, assert_same_bits
+from test_quantize import IDS, layers_of, logits, tiny_llama
+from torchweld.nn import Int4Linear
+
+K, N, GROUP = 64, 16, 32
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def words(nibble, rows, cols):
+    """int32 `(rows, cols)` whose nibble i is `nibble(row, col, i)`."""
+    out = torch.zeros(rows, cols, dtype=torch.int64)
+    for row in range(rows):
+        for col in range(cols):
+            word = sum(int(nibble(row, col, i)) << (4 * i) for i in range(8))
+            out[row, col] = word - (word >> 31 << 32)
+    return out.to(torch.int32)
+
+
+class Layer:
+    """Codes (N, K), zeros and scales (N, groups) of a random layer, and its weight."""
+
+    def __init__(self, n=N, k=K, group=GROUP, symmetric=False, dtype=torch.float16):
+        groups = k // group
+        self.group, self.n, self.k, self.groups = group, n, k, groups
+        self.codes = torch.randint(0, 16, (n, k))
+        self.zeros = torch.randint(1, 16, (n, groups))
+        if symmetric:
+            self.zeros.fill_(8)
+        self.scales = (torch.rand(n, groups) * 0.02 + 0.01).to(dtype)
+        steps = (self.codes - self.zeros.repeat_interleave(group, 1)).to(dtype)
+        self.weight = self.scales.repeat_interleave(group, 1) * steps
+
+    def awq(self):
+        codes, zeros = self.codes, self.zeros
+        return {
+            "qweight": words(lambda k, j, i: codes[8 * j + AWQ_ORDER[i], k], self.k, self.n // 8),
+            "qzeros": words(
+                lambda g, j, i: zeros[8 * j + AWQ_ORDER[i], g], self.groups, self.n // 8
+            ),
+            "scales": self.scales.t().contiguous(),
+        }
+
+    def gptq(self, less=1):
+        codes, zeros = self.codes, self.zeros
+        return {
+            "qweight": words(lambda j, n, i: codes[n, 8 * j + i], self.k // 8, self.n),
+            "qzeros": words(lambda g, j, i: zeros[8 * j + i, g] - less, self.groups, self.n // 8),
+            "scales": self.scales.t().contiguous(),
+            "g_idx": torch.tensor([k // self.group for k in range(self.k)], dtype=torch.int32),
+        }
+
+    def compressed(self, symmetric=False):
+        """Signed values plus 8; the zeros too, packed along the rows."""
+        codes, zeros = self.codes, self.zeros
+        tensors = {
+            "weight_packed": words(lambda n, j, i: codes[n, 8 * j + i], self.n, self.k // 8),
+            "weight_scale": self.scales,
+            "weight_shape": torch.tensor([self.n, self.k]),
+        }
+        if not symmetric:
+            rows = -(-self.n // 8)
+            tensors["weight_zero_point"] = words(
+                lambda j, g, i: zeros[8 * j + i, g] if 8 * j + i < self.n else 0, rows, self.groups
+            )
+        return tensors
+
+
+def check(module, layer):
+    assert module.group_size == layer.group and module.scale.dtype == layer.scales.dtype
+    assert_equal(module.dequantise(), layer.weight)
+
+
+@pytest.mark.parametrize("size", [(16, 64, 32), (24, 128, 128), (8, 40, 8)], ids=str)
+def test_each_format_is_exact(size):
+    torch.manual_seed(0)
+    layer, even = Layer(*size), Layer(*size, symmetric=True, dtype=torch.bfloat16)
+    check(Int4Linear.from_awq(**layer.awq()), layer)
+    check(Int4Linear.from_gptq(**layer.gptq()), layer)
+    check(Int4Linear.from_gptq(**layer.gptq(0), checkpoint_format="gptq_v2"), layer)
+    check(Int4Linear.from_compressed_tensors(**layer.compressed()), layer)
+    check(Int4Linear.from_compressed_tensors(**even.compressed(symmetric=True)), even)
+
+
+def test_rows_that_fill_no_word():
+    layer = Layer(n=11)
+    check(Int4Linear.from_compressed_tensors(**layer.compressed()), layer)
+
+
+def test_a_bias_goes_along():
+    layer, bias = Layer(), torch.randn(N).half()
+    module = Int4Linear.from_awq(**layer.awq(), bias=bias)
+    x = torch.randn(3, K).half()
+    expected = torch.nn.functional.linear(x.float(), layer.weight.float(), bias.float())
+    torch.testing.assert_close(module(x).float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def order_of_activations(tensors):
+    tensors["g_idx"] = tensors["g_idx"].flip(0)
+    return tensors
+
+
+def with_15(tensors):
+    tensors["qzeros"][0, 0] = -1
+    return tensors
+
+
+WRONG = {
+    "act-order": (
+        lambda layer: Int4Linear.from_gptq(**order_of_activations(layer.gptq())),
+        "g_idx must put columns into groups in their order, but got another one (act-order",
+    ),
+    "act-order compressed": (
+        lambda layer: Int4Linear.from_compressed_tensors(
+            **layer.compressed(), weight_g_idx=torch.zeros(K, dtype=torch.int32)
+        ),
+        "weight_g_idx must put columns into groups in their order",
+    ),
+    "a zero of 16": (
+        lambda layer: Int4Linear.from_gptq(**with_15(layer.gptq())),
+        "qzeros must be at most 14, since this format adds 1 and a zero has 4 bits, but got 15",
+    ),
+    "checkpoint_format": (
+        lambda layer: Int4Linear.from_gptq(**layer.gptq(), checkpoint_format="marlin"),
+        'checkpoint_format must be "gptq" or "gptq_v2", but got \'marlin\'',
+    ),
+    "dtype": (
+        lambda layer: Int4Linear.from_awq(**{**layer.awq(), "qweight": layer.codes}),
+        "qweight must be int32 with 2 dims, but got torch.int64",
+    ),
+    "shape": (
+        lambda layer: Int4Linear.from_awq(**{**layer.awq(), "scales": layer.scales}),
+        "qzeros must be (16, 2), but got (2, 2)",
+    ),
+    "8 bits": (
+        lambda layer: Int4Linear.from_compressed_tensors(
+            **{**layer.compressed(), "weight_shape": torch.tensor([N, K // 2])}
+        ),
+        "weight_packed must be (16, 4), but got (16, 8)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_layer_that_is_refused(name):
+    call, text = WRONG[name]
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        call(Layer())
+    assert str(error.value).startswith("Int4Linear.from_") and "\n" not in str(error.value)
+
+
+# Whole checkpoints
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+FORMATS = {
+    "awq": (Layer.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "gptq": (Layer.gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
+    "gptq_v2": (
+        lambda layer: layer.gptq(0),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+    ),
+    "compressed-tensors": (
+        Layer.compressed,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+            "ignore": ["lm_head"],
+        },
+    ),
+}
+
+
+def write_checkpoint(folder, kind, files=1, **settings):
+    """A tiny Llama with the layers of a format; returns the model with their weights."""
+    from safetensors.torch import save_file
+
+    pack, config = FORMATS[kind]
+    model = tiny_llama().half()
+    state, drawn = dict(model.state_dict()), {}
+    for path, linear in model.named_modules():
+        if not isinstance(linear, torch.nn.Linear) or path == "lm_head":
+            continue
+        # Few layers are packed word by word; the others reuse theirs.
+        size = linear.out_features, linear.in_features
+        if size not in drawn:
+            layer = Layer(*size)
+            drawn[size] = layer, pack(layer)
+        layer, tensors = drawn[size]
+        linear.weight.data = layer.weight
+        del state[f"{path}.weight"]
+        state |= {f"{path}.{name}": tensor.clone() for name, tensor in tensors.items()}
+    model.config.save_pretrained(folder)
+    text = json.loads((folder / "config.json").read_text())
+    text |= {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
+    text["quantization_config"] = {**config, **settings}
+    (folder / "config.json").write_text(json.dumps(text))
+    names = [f"model-{i}.safetensors" for i in range(files)] if files > 1 else ["model.safetensors"]
+    placed = {key: names[i % files] for i, key in enumerate(state)}
+    for name in names:
+        part = {key: tensor for key, tensor in state.items() if placed[key] == name}
+        save_file(part, folder / name, {"format": "pt"})
+    if files > 1:
+        index = {"metadata": {}, "weight_map": placed}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return model
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_checkpoint_becomes_a_model(tmp_path, kind):
+    """The tensors of a layer lie in several files; the loaded model saves in our own format."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    reference = write_checkpoint(tmp_path, kind, files=3)
+    model = torchweld.load_quantized(tmp_path)
+    assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.float16
+    found = layers_of(model)
+    assert len(found) == 14 and "lm_head" not in found and not model.training
+    for path, layer in found.items():
+        assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
+    torch.testing.assert_close(logits(model), logits(reference), rtol=0.01, atol=0.02)
+    model.save_pretrained(tmp_path / "ours")
+    assert_same_bits(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")), logits(model))
+    assert model.generate(IDS, max_new_tokens=3).shape == (2, 9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "text"),
+    [
+        ("awq", {"version": "gemv"}, "version of the quantization_config must be 'gemm', but got"),
+        ("gptq", {"bits": 8}, "bits of the quantization_config must be 4, but got 8"),
+        (
+            "compressed-tensors",
+            {"format": "float-quantized"},
+            "format of the quantization_config must be 'pack-quantized', but got 'float-quantized'",
+        ),
+        (
+            "compressed-tensors",
+            {"transform_config": {"config_groups": {"R1": {}}}},
+            "transform_config of the quantization_config must be None or {}, but got {'config_grou",
+        ),
+        ("awq", {"quant_method": "bitsandbytes"}, 'quant_method must be "awq", "gptq" or "compre'),
+    ],
+)
+def test_a_format_that_is_refused(tmp_path, kind, settings, text):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "quantization_config": {**FORMATS[kind][1], **settings}})
+    )
+    with pytest.raises(ValueError, match=re.escape(f"torchweld.load_quantized: {text}")):
+        torchweld.load_quantized(tmp_path)
+
+
+def change_state(folder, change):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def rename(state):
+    for key in [key for key in state if ".up_proj." in key]:
+        state[key.replace("up_proj", "other_proj")] = state.pop(key)
+
+
+BROKEN = {
+    "missing": (lambda s: s.pop("model.norm.weight"), "1 missing keys: model.norm.weight"),
+    "unexpected": (lambda s: s.update({"x.y": torch.ones(1)}), "1 unexpected keys: x.y"),
+    "no layer": (rename, "model.layers.0.mlp.other_proj of the checkpoint must be a linear layer"),
+    "half a layer": (
+        lambda s: s.pop("model.layers.1.mlp.up_proj.scales"),
+        "model.layers.1.mlp.up_proj: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checkpoint_that_does_not_fit(tmp_path, name):
+    change, text = BROKEN[name]
+    write_checkpoint(tmp_path, "awq")
+    change_state(tmp_path, change)
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        torchweld.load_quantized(tmp_path)
+    assert str(error.value).startswith("torchweld.load_quantized: ")
+
+
+def test_a_float_checkpoint_is_refused(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="config.json must have a quantization_config, but got no"):
+        torchweld.load_quantized(tmp_path)
+
+
+def test_missing_files_are_named(tmp_path):
+    write_checkpoint(tmp_path, "awq")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="must have model.safetensors, but it is not there"):
+        torchweld.load_quantized(tmp_path)
