@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .hf_attention import register_attention as register_attention
     from .hf_quantizer import TorchweldInt4Config as TorchweldInt4Config
     from .hf_quantizer import register_quantizer as register_quantizer
+    from .peft_lora import register_lora as register_lora
     from .report import FuseReport as FuseReport
     from .sdpa import use_in_sdpa as use_in_sdpa
 
@@ -23,6 +24,7 @@ __all__ = [
     "TorchweldInt4Config",
     "fuse",
     "register_attention",
+    "register_lora",
     "register_quantizer",
     "unfuse",
     "use_in_sdpa",
@@ -36,6 +38,7 @@ __getattr__, __dir__ = lazy(
         "FuseReport": "report",
         "TorchweldInt4Config": "hf_quantizer",
         "register_attention": "hf_attention",
+        "register_lora": "peft_lora",
         "register_quantizer": "hf_quantizer",
         "use_in_sdpa": "sdpa",
     },

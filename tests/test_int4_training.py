@@ -1,0 +1,131 @@
+"""Training on 4-bit models: LoRA of PEFT on Int4Linear, saved, loaded and merged."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import torchweld
+from numerics import assert_same_bits
+from test_quantize import GROUP, IDS, layers_of, logits, tiny_llama
+from torchweld import Int4
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from torchweld.integrations import register_lora  # noqa: E402
+
+
+def quantised(**changes):
+    model = tiny_llama(**changes)
+    torchweld.quantize_(model, Int4(GROUP))
+    return model
+
+
+def with_lora(model, **more):
+    torch.manual_seed(0)
+    more = {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False, **more}
+    return peft.get_peft_model(model, register_lora(peft.LoraConfig(**more), model))
+
+
+def loss_of(model, ids=IDS):
+    return model(input_ids=ids, labels=ids).loss
+
+
+def test_gradients_equal_those_on_the_dequantised_model():
+    ours, stock = quantised(), quantised()
+    torchweld.dequantize_(stock)
+    ours, stock = with_lora(ours), with_lora(stock)
+    adapters = peft.get_peft_model_state_dict(ours)
+    peft.set_peft_model_state_dict(stock, adapters)
+    for model in (ours, stock):
+        loss_of(model.train()).backward()
+    names = {name for name, p in ours.named_parameters() if p.requires_grad}
+    assert len(names) == 8 and all("lora_" in name for name in names)
+    wanted = dict(stock.named_parameters())
+    for name in names:
+        got = ours.get_parameter(name).grad
+        torch.testing.assert_close(got, wanted[name].grad, rtol=1e-3, atol=1e-5)
+
+
+def test_training_lowers_the_loss_and_the_adapter_saves(tmp_path):
+    base = quantised()
+    codes = {path: layer.qweight.clone() for path, layer in layers_of(base).items()}
+    model = with_lora(base, init_lora_weights=True)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05)
+    first = loss_of(model).item()
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+    assert loss_of(model).item() < 0.9 * first
+    for path, layer in layers_of(base).items():
+        assert torch.equal(layer.qweight, codes[path.replace(".base_layer", "")])
+    model.save_pretrained(tmp_path)
+    config = register_lora(peft.PeftConfig.from_pretrained(tmp_path))
+    loaded = peft.PeftModel.from_pretrained(quantised(), tmp_path, config=config)
+    assert_same_bits(logits(loaded), logits(model.eval()))
+    with model.disable_adapter():
+        assert_same_bits(logits(model), logits(quantised()))
+
+
+def test_all_linear_are_the_layers_but_the_head():
+    model = quantised()
+    model = with_lora(model, target_modules="all-linear")
+    wrapped = {n for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
+    assert len(wrapped) == 14 and not any("lm_head" in name for name in wrapped)
+
+
+def test_adapters_have_the_dtype_of_the_scales_and_nothing_warns():
+    model = quantised().to(torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Unsupported layer type", UserWarning)
+        model = with_lora(model)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert type(layer).__name__ == "Int4LoraLinear"
+    assert (layer.in_features, layer.out_features) == (64, 64)
+    assert layer.lora_A["default"].weight.device == layer.base_layer.scale.device
+
+
+def test_an_adapter_merges_into_the_dequantised_model():
+    model = with_lora(quantised())
+    expected = logits(model.eval())
+    with pytest.raises(RuntimeError, match="must have float weights to merge an adapter, but got"):
+        copy.deepcopy(model).merge_and_unload()
+    torchweld.dequantize_(model)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match='model must be given for "all-linear", but got None'):
+        register_lora(peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ValueError, match="use_dora must be False, but got True"):
+        register_lora(peft.LoraConfig(use_dora=True))
+
+
+def test_layers_below_an_adapter_are_not_quantised():
+    """Their codes would change under adapters that were trained on floats."""
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    report = torchweld.quantize_(model, Int4(GROUP))
+    reasons = {path: reason for path, reason in report.skipped if path.endswith("base_layer")}
+    assert len(reasons) == 2 and "base layer of an adapter" in next(iter(reasons.values()))
+
+
+def test_a_trainer_accepts_the_model(tmp_path):
+    """transformers refuses to train a quantised model without adapters."""
+    from transformers import Trainer, TrainingArguments
+
+    model = with_lora(quantised(), init_lora_weights=True)
+    data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+    arguments = TrainingArguments(
+        tmp_path, max_steps=2, report_to=[], use_cpu=True, save_strategy="no", logging_strategy="no"
+    )
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    Trainer(model, arguments, train_dataset=data).train()
+    assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+    with pytest.raises(ValueError, match="quantized"):
+        Trainer(quantised(), arguments, train_dataset=data)
