@@ -19,7 +19,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from torchweld.nn import Int4Linear
+
 from . import linears
+from .int4_linears import unsupported_reason
 
 
 class _SummedGradients(ParallelStyle):
@@ -80,7 +83,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     Limits: dropout draws alike in all processes only if they are seeded alike. A GPT-2's `c_attn`
         is placed `_StridedShard`, which :func:`full_tensor` gathers and torch's checkpoints refuse.
         Beside DTensors there are plain parameters; torch's `clip_grad_norm_` does not take both in
-        one call.
+        one call. An `Int4Linear` is sharded by whole groups into plain tensors, and a state_dict
+        has this process's part.
 
     Source: Shoeybi et al., "Megatron-LM", 2019.
     """
@@ -170,6 +174,10 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
                     return (
                         f"{path}'s parameters must be plain, but got {kind} (sharded or quantised)"
                     )
+            if isinstance(module, Int4Linear):
+                reason = unsupported_reason(module, style, size)
+                if reason is not None:
+                    return f"{path} {reason}"
             # A module whose result is gathered may have a size that the number of processes does
             # not divide.
             sizes = {"colwise": "out_features", "rowwise": "in_features"}

@@ -15,7 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from torchweld.nn import Int4Linear
+
 from .collectives import copy_to_tp_region_once, reduce_from_tp_region
+from .int4_linears import shard_int4
 from .products import scattered_linear
 from .tensors import local_part, local_weight, replicated, shard_parameter, sharded_dim
 
@@ -75,13 +78,15 @@ def shard_linear(
 
 
 class _Linears(ParallelStyle):
-    """Shards an `nn.Linear` and gives it another class; applies torch's style to other modules."""
+    """Shards an `nn.Linear` or `Int4Linear`, in place; applies torch's style to other modules."""
 
     def __init__(self, sharded: type[nn.Linear], dim: int, style: ParallelStyle) -> None:
         super().__init__()
         self.sharded, self.dim, self.style = sharded, dim, style
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is Int4Linear:
+            return shard_int4(module, self.dim, device_mesh, self.src_data_rank)
         if type(module) is not nn.Linear:
             self.style.src_data_rank = self.src_data_rank
             return self.style._apply(module, device_mesh)

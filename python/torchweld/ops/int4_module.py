@@ -380,11 +380,15 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., in_features)` to `(..., out_features)`."""
+        return self.compute(x, self.bias)
+
+    def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The forward with another bias, or none."""
         if self.qweight.dim() == 3:
             return torch.ops.torchweld.int4_linear_repacked(
-                x, self.qweight, self.scale, self.zero, self.bias, out_features=self.out_features
+                x, self.qweight, self.scale, self.zero, bias, out_features=self.out_features
             )
-        return torch.ops.torchweld.int4_linear(x, self.qweight, self.scale, self.zero, self.bias)
+        return torch.ops.torchweld.int4_linear(x, self.qweight, self.scale, self.zero, bias)
 
     def extra_repr(self) -> str:
         return (
