@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld.ops.linear import reset_as_torch
+from torchweld.ops.names import rename_gated_linear
 from torchweld.ops.stock import refuse_computed, refuse_mixed, refuse_other, text_of
 
 GATES = {
@@ -112,6 +113,8 @@ class GatedLinear(nn.Module):
     """`Linear(in_features, 2 * out_features)`, chunk and gate as one op.
 
     Parameters `weight` `(2 * out_features, in_features)` and `bias` as in that `nn.Linear`.
+    `load_state_dict` also takes the names of the modules in its place: one packed layer with any
+    name, or two called `left` and `right`, or `gate_proj` and `up_proj`.
 
     Args:
         in_features: K.
@@ -155,6 +158,11 @@ class GatedLinear(nn.Module):
         """
         refuse_computed("reset_parameters", self, ("weight", "bias"))
         reset_as_torch(self._as_torch())
+
+    @torch.jit.unused
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        rename_gated_linear(state_dict, prefix, self.gate, self.interleaved)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
 
     @classmethod
     def from_torch(

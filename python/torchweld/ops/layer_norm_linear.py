@@ -52,6 +52,8 @@ class LayerNormLinear(NormLinear):
     """`nn.Sequential(nn.LayerNorm(in), nn.Linear(in, out), activation)` as one op.
 
     Parameters `weight`, `bias` as in `nn.Linear`; `ln_weight`, `ln_bias` as in `nn.LayerNorm`.
+    `load_state_dict` also takes the names of the two modules in its place: `ln.weight`,
+    `fc.weight`, or others.
 
     Args:
         in_features: K.

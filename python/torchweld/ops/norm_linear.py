@@ -12,13 +12,17 @@ from torchweld.ops.linear import (
     check_activation,
     reset_as_torch,
 )
+from torchweld.ops.names import rename_norm_linear
 from torchweld.ops.stock import refuse_computed, refuse_other, text_of
 
 
 class NormLinear(nn.Module):
-    """The linear layer's parameters, and the sizes of a module of norm, linear and activation."""
+    """The linear layer's parameters, and the sizes of a module of norm, linear and activation.
 
-    __constants__ = ["in_features", "out_features", "eps", "activation"]
+    `load_state_dict` also takes the names of a norm and a linear layer below the module's own name.
+    """
+
+    __constants__ = ["in_features", "out_features", "eps", "activation", "_norm_names"]
     _norm_names: tuple[str, ...] = ()
 
     def __init__(
@@ -49,6 +53,11 @@ class NormLinear(nn.Module):
         """
         refuse_computed("reset_parameters", self, ("weight", "bias", *self._norm_names))
         reset_as_torch(self._as_torch())
+
+    @torch.jit.unused
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        rename_norm_linear(state_dict, prefix, self._norm_names)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
 
     def to_torch(self) -> nn.Sequential:
         """`nn.Sequential(norm, Linear, activation)` that shares the parameters.

@@ -54,6 +54,8 @@ class RMSNormLinear(NormLinear):
     """`nn.Sequential(nn.RMSNorm(in), nn.Linear(in, out), activation)` as one op.
 
     Parameters `weight`, `bias` as in `nn.Linear`; `norm_weight` as `nn.RMSNorm.weight`.
+    `load_state_dict` also takes the names of the two modules in its place: `norm.weight`,
+    `fc.weight`, or others.
 
     Args:
         in_features: K.
