@@ -70,6 +70,8 @@ def plain_blocks(page: str) -> list[Block]:
 @pytest.mark.parametrize("page", [p for p in PAGES if plain_blocks(p) and p != "export.md"])
 def test_python_of_a_page_runs(page, tmp_path):
     pytest.importorskip("transformers")
+    if any("import peft" in block.code for block in plain_blocks(page)):
+        pytest.importorskip("peft")
     run(plain_blocks(page), tmp_path)
 
 

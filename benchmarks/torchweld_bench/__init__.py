@@ -33,6 +33,7 @@ FAMILIES = {
     "curves": "cuda",
     "pointwise": "cuda",
     "cpu": "cpu",
+    "quantise": "cpu",
     "distributed": "torchrun",
 }
 
@@ -59,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         metavar="FAMILY|OP",
-        help="cpu: every op on the CPU; distributed: several GPUs, under torchrun; all other "
-        "families need a GPU",
+        help="cpu: every op on the CPU; quantise: on the CPU too; distributed: several GPUs, under "
+        "torchrun; all other families need a GPU",
     )
     add_sizes(parser, required=False)
     parser.add_argument(
