@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
@@ -12,6 +13,7 @@ from torch import nn
 import torchweld
 from numerics import assert_equal, assert_same_bits
 from torchweld import Int4
+from torchweld._library import build_facts
 from torchweld.nn import Int4Linear
 
 GROUP = 32
@@ -355,3 +357,34 @@ def test_generation_equals_that_of_the_dequantised_model(method):
     torchweld.dequantize_(model)
     torch.testing.assert_close(logits(model), quantised, rtol=1e-4, atol=1e-4)
     assert_equal(model.generate(IDS, max_new_tokens=8, do_sample=False), before)
+
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or build_facts().get("cuda") is None,
+    reason="the kernels run on a GPU",
+)
+
+
+@needs_gpu
+def test_a_saved_model_loads_on_a_gpu(tmp_path):
+    """The codes are there once, in the layout of the kernels; the file has the portable ones."""
+    from transformers import AutoModelForCausalLM
+
+    stock = tiny_llama(hidden_size=256, intermediate_size=512).bfloat16()
+    model = copy.deepcopy(stock).cuda()
+    report = torchweld.quantize_(model, Int4(64))
+    on_cpu = copy.deepcopy(stock)
+    torchweld.quantize_(on_cpu, Int4(64))
+    for path, layer in layers_of(model).items():
+        for got, ref in zip(layer.portable(), layers_of(on_cpu)[path].portable(), strict=True):
+            assert_equal(got.cpu(), ref)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cuda")
+    assert layers_of(loaded).keys() == set(report.replaced)
+    for layer in layers_of(loaded).values():
+        assert [t.dim() for t in layer.buffers()] == [3, 3, 3]
+    ids = IDS.cuda()
+    with torch.no_grad():
+        assert_same_bits(loaded(ids).logits, model(ids).logits)
+    assert loaded.generate(ids, max_new_tokens=4).shape == (2, 10)
+    assert_same_bits(logits(loaded.cpu()), logits(on_cpu))
