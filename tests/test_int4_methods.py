@@ -108,6 +108,7 @@ def test_from_codes_is_exact():
     module = Int4Linear.from_codes(codes, scale, zero, bias)
     levels = codes.float().unflatten(1, (2, 24)) - zero.float()[..., None]
     assert_equal(module.dequantise(), (scale.float()[..., None] * levels).half().flatten(1))
+    assert_equal(module.dequantize(), module.dequantise())
     assert_equal(module.bias, bias)
     assert module.bias.data_ptr() != bias.data_ptr() and not module.training
 

@@ -63,6 +63,10 @@ def test_a_model_in_place():
         "MB",
     ):
         assert part in text
+    assert json.loads(json.dumps(report.to_dict()))["skipped"][1] == [
+        "lm_head",
+        "skip has 'lm_head'",
+    ]
     assert not torchweld.quantize_(model, Int4(GROUP))
     quantised = model(ids)
     assert torchweld.dequantize_(model) == report.replaced
@@ -273,6 +277,18 @@ def test_from_pretrained_quantises(tmp_path):
     assert layers_of(loaded).keys() == layers_of(model).keys()
     assert loaded.model.layers[0].mlp.up_proj.scale.dtype == torch.bfloat16
     assert loaded.config.quantization_config.method == "mse"
+
+
+def test_a_model_inside_of_another_module_saves_too(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    both = nn.ModuleDict({"inner": tiny_llama(), "outer": nn.Linear(64, 64)})
+    torchweld.quantize_(both, Int4(GROUP))
+    both["inner"].save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same_bits(logits(loaded), logits(both["inner"]))
+    torchweld.dequantize_(both)
+    assert not hasattr(both["inner"].config, "quantization_config")
 
 
 def test_layers_with_other_groups_are_recorded(tmp_path):

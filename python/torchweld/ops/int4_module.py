@@ -299,6 +299,8 @@ class Int4Linear(nn.Module):
         groups = codes.unflatten(1, (-1, self.group_size))
         return (scale[..., None] * (groups - zeros[..., None])).flatten(1)
 
+    dequantize = dequantise  # torch's spelling
+
     @torch.jit.unused
     def repack(self) -> None:
         """Converts the weight to the layout of its device: repacked on CUDA, else portable."""

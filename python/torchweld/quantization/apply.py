@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -51,10 +51,10 @@ def quantize_(
         raise TypeError(f"torchweld.quantize_: config must be an Int4, but got {config!r}")
     _check_model(model, "quantize_")
     report = quantize_layers(model, config, progress)
-    if report and _is_pretrained(model):
+    for root in _pretrained(model) if report else ():
         from torchweld.integrations.hf_quantizer import mark
 
-        mark(model, config)
+        mark(root, config)
     return report
 
 
@@ -96,10 +96,10 @@ def dequantize_(model: nn.Module) -> list[str]:
     """
     _check_model(model, "dequantize_")
     replaced = dequantize_layers(model)
-    if replaced and _is_pretrained(model):
+    for root in _pretrained(model) if replaced else ():
         from torchweld.integrations.hf_quantizer import unmark
 
-        unmark(model)
+        unmark(root)
     return replaced
 
 
@@ -189,9 +189,14 @@ def _bytes_of(model: nn.Module) -> int:
     return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
-def _is_pretrained(model: nn.Module) -> bool:
+def _pretrained(model: nn.Module) -> Iterator[Any]:
+    """The models of transformers in a module, without those inside of others."""
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    inside: set[int] = set()
+    for module in model.modules() if transformers is not None else ():
+        if isinstance(module, transformers.PreTrainedModel) and id(module) not in inside:
+            inside |= {id(part) for part in module.modules()}
+            yield module
 
 
 def _check_model(model: Any, owner: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torchweld.integrations.report import fold_paths
 
@@ -31,6 +32,10 @@ class QuantizeReport:
     def __bool__(self) -> bool:
         """Whether anything was replaced."""
         return bool(self.replaced)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON-able data."""
+        return {**asdict(self), "skipped": [list(entry) for entry in self.skipped]}
 
     def __str__(self) -> str:
         layers = f"{len(self.replaced)} layers to 4 bits, {len(self.skipped)} left as they were"
