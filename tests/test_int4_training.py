@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -105,6 +106,13 @@ def test_refusals():
         register_lora(peft.LoraConfig(target_modules="all-linear"))
     with pytest.raises(ValueError, match="use_dora must be False, but got True"):
         register_lora(peft.LoraConfig(use_dora=True))
+
+
+def test_peft_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.delitem(sys.modules, "torchweld.integrations.peft_layer", raising=False)
+    with pytest.raises(ImportError, match="register_lora needs peft; install it with"):
+        register_lora(None)
 
 
 def test_layers_below_an_adapter_are_not_quantised():

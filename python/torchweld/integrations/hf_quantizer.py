@@ -23,7 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torchweld._library import require
-from torchweld.ops.int4_module import Int4Linear
+from torchweld.nn import Int4Linear
 from torchweld.quantization.apply import dequantize_layers, quantize_layers
 from torchweld.quantization.config import Int4
 

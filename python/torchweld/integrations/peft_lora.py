@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
-from peft import LoraConfig
-from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from torchweld.ops.int4_module import Int4Linear
+from torchweld.nn import Int4Linear
 
-
-class Int4LoraLinear(LoraLinear):
-    """PEFT's LoRA layer on an `Int4Linear`: the 4-bit product, plus that of the two adapters."""
-
-    def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any):
-        with warnings.catch_warnings():
-            # PEFT reads in_features and out_features, and warns of a class that it does not know.
-            warnings.filterwarnings("ignore", "Unsupported layer type .*Int4Linear", UserWarning)
-            super().__init__(base_layer, adapter_name, config, **kwargs)
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds the adapters to the weight, once `torchweld.dequantize_` has made it floats."""
-        if isinstance(self.get_base_layer(), Int4Linear):
-            raise RuntimeError(
-                "torchweld: the base layer must have float weights to merge an adapter, but got "
-                "an Int4Linear; call torchweld.dequantize_(model) first"
-            )
-        super().merge(safe_merge, adapter_names)
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraConfig:
@@ -51,6 +32,12 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
         ImportError: peft is missing.
         ValueError: "all-linear" without a model, or use_dora, which reads the weight.
     """
+    try:
+        from .peft_layer import Int4LoraLinear
+    except ImportError as error:
+        raise ImportError(
+            "torchweld.integrations.register_lora needs peft; install it with `pip install peft`"
+        ) from error
     if config.use_dora:
         raise ValueError(
             "torchweld.integrations.register_lora: use_dora must be False, but got True; DoRA "

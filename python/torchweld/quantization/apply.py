@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from torchweld._library import require
+from torchweld.nn import Int4Linear
 from torchweld.ops.int4_checks import check_float
-from torchweld.ops.int4_module import Int4Linear
 from torchweld.ops.stock import refuse_other
 
 from .config import Int4

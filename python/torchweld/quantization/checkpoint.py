@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchweld.ops.int4_module import Int4Linear
+from torchweld.nn import Int4Linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,0 +1,30 @@
+"""The LoRA layer that PEFT puts on an `Int4Linear`; importing it needs peft."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
+
+from torchweld.nn import Int4Linear
+
+
+class Int4LoraLinear(LoraLinear):
+    """PEFT's LoRA layer on an `Int4Linear`: the 4-bit product, plus that of the two adapters."""
+
+    def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any):
+        with warnings.catch_warnings():
+            # PEFT reads in_features and out_features, and warns of a class that it does not know.
+            warnings.filterwarnings("ignore", "Unsupported layer type .*Int4Linear", UserWarning)
+            super().__init__(base_layer, adapter_name, config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds the adapters to the weight, once `torchweld.dequantize_` has made it floats."""
+        if isinstance(self.get_base_layer(), Int4Linear):
+            raise RuntimeError(
+                "torchweld: the base layer must have float weights to merge an adapter, but got "
+                "an Int4Linear; call torchweld.dequantize_(model) first"
+            )
+        super().merge(safe_merge, adapter_names)
