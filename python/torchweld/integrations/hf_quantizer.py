@@ -11,16 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-)
-from transformers.quantizers.auto import (
-    register_quantizer as register_with_transformers,
-)
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torchweld._library import require
 from torchweld.nn import Int4Linear
@@ -28,6 +18,13 @@ from torchweld.quantization.apply import dequantize_layers, quantize_layers
 from torchweld.quantization.config import Int4
 
 from .hf_version import check_version
+
+check_version("torchweld.integrations")  # before the classes below import transformers
+
+from transformers import PreTrainedModel  # noqa: E402
+from transformers.quantizers import auto  # noqa: E402
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
+from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 METHOD = "torchweld_int4"
 
@@ -143,10 +140,9 @@ def register_quantizer() -> None:
         RuntimeError: torchweld's operators can't be loaded.
     """
     require()
-    check_version("torchweld.integrations")
-    if METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(METHOD)(TorchweldInt4Config)
-        register_with_transformers(METHOD)(TorchweldInt4Quantizer)
+    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(METHOD)(TorchweldInt4Config)
+        auto.register_quantizer(METHOD)(TorchweldInt4Quantizer)
 
 
 def mark(model: PreTrainedModel, config: Int4) -> None:
