@@ -136,7 +136,18 @@ def tied():
     return model
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 64, 64))
+
+
 LEFT = {
+    "experts": (
+        lambda: nn.ModuleDict({"experts": Experts(), "conv": nn.Conv1d(4, 4, 3)}),
+        "experts",
+        "gate_up_proj has the weights of several layers in one parameter",
+    ),
     "subclass": (lambda: nn.ModuleList([Doubled(64, 64)]), "0", "a subclass of nn.Linear"),
     "hook": (lambda: nn.ModuleList([hooked()]), "0", "nn.Linear with a forward hook"),
     "tied": (tied, "1", "another module uses its weight"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from torchweld._library import require
 from torchweld.nn import Int4Linear
@@ -27,7 +28,7 @@ def quantize_(
     A layer is replaced where the 4-bit layer does all that it did. The others stay and are listed
     with the reason: names in `config.skip`, subclasses of nn.Linear, hooks and parametrisations, a
     weight that other modules use (a tied head), base layers of LoRA, sharded weights, sizes that
-    the group does not divide. The report also lists transformers' Conv1D.
+    the group does not divide. The report also lists transformers' Conv1D and stacked experts.
 
     On the meta device the new layers have no values either, and a state_dict can be loaded. One
     layer is in memory twice at a time. `save_pretrained` of a quantised transformers model makes a
@@ -133,7 +134,19 @@ def _plan(model: nn.Module, config: Int4, report: QuantizeReport) -> list[list[s
     for path, module in model.named_modules():
         if type(module).__name__ == "Conv1D":
             report.skipped.append((path, "Conv1D, which has a transposed weight, is not nn.Linear"))
+        elif (stacked := _stacked(module)) is not None:
+            reason = f"{stacked} has the weights of several layers in one parameter"
+            report.skipped.append((path, reason))
     return found
+
+
+def _stacked(module: nn.Module) -> str | None:
+    """The first parameter with the matrices of several layers, as of experts; None without one."""
+    if not isinstance(module, _ConvNd):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 3 and min(parameter.shape) > 1:
+                return name
+    return None
 
 
 def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int]]) -> str | None:
