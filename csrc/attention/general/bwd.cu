@@ -112,8 +112,8 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
   }
 }
 
-// NOTE: three blocks per SM leave 80 registers per thread. Without the bound, the compiler would use
-// 64 and spill.
+// NOTE: three blocks per SM leave 80 registers per thread. Without the bound, the compiler would
+// use 64 and spill.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kThreads, 3) void attention_backward_general_keys_kernel(
     const __grid_constant__ Args args) {
