@@ -6,6 +6,7 @@
 #include "attention/bwd_args.cuh"
 #include "core/index.h"
 #include "device/mma_sync.cuh"
+#include "device/reduce.cuh"
 #include "device/vec.cuh"
 
 namespace torchweld {
