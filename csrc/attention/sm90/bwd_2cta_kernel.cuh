@@ -16,6 +16,7 @@
 
 #include "attention/sm90/bwd_2cta_consumer.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
+#include "attention/sm90/bwd_producer.cuh"
 #include "core/launch.h"
 #include "device/features.cuh"
 

@@ -34,6 +34,7 @@
 
 #include "attention/sm90/bwd_consumer.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
+#include "attention/sm90/bwd_producer.cuh"
 #include "core/device.h"
 #include "core/launch.h"
 #include "device/features.cuh"

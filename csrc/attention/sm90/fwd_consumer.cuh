@@ -174,7 +174,7 @@ struct AttentionSm90Consumer {
           }
         }
         if (p.scale.softcap > 0.f) {
-          constexpr bool kOneWay = Config::kSmallScores || Config::kDimV > 128;
+          constexpr bool kOneWay = Config::kSmallScores || Config::kDimV > 64;
           cap_scores</*kExact=*/false, kOneWay>(r.scores(), p.scale.cap);
         }
       }
@@ -390,10 +390,9 @@ struct AttentionSm90Consumer {
 
   // The index that row `row` of the work tile has in lse.
   __device__ __forceinline__ int64_t lse_row(const AttentionBlock& block, int row) const {
-    const AttentionSizes& sizes = p.attention.sizes;
-    const int head = static_cast<int>(block.batch) * static_cast<int>(sizes.nheads) +
-                     static_cast<int>(block.head);
-    return static_cast<int64_t>(head) * static_cast<int>(sizes.seqlen_q) + block.first_row + row;
+    const int nheads = p.attention.sizes.nheads, seqlen_q = p.attention.sizes.seqlen_q;
+    const int head = static_cast<int>(block.batch) * nheads + static_cast<int>(block.head);
+    return int64_t{head} * seqlen_q + block.first_row + row;
   }
 };
 #endif

@@ -1,0 +1,221 @@
+// The producer warpgroup of attention's backward on Hopper. One warp loads Q, K, V and dO, and
+// other warps add dQ to global memory.
+#pragma once
+
+#include "attention/sm90/bwd_block.cuh"
+#include "device/features.cuh"
+
+namespace torchweld {
+
+#if TW_HAS_WGMMA
+// Loads the tiles of a work tile. `step` is the number of query tiles that have been loaded for
+// earlier work tiles. `kv_state` is the position of K and V.
+template <typename Config>
+__device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::Params& p,
+                                                         BackwardSm90Shared<Config>& s,
+                                                         const typename Config::WorkTile& work,
+                                                         unsigned step,
+                                                         const PipelineState<1>& kv_state) {
+  constexpr int kRows = Config::kRows;
+  int left = work.steps();
+  const int rows = static_cast<int>(p.args.rows);
+  const int nheads = static_cast<int>(p.args.params.sizes.nheads);
+  BackwardTileIterator tiles(work);
+  if (left == 0) {
+    s.k_pipeline.acquire(kv_state, 0);
+    s.v_pipeline.acquire(kv_state, 0);
+  }
+  const auto load_kv = [&](char* s_kv, const TensorMap& map, PipelineBarriers<1>& pipeline) {
+    uint64_t* s_full = pipeline.acquire(kv_state, Config::kKeyBytes);
+#pragma unroll
+    for (int box = 0; box < Config::kBoxes; ++box) {
+      tma_load(shared_address(s_kv) + box * Config::kKeyBoxBytes, map, s_full,
+               box * Config::kBoxColumns, work.first_key, work.head_kv, work.sequence);
+    }
+  };
+  const auto load_tile = [&](char* s_tile, const TensorMap& map, uint64_t* s_full) {
+#pragma unroll
+    for (int box = 0; box < Config::kBoxes; ++box) {
+      tma_load(shared_address(s_tile) + box * Config::kQueryBoxBytes, map, s_full,
+               box * Config::kBoxColumns, tiles.tile * kRows, tiles.head - work.sequence * nheads,
+               work.sequence);
+    }
+  };
+  using Stats = std::remove_reference_t<decltype(s.stats[0])>;
+  constexpr int kSeenBytes = Config::kMasked ? sizeof(BlockMask) + kRows * sizeof(KeyRange32) : 0;
+  int q_bytes = Config::kQueryBytes + kSeenBytes, dout_bytes = Config::kQueryBytes;
+  if constexpr (Config::kStatSlice) {
+    q_bytes += Stats::kBytes;
+  } else {
+    q_bytes += Stats::kLseBytes;
+    dout_bytes += Stats::kDeltaBytes;
+  }
+  for (bool is_first = true; left > 0; --left, ++step, is_first = false) {
+    const auto state = pipeline_state_of<Config::kStages>(step);
+    const int64_t first_row = int64_t{tiles.head} * rows + tiles.tile * kRows;
+    if constexpr (!Config::kMasked) {
+      mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+      s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
+    }
+    uint64_t* s_full = s.q_pipeline.acquire(state, q_bytes);
+    if constexpr (Config::kMasked) {
+      auto& s_seen = s.seen[state.stage];
+      // NOTE: the warp has no registers to compute the index of the group apart from the row's.
+      const int64_t row = int64_t{work.sequence} * rows + tiles.tile * kRows;
+      bulk_load(&s_seen.group, p.args.g_groups + row / kAttentionBackwardRowPad,
+                sizeof(s_seen.group), s_full);
+      bulk_load(s_seen.live, p.args.g_live + row, sizeof(s_seen.live), s_full);
+    }
+    load_tile(s.q[state.stage], p.query, s_full);
+    Stats& s_stats = s.stats[state.stage];
+    if constexpr (Config::kStatSlice) {
+      bulk_load(s_stats.values, p.args.g_stat_slice + first_row, Stats::kBytes, s_full);
+    } else {
+      bulk_load(s_stats.lse, p.args.g_lse + first_row, Stats::kLseBytes, s_full);
+    }
+    if (is_first) load_kv(s.k, p.key, s.k_pipeline);
+    s_full = s.dout_pipeline.acquire(state, dout_bytes);
+    load_tile(s.dout[state.stage], p.dout, s_full);
+    if constexpr (!Config::kStatSlice) {
+      bulk_load(s_stats.delta, p.args.g_delta + first_row, Stats::kDeltaBytes, s_full);
+    }
+    if (is_first) load_kv(s.v, p.value, s.v_pipeline);
+    tiles.advance();
+  }
+}
+
+// Runs the producer warp. It draws work tiles and publishes them. One lane loads K and V of a work
+// tile, and Q, dO, lse and delta of every query tile. The loads of the next work tile start while
+// the consumers still process the last query tiles.
+template <typename Config>
+__device__ __forceinline__ void backward_sm90_load(const typename Config::Params& p,
+                                                   BackwardSm90Shared<Config>& s) {
+  const bool leads = elect_one();
+  // NOTE: the counts stay in shared memory, because the warp has only 24 registers per thread.
+  BackwardProducerCounts& counts = s.producer_counts;
+  if (leads) counts = {0, 0};
+  __syncwarp();
+  for (;;) {
+    const auto work_state = pipeline_state_of<kWorkStages>(counts.work_tiles);
+    typename Config::WorkTile& work = s.work[work_state.stage];
+    mbarrier_wait(&s.work_pipeline.empty[work_state.stage], work_state.parity ^ 1);
+    if constexpr (Config::kMasked) {
+      work.template get_work_masked<Config, kWarp>(p.args, p.args.g_tickets);
+    } else {
+      if (threadIdx.x == 0) work.template get_work<Config>(p.args, p.args.g_tickets);
+      __syncwarp();
+    }
+    if (leads) {
+      work.first_step = counts.steps;
+      mbarrier_arrive(&s.work_pipeline.full[work_state.stage]);
+    }
+    if (work.is_end()) break;
+    if (leads) {
+      backward_sm90_load_tiles(p, s, work, counts.steps, backward_sm90_kv_state(work_state));
+      counts = {counts.work_tiles + 1, counts.steps + work.steps()};
+    }
+    __syncwarp();
+  }
+}
+
+// Returns the number of CTAs that add to dQ of the tile before this CTA. Under a general mask, the
+// CTA with the first key that the tile's rows see is the first to add. If the tile's rows see no
+// key of this CTA, the function returns kAddsNoDq.
+inline constexpr int kAddsNoDq = -1;
+template <typename Config>
+__device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Args& args,
+                                                      const typename Config::WorkTile& work,
+                                                      int tile) {
+  if constexpr (Config::kMasked) {
+    constexpr int kKeys = Config::kKeys;
+    const BlockMask& group = args.group_of(work.sequence, tile * Config::kRows);
+    const bool adds = group.begin < work.first_key + kKeys && group.end > work.first_key;
+    return adds ? work.dq_order - group.begin / kKeys : kAddsNoDq;
+  } else {
+    return work.dq_order;
+  }
+}
+
+// A dQ store warp stores this CTA's dQ of the query tiles of a work tile: it waits until all
+// earlier CTAs have added to dQ of the tile, then it adds this CTA's slices to global memory. The
+// first CTA in the order stores instead of adding. Each CTA of a cluster adds to its own columns
+// and has its own semaphores. Two store warps alternate over the query tiles. `step` is the warp's
+// first tile. NOTE: with two store warps, each warp handles every second tile. One addition takes
+// as long as a step of the mainloop, because the warp waits for the semaphore and the sums must be
+// visible before the next CTA adds.
+template <typename Config>
+__device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
+                                                       typename Config::Shared& s,
+                                                       const typename Config::WorkTile& work,
+                                                       int store_warp, int step) {
+  constexpr int kSliceFloats = Config::kDqSliceBytes / 4, kStoreWarps = Config::kDqStoreWarps;
+  const int steps = work.steps();
+  if (steps <= step) return;
+  const bool lane_0 = threadIdx.x % kWarp == 0;
+  const int num_tiles = static_cast<int>(p.args.rows) / Config::kRows;
+  const int rank = Config::cta_rank();
+  const int full = kDqFullWg0 + 2 * store_warp, empty = kDqEmptyWg0 + 2 * store_warp;
+  BackwardTileIterator tiles(work);
+  for (int i = 0; i < step; ++i) tiles.advance();
+  for (; step < steps; step += kStoreWarps) {
+    const int64_t tile = int64_t{tiles.head} * num_tiles + tiles.tile;
+    int* const g_semaphore = p.args.g_dq_semaphore + tile * Config::kCtas + rank;
+    const int order = backward_sm90_dq_order<Config>(p.args, work, tiles.tile);
+    const bool adds = lane_0 && order != kAddsNoDq;
+    if (lane_0 && order > 0) {
+      while (load_acquire(g_semaphore) != order) {
+      }
+      global_async_fence();
+    }
+    __syncwarp();
+    for (int wg = 0; wg < 2; ++wg) {
+      named_barrier_wait(full + wg, kBackwardDqThreads);
+      if (adds) {
+        const int slice = rank * 2 + wg;
+        float* const g_slice = p.args.g_dq + (tile * Config::kDqSlices + slice) * kSliceFloats;
+        if (order == 0) {
+          bulk_store(g_slice, s.dq[store_warp][wg], Config::kDqSliceBytes);
+        } else {
+          bulk_add(g_slice, s.dq[store_warp][wg], Config::kDqSliceBytes);
+        }
+        tma_commit();
+      }
+    }
+    if (adds) tma_wait_read<1>();
+    __syncwarp();
+    named_barrier_arrive(empty, kBackwardDqThreads);
+    if (adds) tma_wait_read<0>();
+    __syncwarp();
+    named_barrier_arrive(empty + 1, kBackwardDqThreads);
+    if (adds) {
+      tma_wait_all();
+      global_async_fence();
+      store_release(g_semaphore, order + 1);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kStoreWarps; ++i) tiles.advance();
+  }
+}
+
+// Runs a dQ store warp of the persistent kernel over all work tiles of the CTA.
+template <typename Config>
+__device__ __forceinline__ void backward_sm90_store_all_dq(const typename Config::Params& p,
+                                                           typename Config::Shared& s,
+                                                           int store_warp) {
+  static_assert(Config::kDqStoreWarps == 2);
+  backward_sm90_open_dq_buffer(store_warp);
+  for (int tiles = 0;; ++tiles) {
+    const auto work_state = pipeline_state_of<kWorkStages>(tiles);
+    s.work_pipeline.wait(work_state);
+    const typename Config::WorkTile& work = s.work[work_state.stage];
+    if (work.is_end()) break;
+    // The store warps alternate across work tiles, too.
+    backward_sm90_store_dq<Config>(p, s, work, store_warp, (work.first_step ^ store_warp) & 1);
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&s.work_pipeline.empty[work_state.stage]);
+  }
+}
+#endif
+
+}  // namespace torchweld
