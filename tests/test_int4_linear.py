@@ -97,6 +97,20 @@ def test_of_a_code_the_low_bits_count(device):
 SIZES = [(1, 8, 8), (16, 64, 64), (17, 72, 24), (33, 136, 8), (0, 64, 8), (100, 1088, 64)]
 
 
+def test_repack_keeps_the_attributes_of_tensors():
+    """transformers marks the tensors that it has loaded."""
+    layer = Int4Linear.from_linear(torch.nn.Linear(64, 16), 32)
+    want = layer.portable()
+    made = ops.int4_repack(layer.qweight, layer.scale, layer.zero)
+    for tensor in made:
+        tensor.mark = True
+    layer.qweight, layer.scale, layer.zero = made
+    layer.repack()
+    for got, ref in zip((layer.qweight, layer.scale, layer.zero), want, strict=True):
+        assert got.mark
+        assert_equal(got, ref)
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_repacked_layout(device, size):
     """Against the definition in reference.py, and back."""
