@@ -1,4 +1,4 @@
-"""Parts of Llama-like decoders on torchweld's ops: norms, projections, MLP, rotary, add + norm.
+"""Parts of Llama-like decoders on torchweld's ops: norms, projections, rotary, add + norm.
 
 Each class here has the forward of one part, and :mod:`.families` joins it with the class of
 transformers that it replaces. A part reads its parameters where they are. It asks in every call
@@ -23,17 +23,20 @@ from torchweld._library import ops
 from torchweld.ops.stock import is_plain
 
 from . import measure
-from .modules import activation_name, hooked, implementation
-from .part import ROW, STOCK, Part, Place, below, is_fused, stock_forward
+from .modules import hooked, implementation
+from .part import (
+    ROW,
+    STOCK,
+    Part,
+    Place,
+    below,
+    instance_refusal,
+    is_fused,
+    parameter_refusal,
+    plain_tensors,
+    stock_forward,
+)
 from .probes import Probes
-
-# For each activation: the gate that applies it, and whether the gate applies it to the left branch.
-_GATES = {
-    "silu": ("swiglu", True),
-    "gelu": ("geglu", False),
-    "gelu_tanh": ("geglu_tanh", False),
-    "relu": ("reglu", False),
-}
 
 
 class Norm(NamedTuple):
@@ -41,13 +44,6 @@ class Norm(NamedTuple):
 
     eps: str
     weight_offset: float
-
-
-class MLP(NamedTuple):
-    """The attributes of a family's gated MLP."""
-
-    packed: bool
-    activation: str
 
 
 class Attention(NamedTuple):
@@ -69,39 +65,6 @@ class Layer(NamedTuple):
     multiplier: str | None = None
 
 
-def _plain(*tensors: Tensor | None) -> bool:
-    """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return (
-        all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
-        and given[0].is_floating_point()
-        and len({tensor.dtype for tensor in given}) == 1
-    )
-
-
-def _parameter_refusal(tensors: dict[str, Tensor | None]) -> str | None:
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in given.items():
-        plain = type(tensor) is nn.Parameter and type(tensor.data) is Tensor
-        if not plain or not tensor.is_floating_point():
-            kind = type(tensor.data if type(tensor) is nn.Parameter else tensor).__name__
-            return f"{name} is {kind} of {tensor.dtype}, not a plain floating-point parameter"
-        if tensor.device.type == "meta":
-            return f"{name} is on the meta device"
-    if len({tensor.dtype for tensor in given.values()}) > 1:
-        listed = ", ".join(f"{name} {str(tensor.dtype)[6:]}" for name, tensor in given.items())
-        return f"mixed dtypes: {listed}"
-    return None
-
-
-def _instance_refusal(module: nn.Module) -> str | None:
-    if hasattr(module, "_hf_hook"):
-        return "it has accelerate's hooks, which move its parameters"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    return None
-
-
 class FusedNorm(Part):
     """An RMSNorm as :func:`torchweld.rms_norm`."""
 
@@ -119,7 +82,7 @@ class FusedNorm(Part):
     def refusal(module: nn.Module, row: Norm) -> str | None:
         if module.weight.dtype == torch.float64:
             return "it is float64, of which the stock norm computes in float32"
-        return _instance_refusal(module) or _parameter_refusal({"weight": module.weight})
+        return instance_refusal(module) or parameter_refusal({"weight": module.weight})
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not _runs_norm(self, hidden_states):
@@ -138,106 +101,8 @@ def _options(norm: nn.Module) -> dict[str, float]:
 def _runs_norm(norm: nn.Module, x: Tensor) -> bool:
     # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
     # results would differ visibly.
-    serves = is_fused(norm) and x.dtype != torch.float64 and _plain(x, norm.weight)
+    serves = is_fused(norm) and x.dtype != torch.float64 and plain_tensors(x, norm.weight)
     return serves and not torch.compiler.is_compiling()
-
-
-class FusedMLP(Part):
-    """A gated MLP as :func:`torchweld.gated_mlp`.
-
-    Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
-    :func:`torchweld.gated_linear_pair`. Where one layer has both weights they are
-    :func:`torchweld.gated_linear`.
-    """
-
-    kind = "mlp"
-
-    @staticmethod
-    def label(module: nn.Module, row: MLP) -> str:
-        if row.packed:
-            return f"gated_linear (gate_up_proj -> {row.activation})"
-        if fuses_down(module):
-            return f"gated_mlp (gate_proj, up_proj -> {row.activation} -> down_proj)"
-        return f"gated_linear_pair (gate_proj, up_proj -> {row.activation})"
-
-    @staticmethod
-    def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
-        gate, _ = gate_of(module, row)
-        return probes.gated_linear(weight, gate, row.packed)
-
-    @staticmethod
-    def refusal(module: nn.Module, row: MLP) -> str | None:
-        if gate_of(module, row) is None:
-            act = type(getattr(module, row.activation)).__name__
-            return f"no fused form of the activation {act}"
-        tensors = {}
-        for name, layer in _gate_layers(module, row).items():
-            if type(layer) is not nn.Linear:
-                kind = type(layer).__name__
-                return f"{name} is {kind}, not torch's Linear (LoRA, quantised or replaced)"
-            reason = _instance_refusal(layer)
-            if reason is not None:
-                return f"{name}: {reason}"
-            if hooked(layer):
-                return f"{name} has hooks, which would see other values"
-            tensors |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}
-        return _instance_refusal(module) or _parameter_refusal(tensors)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        row = getattr(self, ROW, None)
-        if row is None or not _runs_mlp(self, row, hidden_states):
-            return stock_forward(self, hidden_states)
-        if measure.seen is not None:
-            measure.note(self)
-        gate, act_left = gate_of(self, row)
-        if row.packed:
-            layer = self.gate_up_proj
-            hidden = ops.gated_linear(hidden_states, layer.weight, layer.bias, gate=gate)
-            return self.down_proj(hidden)
-        left, right = self.gate_proj, self.up_proj
-        if not act_left:
-            left, right = right, left
-        if fuses_down(self):
-            down = self.down_proj
-            weights = (left.weight, right.weight, down.weight)
-            return ops.gated_mlp(
-                hidden_states, *weights, left.bias, right.bias, down.bias, gate=gate
-            )
-        hidden = ops.gated_linear_pair(
-            hidden_states, left.weight, right.weight, left.bias, right.bias, gate=gate
-        )
-        return self.down_proj(hidden)
-
-
-def fuses_down(mlp: nn.Module) -> bool:
-    """Whether an MLP's down_proj is plain enough to be computed in the op of its gate."""
-    down = mlp.down_proj
-    if not is_plain(down, nn.Linear):
-        return False
-    return _plain(mlp.gate_proj.weight, down.weight, down.bias)
-
-
-def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
-    """The gate of an MLP: its name, and whether gate_proj is its left argument."""
-    found = _GATES.get(activation_name(mlp._modules.get(row.activation)))
-    # In a packed layer the left branch is gate_proj.
-    return None if found is None or (row.packed and not found[1]) else found
-
-
-def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
-    names = ("gate_up_proj",) if row.packed else ("gate_proj", "up_proj")
-    return {name: getattr(mlp, name) for name in names}
-
-
-def _runs_mlp(mlp: nn.Module, row: MLP, x: Tensor) -> bool:
-    if gate_of(mlp, row) is None or hooked(mlp._modules[row.activation]):
-        return False
-    layers = _gate_layers(mlp, row).values()
-    if not all(is_plain(layer, nn.Linear) for layer in layers):
-        return False
-    weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-    cast = torch.is_autocast_enabled(x.device.type)
-    return _plain(*weights) and (cast or _plain(x, weights[0]))
 
 
 class FusedAttention(Part):
@@ -265,7 +130,7 @@ class FusedAttention(Part):
     def refusal(module: nn.Module, row: Attention) -> str | None:
         if not getattr(module, "use_rope", True):
             return "the layer has no rotary embedding"
-        return _instance_refusal(module)
+        return instance_refusal(module)
 
     def forward(
         self,
@@ -290,7 +155,7 @@ class FusedAttention(Part):
         query, key, value = _projections(self, row, hidden_states, input_norm)
         if getattr(self, "use_rope", True):
             tables = position_embeddings
-            if _plain(query, key) and all(_is_table(table, query) for table in tables):
+            if plain_tensors(query, key) and all(_is_table(table, query) for table in tables):
                 if row.interleaved:
                     tables = [_neighbours(table) for table in tables]
                 query, key = ops.rotary(query, key, *tables, interleaved=row.interleaved)
@@ -385,7 +250,7 @@ class FusedLayer(Part):
         if hooked(norm):
             return "it has hooks, which would see other values"
         reason = FusedNorm.refusal(norm, None)
-        return reason or _instance_refusal(module)
+        return reason or instance_refusal(module)
 
     # NOTE: the families order the arguments after hidden_states differently, and their models pass
     # these arguments by name.
@@ -400,7 +265,7 @@ class FusedLayer(Part):
         else:
             h, _ = self.self_attn(hidden_states=before(x), **kwargs)
         h = _after(self, row.after_attention, row.multiplier, h)
-        if not _plain(h, x):
+        if not plain_tensors(h, x):
             x = x + h
             h = norm(x)
         else:
@@ -424,7 +289,7 @@ def _projects_with(attn: nn.Module, norm: nn.Module, x: Tensor) -> bool:
         return False
     parameters = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
     cast = torch.is_autocast_enabled(x.device.type)
-    return _plain(*parameters) and (cast or _plain(x, parameters[0]))
+    return plain_tensors(*parameters) and (cast or plain_tensors(x, parameters[0]))
 
 
 def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import causal_lm, decoder, gpt2_block, gpt2_head
+from . import causal_lm, decoder, decoder_mlp, gpt2_block, gpt2_head
 from .part import stock_class
 
 
@@ -126,7 +126,7 @@ def _parts(module: str, family: Family) -> dict[str, tuple[type[nn.Module], Any]
     packed = family.packed and f"{family.prefix}Attention" not in _UNPACKED
     parts = {
         name("RMSNorm"): (decoder.FusedNorm, decoder.Norm(family.eps, family.weight_offset)),
-        name("MLP"): (decoder.FusedMLP, decoder.MLP(family.packed, family.activation)),
+        name("MLP"): (decoder_mlp.FusedMLP, decoder_mlp.MLP(family.packed, family.activation)),
         name("Attention"): (
             decoder.FusedAttention,
             decoder.Attention(packed, family.head_norm, family.interleaved, family.options),

@@ -95,3 +95,38 @@ def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def is_fused(module: nn.Module) -> bool:
     """Whether ``fuse`` has given a module its class."""
     return hasattr(type(module), STOCK)
+
+
+def plain_tensors(*tensors: Tensor | None) -> bool:
+    """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return (
+        all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
+        and given[0].is_floating_point()
+        and len({tensor.dtype for tensor in given}) == 1
+    )
+
+
+def parameter_refusal(tensors: dict[str, Tensor | None]) -> str | None:
+    """Why an op can't take the given parameters, or None."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        plain = type(tensor) is nn.Parameter and type(tensor.data) is Tensor
+        if not plain or not tensor.is_floating_point():
+            kind = type(tensor.data if type(tensor) is nn.Parameter else tensor).__name__
+            return f"{name} is {kind} of {tensor.dtype}, not a plain floating-point parameter"
+        if tensor.device.type == "meta":
+            return f"{name} is on the meta device"
+    if len({tensor.dtype for tensor in given.values()}) > 1:
+        listed = ", ".join(f"{name} {str(tensor.dtype)[6:]}" for name, tensor in given.items())
+        return f"mixed dtypes: {listed}"
+    return None
+
+
+def instance_refusal(module: nn.Module) -> str | None:
+    """Why a module's forward must not be replaced, or None."""
+    if hasattr(module, "_hf_hook"):
+        return "it has accelerate's hooks, which move its parameters"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return None

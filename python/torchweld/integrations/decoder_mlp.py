@@ -1,0 +1,129 @@
+"""The gated MLP of Llama-like decoders on torchweld's ops; the other parts are in decoder.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops
+from torchweld.ops.stock import is_plain
+
+from . import measure
+from .modules import activation_name, hooked
+from .part import ROW, Part, instance_refusal, parameter_refusal, plain_tensors, stock_forward
+from .probes import Probes
+
+# For each activation: the gate that applies it, and whether the gate applies it to the left branch.
+_GATES = {
+    "silu": ("swiglu", True),
+    "gelu": ("geglu", False),
+    "gelu_tanh": ("geglu_tanh", False),
+    "relu": ("reglu", False),
+}
+
+
+class MLP(NamedTuple):
+    """The attributes of a family's gated MLP."""
+
+    packed: bool
+    activation: str
+
+
+class FusedMLP(Part):
+    """A gated MLP as :func:`torchweld.gated_mlp`.
+
+    Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
+    :func:`torchweld.gated_linear_pair`. Where one layer has both weights they are
+    :func:`torchweld.gated_linear`.
+    """
+
+    kind = "mlp"
+
+    @staticmethod
+    def label(module: nn.Module, row: MLP) -> str:
+        if row.packed:
+            return f"gated_linear (gate_up_proj -> {row.activation})"
+        if fuses_down(module):
+            return f"gated_mlp (gate_proj, up_proj -> {row.activation} -> down_proj)"
+        return f"gated_linear_pair (gate_proj, up_proj -> {row.activation})"
+
+    @staticmethod
+    def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
+        gate, _ = gate_of(module, row)
+        return probes.gated_linear(weight, gate, row.packed)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: MLP) -> str | None:
+        if gate_of(module, row) is None:
+            act = type(getattr(module, row.activation)).__name__
+            return f"no fused form of the activation {act}"
+        tensors = {}
+        for name, layer in _gate_layers(module, row).items():
+            if type(layer) is not nn.Linear:
+                kind = type(layer).__name__
+                return f"{name} is {kind}, not torch's Linear (LoRA, quantised or replaced)"
+            reason = instance_refusal(layer)
+            if reason is not None:
+                return f"{name}: {reason}"
+            if hooked(layer):
+                return f"{name} has hooks, which would see other values"
+            tensors |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}
+        return instance_refusal(module) or parameter_refusal(tensors)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        row = getattr(self, ROW, None)
+        if row is None or not _runs_mlp(self, row, hidden_states):
+            return stock_forward(self, hidden_states)
+        if measure.seen is not None:
+            measure.note(self)
+        gate, act_left = gate_of(self, row)
+        if row.packed:
+            layer = self.gate_up_proj
+            hidden = ops.gated_linear(hidden_states, layer.weight, layer.bias, gate=gate)
+            return self.down_proj(hidden)
+        left, right = self.gate_proj, self.up_proj
+        if not act_left:
+            left, right = right, left
+        if fuses_down(self):
+            down = self.down_proj
+            weights = (left.weight, right.weight, down.weight)
+            return ops.gated_mlp(
+                hidden_states, *weights, left.bias, right.bias, down.bias, gate=gate
+            )
+        hidden = ops.gated_linear_pair(
+            hidden_states, left.weight, right.weight, left.bias, right.bias, gate=gate
+        )
+        return self.down_proj(hidden)
+
+
+def fuses_down(mlp: nn.Module) -> bool:
+    """Whether an MLP's down_proj is plain enough to be computed in the op of its gate."""
+    down = mlp.down_proj
+    if not is_plain(down, nn.Linear):
+        return False
+    return plain_tensors(mlp.gate_proj.weight, down.weight, down.bias)
+
+
+def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
+    """The gate of an MLP: its name, and whether gate_proj is its left argument."""
+    found = _GATES.get(activation_name(mlp._modules.get(row.activation)))
+    # In a packed layer the left branch is gate_proj.
+    return None if found is None or (row.packed and not found[1]) else found
+
+
+def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
+    names = ("gate_up_proj",) if row.packed else ("gate_proj", "up_proj")
+    return {name: getattr(mlp, name) for name in names}
+
+
+def _runs_mlp(mlp: nn.Module, row: MLP, x: Tensor) -> bool:
+    if gate_of(mlp, row) is None or hooked(mlp._modules[row.activation]):
+        return False
+    layers = _gate_layers(mlp, row).values()
+    if not all(is_plain(layer, nn.Linear) for layer in layers):
+        return False
+    weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    cast = torch.is_autocast_enabled(x.device.type)
+    return plain_tensors(*weights) and (cast or plain_tensors(x, weights[0]))
