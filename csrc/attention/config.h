@@ -19,9 +19,10 @@ constexpr int elem_size(AttentionMath math) { return math == AttentionMath::k16B
 inline constexpr int kBf16x3Bytes = 6;  // bytes of the three bf16 terms of a value
 
 // A block has `warps` warps and `rows` query rows. It loops over the keys, `keys` at a time, with
-// `stages` buffers of keys and values. Head dims below `dim` are padded with zeros. In fp32, a
-// stage has a buffer of bf16 terms and a buffer for arriving fp32 values. With one stage, keys and
-// values alternate in the same buffer.
+// `stages` stages in shared memory. Each stage has a buffer for keys and a buffer for values. In
+// fp32, a stage holds either keys or values, both as bf16 terms and as fp32 values that have just
+// arrived. If there is one stage, keys and values take turns in it. Head dims below `dim` are
+// padded with zeros.
 struct AttentionTile {
   AttentionMath math;
   int dim;

@@ -23,8 +23,8 @@ struct BlockFlags {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + i), "l"(number) : "memory");
   }
 
-  // Waits until flag i is set. One thread must call this before the threads that load the data pass
-  // a barrier.
+  // Waits until flag i is set, then clears it. Exactly one thread calls this. The threads that load
+  // the data must wait for that thread at a barrier.
   __device__ __forceinline__ void wait(int64_t i) const {
     uint64_t flag;
     do {

@@ -107,7 +107,7 @@ struct Operands {
 
 int tile_columns(int64_t k) { return kSm90Tiles[exponentials_tile(k)].block_n; }
 
-// A workspace for the sums of all rows over each of `tiles` tiles of columns.
+// A workspace for the sum of each row within each column tile. There are `tiles` column tiles.
 struct SumsBuffer {
   Tensor tensor;
   TileSums sums;

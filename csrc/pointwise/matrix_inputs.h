@@ -10,7 +10,7 @@
 
 namespace torchweld {
 
-// All sizes must be at least 1.
+// Runs `launch` on the tensors of t, none of which may be empty.
 inline void matrix_pass_cuda(void (*launch)(const MatrixPassParams&, cudaStream_t),
                              const MatrixPassTensors& t) {
   const Tensor& shape = t.in[0].defined() ? t.in[0] : t.out;

@@ -30,10 +30,10 @@ struct Backward2CtaConfig {
   static constexpr bool kEarlyLse = !kMasked;  // whether lse is loaded before S is complete
   // kStages is the number of stages of Q. dO has one stage.
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
-  // A TMA box has 64 columns, and either the keys of a CTA or the rows of a query tile. Q and K
-  // have kBoxesQk boxes. V and dO have kBoxesV boxes. The buffers have space for kBoxes boxes.
-  // Unused boxes may hold any values, because they affect only columns of dK and dQ that are not
-  // stored.
+  // A TMA box has 64 columns. Its rows are the keys of a CTA or the rows of a query tile. Q and K
+  // have kBoxesQk boxes. V and dO have kBoxesV boxes. The buffers have space for kBoxes boxes. The
+  // boxes of Q and K that are not loaded may hold any values. They affect only columns of dK and dQ
+  // that are not stored.
   static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns;
   static constexpr int kBoxesQk = kShape.head_dim / kBoxColumns,
                        kBoxesV = kShape.head_dim_v / kBoxColumns;

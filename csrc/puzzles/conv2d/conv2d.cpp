@@ -52,8 +52,8 @@ Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& wei
 }
 TW_OP(conv2d_backward);
 
-// Returns whether the elements of the result are sums of products. Returns false if the result is
-// empty. If x or weight is empty, fills the result with zeros and returns false.
+// Returns whether there is something to compute. If only x or weight is empty, the function fills
+// the result with zeros and returns false.
 bool has_products(Tensor& result, const Tensor& x, const Tensor& weight) {
   if (result.numel() == 0) return false;
   if (x.numel() > 0 && weight.numel() > 0) return true;
