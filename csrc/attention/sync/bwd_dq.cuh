@@ -106,10 +106,14 @@ struct DqAccumulator {
       load(args, i);
     }
     loaded = false;
+    const int first_row = tile.index * Config::kRows;
+    int last = last_order(args, first_row, live);
+    // NOTE: the asm keeps the compiler from computing `last` behind the product. It would need
+    // registers for the address of the mask until then.
+    asm volatile("" : "+r"(last));
     multiply(s_scores, s_keys, handles_non_finite);
 
-    const int first_row = tile.index * Config::kRows;
-    if (last_order(args, first_row, live) == order) {
+    if (last == order) {
       finish(args, tile.head, first_row, live);
       return;
     }

@@ -116,7 +116,11 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   const int columns = clamp_int(problem.head_dim_v - first_column, 0, kBlockD);
   const auto live_of = [&](int64_t row) {
     if constexpr (Config::kMasked) {
-      return mask.row_keys(row, mask.sequence(head.batch));
+      // NOTE: softmax_matmul refuses a key_end per row. Without the copy the kernel would spill.
+      MaskParams plain = mask;
+      plain.has_row_ends = false;
+      const SequenceMask sequence = plain.sequence(head.batch);
+      return plain.row_keys(row, sequence);
     } else {
       return mask.row_keys(row, head.pad);
     }
