@@ -303,18 +303,13 @@ class Int4Linear(nn.Module):
 
     @torch.jit.unused
     def repack(self) -> None:
-        """Converts the weight to the layout of its device: repacked on CUDA, else portable.
-
-        Attributes of the tensors are kept, because transformers marks the tensors that it loads.
-        """
-        given = (self.qweight, self.scale, self.zero)
-        repacked = self.qweight.dim() == 3
-        if repacked == self.qweight.is_cuda:
-            return
-        made = self.portable() if repacked else ops.int4_repack(*given)
-        for new, old in zip(made, given, strict=True):
-            vars(new).update(vars(old))
-        self.qweight, self.scale, self.zero = made
+        """Converts the weight to the layout of its device: repacked on CUDA, else portable."""
+        given, repacked = (self.qweight, self.scale, self.zero), self.qweight.dim() == 3
+        if repacked != self.qweight.is_cuda:
+            made = self.portable() if repacked else ops.int4_repack(*given)
+            for new, old in zip(made, given, strict=True):
+                vars(new).update(vars(old))  # transformers marks the tensors that it loads
+            self.qweight, self.scale, self.zero = made
 
     # NOTE: torch.jit.script gives its module the unused methods, which then have another class than
     # zero-argument super() wants.
