@@ -21,7 +21,7 @@ inline constexpr int kBf16x3Bytes = 6;  // bytes of the three bf16 terms of a va
 // A block has `warps` warps and `rows` query rows. It loops over the keys, `keys` at a time, with
 // `stages` stages in shared memory. Each stage has a buffer for keys and a buffer for values. In
 // fp32, a stage holds either keys or values, both as bf16 terms and as fp32 values that have just
-// arrived. If there is one stage, keys and values take turns in it. Head dims below `dim` are
+// arrived. If there is one stage, it holds keys and values alternately. Head dims below `dim` are
 // padded with zeros.
 struct AttentionTile {
   AttentionMath math;

@@ -143,7 +143,7 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
 // Packs keys or values into tiles (batch, nheads_kv, tiles, 64, columns). If `transposed` is true,
 // the tiles are (batch, nheads_kv, tiles, columns, 64). The tiles of a sequence hold its keys, from
 // the first to the last key that any row sees. Keys in a gap become zeros, because 0 * NaN would
-// turn the results of other keys into NaN.
+// make the results of other keys NaN.
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const int64_t columns = t.size(3), tiles = a.tiles();
