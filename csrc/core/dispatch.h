@@ -52,6 +52,13 @@ struct OpCall<Op, Result(Args...)> {
   }
 };
 
+// An OpCall for an op whose name is a static member of a class: *kNameOf. Meta is the type of
+// <op>_meta.
+template <typename Meta, const char* const* kNameOf>
+struct NamedOpCall : OpCall<NamedOpCall<Meta, kNameOf>, Meta> {
+  static constexpr const char* kName = *kNameOf;
+};
+
 // Defines call_<op>, a function object that calls the op. It has the signature of <op>_meta, which
 // is a function or a pointer to a function.
 #define TW_OP(op)                                                                              \

@@ -183,15 +183,9 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     return grads;
   }
 
-  struct Call : OpCall<Call, decltype(op_meta)> {
-    static constexpr const char* kName = Norm::kOp;
-  };
-  struct ForwardCall : OpCall<ForwardCall, decltype(forward_meta)> {
-    static constexpr const char* kName = Norm::kForward;
-  };
-  struct BackwardCall : OpCall<BackwardCall, decltype(backward_meta)> {
-    static constexpr const char* kName = Norm::kBackward;
-  };
+  using Call = NamedOpCall<decltype(op_meta), &Norm::kOp>;
+  using ForwardCall = NamedOpCall<decltype(forward_meta), &Norm::kForward>;
+  using BackwardCall = NamedOpCall<decltype(backward_meta), &Norm::kBackward>;
 
   struct Function : torch::autograd::Function<Function> {
     static variable_list forward(AutogradContext* ctx, const Tensor& x,

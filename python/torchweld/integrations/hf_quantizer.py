@@ -14,7 +14,7 @@ from torch import nn
 
 from torchweld._library import require
 from torchweld.nn import Int4Linear
-from torchweld.quantization.apply import dequantize_layers, quantize_layers
+from torchweld.quantization.apply import dequantize_layers, quantize_layers, without_values
 from torchweld.quantization.config import Int4
 
 from .hf_version import check_version
@@ -77,17 +77,15 @@ class TorchweldInt4Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self.pre_quantized:
             return
-        config = self.quantization_config
+        config, int4 = self.quantization_config, self.quantization_config.int4()
         left = {_in_base(model, path) for path in config.left or ()}
         groups = {_in_base(model, path): size for path, size in config.groups.items()}
         for path, linear in list(model.named_modules()):
             name = _in_base(model, path)
-            skipped = config.int4().skipped_by(path) if config.left is None else name in left
-            if not isinstance(linear, nn.Linear) or skipped:
-                continue
-            sizes, biased = (linear.in_features, linear.out_features), linear.bias is not None
-            group, dtype = groups.get(name, config.group_size), linear.weight.dtype
-            model.set_submodule(path, Int4Linear(*sizes, biased, group, "meta", dtype))
+            skipped = int4.skipped_by(path) if config.left is None else name in left
+            if isinstance(linear, nn.Linear) and not skipped:
+                group_size = groups.get(name, config.group_size)
+                model.set_submodule(path, without_values(linear, group_size))
         # An Int4Linear's state_dict has an empty weight, which only float layers should see.
         ignored = {rf"{re.escape(_in_base(model, path))}\.weight$" for path, _ in _layers(model)}
         known = set(model._keys_to_ignore_on_load_unexpected or ())
@@ -95,8 +93,9 @@ class TorchweldInt4Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         if not self.pre_quantized:
-            quantize_layers(model, self.quantization_config.int4())
-            mark(model, self.quantization_config.int4())
+            int4 = self.quantization_config.int4()
+            quantize_layers(model, int4)
+            mark(model, int4)
             return
         for path, layer in _layers(model):
             # transformers marks the tensors that it has loaded, and only lists the others.

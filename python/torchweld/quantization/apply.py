@@ -177,10 +177,15 @@ def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int
 
 
 def _replacement(linear: nn.Linear, config: Int4) -> Int4Linear:
-    if not linear.weight.is_meta:
-        return Int4Linear.from_linear(linear, config.group_size, config.method)
+    if linear.weight.is_meta:
+        return without_values(linear, config.group_size)
+    return Int4Linear.from_linear(linear, config.group_size, config.method)
+
+
+def without_values(linear: nn.Linear, group_size: int | None) -> Int4Linear:
+    """An Int4Linear on the meta device for a linear layer of any device."""
     sizes, biased = (linear.in_features, linear.out_features), linear.bias is not None
-    return Int4Linear(*sizes, biased, config.group_size, "meta", linear.weight.dtype)
+    return Int4Linear(*sizes, biased, group_size, "meta", linear.weight.dtype)
 
 
 def _by_module(model: nn.Module, cls: type[nn.Module]) -> list[list[str]]:
