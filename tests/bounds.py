@@ -887,26 +887,31 @@ def concatenated(left: Tensor, right: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([left, right], -1)
 
 
+def gate_terms(z, z_terms, gate, interleaved, unit) -> tuple[Tensor, Terms]:
+    """The result of a gate, and its error from that of z."""
+    left, right, f, g = gate_parts(z, gate, interleaved)
+    to_left = z_terms.map(lambda t: R.halves(t, interleaved)[0])
+    to_right = z_terms.map(lambda t: R.halves(t, interleaved)[1])
+    slope_f = derivatives(f, left)[0].abs() + 1.2 * unit * left.abs()
+    slope_g = derivatives(g, right)[0].abs() + 1.2 * unit * right.abs()
+    left_factor, right_factor = f(left), g(right)
+    terms = to_left.map(lambda t: slope_f * t * right_factor.abs())
+    terms = terms + to_right.map(lambda t: slope_g * t * left_factor.abs())
+    # The op may round each factor to the dtype before the product, as eager does.
+    terms = terms + Terms(
+        [(FUNCTION, left.abs() * right_factor.abs() + left_factor.abs() * right.abs())],
+        [2 * (left_factor * right_factor).abs()],
+    )
+    return left_factor * right_factor, terms
+
+
 def gated_linear_bounds(full: bool):
     def bounds(x, weight, bias=None, *, gate="geglu", interleaved=False) -> list[Bound]:
         layer = Layer("linear", x, weight, bias)
-        left, right, f, g = gate_parts(layer.z, gate, interleaved)
-        unit = UNIT[x.dtype]
         rounded = layer.z_terms + Terms(rounds=[layer.z.abs()])
-        to_left = rounded.map(lambda t: R.halves(t, interleaved)[0])
-        to_right = rounded.map(lambda t: R.halves(t, interleaved)[1])
-        slope_f = derivatives(f, left)[0].abs() + 1.2 * unit * left.abs()
-        slope_g = derivatives(g, right)[0].abs() + 1.2 * unit * right.abs()
-        left_factor, right_factor = f(left), g(right)
-        terms = to_left.map(lambda t: slope_f * t * right_factor.abs())
-        terms = terms + to_right.map(lambda t: slope_g * t * left_factor.abs())
-        # The op may round each factor to the dtype before the product, as eager does.
-        terms = terms + Terms(
-            [(FUNCTION, left.abs() * right_factor.abs() + left_factor.abs() * right.abs())],
-            [2 * (left_factor * right_factor).abs()],
-        )
+        y, terms = gate_terms(layer.z, rounded, gate, interleaved, UNIT[x.dtype])
         shape = (*x.shape[:-1], weight.shape[0] // 2)
-        out = [Bound((left_factor * right_factor).reshape(shape), shaped(terms, shape), x.dtype)]
+        out = [Bound(y.reshape(shape), shaped(terms, shape), x.dtype)]
         if full:
             z_shape = (*x.shape[:-1], weight.shape[0])
             out.append(Bound(layer.z.reshape(z_shape), shaped(layer.z_terms, z_shape), x.dtype))
@@ -1039,7 +1044,7 @@ def gated_mlp_bounds(full: bool):
         terms = affine_terms(rows, act_terms, up(down), up(down_bias))
         shape = (*x.shape[:-1], down.shape[0])
         out = [Bound(y.reshape(shape), shaped(terms, shape), x.dtype)]
-        return [*out, z, act] if full else out
+        return [*out, z] if full else out
 
     return bounds
 
@@ -1056,19 +1061,13 @@ def gated_mlp_grads(
     *,
     gate="swiglu",
     z=None,
-    act=None,
 ) -> list[Bound]:
     layer = Layer("linear", x, *packed_pair(left, right, left_bias, right_bias))
     unit, grad_out, weight = UNIT[x.dtype], matrix(dy), up(down)
     preact, z_terms = (layer.z, layer.z_terms) if z is None else (matrix(z), None)
-    if act is None:
-        bound = gated_linear_bounds(False)(
-            x, *packed_pair(left, right, left_bias, right_bias), gate=gate
-        )[0]
-        rows = matrix(bound.ref)
-        act_terms = bound.terms.map(lambda t: t.reshape(rows.shape)) + Terms(rounds=[rows.abs()])
-    else:
-        rows, act_terms = matrix(act), Terms()
+    rounded = Terms() if z_terms is None else z_terms + Terms(rounds=[preact.abs()])
+    rows, act_terms = gate_terms(preact, rounded, gate, False, unit)
+    act_terms = act_terms + Terms(rounds=[rows.abs()])
     dact = grad_out @ weight
     size = grad_out.abs() @ weight.abs()
     # The op may round dact, as eager does.
@@ -1090,9 +1089,9 @@ def gated_mlp_grads(
 
 
 def gated_mlp_backward_bounds(
-    dy, x, left, right, down, z, act, *, gate="swiglu", output_mask
+    dy, x, left, right, down, z, *, gate="swiglu", output_mask
 ) -> list[Bound]:
-    grads = gated_mlp_grads(dy, x, left, right, down, gate=gate, z=z, act=act)
+    grads = gated_mlp_grads(dy, x, left, right, down, gate=gate, z=z)
     return masked_out(grads, output_mask, x.dtype)
 
 

@@ -497,16 +497,7 @@ SPECS: dict[str, Spec] = {
         for op in ("gated_mlp", "gated_mlp_forward")
     },
     "gated_mlp_backward": Spec(
-        "plain",
-        [
-            DY,
-            X,
-            *PAIR_OF_MLP,
-            DOWN,
-            Arg("z", rank="", sized=(0, 1)),
-            Arg("act", rank="", sized=(0, 1)),
-        ],
-        GATE,
+        "plain", [DY, X, *PAIR_OF_MLP, DOWN, Arg("z", rank="", sized=(0, 1))], GATE
     ),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",

@@ -452,9 +452,8 @@ def mlp_call(
             return [x, *weights, *vectors], kwargs
         given = [R.up(t) for t in (x, *weights[:2], *vectors[:2])]
         branches = [R.affine(given[0], w, b) for w, b in zip(given[1:3], given[3:], strict=True)]
-        act = R.gated_linear_pair(*given, **kwargs)
-        saved = [m.saved(torch.cat(branches, -1)), m.saved(act)]
-        return [m.randn(*lead, p), x, *weights, *saved], {**kwargs, "output_mask": list(mask)}
+        z = m.saved(torch.cat(branches, -1))
+        return [m.randn(*lead, p), x, *weights, z], {**kwargs, "output_mask": list(mask)}
 
     return build
 

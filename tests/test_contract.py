@@ -166,9 +166,9 @@ SCHEMAS = [
     'str gate="swiglu", bool[5] output_mask) -> '
     "(Tensor dx, Tensor dleft, Tensor dright, Tensor dleft_bias, Tensor dright_bias)",
     f"gated_mlp({MLP}) -> Tensor",
-    f"gated_mlp_forward({MLP}) -> (Tensor y, Tensor z, Tensor act)",
+    f"gated_mlp_forward({MLP}) -> (Tensor y, Tensor z)",
     "gated_mlp_backward(Tensor dy, Tensor x, Tensor left, Tensor right, Tensor down, Tensor z, "
-    'Tensor act, *, str gate="swiglu", bool[7] output_mask) -> '
+    '*, str gate="swiglu", bool[7] output_mask) -> '
     "(Tensor dx, Tensor dleft, Tensor dright, Tensor ddown, Tensor dleft_bias, "
     "Tensor dright_bias, Tensor ddown_bias)",
     f"cross_entropy({LOGITS}) -> Tensor",

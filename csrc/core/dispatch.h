@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -166,6 +167,36 @@ void clear_non_differentiable(const variable_list& outputs) {
   for (const Tensor& output : outputs) clear_non_differentiable<Function>(output);
 }
 
+// The last step of a Function that saves its tensors before it computes its result. Activation
+// checkpointing recomputes a region only up to its last saved tensor, so it skips this step if the
+// op is the last one of the region.
+//
+// The forward of such a Function returns a placeholder as its first output, and
+// finish(outputs, args...) computes the result. The gradient of the result is passed to the
+// Function as the gradient of the placeholder.
+struct FinishFunction : torch::autograd::Function<FinishFunction> {
+  static Tensor forward(AutogradContext*, const Tensor& /*placeholder*/,
+                        const std::function<Tensor()>& finish) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return finish();
+  }
+  static variable_list backward(AutogradContext*, const variable_list& grads) {
+    return {grads[0], Tensor()};
+  }
+};
+
+// Returns a placeholder for a result with the dtype and the device of x. It has one element of
+// memory.
+inline Tensor placeholder(const Tensor& x, c10::SymIntArrayRef sizes) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return x.new_empty_symint(std::vector<c10::SymInt>(sizes.size(), 1)).expand_symint(sizes);
+}
+
+template <typename Function, typename = void>
+struct Finishes : std::false_type {};
+template <typename Function>
+struct Finishes<Function, std::void_t<decltype(&Function::finish)>> : std::true_type {};
+
 // Returns the Autograd kernel of an op whose gradient is the autograd Function `Function`. If
 // autograd must record a call, the kernel applies Function; otherwise it calls the op without
 // autograd. Before Function, the kernel calls check(name, args...). Error messages then name this
@@ -176,9 +207,13 @@ torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) 
     check_no_tangent(Op::kName, args...);
     if (any_needs_grad(args...)) {
       check(Op::kName, args...);
-      const auto outputs = Function::apply(args...);
+      auto outputs = Function::apply(args...);
       clear_non_differentiable<Function>(outputs);
-      if constexpr (std::is_same_v<decltype(outputs), const Tensor>) {
+      if constexpr (Finishes<Function>::value) {
+        outputs[0] = FinishFunction::apply(
+            outputs[0], std::function([&] { return Function::finish(outputs, args...); }));
+      }
+      if constexpr (std::is_same_v<decltype(outputs), Tensor>) {
         return outputs;
       } else {
         return first_outputs<Result>(outputs);

@@ -183,14 +183,14 @@ __device__ __forceinline__ void apply_gate(float (&left)[kCount], const float (&
   }
 }
 
-// Overwrites `left` and `right` by their gradients. dy is the gradient of the result gate(left,
-// right).
+// Overwrites `left` and `right` by their gradients, and dy, the gradient of the result, by the
+// result gate(left, right).
 template <bool kExact, int kCount>
 __device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[kCount],
-                                          const float (&dy)[kCount], Gate gate) {
+                                          float (&dy)[kCount], Gate gate) {
   const auto each = [&](auto f) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) f(left[i], right[i], dy[i]);
+    for (int i = 0; i < kCount; ++i) dy[i] = f(left[i], right[i], dy[i]);
   };
   switch (gate) {
     case Gate::kSigmoidTanh:
@@ -199,30 +199,37 @@ __device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[
         const float t = tanh_of<kExact>(r);
         l = d * t * s.of_x * s.complement;
         r = d * s.of_x * (1.f - t) * (1.f + t);
+        return s.of_x * t;
       });
     case Gate::kGeglu:
       return each([](float& l, float& r, float d) {
-        const float slope = d * l * gelu_slope(r);
-        l = d * gelu<kExact>(r);
+        const float slope = d * l * gelu_slope(r), value = gelu<kExact>(r), y = l * value;
+        l = d * value;
         r = slope;
+        return y;
       });
     case Gate::kGegluTanh:
       return each([](float& l, float& r, float d) {
         const ValueAndSlope gelu = gelu_tanh_and_slope<kExact>(r);
+        const float y = l * gelu.value;
         r = d * l * gelu.slope;
         l = d * gelu.value;
+        return y;
       });
     case Gate::kSwiglu:
       return each([](float& l, float& r, float d) {
         const ValueAndSlope silu = silu_and_slope<kExact>(l);
+        const float y = silu.value * r;
         l = d * r * silu.slope;
         r = d * silu.value;
+        return y;
       });
     case Gate::kReglu:
       return each([](float& l, float& r, float d) {
-        const float slope = r <= 0.f ? 0.f : d * l;
-        l = d * relu(r);
+        const float slope = r <= 0.f ? 0.f : d * l, value = relu(r), y = l * value;
+        l = d * value;
         r = slope;
+        return y;
       });
   }
 }

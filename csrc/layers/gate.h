@@ -101,9 +101,11 @@ inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
 // Returns dz (rows, 2N), the gradient with respect to z. If z is donated (layers/donation.h), dz
 // overwrites z. dbias (N,) receives the sum over the rows of the left half of dz, and dbias_right
 // (N,) that of the right half. If interleaved, dbias (2N,) receives the sums of both halves. A
-// gradient that is passed as a tensor of size (0,) is not computed.
+// gradient that is passed as a tensor of size (0,) is not computed. If replaces_dy, which needs a
+// contiguous dy (rows, N) and a z that is not interleaved, y overwrites dy.
 inline Tensor gate_backward_into(const Tensor& dbias, const Tensor& dbias_right, const Tensor& dy,
-                                 const Tensor& z, Gate gate, bool interleaved) {
+                                 const Tensor& z, Gate gate, bool interleaved,
+                                 bool replaces_dy = false) {
   const Tensor dz = matrix_over(z);
   if (z.numel() == 0) {
     dbias.zero_();
@@ -114,11 +116,12 @@ inline Tensor gate_backward_into(const Tensor& dbias, const Tensor& dbias_right,
   const bool sums = dbias.numel() > 0 || dbias_right.numel() > 0;
   const Tensor partials =
       sums ? empty_floats(2 * column_partials(in_dy.rows, in_dy.n), dy) : Tensor();
-  launch_gate_backward({in_dy.tensor.const_data_ptr(), in_z.tensor.const_data_ptr(),
-                        dz.mutable_data_ptr(), data_if_wanted(dbias), data_if_wanted(dbias_right),
-                        data_if_wanted<float>(partials), in_dy.rows, in_dy.n, in_dy.row_stride,
-                        in_z.row_stride, dz.stride(0), gate, interleaved, dtype_of(z)},
-                       current_stream());
+  launch_gate_backward(
+      {in_dy.tensor.const_data_ptr(), in_z.tensor.const_data_ptr(), dz.mutable_data_ptr(),
+       replaces_dy ? dy.mutable_data_ptr() : nullptr, data_if_wanted(dbias),
+       data_if_wanted(dbias_right), data_if_wanted<float>(partials), in_dy.rows, in_dy.n,
+       in_dy.row_stride, in_z.row_stride, dz.stride(0), gate, interleaved, dtype_of(z)},
+      current_stream());
   return dz;
 }
 #endif

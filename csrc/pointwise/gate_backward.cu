@@ -1,5 +1,5 @@
 // Computes dz and the sum of dz over the rows, in one pass over the matrix. dz is the gradient with
-// respect to z, whose halves are the operands of y = gate(left, right).
+// respect to z, whose halves are the operands of y = gate(left, right). The pass can also store y.
 #include "device/activation.cuh"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/pointwise.h"
@@ -12,14 +12,16 @@ struct GateArgs {
   const T* g_dy;
   const T* g_z;
   T* g_dz;
+  T* g_act;
   int64_t dy_row_stride, z_row_stride, dz_row_stride;
   Gate gate;
 };
 
-// Overwrites `left` and `right`, values of the two halves of z, by the corresponding values of dz.
+// Overwrites `left` and `right`, values of the two halves of z, by the corresponding values of dz,
+// and dy by the values of y.
 template <typename T, int kCount>
-__device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount],
-                                             const T (&dy)[kCount], Gate gate) {
+__device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount], T (&dy)[kCount],
+                                             Gate gate) {
   float r_left[kCount], r_right[kCount], r_dy[kCount];
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
@@ -32,6 +34,7 @@ __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCoun
   for (int j = 0; j < kCount; ++j) {
     left[j] = from_float<T>(r_left[j]);
     right[j] = from_float<T>(r_right[j]);
+    dy[j] = from_float<T>(r_dy[j]);
   }
 }
 
@@ -67,6 +70,9 @@ struct GateOp : GateArgs<T> {
     T* g_left = this->g_dz + row * this->dz_row_stride + column * first_step;
     store_vec(g_left, in.left);
     store_vec(g_left + apart, in.right);
+    if (this->g_act != nullptr) {
+      store_vec(this->g_act + row * this->dy_row_stride + column, in.dy);
+    }
   }
 };
 
@@ -116,6 +122,7 @@ void launch(const GateBackwardParams& p, cudaStream_t stream) {
   const GateArgs<T> args = {static_cast<const T*>(p.dy),
                             static_cast<const T*>(p.z),
                             static_cast<T*>(p.dz),
+                            static_cast<T*>(p.act),
                             p.dy_row_stride,
                             p.z_row_stride,
                             p.dz_row_stride,

@@ -40,11 +40,13 @@ struct PartialSumsParams {
 // The parameters of the kernel for the gradient of y = gate(left, right). The kernel computes dz
 // (rows, 2n) from dy (rows, n) and z (rows, 2n), whose halves are left and right. dbias (n,)
 // receives the sum over the rows of the left half of dz, and dbias_right (n,) that of the right
-// half. If interleaved, dbias (2n,) receives the sums of both halves.
+// half. If interleaved, dbias (2n,) receives the sums of both halves. act (rows, n) receives y; it
+// has the strides of dy, and may be dy itself. Only a z that is not interleaved supports act.
 struct GateBackwardParams {
   const void* dy;
   const void* z;
   void* dz;
+  void* act;                  // nullptr if not requested
   void *dbias, *dbias_right;  // nullptr if not requested
   float* partials;            // 2 * column_partials(rows, n) values, or nullptr without dbias
   int64_t rows;

@@ -4,15 +4,16 @@
 namespace torchweld {
 namespace {
 
-// Returns the tensor map of z or dz (M, 2N). Its boxes have 64 columns and 16 rows of one half.
-TensorMap half_map(const GemmParams& p, const void* data) {
+// Returns the tensor map of a matrix (M, halves * N), z, dz or act. Its boxes have 64 columns and
+// 16 rows of one half.
+TensorMap half_map(const GemmParams& p, const void* data, int64_t halves) {
   constexpr Sm90Tile kTile = gate_backward_tile();
   constexpr int kElemBytes = 2;
   const int64_t harmless = 16;  // the stride of a dim with one element has no effect
   const TensorBox box = {data,
                          kElemBytes,
-                         {p.n, p.m, 2, 1},
-                         {1, 2 * p.n, p.n, harmless},
+                         {p.n, p.m, halves, 1},
+                         {1, halves * p.n, halves == 1 ? harmless : p.n, harmless},
                          {kTile.box_columns(kElemBytes), 16, 1, 1},
                          p.dtype == DType::kBFloat16};
   return make_tensor_map("matmul", box);
@@ -34,8 +35,11 @@ void launch(const Sm90GateBackwardParams& p, cudaStream_t stream) {
 void launch_gate_backward_matmul(const GateBackwardMatmulParams& params, cudaStream_t stream) {
   GemmParams gemm = params.gemm;
   gemm.choice = {GemmEngine::kSm90, kPingPong128x128Cluster2, 1, gemm.k};
-  const Sm90GateBackwardParams p = {sm90_params(gemm, stream), half_map(gemm, params.z),
-                                    half_map(gemm, params.dz), params.gate};
+  Sm90GateBackwardParams p = {sm90_params(gemm, stream), half_map(gemm, params.z, 2),
+                              half_map(gemm, params.dz, 2)};
+  p.gate = params.gate;
+  p.stores_act = params.act != nullptr;
+  if (p.stores_act) p.act = half_map(gemm, params.act, 1);
   gemm.dtype == DType::kFloat16 ? launch<GemmMath::kFloat16>(p, stream)
                                 : launch<GemmMath::kBFloat16>(p, stream);
   check_launch("gated_mlp_backward");

@@ -1,5 +1,7 @@
-// The epilogue that computes the gradient of a gate. TMA loads boxes of the left and the right
-// values into shared memory. A warp overwrites them with their gradients, and TMA stores them.
+// The epilogue that computes the gradient of a gate, and the result of the gate if requested. TMA
+// loads boxes of the left and the right values into shared memory. A warp overwrites them with
+// their gradients, and TMA stores them. Then the warp writes the result into the box of the left
+// values.
 //
 // A pair of boxes holds the left and the right values of 16 rows and 64 columns. The first two
 // pairs of a tile are loaded during its mainloop. Each further pair is loaded while the warp
@@ -14,7 +16,9 @@ namespace torchweld {
 
 struct Sm90GateBackwardParams : Sm90Params {
   TensorMap z, dz;  // the dims are (N, M, 2 halves, 1)
+  TensorMap act;    // the dims are (N, M, 1, 1)
   Gate gate;
+  bool stores_act;
 };
 
 template <GemmMath kMath>
@@ -77,7 +81,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
         this->template wait_for_slots<0>();
         load(place, iteration + 1);
       }
-      float dy[Base::kValues];
+      float dy[Base::kValues];  // gate_grad overwrites it with the result of the gate
       Base::copy_values(dy, sums, iteration);
       const uint32_t s_left = s_pairs_ + iteration % kPairs * kPairBytes,
                      s_right = s_left + Base::kBoxBytes;
@@ -94,6 +98,14 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
         write_part(right, s_right, part);
       }
       store(place, iteration, s_left);
+      if (params_.stores_act) {
+        this->template wait_for_slots<0>();
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          write_part(reinterpret_cast<Part&>(dy[part * kPartValues]), s_left, part);
+        }
+        store_act(place, iteration, s_left);
+      }
     }
   }
 
@@ -121,6 +133,16 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
     const Place box = box_place(place, iteration);
     tma_store(params_.dz, s_from, box.column, box.row, 0, 0);
     tma_store(params_.dz, s_from + Base::kBoxBytes, box.column, box.row, 1, 0);
+    tma_commit();
+  }
+
+  __device__ __forceinline__ void store_act(const Place& place, int iteration,
+                                            uint32_t s_from) const {
+    async_fence();
+    __syncwarp();
+    if (this->lane_ != 0) return;
+    const Place box = box_place(place, iteration);
+    tma_store(params_.act, s_from, box.column, box.row, 0, 0);
     tma_commit();
   }
 

@@ -11,15 +11,16 @@
 
 namespace torchweld {
 
-// y = gate(left, right) is an operand of a product, and a @ b^T is the gradient of y. The kernel
-// computes a @ b^T but does not store it. From the accumulators, left and right it computes the
-// gradients of left and right. z (M, 2N) holds left and right side by side. dz (M, 2N) receives
-// their gradients; it may be z itself.
+// act = gate(left, right) is an operand of a product, and a @ b^T is the gradient of act. The
+// kernel computes a @ b^T but does not store it. From the accumulators, left and right it computes
+// the gradients of left and right. z (M, 2N) holds left and right side by side. dz (M, 2N) receives
+// their gradients; it may be z itself. act (M, N) receives the result of the gate.
 struct GateBackwardMatmulParams {
   GemmParams gemm;  // 16-bit operands, a K-major and b MN-major; no bias and no y
   Gate gate;
   const void* z;
   void* dz;
+  void* act;  // nullptr if not requested
 };
 
 // The tile of the kernel. One warpgroup runs its epilogue, which waits for memory, while the other
@@ -54,12 +55,12 @@ inline double gate_transfer_seconds(const GemmProblem& p, int values) {
 }
 
 // Predicts the time of the kernel. The mainloops hide the epilogues as far as the memory keeps up:
-// an epilogue reads left and right, and writes their gradients.
+// an epilogue reads left and right, and writes their gradients and act.
 inline double gate_backward_seconds(const GemmProblem& p) {
   GemmProblem pointwise = p;
   pointwise.pointwise = true;
   return std::max(sm90_seconds(pointwise, gate_backward_tile(), /*streams=*/false),
-                  gate_transfer_seconds(p, 4));
+                  gate_transfer_seconds(p, 5));
 }
 
 // Launches the kernel. All sizes must be at least 1.

@@ -5,10 +5,11 @@
 // The gates are those of gated_linear.
 //
 // gated_mlp_forward also returns z (..., 2N), the results of the left and the right matmul side by
-// side, and act. The backward computes dz, the gradient of z, from z and dact = dy @ down. Then dx
-// = dz_left @ left + dz_right @ right, dleft = dz_left^T @ x, dright = dz_right^T @ x and ddown =
-// dy^T
-// @ act. On Hopper, the epilogue of dy @ down computes dz, and dact is never stored.
+// side. The backward computes dz, the gradient of z, from z and dact = dy @ down. Then
+//   dx = dz_left @ left + dz_right @ right,  dleft = dz_left^T @ x,  dright = dz_right^T @ x,
+//   ddown = dy^T @ act.
+// act is not kept for the backward, which computes it again from the rounded z together with dz. On
+// Hopper, the epilogue of dy @ down computes both, and dact is never stored.
 #include "core/dispatch.h"
 #include "layers/gated_pair.h"
 
@@ -20,32 +21,27 @@
 namespace torchweld::gated_mlp_op {
 namespace {
 
-using Forward = std::tuple<Tensor, Tensor, Tensor>;
+using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Wanted = std::array<bool, 7>;
 
-// Checks x, the weights and the gate. Returns the sizes of act.
-std::vector<c10::SymInt> check_inputs(const char* op, const Tensor& x, const Tensor& left,
-                                      const Tensor& right, const Tensor& down,
-                                      c10::string_view gate) {
-  auto sizes = check_pair(op, x, left, right, gate);
+void check_inputs(const char* op, const Tensor& x, const Tensor& left, const Tensor& right,
+                  const Tensor& down, c10::string_view gate) {
+  check_pair(op, x, left, right, gate);
   check_like(op, "down", down, "x", x);
   check_dim(op, "down", down, 2, "(P, N)");
   const auto n = left.sym_size(0);
   TW_CHECK(down.sym_size(1) == n, op, "down must be (P, N) with N = ", n, ", but got ",
            describe(down), transpose_fix("down", down, n));
-  return sizes;
 }
 
-std::vector<c10::SymInt> gated_mlp_checks(const char* op, const Tensor& x, const Tensor& left,
-                                          const Tensor& right, const Tensor& down,
-                                          const OptionalTensor& left_bias,
-                                          const OptionalTensor& right_bias,
-                                          const OptionalTensor& down_bias, c10::string_view gate) {
-  auto sizes = check_inputs(op, x, left, right, down, gate);
+void gated_mlp_checks(const char* op, const Tensor& x, const Tensor& left, const Tensor& right,
+                      const Tensor& down, const OptionalTensor& left_bias,
+                      const OptionalTensor& right_bias, const OptionalTensor& down_bias,
+                      c10::string_view gate) {
+  check_inputs(op, x, left, right, down, gate);
   check_pair_biases(op, left_bias, right_bias, left, x);
   check_vector(op, "down_bias", down_bias, down.sym_size(0), "(P,)", x);
-  return sizes;
 }
 
 Tensor empty_y(const Tensor& x, const Tensor& down) {
@@ -64,24 +60,21 @@ Forward gated_mlp_forward_meta(const Tensor& x, const Tensor& left, const Tensor
                                const Tensor& down, const OptionalTensor& left_bias,
                                const OptionalTensor& right_bias, const OptionalTensor& down_bias,
                                c10::string_view gate) {
-  const auto sizes = gated_mlp_checks("gated_mlp_forward", x, left, right, down, left_bias,
-                                      right_bias, down_bias, gate);
-  return {empty_y(x, down), empty_result(x, with_last(x, 2 * left.sym_size(0))),
-          empty_result(x, sizes)};
+  gated_mlp_checks("gated_mlp_forward", x, left, right, down, left_bias, right_bias, down_bias,
+                   gate);
+  return {empty_y(x, down), empty_result(x, with_last(x, 2 * left.sym_size(0)))};
 }
 TW_OP(gated_mlp_forward);
 
 Grads gated_mlp_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& left,
                               const Tensor& right, const Tensor& down, const Tensor& z,
-                              const Tensor& act, c10::string_view gate, Wanted output_mask) {
+                              c10::string_view gate, Wanted output_mask) {
   const char* op = "gated_mlp_backward";
-  const auto sizes = check_inputs(op, x, left, right, down, gate);
+  check_inputs(op, x, left, right, down, gate);
   check_like(op, "dy", dy, "x", x);
   check_shape(op, "dy", dy, with_last(x, down.sym_size(0)), "(..., P)");
   check_like(op, "z", z, "x", x);
   check_shape(op, "z", z, with_last(x, 2 * left.sym_size(0)), "(..., 2N)");
-  check_like(op, "act", act, "x", x);
-  check_shape(op, "act", act, sizes, "(..., N)");
   const auto bias_grad = [&](const Tensor& weight, bool wanted) {
     return empty_vector_grad(weight, weight.sym_size(0), wanted);
   };
@@ -110,28 +103,29 @@ Forward gated_mlp_forward_cpu(const Tensor& x, const Tensor& left, const Tensor&
                               const Tensor& down, const OptionalTensor& left_bias,
                               const OptionalTensor& right_bias, const OptionalTensor& down_bias,
                               c10::string_view gate) {
-  auto [y, z, act] =
+  auto [y, z] =
       gated_mlp_forward_meta(x, left, right, down, left_bias, right_bias, down_bias, gate);
   const Halves computed = pair_branches(x, left, right, left_bias, right_bias);
   save_halves(z, computed);
-  act = apply_gate(computed, parse_gate("gated_mlp_forward", gate)).view(act.sizes());
-  linear_into(y, act, down, down_bias);
-  return {y, z, act};
+  linear_into(y, apply_gate(computed, parse_gate("gated_mlp_forward", gate)), down, down_bias);
+  return {y, z};
 }
 
 Grads gated_mlp_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& left,
                              const Tensor& right, const Tensor& down, const Tensor& z,
-                             const Tensor& act, c10::string_view gate, Wanted output_mask) {
+                             c10::string_view gate, Wanted output_mask) {
   auto [dx, dleft, dright, ddown, dleft_bias, dright_bias, ddown_bias] =
-      gated_mlp_backward_meta(dy, x, left, right, down, z, act, gate, output_mask);
+      gated_mlp_backward_meta(dy, x, left, right, down, z, gate, output_mask);
   const bool needs_dz = wants_dz(output_mask);
   const Tensor rows = as_matrix(dy);
+  const Halves halves(as_matrix(z.contiguous()), /*interleaved=*/false);
+  const Gate parsed = parse_gate("gated_mlp_backward", gate);
+  const Tensor act = output_mask[3] ? apply_gate(halves, parsed) : halves.left;
   Tensor dact = at::empty({needs_dz ? rows.size(0) : 0, left.size(0)}, x.options());
   linear_backward_into(dact, ddown, ddown_bias, {needs_dz, output_mask[3], output_mask[6]}, rows,
-                       as_matrix(act), down);
+                       act, down);
   if (needs_dz) {
-    const Halves dz = gate_backward(dact, Halves(as_matrix(z.contiguous()), false),
-                                    parse_gate("gated_mlp_backward", gate));
+    const Halves dz = gate_backward(dact, halves, parsed);
     pair_backward_cpu(
         dx, dleft, dright, dleft_bias, dright_bias,
         {output_mask[0], output_mask[1], output_mask[2], output_mask[4], output_mask[5]}, dz, x,
@@ -141,26 +135,25 @@ Grads gated_mlp_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& le
 }
 
 #ifdef TORCHWELD_CUDA
-// Computes y, and z and act if they are defined.
-void gated_mlp_into(const Tensor& y, const Tensor& z, const Tensor& act, const Tensor& x,
-                    const Tensor& left, const Tensor& right, const Tensor& down,
-                    const OptionalTensor& left_bias, const OptionalTensor& right_bias,
-                    const OptionalTensor& down_bias, Gate gate) {
+// Computes y, and z if it is defined.
+void gated_mlp_into(const Tensor& y, const Tensor& z, const Tensor& x, const Tensor& left,
+                    const Tensor& right, const Tensor& down, const OptionalTensor& left_bias,
+                    const OptionalTensor& right_bias, const OptionalTensor& down_bias, Gate gate) {
   const OnDevice on(x.device());
-  const Tensor hidden = act.defined() ? act : empty_matrix(count_rows(x), left.size(0), x);
+  const Tensor act = empty_matrix(count_rows(x), left.size(0), x);
   {
     const CallScope part("act");
-    pair_matmul_into(hidden, z, x, left, right, left_bias, right_bias, gate);
+    pair_matmul_into(act, z, x, left, right, left_bias, right_bias, gate);
   }
   const CallScope part("y");
-  matmul_into(rows_of(y), rows_of(hidden), down, {down_bias});
+  matmul_into(rows_of(y), rows_of(act), down, {down_bias});
 }
 
 Tensor gated_mlp_cuda(const Tensor& x, const Tensor& left, const Tensor& right, const Tensor& down,
                       const OptionalTensor& left_bias, const OptionalTensor& right_bias,
                       const OptionalTensor& down_bias, c10::string_view gate) {
   const Tensor y = gated_mlp_meta(x, left, right, down, left_bias, right_bias, down_bias, gate);
-  gated_mlp_into(y, {}, {}, x, left, right, down, left_bias, right_bias, down_bias,
+  gated_mlp_into(y, {}, x, left, right, down, left_bias, right_bias, down_bias,
                  parse_gate("gated_mlp", gate));
   return y;
 }
@@ -169,27 +162,28 @@ Forward gated_mlp_forward_cuda(const Tensor& x, const Tensor& left, const Tensor
                                const Tensor& down, const OptionalTensor& left_bias,
                                const OptionalTensor& right_bias, const OptionalTensor& down_bias,
                                c10::string_view gate) {
-  auto [y, z, act] =
+  auto [y, z] =
       gated_mlp_forward_meta(x, left, right, down, left_bias, right_bias, down_bias, gate);
-  gated_mlp_into(y, z, act, x, left, right, down, left_bias, right_bias, down_bias,
+  gated_mlp_into(y, z, x, left, right, down, left_bias, right_bias, down_bias,
                  parse_gate("gated_mlp_forward", gate));
-  return {y, z, act};
+  return {y, z};
 }
 
 // Whether the product dy @ down with the gradient of the gate in its epilogue is faster than the
 // product and a pass over dact and z. The pass reads three values per element of dact and writes
-// two.
+// three.
 bool fuses_gate_backward(const GemmProblem& p) {
   if (gate_backward_refusal(p)) return false;
   const GemmChoice plain = choose_gemm(p);
   return gate_backward_seconds(p) <
-         gemm_seconds(p, plain.engine, plain.tile, plain.splits) + gate_transfer_seconds(p, 5);
+         gemm_seconds(p, plain.engine, plain.tile, plain.splits) + gate_transfer_seconds(p, 6);
 }
 
 // Returns dz, computed from rows @ down without storing that product. dz overwrites z if z is
-// donated. Returns an undefined tensor, and computes nothing, if the kernel does not support the
-// tensors or would be slower.
-Tensor gate_backward_matmul(const Tensor& z, const Tensor& rows, const Tensor& down, Gate gate) {
+// donated. act receives the result of the gate if it is not empty. Returns an undefined tensor, and
+// computes nothing, if the kernel does not support the tensors or would be slower.
+Tensor gate_backward_matmul(const Tensor& act, const Tensor& z, const Tensor& rows,
+                            const Tensor& down, Gate gate) {
   const auto is_aligned = [](const Tensor& t) {
     return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
   };
@@ -223,35 +217,40 @@ Tensor gate_backward_matmul(const Tensor& z, const Tensor& rows, const Tensor& d
   p.gate = gate;
   p.z = z.const_data_ptr();
   p.dz = dz.mutable_data_ptr();
+  p.act = data_if_wanted(act);
   launch_gate_backward_matmul(p, current_stream());
   return dz;
 }
 
 Grads gated_mlp_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& left,
                               const Tensor& right, const Tensor& down, const Tensor& z,
-                              const Tensor& act, c10::string_view gate, Wanted output_mask) {
+                              c10::string_view gate, Wanted output_mask) {
   auto [dx, dleft, dright, ddown, dleft_bias, dright_bias, ddown_bias] =
-      gated_mlp_backward_meta(dy, x, left, right, down, z, act, gate, output_mask);
+      gated_mlp_backward_meta(dy, x, left, right, down, z, gate, output_mask);
   const OnDevice on(x.device());
   const Tensor nothing = dleft_bias.narrow(0, 0, 0);
   const bool beside = bias_beside_weight(output_mask[3], Activation::kNone);
   const Tensor rows =
       activation_backward_into(beside ? nothing : ddown_bias, dy, std::nullopt, Activation::kNone);
-  if (output_mask[3]) {
+  const bool needs_dz = wants_dz(output_mask), needs_act = output_mask[3];
+  const Gate parsed = parse_gate("gated_mlp_backward", gate);
+  Tensor act = empty_matrix(needs_act ? rows.size(0) : 0, down.size(1), x), dz;
+  if (needs_dz) dz = gate_backward_matmul(act, z, rows, down, parsed);
+  const bool fused = dz.defined();
+  if (!fused && (needs_dz || needs_act)) {
+    // The pass replaces dact by act. If only act is needed, dact has no values.
+    const Tensor dact = needs_act ? act : empty_matrix(rows.size(0), down.size(1), x);
+    if (needs_dz) {
+      const CallScope part("dact");
+      matmul_into(dact, rows, Matrix(down).t());
+    }
+    dz = gate_backward_into(dleft_bias, dright_bias, dact, z, parsed, /*interleaved=*/false,
+                            /*replaces_dy=*/needs_act);
+  }
+  if (needs_act) {
     weight_backward_into(ddown, beside ? ddown_bias : nothing, rows, rows_of(act), "ddown");
   }
-  if (wants_dz(output_mask)) {
-    const Gate parsed = parse_gate("gated_mlp_backward", gate);
-    Tensor dz = gate_backward_matmul(z, rows, down, parsed);
-    const bool fused = dz.defined();
-    if (!fused) {
-      const Tensor dact = empty_matrix(rows.size(0), down.size(1), x);
-      {
-        const CallScope part("dact");
-        matmul_into(dact, rows, Matrix(down).t());
-      }
-      dz = gate_backward_into(dleft_bias, dright_bias, dact, z, parsed, /*interleaved=*/false);
-    }
+  if (needs_dz) {
     const auto bias_grad = [&](const Tensor& dbias, const Tensor& dz_half, bool beside_weight) {
       if (!fused || beside_weight) return;
       activation_backward_into(dbias, dz_half, std::nullopt, Activation::kNone);
@@ -267,14 +266,27 @@ Grads gated_mlp_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& l
 }
 #endif
 
+// The ops of the recorded forward. It consists of two steps, so that the second one is not
+// recomputed (FinishFunction).
+constexpr struct PairForward
+    : OpCall<PairForward, std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                     const OptionalTensor&, const OptionalTensor&,
+                                                     c10::string_view)> {
+  static constexpr const char* kName = "gated_linear_pair_forward";
+} call_gated_linear_pair_forward{};
+constexpr struct Linear : OpCall<Linear, Tensor(const Tensor&, const Tensor&, const OptionalTensor&,
+                                                c10::string_view)> {
+  static constexpr const char* kName = "linear";
+} call_linear{};
+
 struct GatedMlpFunction : torch::autograd::Function<GatedMlpFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& left,
                                const Tensor& right, const Tensor& down,
                                const OptionalTensor& left_bias, const OptionalTensor& right_bias,
                                const OptionalTensor& down_bias, c10::string_view gate) {
-    auto [y, z, act] =
-        call_gated_mlp_forward.below(x, left, right, down, left_bias, right_bias, down_bias, gate);
-    ctx->save_for_backward({x, left, right, down, z, act});
+    auto [act, z] =
+        call_gated_linear_pair_forward.below(x, left, right, left_bias, right_bias, gate);
+    ctx->save_for_backward({x, left, right, down, z});
     Donation::prepare(ctx);
     ctx->saved_data["gate"] = gate;
     const auto wants = [](const OptionalTensor& bias) {
@@ -283,7 +295,13 @@ struct GatedMlpFunction : torch::autograd::Function<GatedMlpFunction> {
     ctx->saved_data["left_bias"] = wants(left_bias);
     ctx->saved_data["right_bias"] = wants(right_bias);
     ctx->saved_data["down_bias"] = wants(down_bias);
-    return outputs_of(ctx, {y, z, act});
+    return outputs_of(ctx, {placeholder(x, with_last(x, down.sym_size(0))), z, act});
+  }
+
+  static Tensor finish(const variable_list& outputs, const Tensor&, const Tensor&, const Tensor&,
+                       const Tensor& down, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor& down_bias, c10::string_view) {
+    return call_linear(outputs[2], down, down_bias, "none");
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -299,9 +317,8 @@ struct GatedMlpFunction : torch::autograd::Function<GatedMlpFunction> {
                            ctx->saved_data["right_bias"].toBool(),
                            ctx->saved_data["down_bias"].toBool()};
     const Donation z(ctx, saved[4], grads[0]);
-    auto [dx, dleft, dright, ddown, dleft_bias, dright_bias, ddown_bias] =
-        call_gated_mlp_backward(grads[0], x, left, right, down, saved[4], saved[5],
-                                ctx->saved_data["gate"].toStringRef(), wanted);
+    auto [dx, dleft, dright, ddown, dleft_bias, dright_bias, ddown_bias] = call_gated_mlp_backward(
+        grads[0], x, left, right, down, saved[4], ctx->saved_data["gate"].toStringRef(), wanted);
     const Tensor results[] = {dx, dleft, dright, ddown, dleft_bias, dright_bias, ddown_bias};
     for (size_t i = 0; i < wanted.size(); ++i) all[i] = if_wanted(wanted[i], results[i]);
     return all;
@@ -315,12 +332,12 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
       "Tensor? right_bias=None, Tensor? down_bias=None, *, str gate=\"swiglu\") -> ";
   define_op(m, name + inputs + "Tensor", TW_KERNELS(gated_mlp),
             recorded_by<GatedMlpFunction>(call_gated_mlp, gated_mlp_checks));
-  define_op(m, name + "_forward" + inputs + "(Tensor y, Tensor z, Tensor act)",
-            TW_KERNELS(gated_mlp_forward), recorded_by<GatedMlpFunction>(call_gated_mlp_forward));
+  define_op(m, name + "_forward" + inputs + "(Tensor y, Tensor z)", TW_KERNELS(gated_mlp_forward),
+            recorded_by<GatedMlpFunction>(call_gated_mlp_forward, gated_mlp_checks));
   define_op(m,
             name +
                 "_backward(Tensor dy, Tensor x, Tensor left, Tensor right, Tensor down, Tensor z, "
-                "Tensor act, *, str gate=\"swiglu\", bool[7] output_mask) -> "
+                "*, str gate=\"swiglu\", bool[7] output_mask) -> "
                 "(Tensor dx, Tensor dleft, Tensor dright, Tensor ddown, Tensor dleft_bias, "
                 "Tensor dright_bias, Tensor ddown_bias)",
             TW_KERNELS(gated_mlp_backward), no_gradient_function());

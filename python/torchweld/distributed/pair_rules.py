@@ -35,13 +35,12 @@ def _gated_mlp(call: Call) -> list[Row]:
     last = len(call.shape("x")) - 1
     weights = (*_PARAMETERS, "down", "down_bias")
     sums = all_of(["d" + name for name in weights], partial())
-    rows = [{**all_of((*_ROWS, "act"), shard(dim)), **sums} for dim in range(last)]
+    rows = [{**all_of(_ROWS, shard(dim)), **sums} for dim in range(last)]
     if call.has("down_bias"):
         return rows  # a term of the result has no bias
     columns = {
         **all_of((*_PARAMETERS, *_GRADIENTS), shard(0)),
         **all_of(("down", "ddown"), shard(1)),
-        "act": shard(last),
         "z": _StridedShard(last, split_factor=2),
         **all_of(("dx", "result", "y"), partial()),
     }
