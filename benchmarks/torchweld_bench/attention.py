@@ -1,9 +1,12 @@
-"""attention on a GPU, forward and backward, against the backends of torch's SDPA."""
+"""attention on a GPU, forward and backward, against the backends of torch's SDPA, and against
+FlashAttention 4 where it is installed (pip install flash-attn-4).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +16,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchweld._library import ops
 from torchweld.tuning.timer import interleaved
 from torchweld_bench import attention_decode
-from torchweld_bench.common import dtype_text, largest_error, sdpa, two_roundings
+from torchweld_bench.common import (
+    dtype_text,
+    installed,
+    largest_error,
+    runs,
+    sdpa,
+    two_roundings,
+)
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 11
+_FA4 = "FlashAttention 4"
 _BACK_ENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+
+
+# Of query, key and value (batch, nheads, seqlen, head_dim).
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class _Case(NamedTuple):
@@ -60,6 +75,37 @@ class _Case(NamedTuple):
         elif self.nheads_kv:
             names.remove("sdpa efficient")
         return {name: _BACK_ENDS[name] for name in names}
+
+    def peers(self) -> dict[str, Function]:
+        """The calls of the peers that support the case."""
+        causal = self.causal
+        peers: dict[str, Function] = {
+            name: lambda *qkv, backend=backend: sdpa(backend, *qkv, causal)
+            for name, backend in self.back_ends().items()
+        }
+        fa4 = installed("flash_attn.cute.interface", "flash_attn_func")
+        if fa4 is not None and self.dtype != torch.float32:
+            peers[_FA4] = lambda *qkv: _flash_attention(fa4, qkv, causal)
+        return peers
+
+
+class _Gradients:
+    """The backward of a peer, whose forward runs at the first call."""
+
+    def __init__(self, peer: Function, qkv: list[Tensor], dout: Tensor) -> None:
+        self.peer, self.qkv, self.dout = peer, qkv, dout
+        self.out: Tensor | None = None
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        if self.out is None:
+            self.out = self.peer(*self.qkv)
+        return torch.autograd.grad(self.out, self.qkv, self.dout, retain_graph=True)
+
+
+def _flash_attention(function: Callable[..., Any], qkv: Sequence[Tensor], causal: bool) -> Tensor:
+    """flash_attn_func, whose tensors are (batch, seqlen, nheads, head_dim)."""
+    found = function(*(t.transpose(1, 2) for t in qkv), causal=causal)
+    return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
 
 def _last_rows(qkv: list[Tensor], rows: int = 128) -> list[Tensor]:
@@ -115,28 +161,32 @@ def _row(
     return make_row(case, times, against=against, target=target, **errors)
 
 
-def _forward(at: _Case, targets: dict[str, float]) -> Row:
+def _forward(at: _Case, targets: dict[str, float]) -> Iterator[Row]:
     qkv, case, causal = at.qkv(), f"attention {at}", at.causal
-    peers: dict[str, Callable[[], object]] = {
-        name: lambda backend=backend: sdpa(backend, *qkv, causal)
-        for name, backend in at.back_ends().items()
-    }
     exact, eager = _reference(qkv, causal)
     out = ops.attention(*qkv, causal=causal)[-1:, -1:, -exact.shape[2] :]
-    calls = {"ours": lambda: ops.attention(*qkv, causal=causal), **peers}
-    return _row(case, calls, at.against, targets.get(case), _errors((out, eager, exact)))
+    calls = {"ours": lambda: ops.attention(*qkv, causal=causal)}
+    for name, peer in at.peers().items():
+        call = partial(peer, *qkv)
+        if name != _FA4 or runs(name, call):
+            calls[name] = call
+    row = _row(case, calls, at.against, targets.get(case), _errors((out, eager, exact)))
+    yield row
+    if _FA4 in calls:
+        yield row.over(_FA4, targets)
 
 
-def _backward(at: _Case, targets: dict[str, float]) -> Row:
+def _backward(at: _Case, targets: dict[str, float]) -> Iterator[Row]:
     case, causal = f"attention_backward {at}", at.causal
     qkv = [t.requires_grad_() for t in at.qkv()]
     plain = [t.detach() for t in qkv]
     out, lse = ops.attention_forward(*plain, causal=causal)
     dout = torch.randn_like(out)
     peers = {}
-    for name, backend in at.back_ends().items():
-        graph = sdpa(backend, *qkv, causal)
-        peers[name] = lambda graph=graph: torch.autograd.grad(graph, qkv, dout, retain_graph=True)
+    for name, peer in at.peers().items():
+        call = _Gradients(peer, qkv, dout)
+        if name != _FA4 or runs(name, call):
+            peers[name] = call
 
     def ours() -> tuple[Tensor, ...]:
         return ops.attention_backward(dout, *plain, out, lse, causal=causal)[:3]
@@ -161,7 +211,10 @@ def _backward(at: _Case, targets: dict[str, float]) -> Row:
         exact, eager = last_head(torch.float64), last_head(at.dtype)
         mine = [g[-1:, -n:] for g, n in zip(ours(), counts, strict=True)]
         errors = _errors(*zip(mine, eager, exact, strict=True))
-    return _row(case, {"ours": ours, **peers}, at.against, targets.get(case), errors)
+    row = _row(case, {"ours": ours, **peers}, at.against, targets.get(case), errors)
+    yield row
+    if _FA4 in peers:
+        yield row.over(_FA4, targets)
 
 
 def _live_tiles(seqlen: int, first_keys: Callable[[int, int], int], batch: int) -> tuple[int, int]:
@@ -247,9 +300,9 @@ _FLOAT32 = _Case(4, 16, 2048, 64, dtype=torch.float32)
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, _FLOAT32):
-        yield _forward(case, targets)
+        yield from _forward(case, targets)
     for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, _FLOAT32):
-        yield _backward(case, targets)
+        yield from _backward(case, targets)
     for case in (_SHORT[0], _LONG[0], _LONG[3]):
         yield _padded(case, targets)
     yield _windowed(_Case(2, 16, 16384, 128), 1024, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,17 @@ def installed(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return None
+
+
+def runs(name: str, call: Callable[[], Any]) -> bool:
+    """Whether a peer supports a case; prints the reason if not."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # a peer may raise anything
+        print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def free() -> None:

@@ -1,4 +1,5 @@
-"""Ops with one matmul on a GPU, against the matmul alone by cuBLAS and eager compositions.
+"""Ops with one matmul on a GPU, against the matmul alone by cuBLAS and eager compositions. Products
+are also compared with quack where it is installed (pip install quack-kernels).
 
 The rows of a group that has a target for its geometric mean are followed by a row of that mean.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchweld._library import ops
 from torchweld.ops.gated_linear import GATES
 from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, largest_error
+from torchweld_bench.common import dtype_text, installed, largest_error, runs
 from torchweld_bench.results import Row, make_row
 
 _CHECKED_ROWS = 64
@@ -38,9 +39,10 @@ def _row(
     x: Tensor,
     targets: dict[str, float],
     timed: Callable[[], object] | None = None,
+    peers: dict[str, Callable[[], object]] | None = None,
 ) -> Row:
     """`eager` is the op on rows of x, with fp64 rows the reference. `timed`, if given,
-    is timed as eager instead.
+    is timed as eager instead. `peers` are further columns.
     """
     part = x[:_CHECKED_ROWS]
     reference, out = eager(part.double()), eager(part)
@@ -48,7 +50,12 @@ def _row(
     return make_row(
         case,
         interleaved(
-            {"ours": ours, "cublas bare": bare, "eager": timed or (lambda: eager(x))},
+            {
+                "ours": ours,
+                "cublas bare": bare,
+                "eager": timed or (lambda: eager(x)),
+                **(peers or {}),
+            },
             device="cuda",
             rounds=_ROUNDS,
         ),
@@ -62,6 +69,15 @@ def _row(
 
 def _linear(m: int, k: int, n: int, dtype: torch.dtype, targets: dict[str, float], tf32="") -> Row:
     x, weight = _matrix(m, k, dtype), _weight(n, k, dtype)
+    peers = {}
+    quack = installed("quack.gemm_interface", "gemm")
+    if quack is not None and dtype != torch.float32:
+
+        def gemm() -> Tensor:
+            return quack(x, weight.t(), tuned=False)
+
+        if runs("quack", gemm):
+            peers["quack"] = gemm
     return _row(
         f"linear ({m}, {k}, {n}) {dtype_text(dtype)}{tf32}",
         lambda: ops.linear(x, weight),
@@ -69,6 +85,7 @@ def _linear(m: int, k: int, n: int, dtype: torch.dtype, targets: dict[str, float
         lambda rows: F.linear(rows, weight.to(rows.dtype)),
         x,
         targets,
+        peers=peers,
     )
 
 
