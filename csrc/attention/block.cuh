@@ -119,7 +119,7 @@ struct MaskedAttentionBlock : AttentionBlock {
       atomicMax(&last_begin[row / kWarpRows], own_begin);
       atomicMin(&first_end[row / kWarpRows], own_end);
     }
-    if (row == 0) set_keys(mask, sequence, first, last);
+    if (row == 0) set_keys(mask, static_cast<int>(sequence.end), first, last);
     __syncthreads();
     if (mask.may_have_gaps()) {
       find_gaps(row, kRows);
@@ -132,40 +132,47 @@ struct MaskedAttentionBlock : AttentionBlock {
   __device__ __forceinline__ void find_keys(const AttentionParams& params,
                                             const AttentionBlock& block) {
     const MaskParams mask = params.mask;
-    const SequenceMask sequence = mask.sequence(block.batch);
+    const SequenceMask32 sequence = mask.sequence<int>(block.batch);
     const int lane = threadIdx.x % 32;
+    // NOTE: the code below reads the block from shared memory, because few registers are free.
+    if (lane == 0) static_cast<AttentionBlock&>(*this) = block;
+    __syncwarp();
     int first = kSeesNothing, last = 0;
+#pragma unroll 1
     for (int row = lane; row < kRows; row += 32) {
-      KeyRange live = {0, 0};
-      if (row < block.rows) live = mask.row_keys(block.first_row + row, sequence);
-      begin[row] = live.empty() ? kSeesNothing : static_cast<int>(live.begin);
-      end[row] = live.empty() ? 0 : static_cast<int>(live.end);
+      KeyRange32 live = {0, 0};
+      if (row < rows) live = mask.row_keys(first_row + row, sequence);
+      begin[row] = live.empty() ? kSeesNothing : live.begin;
+      end[row] = live.empty() ? 0 : live.end;
       if (live.empty()) continue;
-      first = min(first, static_cast<int>(live.begin));
-      last = max(last, static_cast<int>(live.end));
+      first = min(first, live.begin);
+      last = max(last, live.end);
     }
     first = __reduce_min_sync(~0u, first);
     last = __reduce_max_sync(~0u, last);
     if (last == 0) first = 0;
     const int before_first = first % kPadMultiple;
     first -= before_first;
-    __syncwarp();
-    for (int warp = lane; warp < kRows / kWarpRows; warp += 32) {
-      int max_begin = 0, min_end = INT_MAX;
-      for (int row = warp * kWarpRows; row < (warp + 1) * kWarpRows; ++row) {
-        if (begin[row] == kSeesNothing) continue;
-        begin[row] -= first;
-        end[row] -= first;
-        max_begin = max(max_begin, begin[row]);
-        min_end = min(min_end, end[row]);
-      }
-      last_begin[warp] = max_begin;
-      first_end[warp] = min_end;
-    }
     if (lane == 0) {
-      static_cast<AttentionBlock&>(*this) = block;
       unseen = before_first;
-      set_keys(mask, sequence, first, last);
+      set_keys(mask, sequence.end, first, last);
+    }
+    static_assert(kWarpRows == 16 && kRows % 32 == 0);
+#pragma unroll 1
+    for (int row = lane; row < kRows; row += 32) {
+      const bool sees = begin[row] != kSeesNothing;
+      const int row_begin = sees ? begin[row] - first : 0,
+                row_end = sees ? end[row] - first : INT_MAX;
+      if (sees) {
+        begin[row] = row_begin;
+        end[row] = row_end;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool counts = lane / 16 == half;
+        last_begin[row / 32 * 2 + half] = __reduce_max_sync(~0u, counts ? row_begin : 0);
+        first_end[row / 32 * 2 + half] = __reduce_min_sync(~0u, counts ? row_end : INT_MAX);
+      }
     }
     __syncwarp();
     if (mask.may_have_gaps()) {
@@ -192,12 +199,12 @@ struct MaskedAttentionBlock : AttentionBlock {
   // Under causal, returns the index of the key at the position of the first row.
   __device__ __forceinline__ int first_position() const { return first_row + shift - 1; }
 
-  __device__ __forceinline__ void set_keys(const MaskParams& mask, const SequenceMask& sequence,
-                                           int first, int last) {
+  __device__ __forceinline__ void set_keys(const MaskParams& mask, int sequence_end, int first,
+                                           int last) {
     pad = first;
     keys = last - first;
     // Only used for first_position(), which needs causal. The rows' ends replace all_keys.
-    shift = static_cast<int>(mask.position(0, sequence.end)) - first + 1;
+    shift = mask.position(0, sequence_end) - first + 1;
     gaps.first_position = kSeesNothing;
   }
 };

@@ -42,12 +42,16 @@ using KeyRange = KeyRangeOf<int64_t>;
 using KeyRange32 = KeyRangeOf<int>;  // for kernels that lack the registers for a 64-bit range
 
 // The mask of one sequence. Its values are clamped to the valid range.
-struct SequenceMask {
-  int64_t pad;               // 0 if leftpad is not given
-  int64_t end;               // seqlen_k if key_end is not given
+template <typename Int_>
+struct SequenceMaskOf {
+  using Int = Int_;
+  Int pad;                   // 0 if leftpad is not given
+  Int end;                   // seqlen_k if key_end is not given
   const int32_t* key_start;  // (seqlen_q,), or null if not given
   const int32_t* row_ends;   // (seqlen_q,): the key_end of each row, or null if rows share `end`
 };
+using SequenceMask = SequenceMaskOf<int64_t>;
+using SequenceMask32 = SequenceMaskOf<int>;  // requires that all sequence lengths fit in 32 bits
 
 // The mask, the soft cap and the sinks of a call, in the form that kernels read. An argument that
 // is not given is null or 0.
@@ -80,9 +84,10 @@ struct MaskParams {
   TW_HOST_DEVICE int64_t position(int64_t i) const { return i + seqlen_k - seqlen_q; }
 
   // The position of query row i in a sequence of `end` keys.
-  TW_HOST_DEVICE int64_t position(int64_t i, int64_t end) const {
-    const int64_t first = seqlen_k < seqlen_q ? seqlen_k - seqlen_q : 0;
-    const int64_t offset = end - seqlen_q;
+  template <typename Int>
+  TW_HOST_DEVICE Int position(typename SequenceMaskOf<Int>::Int i, Int end) const {
+    const Int rows = static_cast<Int>(seqlen_q), keys = static_cast<Int>(seqlen_k);
+    const Int first = keys < rows ? keys - rows : 0, offset = end - rows;
     return i + (offset < first ? first : offset);
   }
 
@@ -98,8 +103,10 @@ struct MaskParams {
     return leftpad ? static_cast<int>(clamp_key(leftpad[b])) : 0;
   }
 
-  TW_HOST_DEVICE SequenceMask sequence(int64_t b) const {
-    return {pad(b), key_end && !has_row_ends ? clamp_key(key_end[b]) : seqlen_k,
+  template <typename Int = int64_t>
+  TW_HOST_DEVICE SequenceMaskOf<Int> sequence(int64_t b) const {
+    const int64_t end = key_end && !has_row_ends ? clamp_key(key_end[b]) : seqlen_k;
+    return {static_cast<Int>(pad(b)), static_cast<Int>(end),
             key_start ? key_start + b * seqlen_q : nullptr,
             has_row_ends ? key_end + b * seqlen_q : nullptr};
   }
@@ -114,18 +121,22 @@ struct MaskParams {
   }
 
   // The keys that query row i sees under any mask.
-  TW_HOST_DEVICE KeyRange row_keys(int64_t i, const SequenceMask& sequence) const {
-    const int64_t pos =
-        sequence.row_ends ? clamp_key(sequence.row_ends[i]) - 1 : position(i, sequence.end);
+  template <typename Int>
+  TW_HOST_DEVICE KeyRangeOf<Int> row_keys(typename SequenceMaskOf<Int>::Int i,
+                                          const SequenceMaskOf<Int>& sequence) const {
+    const Int pos = sequence.row_ends ? static_cast<Int>(clamp_key(sequence.row_ends[i])) - 1
+                                      : position(i, sequence.end);
     if (padded && pos < sequence.pad) return {0, 0};
-    KeyRange keys = {sequence.pad, sequence.end};
+    KeyRangeOf<Int> keys = {sequence.pad, sequence.end};
     if (sequence.key_start && sequence.key_start[i] > keys.begin)
       keys.begin = sequence.key_start[i];
-    if (window > 0 && pos - window + 1 > keys.begin) keys.begin = pos - window + 1;
+    // NOTE: the window may be wider than Int.
+    if (window > 0 && pos - window + 1 > keys.begin)
+      keys.begin = static_cast<Int>(pos - window + 1);
     const int64_t end = causal || sequence.row_ends ? pos + 1
                         : window > 0                ? pos + window
                                                     : keys.end;
-    if (end < keys.end) keys.end = end;
+    if (end < keys.end) keys.end = static_cast<Int>(end);
     return keys;
   }
 
