@@ -251,16 +251,33 @@ def test_text_of_keywords_and_of_nothing_to_compute():
     assert empty.tile == {} and empty.source == "" and empty.rejected == []
 
 
-def test_it_tells_that_async_tensor_parallelism_passes_by():
+@pytest.mark.parametrize(
+    "op",
+    [
+        "linear",
+        "layer_norm_linear",
+        "layer_norm_linears",
+        "rms_norm_linear",
+        "rms_norm_linears",
+        "folded_layer_norm_linear",
+        "gated_linear",
+        "gated_linear_pair",
+        "gated_mlp",
+    ],
+)
+def test_it_tells_that_async_tensor_parallelism_passes_by(op):
     from torch._inductor import config
 
-    x, weight = torch.empty(8, 16, device="meta"), torch.empty(4, 16, device="meta")
-    assert "parallel" not in str(torchweld.explain("linear", x, weight))
+    if op.endswith("_linears"):  # samples.py has no lists of weights
+        args, kwargs = (torch.ones(3, 8), [torch.ones(5, 8)], [torch.ones(5)]), {}
+    else:
+        args, kwargs = SAMPLES[op][0].make("cpu")
+    assert "parallel" not in str(torchweld.explain(op, *args, **kwargs))
     # monkeypatch would delete the entry at the end, and inductor would miss it.
     with config.patch(_micro_pipeline_tp=True):
-        text = str(torchweld.explain("layer_norm_linear", x, weight))
+        text = str(torchweld.explain(op, *args, **kwargs))
         assert "  parallel  torch.compile overlaps collectives with torch's own mm alone" in text
-        assert torchweld.explain("softmax", x).parallel == ""
+        assert torchweld.explain("softmax", meta(8, 16)).parallel == ""
 
 
 def test_dtensors_are_explained_by_their_parts():

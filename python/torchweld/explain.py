@@ -24,7 +24,10 @@ _ASSUMED = "NVIDIA H100 (assumed: there is no GPU here)"
 _MATMULS = (
     "linear",
     "layer_norm_linear",
+    "layer_norm_linears",
     "rms_norm_linear",
+    "rms_norm_linears",
+    "folded_layer_norm_linear",
     "gated_linear",
     "gated_linear_pair",
     "gated_mlp",
