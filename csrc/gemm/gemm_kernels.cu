@@ -1,4 +1,4 @@
-// The launcher of the matmul engine, and the kernel that sums split-K partials.
+// The launcher of the matmul engines, and the kernel that sums split-K partials.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "gemm/epilogue.cuh"
@@ -41,6 +41,39 @@ void launch_split_sum(const GemmParams& p, cudaStream_t stream) {
   const int64_t groups = (p.n + kGroup - 1) / kGroup;
   const int64_t blocks = (groups * p.m * p.batch + kThreads - 1) / kThreads;
   launch_kernel(split_sum_kernel<T>, {blocks, kThreads}, stream, p, groups);
+}
+
+template <GemmMath kMath>
+void launch_sync_math(const GemmParams& params, cudaStream_t stream) {
+  switch (kSyncTiles[params.choice.tile].size()) {
+    case SyncSize::kLarge:
+      // kFloat32 has no large tile.
+      if constexpr (kMath != GemmMath::kFloat32) {
+        launch_sync_size<kMath, SyncSize::kLarge>(params, stream);
+      }
+      return;
+    case SyncSize::kMedium:
+      return launch_sync_size<kMath, SyncSize::kMedium>(params, stream);
+    case SyncSize::kSmall:
+      return launch_sync_size<kMath, SyncSize::kSmall>(params, stream);
+  }
+}
+
+void launch_sync_gemm(const GemmParams& p, cudaStream_t stream) {
+  switch (p.dtype) {
+    case DType::kFloat16:
+      return launch_sync_math<GemmMath::kFloat16>(p, stream);
+    case DType::kBFloat16:
+      return launch_sync_math<GemmMath::kBFloat16>(p, stream);
+    case DType::kFloat32:
+      return p.tf32 ? launch_sync_math<GemmMath::kTf32>(p, stream)
+                    : launch_sync_math<GemmMath::kFloat32>(p, stream);
+  }
+}
+
+void launch_rows_gemm(const GemmParams& p, cudaStream_t stream) {
+  if (p.dtype == DType::kFloat16) return launch_rows_tiles<GemmMath::kFloat16>(p, stream);
+  launch_rows_tiles<GemmMath::kBFloat16>(p, stream);
 }
 
 }  // namespace

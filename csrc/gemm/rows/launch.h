@@ -7,8 +7,6 @@
 
 namespace torchweld {
 
-void launch_rows_gemm(const GemmParams& params, cudaStream_t stream);
-
 // Launches the kernel for the dtype of kMath. csrc/instantiations.py lists the instantiations.
 template <GemmMath kMath>
 void launch_rows_tiles(const GemmParams& params, cudaStream_t stream);

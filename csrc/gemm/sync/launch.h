@@ -7,8 +7,6 @@
 
 namespace torchweld {
 
-void launch_sync_gemm(const GemmParams& params, cudaStream_t stream);
-
 // Launches the kernel for one tile size and one GemmMath. csrc/instantiations.py lists the
 // instantiations.
 template <GemmMath kMath, SyncSize kSize>
