@@ -5,9 +5,9 @@ load it), and `torchweld/_C`, the pybind11 module for introspection. csrc/ is gl
 needs no edit here.
 
 Two kinds of files are written into build/generated and compiled from there. The instantiations that
-csrc/instantiations.py lists; and groups that include several .cpp each, because a file needs 6 s
-for torch's headers, and files of a group share the templates that they instantiate. In groups of 10
-the files need 141 s of processor time, in groups of 5 170 s.
+csrc/instantiations.py lists; and groups that include several files each, because a .cpp needs 4 s
+for torch's headers, and files of a group share the templates that they instantiate. In two groups
+the .cpp need 105 s of processor time, in four 135 s, one by one 280 s.
 
 The built package requires the minor release of torch that it was built with. With
 TORCHWELD_LOCAL_VERSION=1, which `make wheel` sets, the version names it too: 0.1.0+torch2.11.cu130.
@@ -60,7 +60,6 @@ ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("python") / "torchweld"
 OPS = "torchweld._ops"
 GENERATED = Path("build") / "generated"
-CPP_PER_GROUP = 11  # the slowest group then compiles in 60 s
 sys.path.insert(0, str(ROOT / "csrc"))
 import instantiations  # noqa: E402
 
@@ -186,8 +185,8 @@ class BuildExt(cpp_extension.BuildExtension):
 
     def run(self):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        # A .cpp with torch's headers takes about 1 GiB to compile; 1.5 leaves memory for nvcc.
-        jobs = max(1, min(cores, int(free_memory_gib() / 1.5)))
+        # A group of .cpp takes 2 GiB to compile.
+        jobs = max(1, min(cores, int(free_memory_gib() / 2)))
         os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(jobs)
         what = "with CUDA" if WITH_CUDA else f"for CPU only ({NO_CUDA})"
         say(f"building {what} against torch {torch.__version__}, {os.environ['MAX_JOBS']} jobs")
@@ -211,12 +210,16 @@ def sources(*patterns):
 
 
 def generated_sources(listed):
-    """The files to compile for the listed sources: groups of .cpp, .cu and instantiations."""
-    cpp = [Path(s).relative_to("csrc").as_posix() for s in listed if s.endswith(".cpp")]
-    compiled = instantiations.write_groups(GENERATED / "groups", cpp, CPP_PER_GROUP)
+    """The files to compile for the listed sources: groups, instantiations and the other .cu."""
+    cpp, cuda = (
+        [Path(s).relative_to("csrc").as_posix() for s in listed if s.endswith(suffix)]
+        for suffix in (".cpp", ".cu")
+    )
+    groups = 2 if int(os.environ["MAX_JOBS"]) < 4 else 4
+    compiled = instantiations.write_groups(GENERATED / "groups", cpp, -(-len(cpp) // groups))
     if WITH_CUDA:
         compiled += instantiations.write(GENERATED / "instantiations")
-    return [str(path) for path in compiled] + [s for s in listed if s.endswith(".cu")]
+    return [str(path) for path in compiled] + [f"csrc/{s}" for s in instantiations.alone(cuda)]
 
 
 def extensions():

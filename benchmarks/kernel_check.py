@@ -100,9 +100,11 @@ def cuda_sources(generated: Path) -> dict[str, Path]:
     sys.path.insert(0, str(ROOT / "csrc"))
     import instantiations
 
+    csrc = ROOT / "csrc"
     sources = {f"instantiations/{path.name}": path for path in instantiations.write(generated)}
-    for path in (ROOT / "csrc").rglob("*.cu"):
-        sources[str(path.relative_to(ROOT))] = path
+    listed = sorted(path.relative_to(csrc).as_posix() for path in csrc.rglob("*.cu"))
+    for source in instantiations.alone(listed):
+        sources[f"csrc/{source}"] = csrc / source
     return dict(sorted(sources.items()))
 
 

@@ -1,15 +1,19 @@
-"""The explicit instantiations of csrc as one table, from which setup.py writes .cu files.
+"""What the build compiles: explicit instantiations as one table, and files that include others.
+
+setup.py writes these files into build/generated, and benchmarks/kernel_check.py does so too.
 
 Kernels that compile slowly are templates in a .cuh. Their instantiations are spread over files,
 which compile in parallel. A file is named after its contents; dtypes are float32, tf32 (fp32 data,
-TF32 products), float16 and bfloat16.
+TF32 products), float16 and bfloat16. The passes over its headers cost a file 1 to 2 s of processor
+time, so a file holds as many instantiations as compile in about 15 s.
 
-A new kernel is a new `Family`. benchmarks/kernel_check.py reads the same table.
+A new kernel is a new `Family`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -51,34 +55,45 @@ def each(**values) -> list[dict[str, object]]:
 
 TABLE = [
     Family(
-        "gemm_sync_${dtype}_$size",
+        "gemm_sync_$contents",
         "gemm/sync/kernel.cuh",
         "template void launch_sync_size<GemmMath::$kDtype, SyncSize::k$size>("
         "const GemmParams&, cudaStream_t);",
-        each(dtype=(*SIXTEEN_BIT, "tf32"), size=("Large", "Medium", "Small"))
-        + each(dtype=("float32",), size=("Medium", "Small")),  # no tile of it is large
+        each(contents=("16bit_small",), dtype=SIXTEEN_BIT, size=("Small",))
+        + each(contents=("float16",), dtype=("float16",), size=("Large", "Medium"))
+        + each(contents=("bfloat16",), dtype=("bfloat16",), size=("Large", "Medium"))
+        + each(contents=("tf32_large",), dtype=("tf32",), size=("Large",))
+        + each(contents=("tf32_medium",), dtype=("tf32",), size=("Medium",))
+        + each(contents=("tf32_small",), dtype=("tf32",), size=("Small",))
+        + each(contents=("float32",), dtype=("float32",), size=("Medium", "Small")),
     ),
-    # Tiles of TF32 have a file each, because they compile slowly.
     Family(
-        "gemm_sm90_${dtype}_$kind",
+        "gemm_sm90_$contents",
         "gemm/sm90/kernel.cuh",
         "template void launch_sm90_tile<GemmMath::$kDtype, $tile>("
         "const Sm90Params&, cudaStream_t);",
         each(
-            dtype=SIXTEEN_BIT,
-            kind=("pingpong",),
+            contents=("pingpong_float16",),
+            dtype=("float16",),
             tile=("kPingPong128x128Cluster2", "kPingPong128x128"),
         )
         + each(
+            contents=("pingpong_bfloat16",),
+            dtype=("bfloat16",),
+            tile=("kPingPong128x128Cluster2", "kPingPong128x128"),
+        )
+        + each(
+            contents=("cooperative",),
             dtype=SIXTEEN_BIT,
-            kind=("cooperative",),
             tile=("kCooperative128x256Cluster2", "kCooperative128x96"),
         )
-        + each(dtype=SIXTEEN_BIT, kind=("swap_ab",), tile=("kSwapAb128x32", "kSwapAb128x64"))
-        + each(dtype=("tf32",), kind=("pingpong_2ctas",), tile=("kPingPong128x128Cluster2",))
-        + each(dtype=("tf32",), kind=("pingpong",), tile=("kPingPong128x128",))
-        + each(dtype=("tf32",), kind=("cooperative",), tile=("kCooperative128x256Cluster2",))
-        + each(dtype=("float32",), kind=("bf16x3",), tile=("kBf16x3Cooperative128x128",)),
+        + each(contents=("swap_ab",), dtype=SIXTEEN_BIT, tile=("kSwapAb128x32", "kSwapAb128x64"))
+        + each(
+            contents=("float32",),
+            dtype=("tf32",),
+            tile=("kPingPong128x128Cluster2", "kPingPong128x128", "kCooperative128x256Cluster2"),
+        )
+        + each(contents=("float32",), dtype=("float32",), tile=("kBf16x3Cooperative128x128",)),
     ),
     Family(
         "gemm_rows_$dtype",
@@ -87,7 +102,7 @@ TABLE = [
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
-        "attention_forward_$dtype",
+        "attention_forward",
         "attention/sync/fwd.cuh",
         "template void launch_attention_tiles<$T, AttentionMath::$math, $is_masked>("
         "int, const AttentionParams&, cudaStream_t);",
@@ -110,7 +125,7 @@ TABLE = [
     ),
     # `tile` counts in kAttentionSm90Tiles, `dims` are its head dims.
     Family(
-        "attention_sm90_${dtype}_$dims",
+        "attention_sm90_$dims",
         "attention/sm90/fwd_kernel.cuh",
         "template void launch_attention_sm90_tile<$T, $tile, $is_masked>("
         "const AttentionParams&, cudaStream_t);",
@@ -119,44 +134,35 @@ TABLE = [
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(6, 7))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(8, 9)),
     ),
-    # `tile` counts in kAttentionBackwardSm90Tiles, `dims` are the head dims that it serves.
+    # `tile` counts in kAttentionBackwardSm90Tiles.
     Family(
-        "attention_backward_sm90_to_$dims",
+        "attention_backward_sm90",
         "attention/sm90/bwd_kernel.cuh",
         "template void launch_attention_backward_sm90_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(64,), tile=(0,))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(1,)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(0, 1)),
     ),
     Family(
-        "attention_backward_2cta_$dims",
+        "attention_backward_2cta",
         "attention/sm90/bwd_2cta_kernel.cuh",
         "template void launch_attention_backward_2cta_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(2,))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(3,)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(2, 3)),
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
-    Family(
-        "${masked}attention_backward_${dtype}_to_$dims",
-        "attention/sync/bwd_tiles.cuh",
-        "template void launch_attention_backward_tile<$T, $tile>("
-        "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6)),
-    ),
     Family(
         "attention_backward_${dtype}_to_$dims",
         "attention/sync/bwd_tiles.cuh",
         "template void launch_attention_backward_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
-        + each(variant=VARIANTS, dtype=("float32",), dims=(64,), tile=(10, 11))
-        + each(variant=VARIANTS, dtype=("float32",), dims=(128,), tile=(12, 13))
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(128,), tile=(0, 1, 2, 3))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=(256,), tile=(4, 5, 6))
+        + each(variant=VARIANTS, dtype=("tf32",), dims=(128,), tile=(7, 8, 9))
+        + each(variant=VARIANTS, dtype=("float32",), dims=(128,), tile=(10, 11, 12, 13))
         + each(variant=VARIANTS, dtype=("float32",), dims=(256,), tile=(14,)),
     ),
     Family(
@@ -177,7 +183,7 @@ TABLE = [
         each(mask=("Causal", "Range"), dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
-        "capped_causal_softmax",
+        "capped_softmax_$dtype",
         "ops/causal_softmax/launch.cuh",
         "template void launch_capped_softmax_backward_of<$T>("
         "const SoftmaxBackwardParams&, const ScoresMask<MaskKind::kCapped>&,"
@@ -194,14 +200,14 @@ TABLE = [
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
-        "conv2d_cells_$dtype",
+        "conv2d_cells",
         "puzzles/conv2d/cells.cuh",
         "void launch_conv2d_cells_$dtype(int tile, const Conv2dParams& params, cudaStream_t stream)"
         " { launch_conv2d_cells_of<$T>(tile, params, stream); }",
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
-        "int4_linear_$dtype",
+        "int4_sync",
         "int4/sync/kernel.cuh",
         "template void launch_int4_linear_of<$T>(const Int4LinearParams&, cudaStream_t);",
         each(dtype=("float32", *SIXTEEN_BIT)),
@@ -219,13 +225,72 @@ TABLE = [
         each(dtype=SIXTEEN_BIT),
     ),
     Family(
-        "softmax_matmul_sm90_$dtype",
+        "softmax_matmul_sm90",
         "ops/softmax_matmul/sm90.cuh",
         "template void launch_softmax_matmul_sm90<$T, $is_masked>("
         "const SoftmaxMatmulParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
 ]
+
+# .cu files that are compiled together, because each takes little more time than its headers. The
+# names in their anonymous namespaces must differ within a group.
+CUDA_GROUPS = {
+    "attention_general": (
+        "attention/fwd.cu",
+        "attention/bwd.cu",
+        "attention/general/fwd.cu",
+        "attention/general/bwd.cu",
+    ),
+    "gemm": (
+        "gemm/gemm_kernels.cu",
+        "gemm/sm90/launch.cu",
+        "gemm/sm90/operands.cu",
+        "gemm/sm90/gate_backward.cu",
+        "device/facts.cu",
+        "device/tensor_map.cu",
+    ),
+    "rows": (
+        "pointwise/activation_backward.cu",
+        "pointwise/gate_backward.cu",
+        "norm/backward.cu",
+        "norm/vectors_backward.cu",
+        "ops/rotary/kernels.cu",
+        "ops/folded_layer_norm_linear/fold_kernels.cu",
+    ),
+    "losses": ("losses/kernels.cu", "losses/sm90/exponentials.cu"),
+    "int4": (
+        "int4/launch.cu",
+        "int4/dequantise.cu",
+        "int4/decode/launch.cu",
+        "ops/int4_pack/kernels.cu",
+    ),
+    "scores": (
+        "ops/causal_softmax/kernels.cu",
+        "ops/softmax_matmul/dscores_kernels.cu",
+        "ops/softmax_matmul/dvalue_kernels.cu",
+        "ops/key_ranges/kernels.cu",
+    ),
+    "puzzles": (
+        "puzzles/add_scalar/kernels.cu",
+        "puzzles/mul_relu/kernels.cu",
+        "puzzles/outer_add/kernels.cu",
+        "puzzles/outer_mul_relu/kernels.cu",
+        "puzzles/row_sum/kernels.cu",
+        "puzzles/scalar_attention/kernels.cu",
+    ),
+    "conv2d_tiles": (
+        "puzzles/conv2d/kernels.cu",
+        "puzzles/conv2d/general_kernels.cu",
+        "puzzles/conv2d/direct_kernels.cu",
+        "puzzles/conv2d/small_kernels.cu",
+    ),
+    "conv2d_bands": (
+        "puzzles/conv2d/banded_kernels.cu",
+        "puzzles/conv2d/dweight_kernels.cu",
+        "puzzles/conv2d/narrow_kernels.cu",
+    ),
+}
 
 
 def texts(table: list[Family] = TABLE) -> dict[str, str]:
@@ -266,13 +331,24 @@ def write_files(folder: Path, files: dict[str, str]) -> list[Path]:
     return [folder / name for name in sorted(files)]
 
 
+def including(sources: Iterable[str]) -> str:
+    """The text of a file that includes these, which are paths relative to csrc."""
+    return MARK + "".join(f'#include "{source}"\n' for source in sources)
+
+
 def write(folder: Path) -> list[Path]:
-    """Writes the files of the table into a folder; returns their paths."""
-    return write_files(folder, texts())
+    """Writes the files of TABLE and of CUDA_GROUPS into a folder; returns their paths."""
+    groups = {f"{name}.cu": including(sources) for name, sources in CUDA_GROUPS.items()}
+    return write_files(folder, texts() | groups)
+
+
+def alone(sources: list[str]) -> list[str]:
+    """The .cu files of csrc, relative to it, that belong to no group of CUDA_GROUPS."""
+    grouped = set(itertools.chain.from_iterable(CUDA_GROUPS.values()))
+    return [source for source in sources if source not in grouped]
 
 
 def write_groups(folder: Path, sources: list[str], size: int) -> list[Path]:
     """Writes files that include `size` of the sources each, which are paths relative to csrc."""
     groups = [sources[i : i + size] for i in range(0, len(sources), size)]
-    lines = ["".join(f'#include "{source}"\n' for source in group) for group in groups]
-    return write_files(folder, {f"group_{i}.cpp": MARK + text for i, text in enumerate(lines)})
+    return write_files(folder, {f"group_{i}.cpp": including(g) for i, g in enumerate(groups)})

@@ -372,6 +372,7 @@ def test_instantiations_name_what_is_there(instantiations):
     texts = instantiations.texts()
     handwritten = {path.stem for path in (ROOT / "csrc").rglob("*.c*")}
     assert not handwritten & {Path(name).stem for name in texts}
+    assert not {Path(name).stem for name in texts} & set(instantiations.CUDA_GROUPS)
     spelled_otherwise = {"fp32", "f32", "fp16", "f16", "half", "bf16"}
     assert not spelled_otherwise & {part for name in texts for part in Path(name).stem.split("_")}
     for family in instantiations.TABLE:
@@ -406,6 +407,16 @@ def test_groups_hold_every_source_once(instantiations, tmp_path):
     # Deleting a source deletes its group.
     instantiations.write_groups(tmp_path, sources[:6], 3)
     assert [path.exists() for path in paths] == [True, True, False]
+
+
+def test_every_cuda_source_is_compiled_once(instantiations, tmp_path):
+    csrc = ROOT / "csrc"
+    listed = sorted(path.relative_to(csrc).as_posix() for path in csrc.rglob("*.cu"))
+    alone = instantiations.alone(listed)
+    assert alone and all(len(group) > 1 for group in instantiations.CUDA_GROUPS.values())
+    assert sorted([*alone, *sum(instantiations.CUDA_GROUPS.values(), ())]) == listed
+    (path,) = (path for path in instantiations.write(tmp_path) if path.stem == "losses")
+    assert '#include "losses/kernels.cu"' in path.read_text()
 
 
 def test_every_op_has_a_namespace():

@@ -9,14 +9,14 @@
 namespace torchweld {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kSumThreads = 256;
 
 // Each thread handles 8 columns of one row of y. It adds up their split-K partials in a fixed order
 // and applies the epilogue.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kSumThreads)
     split_sum_kernel(const __grid_constant__ GemmParams p, int64_t groups) {
-  const int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t index = int64_t(blockIdx.x) * kSumThreads + threadIdx.x;
   if (index >= groups * p.m * p.batch) return;
   const int64_t column = index % groups * kGroup, row = index / groups % p.m;
   const int64_t batch = index / groups / p.m;
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 void launch_split_sum(const GemmParams& p, cudaStream_t stream) {
   const int64_t groups = (p.n + kGroup - 1) / kGroup;
-  const int64_t blocks = (groups * p.m * p.batch + kThreads - 1) / kThreads;
-  launch_kernel(split_sum_kernel<T>, {blocks, kThreads}, stream, p, groups);
+  const int64_t blocks = (groups * p.m * p.batch + kSumThreads - 1) / kSumThreads;
+  launch_kernel(split_sum_kernel<T>, {blocks, kSumThreads}, stream, p, groups);
 }
 
 template <GemmMath kMath>

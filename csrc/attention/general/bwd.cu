@@ -5,7 +5,8 @@
 // A block computes one row of dQ, or one row of dK and the same row of dV. The block loops over the
 // rows of the other operand: keys for dQ, query rows for dK and dV. It computes p and ds for kChunk
 // of these rows, one row per warp at a time. Then every thread sums one column of the gradient. If
-// a head has more than kThreads columns, p and ds are recomputed for every kThreads columns.
+// a head has more than kBackwardThreads columns, p and ds are recomputed for every kBackwardThreads
+// columns.
 #include "attention/bwd_args.cuh"
 #include "attention/sync/bwd_parts.cuh"
 #include "core/launch.h"
@@ -13,8 +14,8 @@
 namespace torchweld {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarp;
+constexpr int kBackwardThreads = 256;
+constexpr int kBackwardWarps = kBackwardThreads / kWarp;
 constexpr int kChunk = 256;
 
 template <typename T>
@@ -68,7 +69,7 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
 }
 
 template <typename T, typename Args>
-__global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kernel(
+__global__ __launch_bounds__(kBackwardThreads) void attention_backward_general_rows_kernel(
     const __grid_constant__ Args args) {
   __shared__ float s_ds[kChunk];
   const AttentionBackwardParams& p = args.params;
@@ -91,12 +92,12 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
     }
     const T* g_keys = head_of<T>(p.key, sequence, head_kv);
     T* g_dq = p.dquery.row<T>(sequence, head, row);
-    for (int64_t col = threadIdx.x; col - threadIdx.x < p.sizes.head_dim; col += kThreads) {
+    for (int64_t col = threadIdx.x; col - threadIdx.x < p.sizes.head_dim; col += kBackwardThreads) {
       float sum = 0.f;
       for (int64_t first = live.begin; first < live.end; first += kChunk) {
         const int keys = live.end - first < kChunk ? static_cast<int>(live.end - first) : kChunk;
         __syncthreads();
-        for (int i = threadIdx.x / kWarp; i < keys; i += kWarps) {
+        for (int i = threadIdx.x / kWarp; i < keys; i += kBackwardWarps) {
           const Weight w = weight<T>(args, sequence, head, row, first + i);
           if (threadIdx.x % kWarp == 0) s_ds[i] = w.ds;
         }
@@ -115,7 +116,7 @@ __global__ __launch_bounds__(kThreads) void attention_backward_general_rows_kern
 // NOTE: three blocks per SM leave 80 registers per thread. Without the bound, the compiler would
 // use 64 and spill.
 template <typename T, typename Args>
-__global__ __launch_bounds__(kThreads, 3) void attention_backward_general_keys_kernel(
+__global__ __launch_bounds__(kBackwardThreads, 3) void attention_backward_general_keys_kernel(
     const __grid_constant__ Args args) {
   __shared__ Weight s_weights[kChunk];
   const AttentionBackwardParams& p = args.params;
@@ -135,7 +136,7 @@ __global__ __launch_bounds__(kThreads, 3) void attention_backward_general_keys_k
       const SequenceSpan span(args, sequence);
       begin = key < span.pad ? p.sizes.seqlen_q : span.first_row_seeing(args.params.mask, key);
     }
-    for (int64_t col = threadIdx.x; col - threadIdx.x < cols; col += kThreads) {
+    for (int64_t col = threadIdx.x; col - threadIdx.x < cols; col += kBackwardThreads) {
       float dk = 0.f, dv = 0.f;
       for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
         const T* g_query = head_of<T>(p.query, sequence, head);
@@ -144,7 +145,7 @@ __global__ __launch_bounds__(kThreads, 3) void attention_backward_general_keys_k
           const int64_t left = p.sizes.seqlen_q - first;
           const int rows = left < kChunk ? static_cast<int>(left) : kChunk;
           __syncthreads();
-          for (int i = threadIdx.x / kWarp; i < rows; i += kWarps) {
+          for (int i = threadIdx.x / kWarp; i < rows; i += kBackwardWarps) {
             if constexpr (kIsMasked<Args>) {
               const KeyRange32 live =
                   args.live_of(static_cast<int>(sequence), static_cast<int>(first) + i);
@@ -191,12 +192,12 @@ void launch_attention_backward_general(const Args& args, cudaStream_t stream) {
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   const int64_t keys = sizes.batch * sizes.nheads_kv * sizes.seqlen_k;
   if (rows > 0 && keys > 0) {
-    launch_kernel(attention_backward_general_rows_kernel<T, Args>, {blocks_for(rows), kThreads},
-                  stream, args);
+    launch_kernel(attention_backward_general_rows_kernel<T, Args>,
+                  {blocks_for(rows), kBackwardThreads}, stream, args);
   }
   if (keys > 0) {
-    launch_kernel(attention_backward_general_keys_kernel<T, Args>, {blocks_for(keys), kThreads},
-                  stream, args);
+    launch_kernel(attention_backward_general_keys_kernel<T, Args>,
+                  {blocks_for(keys), kBackwardThreads}, stream, args);
   }
 }
 
