@@ -1,10 +1,10 @@
 """Checks kernels without a GPU: spills, registers, shared memory, compile seconds.
 
-Compiles every .cu of csrc, and every file of the table csrc/instantiations.py, as the build does,
-for sm_90a and sm_80, with the assembler's report on. Fails where a kernel spills, where the
-assembler serialised a wgmma or ignored setmaxnreg, where a kernel that names wgmma has none, where
-a file takes longer than the limit, or where the library that is built for the default
-architectures is too large. Prints a table.
+Compiles every file that the build compiles with nvcc, for sm_90a and sm_80, with the assembler's
+report on. A file is not compiled again if a build with PYTORCH_NVCC=benchmarks/nvcc_report.py has
+kept its report and csrc has not changed since. Fails where a kernel spills, where the assembler
+serialised a wgmma or ignored setmaxnreg, where a file takes longer than the limit, or where the
+library that is built for the default architectures is too large. Prints a table.
 
     python benchmarks/kernel_check.py [--json FILE] [--limit SECONDS] [--all]
 """
@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = {"sm_90a": "arch=compute_90a,code=sm_90a", "sm_80": "arch=compute_80,code=sm_80"}
 # C7508: setmaxnreg ignored; C7510 to C7512: wgmma serialised.
+REPORT_SUFFIX = ".report.json"  # of the reports that nvcc_report.py keeps
 BAD_WARNINGS = re.compile(r"C75(08|10|11|12)")
 
 MAX_LIBRARY_BYTES = 40 * 10**6  # of _ops.abi3.so for the default architectures
@@ -108,11 +109,12 @@ def cuda_sources(generated: Path) -> dict[str, Path]:
     return dict(sorted(sources.items()))
 
 
-def parse_report(report: str, file: str, arch: str) -> list[Kernel]:
+def parse_report(report: str, file: str) -> list[Kernel]:
+    """The kernels of a report by `nvcc -Xptxas=-v`, of all its architectures."""
     kernels: list[Kernel] = []
     for line in report.splitlines():
-        if found := re.search(r"Compiling entry function '(\S+)'", line):
-            kernels.append(Kernel(file, arch, found[1]))
+        if found := re.search(r"Compiling entry function '(\S+)' for '(\w+)'", line):
+            kernels.append(Kernel(file, found[2], found[1]))
         elif not kernels:
             continue
         elif found := re.search(
@@ -147,33 +149,56 @@ def slowness(nvcc: str) -> float:
     return max(1.0, (compiler_seconds() - start) / YARDSTICK_SECONDS)
 
 
+def compiled_report(source: Path, nvcc: str) -> tuple[str, float]:
+    """nvcc's messages and its CPU seconds; raises RuntimeError if the file does not compile."""
+    start = compiler_seconds()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [nvcc, "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-DTORCHWELD_CUDA"]
+            + [f"-I{ROOT / 'csrc'}", "-Xptxas=-v", *(f"-gencode={a}" for a in ARCHS.values())]
+            + ["-fatbin", str(source), "-o", str(Path(folder) / "out.fatbin")],
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return done.stderr, compiler_seconds() - start
+
+
+def kept_reports(build: Path, csrc: Path) -> dict[str, dict]:
+    """The reports that a build for the default architectures kept, by the names of cuda_sources.
+
+    Reports that are older than a file of csrc are left out.
+    """
+    changed = max(path.stat().st_mtime for path in csrc.rglob("*") if path.suffix != ".pyc")
+    found = {}
+    for path in build.glob(f"**/*{REPORT_SUFFIX}"):
+        report = json.loads(path.read_text())
+        flags = " ".join(report["args"])
+        built_for_all = all(arch.split(",")[0] in flags for arch in ARCHS.values())
+        if path.stat().st_mtime > changed and built_for_all:
+            source = Path(report["source"])
+            name = f"{source.parent.name}/{source.name}"
+            if source.is_relative_to(csrc):
+                name = source.relative_to(csrc.parent).as_posix()
+            found[name] = report
+    return found
+
+
 def check_file(
-    file: str, source: Path, nvcc: str, limit: float
+    file: str, source: Path, report: dict | None, nvcc: str, limit: float
 ) -> tuple[list[Kernel], list[str], float]:
     """The kernels of one file, its faults, and the CPU seconds of its compilers."""
-    kernels: list[Kernel] = []
-    faults: list[str] = []
-    start = compiler_seconds()
-    for arch, gencode in ARCHS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                [nvcc, "-O3", "-std=c++17", "--expt-relaxed-constexpr"]
-                + ["-DTORCHWELD_CUDA", f"-I{ROOT / 'csrc'}", "-Xptxas=-v", f"-gencode={gencode}"]
-                + ["-cubin", str(source), "-o", str(Path(folder) / "out.cubin")],
-                capture_output=True,
-                text=True,
-            )
-        if done.returncode:
-            faults.append(f"{file} does not compile for {arch}:\n{done.stderr[-2000:]}")
-            continue
-        faults += [
-            f"{file}, {arch}: {line.strip()}"
-            for line in done.stderr.splitlines()
-            if BAD_WARNINGS.search(line)
-        ]
-        kernels += parse_report(done.stderr, file, arch)
-    took = compiler_seconds() - start
-    return kernels, faults, took / slowness(nvcc) if took > limit else took
+    if report is not None:
+        messages, took = report["messages"], report["seconds"]
+    else:
+        try:
+            messages, took = compiled_report(source, nvcc)
+        except RuntimeError as error:
+            return [], [f"{file} does not compile:\n{error}"], 0.0
+    lines = (line.strip() for line in messages.splitlines())
+    faults = [f"{file}: {line}" for line in lines if BAD_WARNINGS.search(line)]
+    return parse_report(messages, file), faults, took / slowness(nvcc) if took > limit else took
 
 
 def library_fault(name: str, size: int) -> str | None:
@@ -211,8 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     faults: list[str] = []
     with tempfile.TemporaryDirectory() as generated, ProcessPoolExecutor() as pool:
         sources = cuda_sources(Path(generated))
+        kept = kept_reports(ROOT / "build", ROOT / "csrc")
         always = map(itertools.repeat, (nvcc, args.limit))
-        reports = pool.map(check_file, sources, sources.values(), *always)
+        reports = pool.map(check_file, sources, sources.values(), map(kept.get, sources), *always)
         for file, (of_file, of_file_faults, took) in zip(sources, reports, strict=True):
             kernels += of_file
             faults += of_file_faults
@@ -245,7 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     for fault in faults:
         print(f"kernel-check: {fault}", file=sys.stderr)
-    print(f"kernel-check: {len(kernels)} kernels, {len(faults)} faults")
+    anew = len(sources.keys() - kept.keys())
+    print(f"kernel-check: {len(kernels)} kernels, {len(faults)} faults; {anew} files compiled")
     return 1 if faults else 0
 
 
