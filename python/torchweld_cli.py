@@ -24,7 +24,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIP
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _LINEAR = ("M", "K", "N")
 _ATTENTION = ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim")
-# For some ops, the meaning of the numbers of --shape. For other ops, --shape is the shape of their
+# The names of the numbers in --shape. An op that is missing here takes --shape as the shape of its
 # tensors.
 _SHAPES = {
     "linear": _LINEAR,

@@ -42,7 +42,7 @@ struct MatrixConfig {
   static constexpr int kWholeElems = 16 / sizeof(T);
   static constexpr MatrixTile kTile = matrix_tile(F::kReads, F::kColumnSums);
   static constexpr int kRows = kTile.rows_of(kElems > 1 || kEdges);
-  // The number of values for row sums that shared memory holds.
+  // The number of row sums, one per row and warp, that shared memory can hold.
   static constexpr int kWaiting = kRows * kMatrixThreads;
   static constexpr bool kKeepsColumns = F::kColumnValues || F::kColumnSums;
   using Edges = MatrixConfig<T, 1, F, true>;
@@ -99,7 +99,7 @@ struct MatrixWork {
   float* s_columns;
   int lanes, lane, group, groups;
   int batch;             // the number of rows in a batch
-  int64_t column;        // the column of the thread's access in a row whose head is 0
+  int64_t column;        // the column of the thread's access, for a row without a head
   int last_head;         // the access lies within a row if the head of the row is at most this
   int kept_head;         // if kKeepsColumns is true: the head of all rows of the block
   int64_t waiting_from;  // the first row whose sum is still in shared memory
@@ -281,7 +281,7 @@ struct MatrixWork {
     if (waiting * width == Config::kWaiting) join_rows();
   }
 
-  // Adds up the row sums in shared memory over the warps of each row, and stores the total sums.
+  // Shared memory holds a sum per row and warp. Adds up the sums of each row and stores the result.
   __device__ __forceinline__ void join_rows() {
     // After this barrier, the other half may be overwritten: all threads read it before they
     // arrived here. Therefore two halves suffice.

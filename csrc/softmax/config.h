@@ -109,8 +109,8 @@ struct SoftmaxRing {
   }
 
  private:
-  // The number of columns that fit into `chunks` chunks per block. For unaligned rows, the number
-  // is smaller by the unaligned elements.
+  // The number of columns that fit into `chunks` chunks per block. An unaligned row begins within a
+  // 16-byte access, so that up to 16 / elem_size - 1 fewer columns fit.
   constexpr int64_t columns(int chunks, int elem_size, bool backward, bool aligned) const {
     return static_cast<int64_t>(cluster) * chunks * chunk_bytes(backward) / elem_size -
            (aligned ? 0 : 16 / elem_size - 1);

@@ -57,9 +57,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  // Whether this warp is a key warp.
-  // NOTE: on Hopper, under a general mask and if a strip has several warps, the compiler must
-  // recompute the result at every use, because no register is free to keep it.
+  // Whether this warp is a key warp. NOTE: fresh_thread() makes the compiler recompute the result
+  // at every use. With a general mask and several warps per strip, a Hopper kernel has no register
+  // left to keep it.
   static __device__ __forceinline__ bool sums_keys() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;

@@ -47,7 +47,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
   static constexpr bool kLoadsRows = true;
   static constexpr bool kLoadsBias = false;
 
-  // s_bias is not used for a bias. It holds the barriers of the warps, one for each pair.
+  // This kernel has no bias. s_bias holds kPairs barriers per warp, one for each pair.
   __device__ __forceinline__ GateBackwardEpilogue(const Sm90GateBackwardParams& p, char* s_staging,
                                                   float* s_bias, int warpgroup)
       : Base(p, s_staging, s_bias, warpgroup), params_(p) {

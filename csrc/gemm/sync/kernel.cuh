@@ -56,12 +56,11 @@ struct OperandB {
   static constexpr bool is_a = false;
 };
 
-// Computes acc += a @ b^T for two slices of fp32 values, which become one slice of 16-bit terms.
-// Elements t and t + 4 of a slice of values become elements 2t and 2t + 1 of the slice of terms.
-// This changes the order of K in a and in b alike, so the product stays the same. If
-// kHandlesNonFinite is true, the values may be inf, NaN or values that round to inf. Otherwise such
-// values set `check` to NaN. read(r, operand, i, second) reads 16 rows of the first or the second
-// slice.
+// Computes acc += a @ b^T for two slices of fp32 operands. Each value is split into 16-bit terms,
+// and the terms of both slices form one slice: elements t and t + 4 of an fp32 slice become
+// elements 2t and 2t + 1. This permutes K in a and in b alike, so the product stays the same. If
+// kHandlesNonFinite is false, a value that is not finite or rounds to inf sets `check` to NaN.
+// read(r, operand, i, second) reads 16 rows of the first or the second slice.
 template <bool kHandlesNonFinite, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {

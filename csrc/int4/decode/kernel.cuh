@@ -131,7 +131,7 @@ __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
 
 // The k-blocks that a warp computes in a round.
 struct Int4DecodeRange {
-  int slot;              // slot of its first tile; the next tiles use the next slots
+  int slot;              // the slot for the sums of the first tile; next tiles use the next slots
   uint32_t k_block, in;  // the index of the first k-block in the weight, and its index in the split
   uint32_t count;        // the number of k-blocks
 

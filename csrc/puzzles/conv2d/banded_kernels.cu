@@ -40,8 +40,8 @@ struct BandedConfig {
 template <typename Config>
 struct BandedLayout {
   int steps;       // number of mma instructions along K per row of weights
-  int before;      // number of vectors of x left of the outputs' columns in a window
-  int halo;        // number of vectors of x beside the outputs' columns in a window
+  int before;      // the number of a window's vectors that lie left of its first output column
+  int halo;        // the number of a window's vectors that lie left or right of its outputs
   int pitch;       // number of elements from one staged row to the next
   int rows;        // the number of staged rows
   int band_words;  // number of words of all band matrices

@@ -87,8 +87,8 @@ def _norm_linear(call: Call) -> list[Row]:
 
 
 def _gated_linear(call: Call) -> list[Row]:
-    # Without interleaving the halves of the weight belong to two branches, and each process must
-    # have a part of both: a plain Shard(0) would pair columns that don't belong together.
+    # Unless the weight is interleaved, its first half belongs to one branch and its second half to
+    # the other. A process needs the same columns of both halves, which Shard(0) does not give it.
     from torch.distributed.tensor.placement_types import _StridedShard
 
     cut = None if call.values["interleaved"] else lambda dim: _StridedShard(dim, split_factor=2)

@@ -31,7 +31,8 @@ except ImportError:
 
 NAME = "torchweld"
 
-# Arguments of models whose result neither torchweld's op nor SDPA gives, and what they are.
+# Arguments that some models pass to attention, but neither torchweld's op nor SDPA supports, with a
+# description of each.
 UNSERVED = {
     "sinks": "attention sinks",
     "indices": "keys chosen for each query",

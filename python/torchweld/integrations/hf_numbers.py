@@ -80,7 +80,8 @@ def leftpad_mask(leftpad: Tensor) -> Tensor:
     leftpad = leftpad.to(torch.int32)
     mask = leftpad.view(-1, 1, 1, 1)
     if not torch.compiler.is_compiling():
-        mask.torchweld_leftpad = leftpad  # spares every layer of a step a view, for which it waits
+        # Layers read this attribute, so that none of them has to make a view on the host.
+        mask.torchweld_leftpad = leftpad
     return mask
 
 

@@ -32,7 +32,7 @@ class Pattern:
     chunk_offset: Tensor | None = None  # (batch,): where each sequence's first chunk begins
     documents: Tensor | None = None  # (batch, seqlen): which packed document a token is of
     positions: Tensor | None = None  # (batch, seqlen): its position there, where chunks count it
-    starts: Tensor | None = None  # (batch, kv_length): the first key that the row of a key sees
+    starts: Tensor | None = None  # (batch, kv_length): the first key that each token sees
 
     def key_start(self, position: Tensor, kv_offset: int) -> Tensor:
         """The first key of each row.

@@ -87,8 +87,8 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Computes what the module computed before ``fuse``."""
-    # NOTE: a wrapped forward outlives unfuse in whoever wrapped it, so that the module may be of
-    # the stock class: super() would not find its forward.
+    # NOTE: don't call super() here. Code that wrapped this forward may still call it after unfuse,
+    # when the module has its stock class again.
     return stock_class(module).forward(module, *args, **kwargs)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_RATIOS = [1 - i / 40 for i in range(21)]  # of the clipped range to the whole one: 1 to 0.5
-_ROUNDS = 3  # of least squares
-_STEPS = 12  # of the half-quadratic iteration
+_RATIOS = [1 - i / 40 for i in range(21)]  # clipped range / whole range, from 1 to 0.5
+_ROUNDS = 3  # the number of least-squares rounds
+_STEPS = 12  # the number of steps of the half-quadratic iteration
 _P, _BETA, _GROWTH = 0.7, 10.0, 1.01  # HQQ's norm, penalty and its growth
 
 
