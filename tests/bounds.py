@@ -1413,25 +1413,35 @@ class LossRows:
             terms = terms.map(lambda t: t * self.slope)
         return dz * self.slope, terms
 
-    def gradients(self, dz: Tensor, p_size: Tensor, size: Tensor, stored: bool) -> list[Bound]:
-        """Bounds of dx, dweight, dbias of dz = dloss / dz, in which p has the factor `p_size`."""
-        dlogits, terms = self.dlogits(dz, p_size, size)
+    def gradients(
+        self, dz: Tensor, p_size: Tensor, size: Tensor, stored: bool, uniform: Tensor | None = None
+    ) -> list[Bound]:
+        """Bounds of dx, dweight, dbias of dz = dloss / dz, in which p has the factor `p_size`.
 
-        # Hopper's engine for bfloat16 multiplies y by x times a factor of the row, both rounded.
+        `uniform` (rows, 1) is the magnitude of the term that all of a row's dz share.
+        """
+        dlogits, terms = self.dlogits(dz, p_size, size)
+        shared = torch.zeros_like(dlogits) if uniform is None else uniform * self.slope.abs()
+
+        # Hopper's engine for bfloat16 multiplies y by x times a factor of the row, both rounded,
+        # and adds the products of the shared term afterwards.
         twice = self.dtype == torch.bfloat16
-        terms = terms + Terms(rounds=[roundable(dlogits, self.dtype)] * (1 + twice))
+        rounded = roundable(dlogits.abs() + shared * twice, self.dtype)
+        terms = terms + Terms(rounds=[rounded] * (1 + twice))
         dx_terms, dweight_terms, dbias_terms = affine_grad_terms(
             dlogits, terms, self.x, Terms(), self.weight
         )
         values = dlogits @ self.weight, dlogits.T @ self.x, dlogits.sum(0)
+        added = shared @ self.weight, shared.T @ self.x, shared.sum(0)
         lost = p_size * lse_error(self.p, self.lse, self.z) * self.slope.abs()
         lost = lost @ self.weight.abs(), lost.T @ self.x.abs(), lost.sum(0)
 
         bounds = []
         every = (dx_terms, dweight_terms, dbias_terms)
-        for value, each, floor in zip(values, every, lost, strict=True):
+        for value, of_shared, each, floor in zip(values, added, every, lost, strict=True):
             if stored or twice:  # rounded, then multiplied by dloss or a factor, and rounded again
-                each = each + Terms([(1, value.abs())], [roundable(value, self.dtype)])
+                size = value.abs() + of_shared.abs() * twice
+                each = each + Terms([(1, size)], [roundable(size, self.dtype)])
             bounds.append(Bound(value, each, self.dtype, floor=lse_floor(floor, self.dtype)))
         bounds[0] = self.whole(bounds[0])
         return bounds
@@ -1499,13 +1509,7 @@ class CrossEntropy(LossRows):
             dz, p_size, size = self.dz(dloss)
             p_size, size = p_size + of_lse.abs(), size + of_lse.abs() * self.p
             return dz + of_lse * self.p, p_size, size
-        d = up(dloss)
-        if self.reduction == "none":
-            d = torch.cat([d, d.new_zeros(d[..., :1].shape)], -1) if self.shift else d
-            d = d[self.live]
-        elif self.reduction == "mean":
-            d = d / self.live.sum()
-        d = d.expand(self.lse.shape)[:, None]
+        d = self.dloss_of_rows(dloss)
         factor = 1 + 2 * self.z_loss * self.lse[:, None]
         hit = torch.nn.functional.one_hot(self.target, self.z.shape[-1]).double()
         flat = self.eps / self.z.shape[-1]
@@ -1513,10 +1517,21 @@ class CrossEntropy(LossRows):
         p_size = d.abs() * (1 + 2 * abs(self.z_loss) * (2 * self.lse.abs()[:, None] + 1))
         return dz, p_size, p_size * self.p + d.abs() * (flat + (1 - self.eps) * hit)
 
+    def dloss_of_rows(self, dloss: Tensor) -> Tensor:
+        """The gradient of each live row's loss, (rows, 1)."""
+        d = up(dloss)
+        if self.reduction == "none":
+            d = torch.cat([d, d.new_zeros(d[..., :1].shape)], -1) if self.shift else d
+            d = d[self.live]
+        elif self.reduction == "mean":
+            d = d / self.live.sum()
+        return d.expand(self.lse.shape)[:, None]
+
     def backward(
         self, dloss: Tensor, stored: bool = False, dlse: Tensor | None = None
     ) -> list[Bound]:
-        return self.gradients(*self.dz(dloss, dlse), stored)
+        uniform = self.dloss_of_rows(dloss).abs() * (self.eps / self.z.shape[-1])
+        return self.gradients(*self.dz(dloss, dlse), stored, uniform)
 
     def logits_backward(self, dloss: Tensor, stored: bool = False) -> Bound:
         return self.logit_gradient(*self.dz(dloss), stored)
@@ -1553,11 +1568,20 @@ def cross_entropy_gradients_bounds(x, weight, target, bias=None, *, output_mask,
 
 
 def cross_entropy_exponentials_bounds(x, weight, target, bias=None, **kwargs) -> list[Bound]:
-    """y = (p - hit / factor) dz / dlogit, 0 behind N and where a row is ignored, by torch's ops."""
+    """y = (p - (1 - eps) hit / factor) dz / dlogit, 0 behind N and where a row is ignored.
+
+    Torch's ops compute it. With keep="auto" the CPU stores nothing.
+    """
+    keep = kwargs.pop("keep", "exponentials")
     rows = CrossEntropy(x, weight, target, bias, **kwargs)
+    if keep == "auto":
+        empty = [(x.dtype, 0), (acc_dtype(x.dtype), 0)]
+        nothing = [Bound(torch.zeros(n, dtype=torch.float64), Terms(), dtype) for dtype, n in empty]
+        return [*rows.results(), *nothing]
     factor = 1 + 2 * rows.z_loss * rows.lse
     factor_terms = rows.lse_terms.map(lambda t: 2 * abs(rows.z_loss) * t) + Terms([(4, factor)])
     hit = torch.nn.functional.one_hot(rows.target, rows.z.shape[-1]) / factor[:, None]
+    hit = hit * (1 - rows.eps)
     y, terms = rows.dlogits(rows.p - hit, torch.ones_like(rows.p), rows.p + hit.abs())
     terms = terms + factor_terms.map(lambda t: hit.abs() * rows.slope * (t / factor)[:, None])
 
@@ -1567,30 +1591,35 @@ def cross_entropy_exponentials_bounds(x, weight, target, bias=None, **kwargs) ->
         return whole.view(*rows.live.shape, whole.shape[-1])
 
     return [
-        rows.results()[0],
+        *rows.results(),
         Bound(filled(y), terms.map(filled), x.dtype),
         rows.bound(factor, factor_terms),
     ]
 
 
 def cross_entropy_exponentials_backward_bounds(
-    dloss, x, weight, target, y, factor, *, reduction="mean", ignore_index=-100, shift=0,
-    output_mask,
+    dloss, x, weight, target, y, factor, *, reduction="mean", ignore_index=-100,
+    label_smoothing=0.0, shift=0, temperature=1.0, output_mask,
 ):  # fmt: skip
     rows = up(x).reshape(target.numel(), weight.shape[1])
     y = up(y).reshape(target.numel(), y.shape[-1])[:, : weight.shape[0]]
-    each = R.rows_dloss(up(dloss), up(target), reduction, ignore_index, shift)
-    each = each * up(factor).flatten()
-    dlogits = each[:, None] * y
-    terms = Terms([(4, dlogits.abs())])
+    live = up(factor).flatten() != 0
+    dloss = R.rows_dloss(up(dloss), up(target), reduction, ignore_index, shift)
+    uniform = dloss * live * (label_smoothing / (temperature * weight.shape[0]))
+    size = (dloss * up(factor).flatten())[:, None] * y
+    dlogits = size - uniform[:, None]
+    size = size.abs() + uniform.abs()[:, None]
+    terms = Terms([(4, size)])
     if x.dtype == torch.bfloat16:
-        terms = terms + Terms(rounds=[roundable(dlogits, x.dtype)])
+        terms = terms + Terms(rounds=[roundable(size, x.dtype)])
     every = affine_grad_terms(dlogits, terms, rows, Terms(), up(weight))
     values = [dlogits @ up(weight), dlogits.T @ rows, dlogits.sum(0)]
+    shared = uniform[:, None].expand(dlogits.shape)
+    added = [shared @ up(weight), shared.T @ rows, shared.sum(0)]
     again = x.dtype == torch.bfloat16
     bounds = [
-        Bound(v, t + Terms(rounds=[roundable(v, x.dtype)] * again), x.dtype)
-        for v, t in zip(values, every, strict=True)
+        Bound(v, t + Terms(rounds=[roundable(v.abs() + a.abs(), x.dtype)] * again), x.dtype)
+        for v, a, t in zip(values, added, every, strict=True)
     ]
     bounds[0] = Bound(
         bounds[0].ref.view(x.shape), bounds[0].terms.map(lambda t: t.view(x.shape)), x.dtype

@@ -222,7 +222,7 @@ def _builds() -> dict[str, dict[str, Build]]:
         add(name + "_gradients_forward", **{n: without(losses[n], output_mask=[True] * 3)})
     for n, mask in (("plain", [True] * 3), ("x", [True, False, False])):
         add(name + "_gradients_backward", **{n: scaled_gradients_call(lead, 8, 4, mask)})
-    kept = {n: without(c, "label_smoothing") for n, c in losses.items()}
+    kept = {n: without(c, "softcap") for n, c in losses.items()}
     add(name + "_exponentials_forward", **kept)
     backward = {n: exponentials_backward_call(c, [True] * 3) for n, c in losses.items()}
     add(name + "_exponentials_backward", **backward)

@@ -344,7 +344,8 @@ def exponentials_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker
         n = weight.shape[0]
         y = m.randn(*target.shape, -(-n // 64) * 64)
         y[..., n:] = 0
-        kept = {k: v for k, v in kwargs.items() if k in ("reduction", "ignore_index", "shift")}
+        names = ("reduction", "ignore_index", "label_smoothing", "shift", "temperature")
+        kept = {k: v for k, v in kwargs.items() if k in names}
         ones = torch.ones((), dtype=torch.float64)
         live = R.rows_dloss(
             ones.expand(loss.shape) if loss.dim() else ones,
@@ -709,10 +710,11 @@ def _listed() -> dict[str, list[Sample]]:
         vector=scaled_gradients_call((), 3, 4, masks[0]),
         empty=scaled_gradients_call((0,), 3, 4, masks[0]),
     )
-    options = ("keep", "label_smoothing")
+    refused = {n: "label_smoothing" if n == "options" else "softcap" for n in losses}
     add(
         name + "_exponentials_forward",
-        **{n: without(c, *options) for n, (c, _) in losses.items()},
+        **{n: without(c, "keep", refused[n]) for n, (c, _) in losses.items()},
+        auto=without(losses["plain"][0], keep="auto"),
     )
     add(
         name + "_exponentials_backward",

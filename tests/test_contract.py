@@ -186,13 +186,12 @@ SCHEMAS = [
     "(Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
     "linear_cross_entropy_gradients_backward(Tensor dloss, Tensor unit_dx, Tensor unit_dweight, "
     "Tensor unit_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    "linear_cross_entropy_exponentials_forward(Tensor x, Tensor weight, Tensor target, "
-    'Tensor? bias=None, *, str reduction="mean", int ignore_index=-100, float? softcap=None, '
-    "float z_loss=0, int shift=0, float temperature=1.0) -> "
-    "(Tensor loss, Tensor y, Tensor factor)",
+    f'linear_cross_entropy_exponentials_forward({LOSS}, str keep="exponentials") -> '
+    "(Tensor loss, Tensor lse, Tensor y, Tensor factor)",
     "linear_cross_entropy_exponentials_backward(Tensor dloss, Tensor x, Tensor weight, "
     'Tensor target, Tensor y, Tensor factor, *, str reduction="mean", int ignore_index=-100, '
-    "int shift=0, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "float label_smoothing=0, int shift=0, float temperature=1.0, bool[3] output_mask) -> "
+    "(Tensor dx, Tensor dweight, Tensor dbias)",
     "linear_token_logprobs(Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
     "float temperature=1.0, float? softcap=None, bool entropy=False) -> "
     "(Tensor logprob, Tensor entropy)",

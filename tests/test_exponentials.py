@@ -21,6 +21,9 @@ OPTIONS = {
     "z_loss": {"z_loss": 0.05},
     "temperature": {"temperature": 0.7},
     "shift": {"shift": 1},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "all_smooth": {"label_smoothing": 1.0},
+    "smooth": {"label_smoothing": 0.2, "z_loss": 0.1, "temperature": 1.3, "shift": 1},
     "together": {"softcap": 5.0, "z_loss": 0.1, "temperature": 1.3, "shift": 1},
 }
 # A tile of one class, odd vocabularies, rows and classes beyond a tile, K of a partial k-block.

@@ -312,8 +312,8 @@ REFUSED_LOSS = [
     ({"shift": 1, "x": X[:0], "target": TARGET[:0]}, r"x must be \(..., S, K\) with S at least 1"),
     ({"keep": "all"}, "keep must be 'auto', 'exponentials', 'gradients' or 'nothing'"),
     (
-        {"keep": "exponentials", "label_smoothing": 0.1},
-        "keep='exponentials' must have label_smoothing 0, but got 0.1",
+        {"keep": "exponentials", "label_smoothing": 0.1, "softcap": 2.0},
+        "keep='exponentials' must have label_smoothing 0 with a softcap, but got 0.1",
     ),
     ({"keep": "gradients", "reduction": "none"}, "must have reduction 'mean' or 'sum'"),
     ({"keep": "gradients", "x": X.half(), "weight": WEIGHT.half()}, "float32 or bfloat16"),

@@ -8,6 +8,8 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
+
 #include "core/device.h"
 #include "core/observe.h"
 #include "losses/exponentials.h"
@@ -19,8 +21,8 @@ bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossO
   const DeviceFacts device = device_facts();
   const auto k = weight.sym_size(1).maybe_as_int();
   return (x.is_cuda() || is_dry_run()) && device.wgmma && device.tma &&
-         x.scalar_type() == at::kBFloat16 && options.label_smoothing == 0 && k && *k > 0 &&
-         *k % 8 == 0;
+         x.scalar_type() == at::kBFloat16 && (options.label_smoothing == 0 || !options.softcap) &&
+         k && *k > 0 && *k % 8 == 0;
 #else
   return false;
 #endif
@@ -64,7 +66,9 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
   const Tensor lse = at::logsumexp(z, {1});
   const Tensor target = in.targets.masked_fill(live.logical_not(), 0).unsqueeze(1);
   const Tensor z_target = z.gather(1, target).squeeze(1);
-  const Tensor loss = lse - z_target + in.options.z_loss * lse * lse;
+  const double eps = in.options.label_smoothing;
+  Tensor loss = lse - (1 - eps) * z_target + in.options.z_loss * lse * lse;
+  if (eps != 0) loss.sub_(z.mean(1), eps);
   const auto store = [&](const Tensor& to, const Tensor& from) {
     to.copy_(at::where(live, from, at::zeros({}, from.options())));
   };
@@ -72,11 +76,14 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
   store(results.lse, lse);
   // Here k is the lse of the row. Then y is the softmax, and factor is the derivative of the loss
   // with respect to the lse.
-  Tensor y = (z - lse.unsqueeze(1)).exp_();
+  // NOTE: if all logits of a row are -inf, its probabilities are NaN: factor is NaN, and y is 0.
+  const Tensor impossible = lse.eq(-std::numeric_limits<double>::infinity());
+  Tensor y = (z - lse.masked_fill(impossible, 0).unsqueeze(1)).exp_();
   Tensor lse_slope = 1 + 2 * in.options.z_loss * lse;
   constexpr double kTiny = 1e-10;  // the minimum of |lse_slope|, because y is divided by lse_slope
   lse_slope.masked_fill_(lse_slope.abs().lt(kTiny), kTiny);
-  y.scatter_add_(1, target, -lse_slope.reciprocal().unsqueeze(1));
+  lse_slope.masked_fill_(impossible, std::numeric_limits<double>::quiet_NaN());
+  y.scatter_add_(1, target, -lse_slope.reciprocal().mul_(1 - eps).unsqueeze(1));
   if (slope.defined()) {
     y.mul_(slope);
   } else {
@@ -88,10 +95,10 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
 }
 
 void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
-                           const Tensor& weight, const LossGradients& grads) {
+                           const Tensor& weight, double uniform, const LossGradients& grads) {
 #ifdef TORCHWELD_CUDA
   if (kept.y.numel() > 0 && has_exponentials_kernels(x, weight, {})) {
-    return exponentials_backward_sm90(kept, dloss, x, weight, grads);
+    return exponentials_backward_sm90(kept, dloss, x, weight, uniform, grads);
   }
 #endif
   const auto acc = acc_dtype(x);
@@ -101,11 +108,26 @@ void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const 
   const auto scaled = [&](const Tensor& rows) {
     return at::where(live, factor * rows, at::zeros({}, rows.options()));
   };
+  // The uniform term of each row, 0 for ignored rows.
+  const Tensor each =
+      at::where(live, dloss.unsqueeze(1) * -uniform, at::zeros({}, dloss.options()));
   if (grads.wanted[0]) {
-    grads.dx.copy_(scaled(at::mm(y, weight.to(acc))).view(grads.dx.sizes()));
+    Tensor dx = scaled(at::mm(y, weight.to(acc)));
+    if (uniform != 0) dx.add_(each * weight.sum(0, /*keepdim=*/true, acc));
+    grads.dx.copy_(dx.view(grads.dx.sizes()));
   }
-  if (grads.wanted[1]) grads.dweight.copy_(at::mm(y.t(), scaled(as_matrix(x).to(acc))));
-  if (grads.wanted[2]) grads.dbias.copy_(scaled(y).sum(0));
+  if (grads.wanted[1]) {
+    const Tensor rows = as_matrix(x).to(acc);
+    Tensor dweight = at::mm(y.t(), scaled(rows));
+    if (uniform != 0) {
+      dweight.add_((each * at::where(live, rows, at::zeros({}, rows.options()))).sum(0));
+    }
+    grads.dweight.copy_(dweight);
+  }
+  if (grads.wanted[2]) {
+    const Tensor dbias = scaled(y).sum(0);
+    grads.dbias.copy_(uniform == 0 ? dbias : dbias + each.sum());
+  }
 }
 
 }  // namespace torchweld

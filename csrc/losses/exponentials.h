@@ -15,12 +15,18 @@
 // close enough to the largest l. If it is not, a kernel rescales the row of y in memory.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "losses/loss.h"
 
 namespace torchweld {
 
+// With label smoothing, the gradient has one more term, -uniform * dloss, which is the same for all
+// logits of a row. y does not contain this term. The backward adds its contribution to dx, a
+// multiple of the sum of the rows of `weight`, and its contribution to dweight, which is the same
+// for all rows of dweight. In the forward, the mean of a row's logits is x times the mean of the
+// rows of `weight`. This requires that there is no softcap.
 struct Exponentials {
   Tensor y;       // (..., N rounded up to 64), in x's dtype; columns from N on are 0
   Tensor factor;  // (...), in the accumulation dtype; 0 for an ignored row
@@ -38,11 +44,18 @@ bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossO
 std::vector<c10::SymInt> exponentials_sizes(const Tensor& x, const Tensor& weight);
 Exponentials empty_exponentials(const Tensor& x, const Tensor& weight);
 
-// Computes the loss and the lse of every row, and stores y and factor in `kept`. label_smoothing
-// must be 0.
+// Returns the `uniform` of a row's gradient: the gradient with respect to each of the row's logits
+// has a term -uniform * dloss.
+inline double uniform_gradient(const LossOptions& options, int64_t n) {
+  return options.label_smoothing /
+         (static_cast<double>(std::max<int64_t>(n, 1)) * options.temperature);
+}
+
+// Computes the loss and the lse of every row, and stores y and factor in `kept`. If label_smoothing
+// is not 0, there must be no softcap.
 void exponentials_forward(const LossInputs& in, const LossRows& results, const Exponentials& kept);
 void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
-                           const Tensor& weight, const LossGradients& grads);
+                           const Tensor& weight, double uniform, const LossGradients& grads);
 
 #ifdef TORCHWELD_CUDA
 // Runs the forward on the Hopper kernels. May be called only if has_exponentials_kernels returns
@@ -51,7 +64,7 @@ void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const 
 void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                const Exponentials* kept);
 void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
-                                const Tensor& weight, const LossGradients& grads);
+                                const Tensor& weight, double uniform, const LossGradients& grads);
 // Computes the gradients for a forward that has stored the lse, but not y. The function computes y
 // again, some columns at a time. dlse may be undefined.
 void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const Tensor& dloss,

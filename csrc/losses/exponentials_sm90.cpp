@@ -2,7 +2,10 @@
 #ifdef TORCHWELD_CUDA
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/addr.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mean.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -47,7 +50,7 @@ float* optional_data(const Tensor& t) { return t.defined() ? mutable_data<float>
 
 // The operands of a loss, and workspace vectors with one element per row.
 struct Operands {
-  Tensor x, weight, vectors;
+  Tensor x, weight, vectors, mean_weight, mean_bias;
   Vector bias;
   ExponentialRows rows;
   float *row_reference, *row_sum, *row_moment;
@@ -55,7 +58,11 @@ struct Operands {
   explicit Operands(const LossInputs& in)
       : x(chunked_rows(in.x)), weight(chunked_rows(in.weight)), bias(in.bias) {
     const int64_t m = x.size(0);
-    vectors = at::empty({5, m}, x.options().dtype(at::kFloat));
+    vectors = at::empty({6, m}, x.options().dtype(at::kFloat));
+    if (in.options.label_smoothing != 0) {
+      mean_weight = weight.mean(0, /*keepdim=*/false, at::kFloat);
+      if (is_given(in.bias)) mean_bias = in.bias->mean(at::kFloat);
+    }
     float* v = mutable_data<float>(vectors);
     row_reference = v + 2 * m;
     row_sum = v + 3 * m;
@@ -73,8 +80,12 @@ struct Operands {
             static_cast<float>(in.options.temperature),
             static_cast<float>(in.options.softcap.value_or(0)),
             static_cast<float>(in.options.z_loss),
+            static_cast<float>(in.options.label_smoothing),
+            optional_data(mean_weight),
+            optional_data(mean_bias),
             v,
-            v + m};
+            v + m,
+            v + 5 * m};
   }
 
   // Computes y = 2^(l - reference) and the sums of y, for columns [column, column + columns) of the
@@ -122,13 +133,15 @@ struct SumsBuffer {
   }
 };
 
-// Computes to = factor * dloss * from, with one factor and one dloss per row. The result has the
-// dtype of `from`.
-void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, const Tensor& dloss) {
+// Computes to = factor * dloss * from, with one factor and one dloss per row. If `offset`
+// (columns,) is defined, adds dloss * offset. The result has the dtype of `from`.
+void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, const Tensor& dloss,
+                const Tensor& offset = {}) {
   if (to.numel() == 0) return;
   launch_scale_rows(
       {from.size(0), from.size(1), const_data<void>(from), from.stride(0), mutable_data<void>(to),
-       to.stride(0), const_data<float>(factor), const_data<float>(dloss), dloss.stride(0)},
+       to.stride(0), const_data<float>(factor), const_data<float>(dloss), dloss.stride(0),
+       offset.defined() ? const_data<float>(offset) : nullptr},
       current_stream());
 }
 
@@ -140,11 +153,50 @@ Matrix exponentials_of(const Tensor& y, int64_t columns) {
   return matrix;
 }
 
+// Computes to = vector @ matrix, with a matrix (rows, columns), and vector (rows,) in fp32.
+void vector_product_into(const Tensor& to, const Tensor& vector, const Matrix& matrix,
+                         const MatmulEpilogue& epilogue = {}) {
+  const Tensor row = vector.to(to.scalar_type()).view({1, vector.size(0)});
+  matmul_into(Matrix(to.view({1, to.size(0)})), Matrix(row), matrix.t(), epilogue);
+}
+
+// The term of the gradient that is the same for all logits of a row: -uniform * dloss.
+struct UniformTerm {
+  double uniform;
+  Tensor each;  // (rows,): -uniform * dloss, 0 for an ignored row; undefined if uniform is 0
+
+  UniformTerm(double uniform, const Tensor& factor, const Tensor& dloss) : uniform(uniform) {
+    if (uniform != 0) each = (dloss * -uniform).masked_fill_(factor.eq(0), 0);
+  }
+
+  // Returns the offset (K,) of scale_rows for dx.
+  Tensor offset_of_dx(const Tensor& weight) const {
+    if (!each.defined()) return {};
+    return weight.sum(0, /*keepdim=*/false, at::kFloat).mul_(-uniform);
+  }
+  // Returns the row (K,) that is added to all rows of dweight. `scaled` is factor * dloss * x.
+  // NOTE: the sum divides by factor * dloss again, because x may hold NaN in ignored rows, where
+  // `scaled` is 0.
+  OptionalTensor row_of_dweight(const Tensor& scaled, const Tensor& factor,
+                                const Tensor& dloss) const {
+    if (!each.defined()) return std::nullopt;
+    const Tensor scale = factor * dloss;
+    const Tensor row = at::empty({scaled.size(1)}, scaled.options());
+    vector_product_into(row, (each / scale).masked_fill_(scale.eq(0), 0), Matrix(scaled));
+    return row;
+  }
+  OptionalTensor offset_of_dbias(const Tensor& dbias) const {
+    if (!each.defined()) return std::nullopt;
+    return each.sum().to(dbias.scalar_type()).expand(dbias.sizes()).contiguous();
+  }
+};
+
 // Computes the gradient of the bias for the columns of y. It is the sum of factor * dloss * y over
-// the rows.
-void dbias_into(const Tensor& dbias, const Matrix& y, const Tensor& factor, const Tensor& dloss) {
-  const Tensor each = (factor * dloss).masked_fill_(factor.eq(0), 0).to(dbias.scalar_type());
-  matmul_into(Matrix(dbias.view({1, dbias.size(0)})), Matrix(each.view({1, each.size(0)})), y.t());
+// the rows, plus the uniform term.
+void dbias_into(const Tensor& dbias, const Matrix& y, const Tensor& factor, const Tensor& dloss,
+                const UniformTerm& uniform) {
+  const Tensor each = (factor * dloss).masked_fill_(factor.eq(0), 0);
+  vector_product_into(dbias, each, y, {uniform.offset_of_dbias(dbias)});
 }
 
 }  // namespace
@@ -192,22 +244,24 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
 }
 
 void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
-                                const Tensor& weight, const LossGradients& grads) {
+                                const Tensor& weight, double uniform, const LossGradients& grads) {
   const OnDevice on(x.device());
   const int64_t n = weight.size(0);
   const Matrix y = exponentials_of(kept.y, n);
+  const UniformTerm term(uniform, kept.factor, dloss);
   if (grads.wanted[0] && grads.dx.numel() > 0) {
     const Tensor dx = grads.dx.view({y.rows, x.size(-1)});
     matmul_into(dx, y, Matrix(weight).t());
-    scale_rows(dx, dx, kept.factor, dloss);
+    scale_rows(dx, dx, kept.factor, dloss, term.offset_of_dx(weight));
   }
   if (grads.wanted[1]) {
     const Tensor rows = chunked_rows(x);
     const Tensor scaled = at::empty(rows.sizes(), rows.options());
     scale_rows(rows, scaled, kept.factor, dloss);
-    matmul_into(grads.dweight, y.t(), Matrix(scaled).t());
+    matmul_into(grads.dweight, y.t(), Matrix(scaled).t(),
+                {term.row_of_dweight(scaled, kept.factor, dloss)});
   }
-  if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss);
+  if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss, term);
 }
 
 // The factors of the gradient with respect to a row's logits if there is a gradient dlse. The
@@ -233,6 +287,7 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
   const RowFactors factors(dloss_rows, dlse, lse, in.options.z_loss);
   const Tensor& dloss = factors.total;
   if (factors.share.defined()) operands.rows.z_loss = 0;  // total has its term
+  const double uniform = uniform_gradient(in.options, in.weight.size(0));
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
   // The limit of the total memory of three tensors: y for a block of columns, dx in fp32, and the
@@ -263,6 +318,9 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
     scaled = at::empty({m, k}, operands.x.options());
     scale_rows(operands.x, scaled, factor, dloss);
   }
+  const UniformTerm term(uniform, factor, dloss_rows);
+  OptionalTensor dweight_row;
+  if (grads.wanted[1]) dweight_row = term.row_of_dweight(scaled, factor, dloss);
   for (int64_t first = 0; first < n; first += tiles * columns) {
     const int64_t count = std::min(n - first, tiles * columns);
     if (count % kChunkElems != 0) {
@@ -279,15 +337,18 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
       wide_product_into(dx, part, words, /*add=*/first > 0);
     }
     if (grads.wanted[1]) {
-      matmul_into(grads.dweight.narrow(0, first, count), exponentials.t(), Matrix(scaled).t());
+      matmul_into(grads.dweight.narrow(0, first, count), exponentials.t(), Matrix(scaled).t(),
+                  {dweight_row});
     }
     if (grads.wanted[2]) {
-      dbias_into(grads.dbias.narrow(0, first, count), exponentials, factor, dloss);
+      dbias_into(grads.dbias.narrow(0, first, count), exponentials, factor, dloss, term);
     }
   }
   if (grads.wanted[0]) {
     const Tensor each = (factor * dloss).unsqueeze(1);
-    grads.dx.copy_(dx.mul_(each).masked_fill_(factor.eq(0).unsqueeze(1), 0).view(grads.dx.sizes()));
+    dx.mul_(each).masked_fill_(factor.eq(0).unsqueeze(1), 0);
+    if (uniform != 0) dx.addr_(term.each, operands.weight.sum(0, /*keepdim=*/false, at::kFloat));
+    grads.dx.copy_(dx.view(grads.dx.sizes()));
   }
 }
 

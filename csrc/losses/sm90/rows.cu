@@ -40,16 +40,24 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows
   assert(target >= 0 && target < p.n && "torchweld: target must be from 0 to N - 1");
   const T* g_x = static_cast<const T*>(p.x) + row * p.x_row_stride;
   const T* g_w = static_cast<const T*>(p.weight) + target * p.weight_row_stride;
-  float sum = 0;
+  float sum = 0, mean = 0;
   for (int64_t k = lane * kElems; k < p.k; k += kWarp * kElems) {
     float x[kElems], w[kElems];
     to_floats<T>(x, load_words(g_x + k));
     to_floats<T>(w, load_words(g_w + k));
 #pragma unroll
     for (int j = 0; j < kElems; ++j) sum = fmaf(x[j], w[j], sum);
+    if (p.mean_weight == nullptr) continue;
+#pragma unroll
+    for (int j = 0; j < kElems; ++j) mean = fmaf(x[j], p.mean_weight[k + j], mean);
   }
   sum = warp_sum(sum);
+  mean = warp_sum(mean);
   if (lane != 0) return;
+  if (p.mean_weight != nullptr) {
+    if (p.mean_bias != nullptr) mean += *p.mean_bias;
+    p.mean_logit[row] = mean / p.temperature;
+  }
   if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[target]);
   if (p.softcap > 0) sum = p.softcap * tanh_of</*kExact=*/true>(sum / p.softcap);
   sum /= p.temperature;
@@ -136,7 +144,11 @@ __global__ void __launch_bounds__(kRows* kGroups)
   const double log_sum = log(double(sums.sum));
   const double lse = log_sum + (sums.sum == 0 ? 0 : kLn2 * sums.reference);
   out.lse[row] = float(lse);
-  out.loss[row] = float(lse - p.target_logit[row] + p.z_loss * lse * lse);
+  // NOTE: a mean of -inf times a label_smoothing of 0 would be NaN.
+  const double eps = p.label_smoothing;
+  double expected = (1 - eps) * p.target_logit[row];
+  if (eps != 0) expected += eps * p.mean_logit[row];
+  out.loss[row] = float(lse - expected + p.z_loss * lse * lse);
   // The entropy is lse - sum(p z). Here lse and z are relative to the reference, which cancels.
   if (out.entropy != nullptr) out.entropy[row] = float(log_sum - kLn2 * sums.moment / sums.sum);
   if (out.y == nullptr) return;
@@ -154,7 +166,8 @@ __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
   if (target == p.ignore_index || column < 0 || column >= p.n) return;
   const float z = p.target_logit[row], probability = expf(z - out.lse[row]);
   const float slope = lse_slope(p.z_loss, out.lse[row]);
-  const float share = out.target_share == nullptr ? 1.f : out.target_share[row];
+  const float share =
+      (1.f - p.label_smoothing) * (out.target_share == nullptr ? 1.f : out.target_share[row]);
   float y = fmaf(slope, probability, -share) * (out.row_sum[row] / slope);
   if (p.softcap > 0) {
     const float t = z * p.temperature / p.softcap;
@@ -215,8 +228,11 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaledRows p) {
   const int64_t row = blockIdx.x;
-  float factor = p.factor[row];
-  if (factor != 0) factor *= p.scale[row * p.scale_stride];
+  float factor = p.factor[row], scale = 0;
+  if (factor != 0) {
+    scale = p.scale[row * p.scale_stride];
+    factor *= scale;
+  }
   const T* g_from = static_cast<const T*>(p.from) + row * p.from_row_stride;
   T* g_to = static_cast<T*>(p.to) + row * p.to_row_stride;
   for (int64_t j = threadIdx.x * kElems; j < p.columns; j += kThreads * kElems) {
@@ -224,6 +240,10 @@ __global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaledRows p) {
     to_floats<T>(v, load_words(g_from + j));
 #pragma unroll
     for (int i = 0; i < kElems; ++i) v[i] = factor == 0 ? 0.f : v[i] * factor;
+    if (p.offset != nullptr && scale != 0) {
+#pragma unroll
+      for (int i = 0; i < kElems; ++i) v[i] = fmaf(scale, p.offset[j + i], v[i]);
+    }
     *reinterpret_cast<uint4*>(g_to + j) = words_of<T>(v);
   }
 }

@@ -20,12 +20,16 @@ struct ExponentialRows {
   const int64_t* target;  // (rows,)
   int64_t ignore_index;
   float temperature, softcap, z_loss;  // softcap 0 means no softcap
-  float* target_logit;                 // (rows,), the target's logit after softcap and temperature
-  float* reference;                    // (rows,), the reference exponent; inf for an ignored row
+  float label_smoothing;               // if not 0, softcap must be 0
+  const float* mean_weight;  // (k,), the mean of the rows of weight; nullptr: no smoothing
+  const float* mean_bias;    // (), the mean of the bias, or nullptr
+  float* target_logit;       // (rows,), the target's logit after softcap and temperature
+  float* reference;          // (rows,), the reference exponent; inf for an ignored row
+  float* mean_logit;  // (rows,), the mean of a row's logits; not written without label smoothing
 };
 
 // Computes the logit of each row's target in fp32, and from this logit the row's reference
-// exponent.
+// exponent. With label smoothing, also computes the mean of each row's logits.
 void launch_target_logits(const ExponentialRows& p, cudaStream_t stream);
 
 // The sums that the matmul has stored for a range of tiles. losses/sm90/exponentials.h defines
@@ -68,9 +72,9 @@ void launch_gradient_factors(const ExponentialRows& p, const ExponentialResults&
 void launch_gradient_targets(const ExponentialRows& p, const ExponentialResults& results,
                              cudaStream_t stream);
 
-// The parameters of the kernel that computes to = factor * scale * from, with one factor and one
-// scale per row. If the factor of a row is 0, the result is 0 even if `from` has inf or NaN in this
-// row.
+// The parameters of the kernel that computes to = factor * scale * from + scale * offset, with one
+// factor and one scale per row, and one offset per column. If the factor of a row is 0, the result
+// is 0 even if `from` has inf or NaN in this row.
 struct ScaledRows {
   int64_t rows, columns;
   const void* from;
@@ -80,6 +84,7 @@ struct ScaledRows {
   const float* factor;   // (rows,)
   const float* scale;    // (rows,)
   int64_t scale_stride;  // 0 if all rows share one scale
+  const float* offset;   // (columns,), or nullptr
 };
 void launch_scale_rows(const ScaledRows& p, cudaStream_t stream);
 

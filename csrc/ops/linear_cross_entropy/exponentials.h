@@ -1,30 +1,47 @@
-// The ops behind keep="exponentials". In addition to the loss, the forward returns y and factor
+// The ops behind keep="exponentials". In addition to loss and lse, the forward returns y and factor
 // (losses/exponentials.h). The backward computes the gradients from y and factor.
 #pragma once
 
+#include <ATen/ops/zeros.h>
+
 #include "core/dispatch.h"
 #include "losses/exponentials.h"
+#include "ops/linear_cross_entropy/keep.h"
 
 namespace torchweld::linear_cross_entropy_op {
 
-inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forward_meta(
+// Returns true if the forward stores y and factor. With keep="auto", it stores them only if the
+// Hopper kernels support the loss; else y and factor are (0,).
+inline bool stores_exponentials(const char* op, c10::string_view keep, const LossOptions& options,
+                                const Tensor& x, const Tensor& weight) {
+  TW_CHECK(keep == "exponentials" || keep == "auto", op,
+           "keep must be 'exponentials' or 'auto', but got '", std::string(keep), "'");
+  return parse_keep(op, keep, options, x, weight) == Keep::kExponentials;
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forward_meta(
     const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-    c10::string_view reduction, int64_t ignore_index, std::optional<double> softcap, double z_loss,
-    int64_t shift, double temperature) {
+    c10::string_view reduction, int64_t ignore_index, double label_smoothing,
+    std::optional<double> softcap, double z_loss, int64_t shift, double temperature,
+    c10::string_view keep) {
   const char* op = "linear_cross_entropy_exponentials_forward";
-  const LossOptions options =
-      cross_entropy_options(op, reduction, ignore_index, 0, softcap, z_loss, shift, temperature);
+  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                    softcap, z_loss, shift, temperature);
   const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
-  const Exponentials kept = empty_exponentials(x, weight);
-  return {empty_loss(x, sizes, options), kept.y, kept.factor};
+  const bool stores = stores_exponentials(op, keep, options, x, weight);
+  const Exponentials kept =
+      stores ? empty_exponentials(x, weight)
+             : Exponentials{at::empty({0}, x.options()), empty_per_token(x, {c10::SymInt(0)})};
+  return {empty_loss(x, sizes, options), empty_per_token(x, sizes), kept.y, kept.factor};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_backward_meta(
     const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
     const Tensor& y, const Tensor& factor, c10::string_view reduction, int64_t ignore_index,
-    int64_t shift, std::array<bool, 3> output_mask) {
+    double label_smoothing, int64_t shift, double temperature, std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_exponentials_backward";
-  const LossOptions options = {parse_reduction(op, reduction)};
+  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                    std::nullopt, 0, shift, temperature);
   const auto sizes = check_loss_inputs(op, x, weight, target, std::nullopt, shift);
   check_dloss(op, dloss, x, sizes, options);
   check_like(op, "y", y, "x", x);
@@ -34,53 +51,63 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_back
   return {grads.dx, grads.dweight, grads.dbias};
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forward_any(
+// The engine computes the loss if y and factor are not stored.
+template <LossEngine engine>
+std::tuple<Tensor, Tensor, Tensor, Tensor> exponentials_forward_on(
     const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-    c10::string_view reduction, int64_t ignore_index, std::optional<double> softcap, double z_loss,
-    int64_t shift, double temperature) {
+    c10::string_view reduction, int64_t ignore_index, double label_smoothing,
+    std::optional<double> softcap, double z_loss, int64_t shift, double temperature,
+    c10::string_view keep) {
   const char* op = "linear_cross_entropy_exponentials_forward";
-  auto [loss, y, factor] = linear_cross_entropy_exponentials_forward_meta(
-      x, weight, target, bias, reduction, ignore_index, softcap, z_loss, shift, temperature);
-  const LossInputs in = {
-      LossKind::kCrossEntropy,
-      x,
-      weight,
-      bias,
-      target,
-      {parse_reduction(op, reduction), ignore_index, 0, softcap, z_loss, shift, temperature}};
-  const Exponentials kept = Exponentials{y, factor}.rows(in.targets.numel());
-  const LossRows rows = {at::empty_like(kept.factor), at::empty_like(kept.factor), {}};
-  exponentials_forward(in, rows, kept);
+  auto [loss, lse, y, factor] = linear_cross_entropy_exponentials_forward_meta(
+      x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
+      temperature, keep);
+  const LossInputs in = {LossKind::kCrossEntropy,
+                         x,
+                         weight,
+                         bias,
+                         target,
+                         cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                               softcap, z_loss, shift, temperature)};
+  const auto zeros = [&] { return at::zeros({in.targets.numel()}, loss.options()); };
+  const LossRows rows = {zeros(), zeros(), {}};
+  if (stores_exponentials(op, keep, in.options, x, weight)) {
+    exponentials_forward(in, rows, Exponentials{y, factor}.rows(in.targets.numel()));
+  } else {
+    engine("linear_cross_entropy", in, rows, {}, no_loss_gradients());
+  }
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
-  return {loss, y, factor};
+  copy_from_rows(lse, rows.lse, target, in.options);
+  return {loss, lse, y, factor};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_backward_any(
     const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
     const Tensor& y, const Tensor& factor, c10::string_view reduction, int64_t ignore_index,
-    int64_t shift, std::array<bool, 3> output_mask) {
+    double label_smoothing, int64_t shift, double temperature, std::array<bool, 3> output_mask) {
   auto [dx, dweight, dbias] = linear_cross_entropy_exponentials_backward_meta(
-      dloss, x, weight, target, y, factor, reduction, ignore_index, shift, output_mask);
-  LossOptions options;
-  options.reduction = parse_reduction("linear_cross_entropy_exponentials_backward", reduction);
-  options.ignore_index = ignore_index;
-  options.shift = shift;
+      dloss, x, weight, target, y, factor, reduction, ignore_index, label_smoothing, shift,
+      temperature, output_mask);
+  const LossOptions options =
+      cross_entropy_options("linear_cross_entropy_exponentials_backward", reduction, ignore_index,
+                            label_smoothing, std::nullopt, 0, shift, temperature);
   const Tensor targets = target_of_rows(target, options);
   const LossGradients grads = {dx, dweight, dbias, output_mask};
   if (grads.any()) {
     exponentials_backward(Exponentials{y, factor}.rows(targets.numel()),
-                          dloss_of_rows(dloss, target, targets, options), x, weight, grads);
+                          dloss_of_rows(dloss, target, targets, options), x, weight,
+                          uniform_gradient(options, weight.size(0)), grads);
   }
   return {dx, dweight, dbias};
 }
 
 constexpr auto linear_cross_entropy_exponentials_forward_cpu =
-    linear_cross_entropy_exponentials_forward_any;
+    exponentials_forward_on<loss_rows_cpu>;
 constexpr auto linear_cross_entropy_exponentials_backward_cpu =
     linear_cross_entropy_exponentials_backward_any;
 #ifdef TORCHWELD_CUDA
 constexpr auto linear_cross_entropy_exponentials_forward_cuda =
-    linear_cross_entropy_exponentials_forward_any;
+    exponentials_forward_on<loss_rows_cuda>;
 constexpr auto linear_cross_entropy_exponentials_backward_cuda =
     linear_cross_entropy_exponentials_backward_any;
 #endif

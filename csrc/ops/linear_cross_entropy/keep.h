@@ -20,9 +20,9 @@ inline Keep parse_keep(const char* op, c10::string_view name, const LossOptions&
     return fits ? Keep::kGradients : Keep::kNothing;
   }
   if (name == "exponentials") {
-    TW_CHECK(options.label_smoothing == 0, op,
-             "keep='exponentials' must have label_smoothing 0, but got ", options.label_smoothing,
-             "; use keep='auto'");
+    TW_CHECK(options.label_smoothing == 0 || !options.softcap, op,
+             "keep='exponentials' must have label_smoothing 0 with a softcap, but got ",
+             options.label_smoothing, "; use keep='auto'");
     return Keep::kExponentials;
   }
   TW_CHECK(name == "gradients", op,

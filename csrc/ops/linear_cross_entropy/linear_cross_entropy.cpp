@@ -241,9 +241,12 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     data["reduction"] = reduction;
     data["ignore_index"] = ignore_index;
     data["shift"] = shift;
+    data["label_smoothing"] = label_smoothing;
+    data["temperature"] = temperature;
     if (kept == Keep::kExponentials) {
-      auto [loss, y, factor] = call_linear_cross_entropy_exponentials_forward.below(
-          x, weight, target, bias, reduction, ignore_index, softcap, z_loss, shift, temperature);
+      auto [loss, lse, y, factor] = call_linear_cross_entropy_exponentials_forward.below(
+          x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
+          temperature, "exponentials");
       ctx->save_for_backward({x, weight, target, y, factor});
       return {loss};
     }
@@ -258,10 +261,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
                                                                ignore_index, label_smoothing,
                                                                softcap, z_loss, shift, temperature);
     ctx->save_for_backward({x, weight, target, lse, or_undefined(bias)});
-    data["label_smoothing"] = label_smoothing;
     data["softcap"] = softcap;
     data["z_loss"] = z_loss;
-    data["temperature"] = temperature;
     return {loss};
   }
 
@@ -273,15 +274,17 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     }
     const auto reduction = data["reduction"].toStringRef();
     const int64_t ignore_index = data["ignore_index"].toInt(), shift = data["shift"].toInt();
+    const double label_smoothing = data["label_smoothing"].toDouble(),
+                 temperature = data["temperature"].toDouble();
     if (kept == Keep::kExponentials) {
-      return call_linear_cross_entropy_exponentials_backward(dloss, saved[0], saved[1], saved[2],
-                                                             saved[3], saved[4], reduction,
-                                                             ignore_index, shift, wanted);
+      return call_linear_cross_entropy_exponentials_backward(
+          dloss, saved[0], saved[1], saved[2], saved[3], saved[4], reduction, ignore_index,
+          label_smoothing, shift, temperature, wanted);
     }
     return call_linear_cross_entropy_backward(
         dloss, saved[0], saved[1], saved[2], saved[3], optional(saved[4]), reduction, ignore_index,
-        data["label_smoothing"].toDouble(), data["softcap"].template toOptional<double>(),
-        data["z_loss"].toDouble(), shift, data["temperature"].toDouble(), std::nullopt, wanted);
+        label_smoothing, data["softcap"].template toOptional<double>(), data["z_loss"].toDouble(),
+        shift, temperature, std::nullopt, wanted);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -343,16 +346,15 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
                 "Tensor unit_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
             TW_KERNELS(linear_cross_entropy_gradients_backward), no_gradient_function());
   define_op(m,
-            name + "_exponentials_forward(" + inputs +
-                "Tensor? bias=None, *, str reduction=\"mean\", int ignore_index=-100, "
-                "float? softcap=None, float z_loss=0, int shift=0, float temperature=1.0) -> "
-                "(Tensor loss, Tensor y, Tensor factor)",
+            name + "_exponentials_forward(" + inputs + options +
+                ", str keep=\"exponentials\") -> "
+                "(Tensor loss, Tensor lse, Tensor y, Tensor factor)",
             TW_KERNELS(linear_cross_entropy_exponentials_forward), no_gradient_function());
   define_op(m,
             name + "_exponentials_backward(Tensor dloss, " + inputs +
                 "Tensor y, Tensor factor, *, str reduction=\"mean\", int ignore_index=-100, "
-                "int shift=0, bool[3] output_mask) -> "
-                "(Tensor dx, Tensor dweight, Tensor dbias)",
+                "float label_smoothing=0, int shift=0, float temperature=1.0, "
+                "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
             TW_KERNELS(linear_cross_entropy_exponentials_backward), no_gradient_function());
   define_autocast(m, call_linear_cross_entropy);
 }
