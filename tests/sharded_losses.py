@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,6 +25,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"shift": 1, "z_loss": 0.05},
     {"reduction": "none", "shift": 1, "ignore_index": 3},
 ]
+
+KEEPS: list[dict[str, Any]] = [{"keep": "nothing"}, {"keep": "exponentials"}]
 
 
 def drawn(n: int, k: int, dtype: torch.dtype, ignore_index: int) -> list[Tensor]:
@@ -58,17 +62,39 @@ def both(
 
 
 def equals_one_process(mesh: DeviceMesh) -> None:
-    for options in OPTIONS:
+    for options, keep in product(OPTIONS, KEEPS):
         for n, biased in ((64, True), (131, False)):  # the last shard of 131 is smaller
-            for got, want in zip(*both(mesh, n, WIDE, biased, options), strict=True):
+            for got, want in zip(*both(mesh, n, WIDE, biased, {**options, **keep}), strict=True):
                 assert_close(got, want, **TIGHT)
+
+
+def shards_far_apart(mesh: DeviceMesh) -> None:
+    """The target's shard has nearly no probability, or the other shards have none at all."""
+    n = 64 * mesh.size()
+    limits = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
+    for dtype, far, keep in product((WIDE, torch.bfloat16), (-50.0, -300.0, -torch.inf), KEEPS):
+        x, weight, bias, target = drawn(n, 16, dtype, -100)
+        bias[64:] += far
+        if far == -torch.inf:
+            target = torch.where(target < 0, target, target % 64)
+        leaves = [x.requires_grad_(), sharded(weight, mesh), sharded(bias, mesh)]
+        loss = vocab_parallel_linear_cross_entropy(*leaves[:2], target, leaves[2], **keep)
+        exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+        logits = F.linear(*exact)
+        want = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+        assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
+        loss.backward()
+        for leaf, ref in zip(leaves, torch.autograd.grad(want, exact), strict=True):
+            grad = leaf.grad.full_tensor() if isinstance(leaf.grad, DTensor) else leaf.grad
+            assert (grad - ref).norm() <= limits[dtype] * ref.norm()
 
 
 def sixteen_bits(mesh: DeviceMesh) -> None:
     """As far from one process as the rounding of dlogits and of the partial sums of dx allows."""
     unit = torch.finfo(torch.bfloat16).eps
-    for options in OPTIONS[:2]:
-        (loss, *grads), (want, *want_grads) = both(mesh, 131, torch.bfloat16, True, options)
+    for options, keep in product(OPTIONS[:2], KEEPS):
+        case = {**options, **keep}
+        (loss, *grads), (want, *want_grads) = both(mesh, 131, torch.bfloat16, True, case)
         assert loss.dtype == torch.float32
         assert_close(loss, want, rtol=1e-5, atol=1e-5)
         for got, ref in zip(grads, want_grads, strict=True):
@@ -77,16 +103,17 @@ def sixteen_bits(mesh: DeviceMesh) -> None:
 
 def ignored_rows_may_hold_nan(mesh: DeviceMesh) -> None:
     x, weight, _, target = drawn(64, 16, WIDE, -100)
-    found = []
-    for dirty in (x.clone(), x.clone()):
-        if found:
-            dirty[0, :2] = float("nan")
-        leaf, words = dirty.requires_grad_(), sharded(weight, mesh)
-        loss = vocab_parallel_linear_cross_entropy(leaf, words, target)
-        loss.backward()
-        found.append((loss.detach(), leaf.grad, words.grad.full_tensor()))
-    for got, want in zip(*found, strict=True):
-        assert torch.equal(got, want)
+    for keep in KEEPS:
+        found = []
+        for dirty in (x.clone(), x.clone()):
+            if found:
+                dirty[0, :2] = float("nan")
+            leaf, words = dirty.requires_grad_(), sharded(weight, mesh)
+            loss = vocab_parallel_linear_cross_entropy(leaf, words, target, **keep)
+            loss.backward()
+            found.append((loss.detach(), leaf.grad, words.grad.full_tensor()))
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got, want)
 
 
 def style(mesh: DeviceMesh) -> None:
@@ -147,6 +174,8 @@ def refusals(mesh: DeviceMesh) -> None:
         loss_of(x, sharded(weight[:1], mesh), target.clamp(max=0))
     with refused(ValueError, "reduction must be 'none', 'mean' or 'sum'"):
         loss_of(x, words, target, reduction="average")
+    with refused(ValueError, "keep must be 'auto', 'exponentials' or 'nothing'"):
+        loss_of(x, words, target, keep="gradients")
     if DEVICE == "cpu":
         with refused(ValueError, "target must be from 0 to N - 1 = 63 or ignore_index, but got 64"):
             loss_of(x, words, torch.full_like(target, 64))
@@ -160,6 +189,7 @@ def refusals(mesh: DeviceMesh) -> None:
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [
         equals_one_process,
+        shards_far_apart,
         sixteen_bits,
         ignored_rows_may_hold_nan,
         style,

@@ -116,9 +116,8 @@ __global__ __launch_bounds__(kThreads) void loss_statistics_kernel(const LossChu
   }
   running = merge_block(running);
   if (threadIdx.x != 0) return;
-  // If all logits of the row are -inf, the results are NaN, as in torch.
-  const float max = running.max == -INFINITY ? NAN : running.max;
-  const float z_target = scaled_logit<T>(c, g_row[target], target);
+  // If all logits of the row are -inf, lse is -inf and the other results are NaN, as in torch.
+  const float max = running.max, z_target = scaled_logit<T>(c, g_row[target], target);
   const LogitStatistics<float> found = {max, logf(running.sum), z_target - max,
                                         running.total / static_cast<float>(c.n) - max,
                                         running.expected / running.sum};

@@ -36,7 +36,8 @@ struct LogitStatistics {
   T mean;         // mean(z) - max; used only with label smoothing
   T expectation;  // sum(p z) - max; used only for the entropy
 
-  TW_HOST_DEVICE T lse() const { return max + log_sum; }
+  // NOTE: if all logits are -inf, max + log_sum may be NaN.
+  TW_HOST_DEVICE T lse() const { return max == -T(INFINITY) ? max : max + log_sum; }
   TW_HOST_DEVICE T logprob() const { return target - log_sum; }
   TW_HOST_DEVICE T entropy() const { return log_sum - expectation; }
 };

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,25 @@ def summed(tensors: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
             if work is not None:
                 work.wait()
     return sums
+
+
+def begin_sum(t: Tensor, mesh: DeviceMesh) -> Callable[[], Tensor]:
+    """Begins the sum of a contiguous tensor over a mesh's processes, in place.
+
+    Returns:
+        A function that waits for the sum and returns it.
+    """
+    if torch.compiler.is_compiling():
+        done = collectives.all_reduce(t, "sum", (mesh, 0))
+        return lambda: collectives.wait_tensor(done)
+    work = dist.all_reduce(t, group=mesh.get_group(), async_op=True)
+
+    def finish() -> Tensor:
+        if work is not None:
+            work.wait()
+        return t
+
+    return finish
 
 
 class _CopyToTpRegion(torch.autograd.Function):
