@@ -1,11 +1,16 @@
 """The loss of a language model's head on a GPU: times of forward and backward, as CUDA graphs,
-against eager, torch.compile, the bare products and Liger where it is installed; and the peak memory
-beyond the operands. The loss of given logits is compared with a copy of them, and with quack.
+against eager, torch.compile, the bare products, and Liger, Apple's CCE and quack where they are
+installed; and the peak memory beyond the operands. The loss of given logits is compared with a copy
+of them, and with Liger and quack.
+
+pip install --no-deps liger-kernel cut-cross-entropy; pip install quack-kernels.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
 _LIGER = "liger_kernel.transformers.functional"
+_PEERS = ("Liger", "CCE", "quack")
 _CHECKED_ROWS = 64
 # (rows, features, words) of Llama 3.2 1B, Llama 3.1 8B, GPT-2 and Qwen 2.5.
 _SIZES = (
@@ -38,8 +44,8 @@ _SIZES = (
 _LOGITS = ((8192, 128256), (16384, 50257))
 
 
-def _eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight), target)
+def _eager(x: Tensor, weight: Tensor, target: Tensor, label_smoothing: float = 0) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight), target, label_smoothing=label_smoothing)
 
 
 def _eager_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,6 +75,28 @@ def _peers_of_logits() -> dict[str, Callable[..., Tensor]]:
     return peers
 
 
+def _peers_of_head() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """The losses of a head that are installed, as functions of x, weight and target."""
+    names = {
+        "Liger": (_LIGER, "liger_fused_linear_cross_entropy"),
+        "CCE": ("cut_cross_entropy", "linear_cross_entropy"),
+        "quack": ("quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
+    }
+    found = {name: installed(*where) for name, where in names.items()}
+    return {name: loss for name, loss in found.items() if loss is not None}
+
+
+def _runs(name: str, call: Callable[[], Any]) -> bool:
+    """Whether a peer supports a case; prints the reason if not."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # a peer may raise anything
+        print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    return True
+
+
 def _errors(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, float]:
     """Of dx for some rows: a loss of few rows needs the same statistics."""
 
@@ -85,9 +113,13 @@ def _errors(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, float]:
     }
 
 
-def _captured(calls: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
-    """The calls as CUDA graphs. Liger reads a count on the host, which can't be captured."""
-    return {n: call if n == "Liger" else in_turn([call], 1) for n, call in calls.items()}
+def _captured(
+    calls: dict[str, Callable[[], Any]], but: tuple[str, ...] = _PEERS
+) -> dict[str, Callable[[], Any]]:
+    """The calls as CUDA graphs. Liger and CCE read a count on the host, and quack's head tunes its
+    kernels, which can't be captured.
+    """
+    return {n: call if n in but else in_turn([call], 1) for n, call in calls.items()}
 
 
 def _training(
@@ -107,19 +139,30 @@ def _training(
         "torch.compile": gradients(torch.compile(_eager)),
         "products": lambda: _products(x.detach(), padded, logits),
     }
-    liger = installed(_LIGER, "liger_fused_linear_cross_entropy")
-    if liger is not None:
-        calls["Liger"] = lambda: torch.autograd.grad(liger(x, weight, target), operands)
+    for name, peer in _peers_of_head().items():
+        call = gradients(peer)
+        if _runs(name, call):
+            calls[name] = call
+    free()
     errors = _errors(x, weight, target)
     times = interleaved(_captured(calls), device="cuda", rounds=_ROUNDS)
     free()
     memory = {name: peak_memory(call) for name, call in calls.items() if name != "products"}
-    for peer in ("eager", "torch.compile", "products", "Liger"):
+    for peer in ("eager", "torch.compile", "products", *_PEERS):
         if peer in times:
             name = f"{case} over {peer}"
             yield make_row(name, times, against=peer, target=targets.get(name), **errors)
     name = f"{case} peak memory over eager, MiB"
     yield make_row(name, memory, against="eager", target=targets.get(name), **errors)
+    smooth = {
+        "ours": gradients(ops.linear_cross_entropy, label_smoothing=0.1),
+        "eager": gradients(partial(_eager, label_smoothing=0.1)),
+        "without": calls["ours"],
+    }
+    smooth_times = interleaved(_captured(smooth), device="cuda", rounds=_ROUNDS)
+    for peer in ("eager", "without"):
+        name = f"{case}, label_smoothing, over {peer}"
+        yield make_row(name, smooth_times, against=peer, target=targets.get(name), **errors)
     for what, values, peer in (
         ("over products", times, "products"),
         ("peak memory over eager, MiB", memory, "eager"),
@@ -175,7 +218,9 @@ def _given_logits(m: int, n: int, targets: dict[str, float]) -> Iterator[Row]:
     for name, peer in _peers_of_logits().items():
         # Liger writes the gradient over the logits.
         own = logits.detach().clone().requires_grad_() if name == "Liger" else logits
-        calls[name] = gradient(peer, own)
+        call = gradient(peer, own)
+        if _runs(name, call):
+            calls[name] = call
 
     def dlogits(loss: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
         some = logits[:_CHECKED_ROWS].detach().to(dtype).requires_grad_()
@@ -188,7 +233,7 @@ def _given_logits(m: int, n: int, targets: dict[str, float]) -> Iterator[Row]:
         "eager_error": eager_error,
         "allowed_error": eager_error,
     }
-    times = interleaved(_captured(calls), device="cuda", rounds=_ROUNDS)
+    times = interleaved(_captured(calls, but=("Liger",)), device="cuda", rounds=_ROUNDS)
     memory = {name: peak_memory(calls[name]) for name in ("ours", "eager")}
     case = f"cross_entropy ({m}, {n}) {dtype_text(logits.dtype)}, forward and backward"
     for peer in ("copy", "eager", "torch.compile", "quack", "Liger"):
