@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
 #include "core/simd_cpu.h"
@@ -80,8 +81,9 @@ LogitStatistics<T> row_statistics(const T* z, int64_t n, T max, int64_t target,
 }
 
 // Replaces a row of z by the gradient with respect to the row's logits. The gradient is rounded to
-// the dtype of the inputs.
-template <typename scalar_t, typename T>
+// scalar_t, the dtype of the inputs, and stored as elements of type E from the start of the row on.
+// E is scalar_t or T. If E is bf16, a zero follows the last element of an odd number of elements.
+template <typename scalar_t, typename E, typename T>
 void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
                   const LogitScale<T>& scale) {
   const T z_target = z[target];
@@ -92,9 +94,20 @@ void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
   });
   z[target] += row.target * scale.slope(z_target);
   if constexpr (!std::is_same_v<scalar_t, T>) {
+    constexpr int64_t kBlock = 256;
+    char* const out = reinterpret_cast<char*>(z);
     with_vectors([&] {
-      for (int64_t j = 0; j < n; ++j) z[j] = static_cast<T>(static_cast<scalar_t>(z[j]));
+      for (int64_t first = 0; first < n; first += kBlock) {
+        const int64_t size = std::min(kBlock, n - first);
+        E rounded[kBlock];
+        for (int64_t j = 0; j < size; ++j) {
+          rounded[j] = static_cast<E>(static_cast<scalar_t>(z[first + j]));
+        }
+        // NOTE: an E is not larger than a T, so the block does not overwrite gradients after it.
+        std::memcpy(out + first * sizeof(E), rounded, size * sizeof(E));
+      }
     });
+    if (!std::is_same_v<E, T> && n % 2 != 0) std::memset(out + n * sizeof(E), 0, sizeof(E));
   }
 }
 

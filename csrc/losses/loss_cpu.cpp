@@ -3,8 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <cstring>
-
 #include "losses/cpu.h"
 #include "losses/loss.h"
 #include "losses/products_cpu.h"
@@ -76,28 +74,12 @@ struct RowVectors {
   }
 };
 
-// Returns dlogits as the left operand of a matmul. If E is bf16, narrow_row has already stored the
-// bf16 values of each row at the start of the row's fp32 values, and a zero after them if N is odd.
+// Returns dlogits as the left operand of a matmul. If E is bf16, row_gradient has stored the bf16
+// values of each row at the start of the row's fp32 values.
 template <typename E, typename T>
 Tensor dlogits_of(const Tensor& z) {
   if constexpr (std::is_same_v<E, T>) return z;
   return z.view(c10::CppTypeToScalarType<E>()).narrow(1, 0, z.size(1));
-}
-template <typename E, typename T>
-void narrow_row(T* row, int64_t n) {
-  if constexpr (!std::is_same_v<E, T>) {
-    with_vectors([&] {
-      for (int64_t j = 0; j < n; ++j) {
-        // The value has already been rounded to bf16, so the upper 16 bits of the fp32 value are
-        // the bf16 value.
-        uint32_t bits;
-        std::memcpy(&bits, row + j, sizeof(bits));
-        const uint16_t half = static_cast<uint16_t>(bits >> 16);
-        std::memcpy(reinterpret_cast<uint16_t*>(row) + j, &half, sizeof(half));
-      }
-    });
-    std::memset(reinterpret_cast<E*>(row) + n, 0, n % 2 * sizeof(E));
-  }
 }
 
 // Processes all rows, one chunk at a time. E is the element type of the operands of the matmuls. It
@@ -144,8 +126,7 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
         vectors.store(row, row_statistics(z_row, n, max, target, vectors.wanted));
       }
       if (grads.any()) {
-        row_gradient<scalar_t>(z_row, n, target, vectors.gradient(row, n), vectors.scale);
-        narrow_row<E>(z_row, n);
+        row_gradient<scalar_t, E>(z_row, n, target, vectors.gradient(row, n), vectors.scale);
       }
     });
     if (!grads.any()) continue;

@@ -13,6 +13,7 @@
 #include "core/check.h"
 #include "core/index.h"
 #include "core/simd_cpu.h"
+#include "losses/transpose_cpu.h"
 
 namespace torchweld {
 
@@ -146,7 +147,14 @@ Tensor left_operand(const Tensor& t) {
   const int64_t k = t.size(1), width = whole_pairs<E>(k);
   const Tensor copy =
       at::empty({t.size(0), width}, t.options().dtype(c10::CppTypeToScalarType<E>()));
-  copy.narrow(1, 0, k).copy_(t);
+  if (std::is_same_v<E, c10::BFloat16> && t.scalar_type() == at::kBFloat16 && t.stride(0) == 1) {
+    with_vectors([&] {
+      transpose_halves(static_cast<uint16_t*>(copy.mutable_data_ptr()), width,
+                       static_cast<const uint16_t*>(t.const_data_ptr()), t.stride(1), t.size(0), k);
+    });
+  } else {
+    copy.narrow(1, 0, k).copy_(t);
+  }
   if (width > k) copy.narrow(1, k, width - k).zero_();
   return copy;
 }
@@ -191,21 +199,12 @@ inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, in
   }
 }
 
-// Writes one tile of a PairedView from a source whose columns are contiguous in memory. The loop
-// copies both elements of a pair at once. It copies one cache line of every column, then the next
-// cache line of every column.
+// Writes one tile of a PairedView from a source whose columns are contiguous in memory.
 inline void pair_transposed(uint16_t* to, const uint16_t* from, int64_t column_stride, int64_t rows,
                             int64_t width) {
-  constexpr int64_t kColumns = PairedView::kTileColumns, kLine = 32;
+  constexpr int64_t kColumns = PairedView::kTileColumns;
   const int64_t pairs = rows / 2 * 2;
-  for (int64_t l = 0; l < pairs; l += kLine) {
-    const int64_t end = std::min(pairs, l + kLine);
-    for (int64_t i = 0; i < width; ++i) {
-      for (int64_t k = l; k < end; k += 2) {
-        std::memcpy(to + k * kColumns + 2 * i, from + i * column_stride + k, 4);
-      }
-    }
-  }
+  transpose_pairs(to, 2 * kColumns, from, column_stride, pairs / 2, width);
   if (pairs < rows) {
     pair_rows(to + pairs * kColumns, from + pairs, 1, column_stride, 1, width);
   }
