@@ -7,6 +7,7 @@ layers that are not quantised. The layers' tensors are those of `Int4Linear`'s s
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from torch import nn
 
 from torchweld._library import require
 from torchweld.nn import Int4Linear
-from torchweld.quantization.apply import dequantize_layers, quantize_layers, without_values
+from torchweld.quantization.apply import (
+    Plan,
+    dequantize_layers,
+    plan_layers,
+    quantize_layers,
+    replace_layer,
+    without_values,
+)
 from torchweld.quantization.config import Int4
 
 from .hf_version import check_version
@@ -22,6 +30,7 @@ from .hf_version import check_version
 check_version("torchweld.integrations")  # before the classes below import transformers
 
 from transformers import PreTrainedModel  # noqa: E402
+from transformers.core_model_loading import ConversionOps  # noqa: E402
 from transformers.quantizers import auto  # noqa: E402
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -69,15 +78,23 @@ class TorchweldInt4Config(QuantizationConfigMixin):
 
 
 class TorchweldInt4Quantizer(HfQuantizer):
-    """Puts Int4Linear layers into a model before a quantised checkpoint is loaded, else after."""
+    """Puts Int4Linear layers into a model.
+
+    A quantised checkpoint is loaded into them. A float checkpoint's weights are quantised one by
+    one as they are read, so that the float model is never in memory whole.
+    """
 
     requires_calibration = False
     quantization_config: TorchweldInt4Config
+    plan: Plan = {}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        if not self.pre_quantized:
-            return
         config, int4 = self.quantization_config, self.quantization_config.int4()
+        if not self.pre_quantized:
+            _refuse_disk(kwargs.get("device_map"))
+            tied = {name.rpartition(".")[0] for pair in _tied(model).items() for name in pair}
+            self.plan = {p: group for p, group in plan_layers(model, int4).items() if p not in tied}
+            return
         left = {_in_base(model, path) for path in config.left or ()}
         groups = {_in_base(model, path): size for path, size in config.groups.items()}
         for path, linear in list(model.named_modules()):
@@ -92,12 +109,16 @@ class TorchweldInt4Quantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = known | ignored
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self._warn_of_buffers(model)
         if not self.pre_quantized:
+            _refuse_disk(getattr(model, "hf_device_map", None))
             int4 = self.quantization_config.int4()
-            quantize_layers(model, int4)
+            quantize_layers(model, int4)  # layers whose weights the checkpoint lacks
             mark(model, int4)
             return
         for path, layer in _layers(model):
+            if layer.scale.is_meta:  # offloaded: accelerate has the values
+                continue
             # transformers marks the tensors that it has loaded, and only lists the others.
             if not all(getattr(t, "_is_hf_initialized", False) for t in layer.buffers()):
                 raise RuntimeError(
@@ -110,6 +131,32 @@ class TorchweldInt4Quantizer(HfQuantizer):
                         f"torchweld: {path}.{name} of the checkpoint must be int32, but got {dtype}"
                     )
             layer.repack()
+
+    def _warn_of_buffers(self, model: PreTrainedModel) -> None:
+        """accelerate leaves the buffers of offloaded layers on the device that computes."""
+        hooks = (getattr(layer, "_hf_hook", None) for _, layer in _layers(model))
+        count = sum(getattr(h, "offload", False) and not h.offload_buffers for h in hooks)
+        if count:
+            warnings.warn(
+                f"torchweld: the codes of {count} offloaded layers stay on the device that "
+                "computes, since they are buffers; pass offload_buffers=True to from_pretrained",
+                stacklevel=2,
+            )
+
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
+        path, _, name = param_name.rpartition(".")
+        return not self.pre_quantized and name == "weight" and path in self.plan
+
+    @property
+    def quantized_element_size(self) -> float:
+        """Bytes a weight, for the memory that device_map="auto" plans with."""
+        scale_and_zero = 2.5 / (self.quantization_config.group_size or 1024)
+        return 0.5 + scale_and_zero
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _QuantizeLayer(self)
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
         dequantize_layers(model)
@@ -126,6 +173,37 @@ class TorchweldInt4Quantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+class _QuantizeLayer(ConversionOps):
+    """Replaces a linear layer when its weight has been read; the weight itself is not loaded."""
+
+    def __init__(self, quantizer: TorchweldInt4Quantizer) -> None:
+        self.quantizer = quantizer
+
+    @torch.no_grad()
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: nn.Module | None = None,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        ((name, weight),) = input_dict.items()
+        path = name.rpartition(".")[0]
+        old = model.get_submodule(path)
+        if not isinstance(old, Int4Linear):  # else a shared layer's second path
+            # A bias comes before the weight, because transformers sorts the names.
+            if old.bias is not None and old.bias.is_meta:
+                return input_dict
+            weight = weight[0] if isinstance(weight, list) else weight
+            linear = nn.Linear(old.in_features, old.out_features, device="meta")
+            linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), old.bias
+            config = self.quantizer.quantization_config.int4()
+            replace_layer(model, self.quantizer.plan[path], linear, config)
+        if missing_keys is not None:
+            missing_keys.discard(name)
+        return {}
 
 
 def register_quantizer() -> None:
@@ -167,6 +245,18 @@ def unmark(model: PreTrainedModel) -> None:
 
 def _layers(model: nn.Module) -> list[tuple[str, Int4Linear]]:
     return [(path, m) for path, m in model.named_modules() if isinstance(m, Int4Linear)]
+
+
+def _refuse_disk(device_map: Any) -> None:
+    if isinstance(device_map, dict) and "disk" in device_map.values():
+        raise ValueError(
+            'torchweld: device_map must not have "disk" while a float checkpoint is quantised; '
+            "quantise it without, then save_pretrained and load that with the device_map"
+        )
+
+
+def _tied(model: PreTrainedModel) -> dict[str, str]:
+    return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def _in_base(model: PreTrainedModel, path: str) -> str:

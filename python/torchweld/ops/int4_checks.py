@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchweld.ops.int4_weight import METHODS
 from torchweld.ops.stock import refuse_mixed
@@ -36,3 +38,33 @@ def check_float(owner: str, linear: nn.Linear) -> None:
         listed = ", ".join(map(str, _DTYPES))
         raise ValueError(f"{owner}: linear.weight must be one of {listed}, but got {weight.dtype}")
     refuse_mixed(owner, {"linear.weight": weight, "linear.bias": linear.bias})
+
+
+def state_errors(
+    prefix: str,
+    weight: Tensor | None,
+    state: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> list[str]:
+    """What is wrong with the dtypes of a state_dict for an Int4Linear.
+
+    Args:
+        weight: the state_dict's weight, which must be empty.
+        tensors: those of the module, by name.
+    """
+    found = []
+    if weight is not None and weight.numel() > 0:
+        found.append(
+            f"{prefix}weight must be empty, but got {tuple(weight.shape)}; load it into nn.Linear "
+            "and use Int4Linear.from_linear"
+        )
+    for name, tensor in tensors:
+        given, floating = state.get(prefix + name), tensor.is_floating_point()
+        if given is None or (given.is_floating_point() if floating else given.dtype == torch.int32):
+            continue
+        expected = "floating point" if floating else "int32"
+        found.append(
+            f"{prefix}{name} must be {expected}, but got {given.dtype}; cast the module with "
+            ".to(dtype) and not its state_dict"
+        )
+    return [f"Int4Linear.load_state_dict: {text}" for text in found]

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld.ops.int4_checks import check_float, check_method, group_of
+from torchweld.ops.int4_checks import check_float, check_method, group_of, state_errors
 from torchweld.ops.int4_formats import awq_codes, compressed_codes, gptq_codes
-from torchweld.ops.int4_weight import NoValues, portable_from_repacked, round_weight
+from torchweld.ops.int4_weight import (
+    NoValues,
+    is_repacked_on,
+    portable_from_repacked,
+    round_weight,
+)
 from torchweld.ops.stock import refuse_mixed, refuse_other
 
 _WEIGHT = ("qweight", "scale", "zero")
@@ -305,7 +310,7 @@ class Int4Linear(nn.Module):
     def repack(self) -> None:
         """Converts the weight to the layout of its device: repacked on CUDA, else portable."""
         given, repacked = (self.qweight, self.scale, self.zero), self.qweight.dim() == 3
-        if repacked != self.qweight.is_cuda:
+        if repacked != is_repacked_on(self.qweight.device):
             made = self.portable() if repacked else ops.int4_repack(*given)
             for new, old in zip(made, given, strict=True):
                 vars(new).update(vars(old))  # transformers marks the tensors that it loads
@@ -341,27 +346,10 @@ class Int4Linear(nn.Module):
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
-        wrong = []
         weight = state_dict.pop(prefix + "weight", None)  # not there in older files
-        if weight is not None and weight.numel() > 0:
-            wrong.append(
-                f"{prefix}weight must be empty, but got {tuple(weight.shape)}; load it into "
-                "nn.Linear and use Int4Linear.from_linear"
-            )
-        for name, buffer in self.named_buffers():
-            given = state_dict.get(prefix + name)
-            floating = buffer.is_floating_point()
-            if given is None or (
-                given.is_floating_point() if floating else given.dtype == torch.int32
-            ):
-                continue
-            expected = "floating point" if floating else "int32"
-            wrong.append(
-                f"{prefix}{name} must be {expected}, but got {given.dtype}; cast the module with "
-                ".to(dtype) and not its state_dict"
-            )
+        wrong = state_errors(prefix, weight, state_dict, self.named_buffers())
         if wrong:
-            error_msgs += [f"Int4Linear.load_state_dict: {text}" for text in wrong]
+            error_msgs += wrong
             return
         given = [state_dict.get(prefix + name) for name in _WEIGHT]
         if all(tensor is not None and tensor.dim() == 3 for tensor in given):

@@ -140,6 +140,11 @@ class NoValues(Tensor):
         return f"Int4Linear.weight(shape={tuple(self.shape)}, dtype={self.dtype}, no values)"
 
 
+def is_repacked_on(device: torch.device) -> bool:
+    """Whether `Int4Linear` keeps its weight in the layout of `int4_repack` on a device."""
+    return device.type == "cuda"
+
+
 def portable_from_repacked(
     packed: Tensor, packed_scale: Tensor, packed_zero: Tensor, n: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:

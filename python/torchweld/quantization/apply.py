@@ -18,6 +18,7 @@ from .config import Int4
 from .report import QuantizeReport
 
 Progress = Callable[[int, int, str], None]
+Plan = dict[str, list[str]]  # all paths of each layer to replace, by the first
 
 
 def quantize_(
@@ -64,18 +65,14 @@ def quantize_layers(
 ) -> QuantizeReport:
     """`quantize_` of the layers alone, without a mark for transformers."""
     report = QuantizeReport(type(model).__name__, bytes_before=_bytes_of(model))
-    groups = _plan(model, config, report)
-    for done, paths in enumerate(groups, 1):
-        linear = model.get_submodule(paths[0])
-        new = _replacement(linear, config)
-        new.train(linear.training)
-        _replace(model, paths, new)
+    plan = plan_layers(model, config, report)
+    for done, (first, paths) in enumerate(plan.items(), 1):
+        new = replace_layer(model, paths, model.get_submodule(first), config)
         report.replaced += paths
         if not new.scale.is_meta:
             report.errors |= dict.fromkeys(paths, new.quantisation_error)
-        del linear
         if progress is not None:
-            progress(done, len(groups), paths[0])
+            progress(done, len(plan), first)
     report.bytes_after = _bytes_of(model)
     if report and not report.errors:
         report.notes.append("the layers are on the meta device; load a state_dict next")
@@ -116,19 +113,20 @@ def dequantize_layers(model: nn.Module) -> list[str]:
     return [path for paths in groups for path in paths]
 
 
-def _plan(model: nn.Module, config: Int4, report: QuantizeReport) -> list[list[str]]:
-    """The paths of each layer to replace; the reasons of the others go to the report."""
+def plan_layers(model: nn.Module, config: Int4, report: QuantizeReport | None = None) -> Plan:
+    """The layers to replace; the reasons of the others go to the report."""
+    report = QuantizeReport() if report is None else report
     users: dict[int, set[int]] = {}  # of each parameter
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), set()).add(id(module))
-    found = []
+    found: Plan = {}
     for paths in _by_module(model, nn.Linear):
         reasons = [_refusal(model, path, config, users) for path in paths]
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
-            found.append(paths)
+            found |= dict.fromkeys(paths[:1], paths)
         else:
             report.skipped += [(path, reason) for path in paths]
     for path, module in model.named_modules():
@@ -176,10 +174,17 @@ def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int
     return None
 
 
-def _replacement(linear: nn.Linear, config: Int4) -> Int4Linear:
+def replace_layer(
+    model: nn.Module, paths: list[str], linear: nn.Linear, config: Int4
+) -> Int4Linear:
+    """Puts a linear layer into all its places with 4 bits; returns the new layer."""
     if linear.weight.is_meta:
-        return without_values(linear, config.group_size)
-    return Int4Linear.from_linear(linear, config.group_size, config.method)
+        new = without_values(linear, config.group_size)
+    else:
+        new = Int4Linear.from_linear(linear, config.group_size, config.method)
+    new.train(linear.training)
+    _replace(model, paths, new)
+    return new
 
 
 def without_values(linear: nn.Linear, group_size: int | None) -> Int4Linear:

@@ -1,0 +1,132 @@
+"""4-bit models through from_pretrained: the layout of GPUs, offloading, floats that are rounded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import torchweld
+from numerics import assert_equal, assert_same_bits
+from test_quantize import GROUP, IDS, layers_of, logits, tiny_llama
+from torchweld import Int4
+
+transformers = pytest.importorskip("transformers")
+
+from torchweld.integrations import TorchweldInt4Config, hf_quantizer  # noqa: E402
+
+load = transformers.AutoModelForCausalLM.from_pretrained
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A quantised model and the folder where it is saved in several files."""
+    model = tiny_llama()
+    torchweld.quantize_(model, Int4(GROUP))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    return model, tmp_path
+
+
+@pytest.mark.parametrize("device_map", [None, "cpu"])
+def test_the_layout_of_the_kernels_holds_the_weight_once(saved, device_map, monkeypatch):
+    """On a CPU that has the layout of a GPU: loaded, saved, loaded again."""
+    model, folder = saved
+    monkeypatch.setattr("torchweld.ops.int4_module.is_repacked_on", lambda d: d.type != "meta")
+    loaded, info = load(folder, device_map=device_map, output_loading_info=True)
+    assert not any(info.values())
+    for path, layer in layers_of(loaded).items():
+        assert [t.dim() for t in layer.buffers()] == [3, 3, 3] and not list(layer.parameters())
+        for got, ref in zip(layer.portable(), layers_of(model)[path].portable(), strict=True):
+            assert_equal(got, ref)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
+    loaded.save_pretrained(folder / "again")
+    monkeypatch.undo()
+    assert_same_bits(logits(load(folder / "again")), logits(model))
+
+
+OFFLOADED = {
+    **dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"], "cpu"),
+    **{"model.layers.0": "cpu", "model.layers.1": "disk"},
+}
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_a_model_is_offloaded_to_the_disk(saved, buffers):
+    """The codes are buffers, which accelerate offloads when it is asked to."""
+    pytest.importorskip("accelerate")
+    model, folder = saved
+    how = {"device_map": OFFLOADED, "offload_folder": folder / "off", "offload_buffers": buffers}
+    if buffers:
+        loaded = load(folder, **how)
+    else:
+        with pytest.warns(UserWarning, match="codes of 7 offloaded layers stay .* pass offload_b"):
+            loaded = load(folder, **how)
+    devices = {t.device.type for t in loaded.model.layers[1].mlp.up_proj.buffers()}
+    assert devices == ({"meta"} if buffers else {"cpu"})
+    assert_same_bits(logits(loaded), logits(model))
+    assert loaded.generate(IDS, max_new_tokens=3).shape == (2, 9)
+    loaded.save_pretrained(folder / "again")
+    assert_same_bits(logits(load(folder / "again")), logits(model))
+
+
+@pytest.fixture
+def floats(tmp_path):
+    """A float model with biases, and the folder where it is saved in several files."""
+    model = tiny_llama(attention_bias=True, tie_word_embeddings=True)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.bias is not None:
+            nn.init.normal_(layer.bias)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    return model, tmp_path
+
+
+@pytest.mark.parametrize("skip", [("lm_head",), ()], ids=["head", "nothing"])
+@pytest.mark.parametrize("device_map", [None, "cpu"])
+def test_floats_are_quantised_as_they_are_read(floats, device_map, skip, monkeypatch):
+    """Each weight alone, and none is left for later; a tied head stays."""
+    model, folder = floats
+    late = []
+    quantize_layers = hf_quantizer.quantize_layers
+    monkeypatch.setattr(
+        hf_quantizer, "quantize_layers", lambda *args: late.append(quantize_layers(*args))
+    )
+    config = TorchweldInt4Config(GROUP, skip)
+    loaded, info = load(
+        folder, quantization_config=config, device_map=device_map, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert not late[0].replaced
+    report = torchweld.quantize_(model, Int4(GROUP, skip))
+    assert layers_of(loaded).keys() == set(report.replaced) and len(report.replaced) == 14
+    for path, layer in layers_of(loaded).items():
+        assert layer.quantisation_error == report.errors[path]
+    assert_same_bits(logits(loaded), logits(model))
+    loaded.save_pretrained(folder / "codes")
+    recorded = json.loads((folder / "codes" / "config.json").read_text())
+    assert recorded["quantization_config"]["left"] == ["lm_head"]
+    assert_same_bits(logits(load(folder / "codes")), logits(model))
+
+
+def test_a_weight_that_the_checkpoint_lacks_is_quantised_too(floats):
+    """transformers initialises it, and says so."""
+    from safetensors.torch import load_file, save_file
+
+    model, folder = floats
+    lost = "model.layers.0.mlp.up_proj.weight"
+    for file in folder.glob("*.safetensors"):
+        state = load_file(file)
+        if state.pop(lost, None) is not None:
+            save_file(state, file, {"format": "pt"})
+    config = TorchweldInt4Config(GROUP)
+    loaded, info = load(folder, quantization_config=config, output_loading_info=True)
+    assert info["missing_keys"] == {lost}
+    assert len(layers_of(loaded)) == 14 and logits(loaded).isfinite().all()
+
+
+def test_floats_are_not_quantised_onto_the_disk(floats):
+    """accelerate reads offloaded tensors from the checkpoint, which has no codes."""
+    config = TorchweldInt4Config(GROUP)
+    with pytest.raises(ValueError, match='device_map must not have "disk" while a float check'):
+        load(floats[1], quantization_config=config, device_map=OFFLOADED)
