@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 import torchweld
 from meshes import DEVICE, WIDE, refused
 from tiny_models import VOCAB, tiny_grouped
-from torchweld.distributed import full_tensor, parallelize
+from torchweld.distributed import codes_as_parameters, full_tensor, parallelize
 from torchweld.nn import Int4Linear
 
 IDS = torch.arange(12).view(2, 6) % VOCAB
@@ -84,42 +84,112 @@ def tensor_parallel_refusals(mesh: DeviceMesh) -> None:
         assert all(type(m) is Int4Linear for m in layers)
 
 
-def lora_with_fsdp(mesh: DeviceMesh) -> None:
-    """Adapters and embeddings are sharded, codes are whole in every process."""
+def with_adapters(**changes: Any) -> nn.Module:
     import peft
 
     from torchweld.integrations import register_lora
 
-    def made() -> nn.Module:
-        model = quantised()
-        config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
-        torch.manual_seed(0)
-        return peft.get_peft_model(model, register_lora(config, model))
+    model = quantised(**changes).to(torch.float32)
+    config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, register_lora(config, model))
 
-    def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-        return model(input_ids=ids, labels=ids).loss
 
+def fully_sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for block in model.base_model.model.model.layers:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def int4_layers(model: nn.Module) -> list[Int4Linear]:
+    return [module for module in model.modules() if isinstance(module, Int4Linear)]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def lora_with_fsdp(mesh: DeviceMesh) -> None:
+    """Adapters and embeddings are sharded; the codes too once they are parameters."""
     ids = [(IDS + rank).to(DEVICE) for rank in range(mesh.size())]
-    stock, ours = made(), made()
+    stock = with_adapters()
     (sum(loss_of(stock, each) for each in ids) / mesh.size()).backward()
     wanted = {name: p.grad for name, p in stock.named_parameters() if p.requires_grad}
-    for block in ours.base_model.model.model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(ours, mesh=mesh)
-    loss_of(ours, ids[dist.get_rank()]).backward()
-    found = {name: p for name, p in ours.named_parameters() if p.requires_grad}
-    assert found.keys() == wanted.keys() and len(found) == 28
-    for name, parameter in found.items():
-        assert isinstance(parameter, DTensor)
-        assert_close(full_tensor(parameter.grad), wanted[name], rtol=1e-4, atol=1e-5)
-    for layer in ours.modules():
-        if isinstance(layer, Int4Linear):
+    for as_parameters in (False, True):
+        ours = with_adapters()
+        if as_parameters:
+            assert len(codes_as_parameters(ours)) == 14 and not codes_as_parameters(ours)
+        whole = sum(t.nbytes for m in int4_layers(stock) for t in m.buffers())
+        fully_sharded(ours, mesh)
+        loss_of(ours, ids[dist.get_rank()]).backward()
+        found = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+        assert found.keys() == wanted.keys() and len(found) == 28
+        for name, parameter in found.items():
+            assert isinstance(parameter, DTensor)
+            assert_close(full_tensor(parameter.grad), wanted[name], rtol=1e-4, atol=1e-5)
+        for layer in int4_layers(ours):
             assert layer.weight.shape == (layer.out_features, layer.in_features)
-            assert not isinstance(layer.qweight, DTensor)
+            assert isinstance(layer.qweight, DTensor) == as_parameters
+        if as_parameters:
+            kept = sum(p.to_local().nbytes for m in int4_layers(ours) for p in m.parameters())
+            total = torch.tensor(kept, device=DEVICE)
+            dist.all_reduce(total)
+            assert total == whole
+
+
+def sharded_codes_in_mixed_precision(mesh: DeviceMesh) -> None:
+    """Codes have the dtype of the scales, so that a cast to that dtype leaves them alone."""
+    stock, ours, wrong = (with_adapters().to(torch.bfloat16) for _ in range(3))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    ids = IDS.to(DEVICE)
+    for model in (ours, wrong):
+        codes_as_parameters(model)
+        with refused(RuntimeError, "an Int4Linear with codes as parameters must stay torch.bfloa"):
+            model.float()
+    fully_sharded(ours, mesh, mp_policy=policy)
+    assert torch.equal(ours(input_ids=ids).logits, stock(input_ids=ids).logits)
+    fully_sharded(wrong, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    with refused(RuntimeError, "qweight must stay torch.bfloat16, whose bits are 4-bit codes, but"):
+        wrong(input_ids=ids)
+
+
+def sharded_codes_in_a_state_dict(mesh: DeviceMesh) -> None:
+    """Gathered, it loads into a plain model; sharded, into a sharded one."""
+    stock, ours, other = with_adapters(), with_adapters(), with_adapters()
+    for layer in int4_layers(other):
+        layer.scale.zero_()
+    for model in (ours, other):
+        codes_as_parameters(model)
+        fully_sharded(model, mesh)
+    state = ours.state_dict()
+    codes = next(tensor for name, tensor in state.items() if name.endswith("qweight"))
+    assert isinstance(codes, DTensor) and codes.dtype == torch.int32
+    other.load_state_dict(state)
+    plain = with_adapters()
+    for layer in int4_layers(plain):
+        layer.scale.zero_()
+    plain.load_state_dict({name: full_tensor(tensor) for name, tensor in state.items()})
+    wanted = stock(input_ids=IDS.to(DEVICE)).logits
+    for model in (other, plain):
+        assert torch.equal(model(input_ids=IDS.to(DEVICE)).logits, wanted)
+
+
+def codes_that_stay_buffers(mesh: DeviceMesh) -> None:
+    """Nothing is changed then."""
+    split = parallelize(quantised(), mesh)
+    with refused(ValueError, "q_proj must be an Int4Linear, but got ColumnInt4Linear"):
+        codes_as_parameters(split)
+    with refused(ValueError, "must be of a dtype with at most 32 bits, but got torch.float64"):
+        codes_as_parameters(quantised().double().cpu())
+    empty = quantised().to("meta")
+    with refused(ValueError, "must be on a device with values, but got the meta device"):
+        codes_as_parameters(empty)
+    assert not any(isinstance(m.scale, nn.Parameter) for m in int4_layers(empty))
 
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [tensor_parallel, the_first_process_decides, tensor_parallel_refusals]
+    every.append(codes_that_stay_buffers)
     if importlib.util.find_spec("peft") is not None:
-        every.append(lora_with_fsdp)
+        every += [lora_with_fsdp, sharded_codes_in_mixed_precision, sharded_codes_in_a_state_dict]
     return {case.__name__: case for case in every} if mesh == "2" else {}

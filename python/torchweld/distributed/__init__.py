@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._parallelize import parameter_groups as parameter_groups
     from .context import context_parallel as context_parallel
     from .context import context_parallel_attention as context_parallel_attention
+    from .int4_parameters import codes_as_parameters as codes_as_parameters
     from .sequence import gather_sequence as gather_sequence
     from .sequence import shard_sequence as shard_sequence
     from .styles import NormColwise as NormColwise
@@ -29,6 +30,7 @@ __all__ = [
     "NormColwise",
     "Rowwise",
     "VocabParallel",
+    "codes_as_parameters",
     "context_parallel",
     "context_parallel_attention",
     "full_tensor",
@@ -45,6 +47,7 @@ __getattr__, __dir__ = lazy(
         "NormColwise": "styles",
         "Rowwise": "styles",
         "VocabParallel": "vocabulary",
+        "codes_as_parameters": "int4_parameters",
         "context_parallel": "context",
         "context_parallel_attention": "context",
         "full_tensor": "tensors",

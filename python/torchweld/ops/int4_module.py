@@ -285,14 +285,17 @@ class Int4Linear(nn.Module):
             return self.dequantise()
         return NoValues((self.out_features, self.in_features), self.scale)
 
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`qweight`, `scale` and `zero` in the layout of the device."""
+        return self.qweight, self.scale, self.zero
+
     @torch.jit.unused
     def portable(self) -> tuple[Tensor, Tensor, Tensor]:
         """`qweight`, `scale` and `zero` in the layout of `int4_linear`; on CUDA they are copies."""
-        if self.qweight.dim() == 2:
-            return self.qweight, self.scale, self.zero
-        return portable_from_repacked(
-            self.qweight, self.scale, self.zero, self.out_features, self.in_features
-        )
+        stored = self.stored()
+        if stored[0].dim() == 2:
+            return stored
+        return portable_from_repacked(*stored, self.out_features, self.in_features)
 
     @torch.jit.unused
     def dequantise(self) -> Tensor:
@@ -309,7 +312,7 @@ class Int4Linear(nn.Module):
     @torch.jit.unused
     def repack(self) -> None:
         """Converts the weight to the layout of its device: repacked on CUDA, else portable."""
-        given, repacked = (self.qweight, self.scale, self.zero), self.qweight.dim() == 3
+        given, repacked = self.stored(), self.qweight.dim() == 3
         if repacked != is_repacked_on(self.qweight.device):
             made = self.portable() if repacked else ops.int4_repack(*given)
             for new, old in zip(made, given, strict=True):
@@ -374,11 +377,12 @@ class Int4Linear(nn.Module):
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The forward with another bias, or none."""
-        if self.qweight.dim() == 3:
+        qweight, scale, zero = self.stored()
+        if qweight.dim() == 3:
             return torch.ops.torchweld.int4_linear_repacked(
-                x, self.qweight, self.scale, self.zero, bias, out_features=self.out_features
+                x, qweight, scale, zero, bias, out_features=self.out_features
             )
-        return torch.ops.torchweld.int4_linear(x, self.qweight, self.scale, self.zero, bias)
+        return torch.ops.torchweld.int4_linear(x, qweight, scale, zero, bias)
 
     def extra_repr(self) -> str:
         return (
