@@ -21,9 +21,9 @@ from torchweld.quantization.apply import (
     plan_layers,
     quantize_layers,
     replace_layer,
-    without_values,
 )
 from torchweld.quantization.config import Int4
+from torchweld.quantization.float_layers import linear_classes, without_values
 
 from .hf_version import check_version
 
@@ -97,12 +97,12 @@ class TorchweldInt4Quantizer(HfQuantizer):
             return
         left = {_in_base(model, path) for path in config.left or ()}
         groups = {_in_base(model, path): size for path, size in config.groups.items()}
-        for path, linear in list(model.named_modules()):
+        for path, module in list(model.named_modules()):
             name = _in_base(model, path)
             skipped = int4.skipped_by(path) if config.left is None else name in left
-            if isinstance(linear, nn.Linear) and not skipped:
+            if isinstance(module, linear_classes()) and not skipped:
                 group_size = groups.get(name, config.group_size)
-                model.set_submodule(path, without_values(linear, group_size))
+                model.set_submodule(path, without_values(module, group_size))
         # An Int4Linear's state_dict has an empty weight, which only float layers should see.
         ignored = {rf"{re.escape(_in_base(model, path))}\.weight$" for path, _ in _layers(model)}
         known = set(model._keys_to_ignore_on_load_unexpected or ())
@@ -197,10 +197,8 @@ class _QuantizeLayer(ConversionOps):
             if old.bias is not None and old.bias.is_meta:
                 return input_dict
             weight = weight[0] if isinstance(weight, list) else weight
-            linear = nn.Linear(old.in_features, old.out_features, device="meta")
-            linear.weight, linear.bias = nn.Parameter(weight, requires_grad=False), old.bias
             config = self.quantizer.quantization_config.int4()
-            replace_layer(model, self.quantizer.plan[path], linear, config)
+            replace_layer(model, self.quantizer.plan[path], config, weight)
         if missing_keys is not None:
             missing_keys.discard(name)
         return {}
@@ -224,7 +222,7 @@ def register_quantizer() -> None:
 
 def mark(model: PreTrainedModel, config: Int4) -> None:
     """Makes a model with Int4Linear layers one whose `save_pretrained` records them."""
-    left = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    left = [path for path, module in model.named_modules() if isinstance(module, linear_classes())]
     groups = {
         path: layer.group_size
         for path, layer in _layers(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -15,6 +16,8 @@ class Int4LoraLinear(LoraLinear):
     """PEFT's LoRA layer on an `Int4Linear`: the 4-bit product, plus that of the two adapters."""
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any):
+        config = copy.copy(config)  # other layers may have the other order of dimensions
+        config.fan_in_fan_out = base_layer.replaces_conv1d  # as in the layer of dequantize_
         with warnings.catch_warnings():
             # PEFT reads in_features and out_features, and warns of a class that it does not know.
             warnings.filterwarnings("ignore", "Unsupported layer type .*Int4Linear", UserWarning)

@@ -52,8 +52,10 @@ class Int4Linear(nn.Module):
             mean square of the rounding, over that of the weight; 0 where nothing was quantised.
         largest_error: the largest rounding; with method "rtn" at most half of a group's scale (a
             whole one where a level would leave the range of the dtype).
+        replaces_conv1d: whether `torchweld.dequantize_` makes transformers' Conv1D of the layer.
     """
 
+    replaces_conv1d: bool = False
     __constants__ = ["in_features", "out_features", "group_size"]
     __jit_unused_properties__ = ["weight"]
 

@@ -124,6 +124,7 @@ class NoValues(Tensor):
     """Shape, dtype and device of a weight that is not kept. It has no memory; ops refuse it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    _is_hf_initialized = True  # transformers' initialisers then leave it alone
 
     @staticmethod
     def __new__(cls, shape: tuple[int, int], like: Tensor) -> NoValues:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from torchweld._library import require
@@ -15,6 +15,7 @@ from torchweld.ops.int4_checks import check_float
 from torchweld.ops.stock import refuse_other
 
 from .config import Int4
+from .float_layers import as_linear, features_of, float_layer, linear_classes, quantized
 from .report import QuantizeReport
 
 Progress = Callable[[int, int, str], None]
@@ -26,10 +27,11 @@ def quantize_(
 ) -> QuantizeReport:
     """Replaces the linear layers of a model by `torchweld.nn.Int4Linear`, in place.
 
-    A layer is replaced where the 4-bit layer does all that it did. The others stay and are listed
-    with the reason: names in `config.skip`, subclasses of nn.Linear, hooks and parametrisations, a
-    weight that other modules use (a tied head), base layers of LoRA, sharded weights, sizes that
-    the group does not divide. The report also lists transformers' Conv1D and stacked experts.
+    Linear layers are nn.Linear and transformers' Conv1D (GPT-2). A layer is replaced where the
+    4-bit layer does all that it did. The others stay and are listed with the reason: names in
+    `config.skip`, subclasses, hooks and parametrisations, a weight that other modules use (a tied
+    head), base layers of LoRA, sharded weights, sizes that the group does not divide. The report
+    also lists stacked experts.
 
     On the meta device the new layers have no values either, and a state_dict can be loaded. One
     layer is in memory twice at a time. `save_pretrained` of a quantised transformers model makes a
@@ -67,7 +69,7 @@ def quantize_layers(
     report = QuantizeReport(type(model).__name__, bytes_before=_bytes_of(model))
     plan = plan_layers(model, config, report)
     for done, (first, paths) in enumerate(plan.items(), 1):
-        new = replace_layer(model, paths, model.get_submodule(first), config)
+        new = replace_layer(model, paths, config)
         report.replaced += paths
         if not new.scale.is_meta:
             report.errors |= dict.fromkeys(paths, new.quantisation_error)
@@ -80,7 +82,9 @@ def quantize_layers(
 
 
 def dequantize_(model: nn.Module) -> list[str]:
-    """Replaces every `Int4Linear` of a model by a frozen nn.Linear with its weight, in place.
+    """Replaces every `Int4Linear` of a model by a frozen float layer with its weight, in place.
+
+    The layer is an nn.Linear, or a Conv1D where `quantize_` replaced one.
 
     Args:
         model: any module that contains such layers.
@@ -109,7 +113,7 @@ def dequantize_layers(model: nn.Module) -> list[str]:
         refuse_other("torchweld.dequantize_", paths[0], "Int4Linear", layer, Int4Linear)
     for paths in groups:
         layer = model.get_submodule(paths[0])
-        _replace(model, paths, layer.to_torch().train(layer.training))
+        _replace(model, paths, float_layer(layer).train(layer.training))
     return [path for paths in groups for path in paths]
 
 
@@ -122,7 +126,7 @@ def plan_layers(model: nn.Module, config: Int4, report: QuantizeReport | None = 
             if parameter is not None:
                 users.setdefault(id(parameter), set()).add(id(module))
     found: Plan = {}
-    for paths in _by_module(model, nn.Linear):
+    for paths in _by_module(model, *linear_classes()):
         reasons = [_refusal(model, path, config, users) for path in paths]
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
@@ -130,9 +134,7 @@ def plan_layers(model: nn.Module, config: Int4, report: QuantizeReport | None = 
         else:
             report.skipped += [(path, reason) for path in paths]
     for path, module in model.named_modules():
-        if type(module).__name__ == "Conv1D":
-            report.skipped.append((path, "Conv1D, which has a transposed weight, is not nn.Linear"))
-        elif (stacked := _stacked(module)) is not None:
+        if (stacked := _stacked(module)) is not None:
             reason = f"{stacked} has the weights of several layers in one parameter"
             report.skipped.append((path, reason))
     return found
@@ -152,52 +154,48 @@ def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int
     name = config.skipped_by(path)
     if name is not None:
         return f"skip has {name!r}"
-    linear = model.get_submodule(path)
+    layer = model.get_submodule(path)
     parent = model.get_submodule(path.rpartition(".")[0])
     if path.rpartition(".")[2] == "base_layer":
         return "it is the base layer of an adapter; quantise first, then add the adapter"
     if isinstance(parent, nn.TransformerEncoderLayer):
         return "nn.TransformerEncoderLayer reads its weight"
     try:
-        refuse_other("", "", "nn.Linear", linear, nn.Linear)
-        if type(linear.weight) is not nn.Parameter:
-            kind = type(linear.weight).__name__
+        refuse_other("", "", "linear", layer, *linear_classes())
+        if type(layer.weight) is not nn.Parameter:
+            kind = type(layer.weight).__name__
             return f"its weight is a {kind}; quantise before it is sharded or wrapped"
-        check_float("", linear)
+        check_float("", layer)
     except ValueError as error:
         return str(error).rpartition("but got ")[2]
-    if len(users[id(linear.weight)]) > 1:
+    if len(users[id(layer.weight)]) > 1:
         return "another module uses its weight"
-    group = config.group_size or linear.in_features
-    if linear.in_features % group or group % 8 or not group:
-        return f"groups of {group} do not divide in_features = {linear.in_features}"
+    in_features, _ = features_of(layer)
+    group = config.group_size or in_features
+    if in_features % group or group % 8 or not group:
+        return f"groups of {group} do not divide in_features = {in_features}"
     return None
 
 
 def replace_layer(
-    model: nn.Module, paths: list[str], linear: nn.Linear, config: Int4
+    model: nn.Module, paths: list[str], config: Int4, weight: Tensor | None = None
 ) -> Int4Linear:
-    """Puts a linear layer into all its places with 4 bits; returns the new layer."""
-    if linear.weight.is_meta:
-        new = without_values(linear, config.group_size)
-    else:
-        new = Int4Linear.from_linear(linear, config.group_size, config.method)
-    new.train(linear.training)
-    _replace(model, paths, new)
+    """Puts an Int4Linear into all places of a float layer; returns it.
+
+    Args:
+        weight: the layer's weight, if the layer does not have it yet.
+    """
+    module = model.get_submodule(paths[0])
+    new = quantized(module, as_linear(module, weight), config.group_size, config.method)
+    _replace(model, paths, new.train(module.training))
     return new
 
 
-def without_values(linear: nn.Linear, group_size: int | None) -> Int4Linear:
-    """An Int4Linear on the meta device for a linear layer of any device."""
-    sizes, biased = (linear.in_features, linear.out_features), linear.bias is not None
-    return Int4Linear(*sizes, biased, group_size, "meta", linear.weight.dtype)
-
-
-def _by_module(model: nn.Module, cls: type[nn.Module]) -> list[list[str]]:
-    """The paths of each module of a class or its subclasses, a shared module's together."""
+def _by_module(model: nn.Module, *classes: type[nn.Module]) -> list[list[str]]:
+    """The paths of each module of some classes or subclasses, a shared module's together."""
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, cls):
+        if isinstance(module, classes):
             found.setdefault(id(module), []).append(path)
     return list(found.values())
 

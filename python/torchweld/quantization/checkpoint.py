@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchweld.nn import Int4Linear
+
+from .float_layers import features_of, linear_classes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,16 +173,16 @@ def _check_layers(model_class: Any, config: Any, layers: Mapping[str, Int4Linear
     """
     with torch.device("meta"):
         model = model_class(config)
-    linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {path: m for path, m in model.named_modules() if isinstance(m, linear_classes())}
     for name, layer in layers.items():
         if name not in linears:
             raise ValueError(
                 f"{_OWNER}: {name} of the checkpoint must be a linear layer of "
                 f"{model_class.__name__}, but it has none of this name"
             )
-        sizes = [(m.out_features, m.in_features) for m in (linears[name], layer)]
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"{_OWNER}: {name} must be {sizes[0]}, but got {sizes[1]}")
+        expected, got = features_of(linears[name])[::-1], features_of(layer)[::-1]
+        if expected != got:
+            raise ValueError(f"{_OWNER}: {name} must be {expected}, but got {got}")
     if not layers:
         raise ValueError(f"{_OWNER}: the checkpoint must have quantised layers, but got none")
     return [path for path in linears if path not in layers]
