@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         script = str(ROOT / "benchmarks" / "bench.py")
         command = [sys.executable, "-m", *torchrun, script, "distributed"]
         return subprocess.run([*command, *flags], cwd=ROOT).returncode
-    on_gpu = [family for family, device in FAMILIES.items() if device == "cuda"]
+    on_gpu = [family for family, device in FAMILIES.items() if device in ("cuda", "any")]
     families = args.families.split(",") if args.families else on_gpu
     return max(bench([family, *flags]) for family in families)
 

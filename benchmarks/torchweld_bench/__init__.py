@@ -33,7 +33,7 @@ FAMILIES = {
     "curves": "cuda",
     "pointwise": "cuda",
     "cpu": "cpu",
-    "quantise": "cpu",
+    "quantise": "any",
     "distributed": "torchrun",
 }
 
@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "what",
         metavar="FAMILY|OP",
-        help="cpu: every op on the CPU; quantise: on the CPU too; distributed: several GPUs, under "
-        "torchrun; all other families need a GPU",
+        help="cpu: every op on the CPU; quantise: on the CPU, more on a GPU; distributed: several "
+        "GPUs, under torchrun; all other families need a GPU",
     )
     add_sizes(parser, required=False)
     parser.add_argument(
@@ -129,6 +129,7 @@ def _run(argv: list[str] | None) -> int:
         return 1
     there = "cuda" if torch.cuda.is_available() else "cpu"
     device = FAMILIES[args.what] if args.shape is None else args.device or there
+    device = there if device == "any" else device
     if device == "cuda" and there == "cpu":
         parser.error(f"{args.what} needs a CUDA GPU, but there is none")
     if device != "torchrun":

@@ -28,6 +28,8 @@ _DECODE_BYTES = 128 << 20
 # the minimum number of calls in a CUDA graph, so that the start of the graph hardly counts
 _DECODE_CALLS = 48
 _FLOOR = "read floor"
+_FORWARD = "the forward"
+_GRADIENTS_FROM = 1024  # rows of x in training
 
 
 def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
@@ -82,6 +84,30 @@ def _cases(
         yield row.over(peer, targets)
 
 
+def gradient_rows(
+    m: int, k: int, n: int, dtype: torch.dtype, device: str, targets: dict[str, float]
+) -> Iterator[Row]:
+    """The gradient to x of one matmul, over cuBLAS and over the forward."""
+    linear = torch.nn.Linear(k, n, bias=False, device=device, dtype=dtype)
+    module = Int4Linear.from_linear(linear, _GROUP)
+    weight, dense = ops.int4_repack(*module.portable()), module.dequantise()
+    x, dy = (torch.randn(m, size, device=device).to(dtype) for size in (k, n))
+    calls = {
+        "ours": lambda: ops.int4_linear_repacked_backward(dy, *weight, in_features=k),
+        "cublas": lambda: dy @ dense,
+        _FORWARD: lambda: module(x),
+    }
+    us = interleaved(calls, device=device, rounds=_ROUNDS)
+    part = dy[:_CHECKED_ROWS]
+    reference, eager = part.double() @ dense.double(), part @ dense
+    allowed = 3 * largest_error(eager, reference) + 1e-6
+    errors = judged(calls["ours"]()[:_CHECKED_ROWS], eager, reference, allowed)
+    case = f"int4 dx ({m}, {k}, {n}) {dtype_text(dtype)}"
+    row = make_row(case, us, against="cublas", target=targets.get(case), **errors)
+    yield row
+    yield row.over(_FORWARD, targets)
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     torch.manual_seed(0)
@@ -90,6 +116,8 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     for k, n in ((4096, 4096), (4096, 14336)):
         for m in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096):
             yield from _cases(m, k, n, brain, rate, targets)
+            if m >= _GRADIENTS_FROM:
+                yield from gradient_rows(m, k, n, brain, "cuda", targets)
     yield from _cases(1, 14336, 4096, brain, rate, targets)
     yield from _cases(16, 4096, 14336, half, rate, targets)
     yield from _cases(256, 4096, 14336, half, rate, targets)
