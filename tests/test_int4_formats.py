@@ -306,3 +306,20 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="must have model.safetensors, but it is not there"):
         torchweld.load_quantized(tmp_path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="must have config.json, but it is not there"):
+        torchweld.load_quantized(tmp_path / "nowhere")
+
+
+def test_the_settings_of_older_gptq_files(tmp_path):
+    """AutoGPTQ wrote them into a file of their own."""
+    reference = write_checkpoint(tmp_path, "gptq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    del settings["quant_method"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(settings))
+    for path, layer in layers_of(torchweld.load_quantized(tmp_path)).items():
+        assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())

@@ -91,6 +91,18 @@ def test_adapters_have_the_dtype_of_the_scales_and_nothing_warns():
     assert layer.lora_A["default"].weight.device == layer.base_layer.scale.device
 
 
+def test_a_model_prepared_by_peft_trains_under_autocast():
+    """peft casts the norms to float32, so that x is float32 without autocast."""
+    model = peft.prepare_model_for_kbit_training(quantised().to(torch.bfloat16))
+    assert model.model.norm.weight.dtype == torch.float32
+    assert model.model.layers[0].mlp.up_proj.scale.dtype == torch.bfloat16
+    model = with_lora(model).train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(model).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 8 and all(p.grad.abs().sum() > 0 for p in trained)
+
+
 def test_an_adapter_merges_into_the_dequantised_model():
     model = with_lora(quantised())
     expected = logits(model.eval())

@@ -29,7 +29,8 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
     Args:
         path: a folder with config.json and safetensors files. The config's quantization_config
             names "awq" (version "gemm"), "gptq" (4 bits, without act-order) or
-            "compressed-tensors" ("pack-quantized" with 4 bits, weights alone).
+            "compressed-tensors" ("pack-quantized" with 4 bits, weights alone). AutoGPTQ's older
+            quantize_config.json serves too.
         model_class: of transformers; by default the first of the config's `architectures`.
         kwargs: go to `from_pretrained`: device_map, dtype, attn_implementation.
 
@@ -46,14 +47,15 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
     from torchweld.integrations import TorchweldInt4Config
 
     folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{_OWNER}: {folder} must have config.json, but it is not there")
     config = transformers.AutoConfig.from_pretrained(folder)
-    convert = _converter(_settings(config))
+    convert = _converter(_settings(config, folder))
     state = _load_files(folder)
     layers = dict(_converted(state, convert))
     if model_class is None:
         name = (config.architectures or ["AutoModelForCausalLM"])[0]
         model_class = getattr(transformers, name)
-    del config.quantization_config
     left = _check_layers(model_class, config, layers)
     sizes = {name: layer.group_size for name, layer in layers.items()}
     common = max(set(sizes.values()), key=list(sizes.values()).count)
@@ -76,8 +78,10 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
     return model
 
 
-def _settings(config: Any) -> Mapping[str, Any]:
+def _settings(config: Any, folder: Path) -> Mapping[str, Any]:
     found = getattr(config, "quantization_config", None)
+    if found is None and (folder / "quantize_config.json").is_file():
+        return {"quant_method": "gptq"} | json.loads((folder / "quantize_config.json").read_text())
     if found is None:
         raise ValueError(
             f"{_OWNER}: config.json must have a quantization_config, but got none; use "
