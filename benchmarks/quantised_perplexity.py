@@ -23,7 +23,7 @@ from demo.text import read_text  # noqa: E402
 
 _SEQLEN = 128
 _BATCH = 16
-_HELD_OUT = 64  # batches
+_HELD_OUT = 32  # batches
 _GROUPS = (32, 128, None)
 
 
@@ -49,8 +49,8 @@ def _train(data: Tensor, steps: int, device: str) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
+        intermediate_size=768,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=4,
     )
@@ -72,7 +72,7 @@ def _train(data: Tensor, steps: int, device: str) -> nn.Module:
 def main() -> None:
     """Prints a row for the float model and one for each method and group size."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     documents = read_text([]).documents

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchweld
 from numerics import assert_equal, assert_same_bits
-from test_quantize import GROUP, IDS, layers_of, logits, tiny_llama
+from test_quantize import GROUP, IDS, layers_of, logits, needs_gpu, tiny_llama
 from torchweld import Int4
 
 transformers = pytest.importorskip("transformers")
@@ -53,9 +53,19 @@ OFFLOADED = {
 
 
 @pytest.mark.parametrize("buffers", [True, False])
-def test_a_model_is_offloaded_to_the_disk(saved, buffers):
+def test_a_model_is_offloaded_to_the_disk(saved, buffers, monkeypatch):
     """The codes are buffers, which accelerate offloads when it is asked to."""
-    pytest.importorskip("accelerate")
+    hooks = pytest.importorskip("accelerate.hooks")
+    stock = hooks.AlignDevicesHook.init_hook
+
+    def init_hook(self, module):
+        """As between two devices: copies have no mark of transformers."""
+        module = stock(self, module)
+        if self.offload and not buffers:
+            module._buffers.update({k: t.clone() for k, t in module.named_buffers()})
+        return module
+
+    monkeypatch.setattr(hooks.AlignDevicesHook, "init_hook", init_hook)
     model, folder = saved
     how = {"device_map": OFFLOADED, "offload_folder": folder / "off", "offload_buffers": buffers}
     if buffers:
@@ -130,3 +140,32 @@ def test_floats_are_not_quantised_onto_the_disk(floats):
     config = TorchweldInt4Config(GROUP)
     with pytest.raises(ValueError, match='device_map must not have "disk" while a float check'):
         load(floats[1], quantization_config=config, device_map=OFFLOADED)
+
+
+@needs_gpu
+def test_floats_are_quantised_onto_a_gpu(floats):
+    model, folder = floats
+    loaded = load(folder, quantization_config=TorchweldInt4Config(GROUP), device_map="cuda")
+    torchweld.quantize_(model, Int4(GROUP))
+    for path, layer in layers_of(loaded).items():
+        assert [t.dim() for t in layer.buffers()][:3] == [3, 3, 3]
+        for got, ref in zip(layer.portable(), layers_of(model)[path].portable(), strict=True):
+            assert_equal(got.cpu(), ref)
+    assert_same_bits(logits(loaded.cpu()), logits(model))
+
+
+@needs_gpu
+@pytest.mark.parametrize("buffers", [True, False])
+def test_layers_are_offloaded_from_a_gpu(saved, buffers):
+    pytest.importorskip("accelerate")
+    model, folder = saved
+    places = {name: 0 for name in OFFLOADED} | {"model.layers.1": "cpu"}
+    loaded = load(folder, device_map=places, offload_buffers=buffers)
+    there, away = (loaded.model.layers[i].mlp.up_proj for i in (0, 1))
+    assert [t.dim() for t in there.buffers()] == [3, 3, 3]
+    assert away.qweight.device.type == ("meta" if buffers else "cuda")
+    with torch.no_grad():
+        got = loaded(IDS.cuda()).logits.cpu()
+    torch.testing.assert_close(got, logits(model), rtol=1e-3, atol=1e-3)
+    loaded.save_pretrained(folder / "again")
+    assert_same_bits(logits(load(folder / "again")), logits(model))

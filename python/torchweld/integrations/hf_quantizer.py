@@ -117,7 +117,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
             mark(model, int4)
             return
         for path, layer in _layers(model):
-            if layer.scale.is_meta:  # offloaded: accelerate has the values
+            if getattr(_hook(layer), "offload", False):  # accelerate has copies without the marks
                 continue
             # transformers marks the tensors that it has loaded, and only lists the others.
             if not all(getattr(t, "_is_hf_initialized", False) for t in layer.buffers()):
@@ -134,7 +134,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
 
     def _warn_of_buffers(self, model: PreTrainedModel) -> None:
         """accelerate leaves the buffers of offloaded layers on the device that computes."""
-        hooks = (getattr(layer, "_hf_hook", None) for _, layer in _layers(model))
+        hooks = (_hook(layer) for _, layer in _layers(model))
         count = sum(getattr(h, "offload", False) and not h.offload_buffers for h in hooks)
         if count:
             warnings.warn(
@@ -196,7 +196,7 @@ class _QuantizeLayer(ConversionOps):
             # A bias comes before the weight, because transformers sorts the names.
             if old.bias is not None and old.bias.is_meta:
                 return input_dict
-            weight = weight[0] if isinstance(weight, list) else weight
+            weight = (weight[0] if isinstance(weight, list) else weight).to(old.weight.dtype)
             config = self.quantizer.quantization_config.int4()
             replace_layer(model, self.quantizer.plan[path], config, weight)
         if missing_keys is not None:
@@ -243,6 +243,11 @@ def unmark(model: PreTrainedModel) -> None:
 
 def _layers(model: nn.Module) -> list[tuple[str, Int4Linear]]:
     return [(path, m) for path, m in model.named_modules() if isinstance(m, Int4Linear)]
+
+
+def _hook(layer: Int4Linear) -> Any:
+    """accelerate's hook on a layer, or None."""
+    return getattr(layer, "_hf_hook", None)
 
 
 def _refuse_disk(device_map: Any) -> None:
