@@ -82,6 +82,14 @@ def test_padded(device, shape, causal, window):
         torch.testing.assert_close(packed, out)
 
 
+def test_windows_without_a_limit():
+    """flash-attn 2 says -1, version 4 None."""
+    q, k, v = qkv("cpu", 5, 12)
+    want = fa.flash_attn_func(q, k, v, causal=True)
+    for window in (None, (None, None), (None, 3), (2**40, -5)):
+        assert_same_bits(fa.flash_attn_func(q, k, v, causal=True, window_size=window), want)
+
+
 def test_gradients_of_a_window_with_two_sizes(device):
     q, k, v = (t.requires_grad_() for t in qkv(device, 5, 12, best(device)))
     out = fa.flash_attn_func(q, k, v, window_size=(4, 1))
@@ -182,8 +190,31 @@ REFUSED = [
         {"block_table": ENDS}, "block_table must be None; torchweld reads no paged cache",
     ),
     ("flash_attn_varlen_func", (X, X, X, ENDS, ENDS, 8, 8), {}, "q must be (tokens_q, nheads, he"),
-    ("flash_attn_with_kvcache", (X, X, X), {"rotary_cos": X}, "rotary_cos must be None; rotate"),
-    ("flash_attn_with_kvcache", (X, X, X), {"cache_batch_idx": ENDS}, "cache_batch_idx must be"),
+    ("flash_attn_with_kvcache", (X, X, X), {"rotary_cos": X}, "rotary_cos and rotary_sin must be"),
+    (
+        "flash_attn_with_kvcache", (X, X, X), {"rotary_cos": X, "rotary_sin": X},
+        "rotary_cos must come with k and without cache_leftpad; rotate q by torchweld.rotary",
+    ),
+    (
+        "flash_attn_with_kvcache", (X, X, X), {"cache_batch_idx": ENDS.float()},
+        "cache_batch_idx must be int32 (2,), but got float32 (2,)",
+    ),
+    (
+        "flash_attn_with_kvcache", (X, X, X), {"cache_seqlens": ENDS[:1]},
+        "cache_seqlens must be int32 (2,), but got int32 (1,)",
+    ),
+    (
+        "flash_attn_with_kvcache", (X[:1], X, X), {},
+        "k_cache must be (1, seqlen_cache, nheads_kv, head_dim) like q, but got (2, 4, 4, 16); say",
+    ),
+    (
+        "flash_attn_with_kvcache", (X, X, X, X[:, :, :2], X), {"cache_seqlens": 0},
+        "k must be float32 (2, seqlen_new, 4, 16) like k_cache, but got float32 (2, 4, 2, 16)",
+    ),
+    (
+        "flash_attn_with_kvcache", (X, X, X, X, X.half()), {"cache_seqlens": 0},
+        "v must be float32 (2, seqlen_new, 4, 16) like v_cache, but got float16 (2, 4, 4, 16)",
+    ),
     ("flash_attn_with_kvcache", (X, X, X), {"block_table": ENDS}, "block_table must be None"),
     ("flash_attn_with_kvcache", (X, X, X, X), {}, "k and v must be given together"),
     ("flash_attn_with_kvcache", (X, X, X, X, X), {}, "cache_seqlens must be given with k and v"),

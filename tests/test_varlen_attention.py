@@ -333,6 +333,11 @@ def test_one_graph_serves_all_lengths(causal):
             assert_same_bits(got, want)
 
 
+ENDS = offsets([3, 5])
+NAMES = (
+    "arguments must be q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, "
+    "scale, window, softcap, sink, return_lse, but got"
+)
 REFUSED = [
     (
         {"q": torch.zeros(2, 3, 4, 5)},
@@ -351,7 +356,12 @@ REFUSED = [
         "cu_seqlens_q must be on cpu like q, but got meta",
     ),
     ({"window": 0}, "window must be at least 1, but got 0; leave it out for no window"),
-    ({"is_causal": True}, "arguments must be q, k, v, cu_seqlens_q"),
+    ({"is_causal": True}, f"{NAMES} is_causal; use causal=, which is aligned at the bottom right"),
+    ({"max_q": 8}, f"{NAMES} max_q; use max_seqlen_q="),
+    ({"cu_seq_k": ENDS}, f"{NAMES} cu_seq_k; use cu_seqlens_k="),
+    ({"window_size": (3, 0)}, f"{NAMES} window_size; use window=left + 1, or torchweld.compat"),
+    ({"return_attn_probs": True}, f"{NAMES} return_attn_probs; use return_lse="),
+    ({"dropout_p": 0.1}, f"{NAMES} dropout_p; leave it out, attention has no dropout"),
     ({"cu_seqlens_q": [0, 3, 8]}, "cu_seqlens_q must be a Tensor, but got list"),
 ]
 
@@ -359,8 +369,7 @@ REFUSED = [
 @pytest.mark.parametrize(("wrong", "sentence"), REFUSED, ids=lambda v: str(v)[:30])
 def test_refusals(wrong, sentence):
     q, k, v = packed("cpu", F32, 8, 8)
-    ends = offsets([3, 5])
-    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends, "cu_seqlens_k": ends, **wrong}
+    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, **wrong}
     sentence = f"torchweld::varlen_attention: {sentence}"
     with pytest.raises((ValueError, TypeError), match=re.escape(sentence)):
         torchweld.varlen_attention(**arguments)

@@ -45,10 +45,14 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
         ("attn_mask", "attention_mask", "key_padding_mask", "mask"), [("leftpad", _MASK)]
     ),
     **dict.fromkeys(
-        ("dropout_p", "dropout"), [("query", "leave it out, attention has no dropout")]
+        ("dropout_p", "dropout"),
+        [(name, "leave it out, attention has no dropout") for name in ("query", "cu_seqlens_q")],
     ),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), [("scale", "use scale=")]),
-    **dict.fromkeys(("window_size", "sliding_window"), [("window", "use window=")]),
+    "window_size": [
+        ("window", "use window=left + 1, or torchweld.compat.flash_attn for other right sizes")
+    ],
+    "sliding_window": [("window", "use window=")],
     **dict.fromkeys(
         ("logits_soft_cap", "logit_cap", "logit_softcapping"), [("softcap", "use softcap=")]
     ),
@@ -57,6 +61,16 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     **dict.fromkeys(("lse_square_scale", "z_loss_multiplier"), [("z_loss", "use z_loss=")]),
     **dict.fromkeys(("sinks", "s_aux"), [("sink", "use sink=")]),
     **dict.fromkeys(("cache_seqlens", "seqused_k"), [("key_end", "use key_end=")]),
+    **{f"max_{t}": [(f"max_seqlen_{t}", f"use max_seqlen_{t}=")] for t in "qk"},
+    **{f"cu_seq_{t}": [(f"cu_seqlens_{t}", f"use cu_seqlens_{t}=")] for t in "qk"},
+    **{f"cu_seq_lens_{t}": [(f"cu_seqlens_{t}", f"use cu_seqlens_{t}=")] for t in "qk"},
+    **dict.fromkeys(
+        ("return_attn_probs", "return_softmax_lse", "return_aux"),
+        [
+            ("return_lse", "use return_lse="),
+            ("query", "use torchweld.attention_with_lse"),
+        ],
+    ),
     "enable_gqa": [("query", "leave it out, key may have fewer heads than query")],
     **dict.fromkeys(("dim", "axis"), [("x", _LAST_DIM)]),
     "keepdim": [("x", "leave it out and use .unsqueeze(-1) on the result")],

@@ -20,8 +20,14 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Any, causal: bool) -> Window:
-        """The window of flash-attn's `window_size` and `causal`; negative sizes are no limit."""
-        before, after = (None if size < 0 or size >= _MAX_WINDOW else size for size in sizes)
+        """The window of flash-attn's `window_size` and `causal`.
+
+        Sizes that are None (as in flash-attn 4) or negative are no limit.
+        """
+        before, after = (
+            None if size is None or size < 0 or size >= _MAX_WINDOW else size
+            for size in (sizes or (None, None))
+        )
         return cls(before, 0 if causal else after)
 
     def as_numbers(self) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweld.compat._cache import Cache, check_new, rotated
 from torchweld.compat._windows import Window, padded_attention
 from torchweld.ops.varlen import (
     check_heads,
@@ -242,13 +243,20 @@ def flash_attn_with_kvcache(
 
     Args:
         q: `(batch, seqlen_q, nheads, head_dim)`.
-        k_cache, v_cache: `(batch, seqlen_cache, nheads_kv, head_dim)`.
+        k_cache, v_cache: `(batch, seqlen_cache, nheads_kv, head_dim)`; more sequences with
+            cache_batch_idx.
         k, v: `(batch, seqlen_new, nheads_kv, head_dim)`, written into the caches in place, from
             place `cache_seqlens[b]` on.
-        rotary_cos, rotary_sin, cache_batch_idx, block_table, alibi_slopes: None.
+        rotary_cos, rotary_sin: `(positions, rotary_dim / 2)`, with k alone: k is rotated by the
+            positions from `cache_seqlens[b]` on before it is written, and q by the same ones, or
+            without causal and window all of it by `cache_seqlens[b]`. Not with cache_leftpad.
         cache_seqlens: int32 `(batch,)`, or one number: the tokens in the caches before k and v. The
             whole caches when None.
+        cache_batch_idx: int32 `(batch,)`: the sequence of the caches that belongs to each sequence
+            of q. Those sequences are copied; new tokens are written in place.
         cache_leftpad: int32 `(batch,)`: the first places of each cache that are padding.
+        rotary_interleaved: a pair is two neighbours, else values `rotary_dim / 2` apart.
+        block_table, alibi_slopes: None.
         num_splits: accepted and not used.
         return_softmax_lse: returns lse `(batch, nheads, seqlen_q)` too.
 
@@ -260,47 +268,37 @@ def flash_attn_with_kvcache(
     name = "flash_attn_with_kvcache"
     _refuse(name, 0.0, alibi_slopes)
     _refuse_pages(name, block_table)
-    if rotary_cos is not None or rotary_sin is not None:
-        raise ValueError(f"{name}: rotary_cos must be None; rotate q and k by torchweld.rotary")
-    if cache_batch_idx is not None:
-        raise ValueError(
-            f"{name}: cache_batch_idx must be None; pass k_cache.index_select(0, cache_batch_idx) "
-            "and the same of v_cache"
-        )
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must be given together; give both or neither")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError(f"{name}: rotary_cos and rotary_sin must be given together")
+    if rotary_cos is not None and (k is None or cache_leftpad is not None):
+        raise ValueError(
+            f"{name}: rotary_cos must come with k and without cache_leftpad; rotate q by "
+            "torchweld.rotary"
+        )
     _check_padded(name, q, k_cache, v_cache)
-    lengths = cache_seqlens
-    if isinstance(lengths, int):
-        lengths = torch.full((q.shape[0],), lengths, dtype=torch.int32, device=q.device)
-    if k is not None and v is not None:
-        if lengths is None:
-            raise ValueError(f"{name}: cache_seqlens must be given with k and v; it says where")
-        _append(lengths, (k_cache, k), (v_cache, v))
-        lengths = lengths + k.shape[1]
-    start = cache_leftpad
+    window = Window.of(window_size, causal)
+    cache = Cache.of(name, q, k_cache, v_cache, cache_seqlens, cache_batch_idx)
     with torch.no_grad():
+        if k is not None and v is not None:
+            check_new(name, cache, q, k, v)
+            if rotary_cos is not None and rotary_sin is not None:
+                moves = window != (None, None)
+                tables = rotary_cos, rotary_sin
+                q, k = rotated(cache, q, k, *tables, moves, rotary_interleaved)
+            cache = cache.append(k, v)
+        start = cache_leftpad
         return padded_attention(
             q,
-            k_cache,
-            v_cache,
-            Window.of(window_size, causal),
-            lengths=None if lengths is None else lengths.int(),
+            *cache.of_batch(),
+            window,
+            lengths=None if cache.lengths is None else cache.lengths.int(),
             key_start=None if start is None else start.int()[:, None].expand(-1, q.shape[1]),
             return_lse=return_softmax_lse,
             scale=softmax_scale,
             softcap=softcap or None,
         )
-
-
-def _append(lengths: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
-    """Writes the new keys and values behind the tokens of their caches."""
-    new = pairs[0][1].shape[1]
-    places = lengths[:, None] + torch.arange(new, device=lengths.device)
-    sequences = torch.arange(lengths.shape[0], device=lengths.device)[:, None]
-    with torch.no_grad():
-        for cache, tokens in pairs:
-            cache.index_put_((sequences, places), tokens)
 
 
 def _refuse(name: str, dropout_p: float, alibi_slopes: Tensor | None) -> None:
