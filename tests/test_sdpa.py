@@ -22,7 +22,8 @@ from samples import BF16, F16, F32
 from sdpa_calls import FLASH, draw, formula, strides
 from torchweld import integrations
 from torchweld.info import has_cuda_kernel
-from torchweld.integrations import sdpa
+from torchweld.integrations import sdpa, sdpa_dense
+from torchweld.integrations.sdpa_common import has_code
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl"),
@@ -33,8 +34,8 @@ cuda_build = pytest.mark.skipif(
     reason="needs a build with CUDA, no GPU",
 )
 
-OPS = [f"aten::{name}" for name in (sdpa.FORWARD, sdpa.BACKWARD)]
-FORMER = "aten::_flash_attention_forward"
+PAIRS = (sdpa.Dense, sdpa.Varlen)
+OPS = [f"aten::{name}" for pair in PAIRS for name in (pair.FORWARD, pair.BACKWARD)]
 
 
 @pytest.fixture(autouse=True)
@@ -95,17 +96,17 @@ NOT_SERVED = {
 
 @pytest.mark.parametrize("arguments", SERVED.values(), ids=SERVED)
 def test_what_is_served(arguments):
-    assert sdpa.refusal(**arguments) is None
+    assert sdpa_dense.refusal(**arguments) is None
 
 
 @pytest.mark.parametrize("reason", NOT_SERVED)
 def test_what_is_left_to_torch(reason):
-    assert reason in sdpa.refusal(**NOT_SERVED[reason])
+    assert reason in sdpa_dense.refusal(**NOT_SERVED[reason])
 
 
 def test_nested_tensors_are_left_to_torch():
     nested = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)])
-    assert sdpa.refusal(nested, nested, nested) == "nested tensors"
+    assert sdpa_dense.refusal(nested, nested, nested) == "nested tensors"
 
 
 def saved(**changes):
@@ -116,7 +117,7 @@ def saved(**changes):
 
 
 def test_the_gradient_is_served_by_what_was_saved():
-    assert sdpa.backward_refusal(**saved()) is None
+    assert sdpa_dense.backward_refusal(**saved()) is None
     for reason, changes in {
         "packed": {"cum_seq_q": meta(3, dtype=torch.int32)},
         "dropout_p": {"dropout_p": 0.5},
@@ -126,15 +127,15 @@ def test_the_gradient_is_served_by_what_was_saved():
         "devices": {"out": torch.empty(2, 4, 8, 32, dtype=BF16)},
         "no key": {"key": meta(2, 4, 5, 32), "value": meta(2, 4, 5, 32)},
     }.items():
-        assert reason in sdpa.backward_refusal(**saved(**changes))
+        assert reason in sdpa_dense.backward_refusal(**saved(**changes))
 
 
 def test_gpu_code_and_gpus():
-    assert sdpa.has_code((9, 0), ["9.0a"]) and sdpa.has_code((8, 6), ["8.0"])
-    assert sdpa.has_code((12, 0), ["9.0a", "8.0+PTX"]) and sdpa.has_code((8, 0), [])
-    assert sdpa.has_code((8, 0), ["Ampere"])
-    assert not sdpa.has_code((8, 0), ["9.0a"]) and not sdpa.has_code((10, 0), ["9.0a", "8.0"])
-    assert not sdpa.has_code((10, 0), ["9.0a+PTX"]) and not sdpa.has_code((8, 0), ["8.6+PTX"])
+    assert has_code((9, 0), ["9.0a"]) and has_code((8, 6), ["8.0"])
+    assert has_code((12, 0), ["9.0a", "8.0+PTX"]) and has_code((8, 0), [])
+    assert has_code((8, 0), ["Ampere"])
+    assert not has_code((8, 0), ["9.0a"]) and not has_code((10, 0), ["9.0a", "8.0"])
+    assert not has_code((10, 0), ["9.0a+PTX"]) and not has_code((8, 0), ["8.6+PTX"])
 
 
 # ---- the kernels below torch's dispatcher and autograd, on the CPU
@@ -176,8 +177,8 @@ class StandIn:
 def stand_in():
     made = StandIn()
     library = torch.library.Library("aten", "IMPL", "CPU")
-    library.impl(sdpa.FORWARD, made.forward)
-    library.impl(sdpa.BACKWARD, made.backward)
+    library.impl(sdpa.Dense.FORWARD, made.forward)
+    library.impl(sdpa.Dense.BACKWARD, made.backward)
     yield made
     library._destroy()
 
@@ -198,7 +199,7 @@ def test_a_served_call_is_the_formula_in_torchs_layout(
     stand_in, sizes, sizes_k, is_causal, scale, transposed
 ):
     q, k, v = draw(sizes, sizes_k, transposed=transposed)
-    kernels = sdpa.Kernels("CPU")
+    kernels = sdpa.Kernels("CPU", (sdpa.Dense,))
     try:
         results = FLASH(q, k, v, 0.0, is_causal, scale=scale)
         dout = torch.randn_like(results[0])
@@ -239,7 +240,7 @@ def test_what_is_not_served_runs_the_kernel_that_was_there(stand_in, sizes, size
     q, k, v = draw(sizes, sizes_k)
     former = FLASH(q, k, v, *numbers)
     former_grads = torch.autograd.grad(former[0].sum(), (q, k, v))
-    kernels = sdpa.Kernels("CPU")
+    kernels = sdpa.Kernels("CPU", (sdpa.Dense,))
     try:
         results = FLASH(q, k, v, *numbers)
         grads = torch.autograd.grad(results[0].sum(), (q, k, v))
@@ -260,14 +261,14 @@ def test_a_graph_runs_backward_with_the_other_kernel(stand_in, served_forward):
     calls = (stand_in.forwards, stand_in.backwards)
     assert calls == (1, 1)
     if served_forward:
-        kernels = sdpa.Kernels("CPU")
+        kernels = sdpa.Kernels("CPU", (sdpa.Dense,))
         out = FLASH(q, k, v, 0.0, True)[0]
         kernels.remove()
         mixed = torch.autograd.grad(out, (q, k, v), dout)
         assert (stand_in.forwards, stand_in.backwards) == (1, 2)
     else:
         out = FLASH(q, k, v, 0.0, True)[0]
-        kernels = sdpa.Kernels("CPU")
+        kernels = sdpa.Kernels("CPU", (sdpa.Dense,))
         mixed = torch.autograd.grad(out, (q, k, v), dout)
         kernels.remove()
         assert (stand_in.forwards, stand_in.backwards) == (2, 1)
@@ -277,7 +278,7 @@ def test_a_graph_runs_backward_with_the_other_kernel(stand_in, served_forward):
 
 def test_autocast_and_expanded_gradients(stand_in):
     q, k, v = draw((1, 2, 8, 16), dtype=F16)
-    kernels = sdpa.Kernels("CPU")
+    kernels = sdpa.Kernels("CPU", (sdpa.Dense,))
     try:
         with torch.autocast("cpu", dtype=BF16):
             out = FLASH(q, k, v, 0.0, True)[0]
@@ -297,7 +298,7 @@ def test_a_compiled_graph_runs_what_is_there_when_it_is_called(stand_in):
     compiled(q, k, v).sum().backward()
     assert (stand_in.forwards, stand_in.backwards) == (1, 1)
     theirs, q.grad = q.grad, None
-    kernels = sdpa.Kernels("CPU")
+    kernels = sdpa.Kernels("CPU", (sdpa.Dense,))
     try:
         compiled(q, k, v).sum().backward()
     finally:
@@ -316,12 +317,10 @@ def kernel_of(op):
 @cuda_build
 def test_the_kernels_come_and_go_with_the_handle():
     before = [kernel_of(op) for op in OPS]
-    former = kernel_of(FORMER)
     handle = integrations.use_in_sdpa()
     assert attention.current_flash_attention_impl() == "torchweld"
     assert "torchweld" in attention.list_flash_attention_impls()
     assert all(a != b for a, b in zip(before, map(kernel_of, OPS), strict=True))
-    assert kernel_of(FORMER) == former
     handle.remove()
     assert attention.current_flash_attention_impl() is None
     assert [kernel_of(op) for op in OPS] == before

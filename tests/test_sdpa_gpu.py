@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from torch.testing import assert_close
 
 from numerics import assert_same_bits
 from samples import BF16, F16
-from sdpa_calls import FLASH, draw, formula, strides
+from sdpa_calls import FLASH, count_calls, draw, formula, packed_formula, strides
 from torchweld import integrations
 from torchweld.info import has_cuda_kernel
-from torchweld.integrations import sdpa
+from torchweld.integrations import sdpa_dense, sdpa_varlen
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl")
@@ -39,27 +39,9 @@ def deterministic():
         torch.use_deterministic_algorithms(False)
 
 
-class Counted:
-    """Replaces torchweld's ops, and counts and forwards the calls."""
-
-    def __init__(self, ops):
-        self.forwards = self.backwards = 0
-        self.attention_forward = self._counted(ops.attention_forward.default, "forwards")
-        self.attention_backward = self._counted(ops.attention_backward.default, "backwards")
-
-    def _counted(self, op, counter):
-        def redispatch(*args, **kwargs):
-            setattr(self, counter, getattr(self, counter) + 1)
-            return op.redispatch(*args, **kwargs)
-
-        return SimpleNamespace(default=SimpleNamespace(redispatch=redispatch))
-
-
 @pytest.fixture
 def counted(monkeypatch):
-    ops = Counted(sdpa.ops)
-    monkeypatch.setattr(sdpa, "ops", ops)
-    return ops
+    return count_calls(monkeypatch, sdpa_dense, sdpa_varlen)
 
 
 def flash(q, k, v, **kwargs):
@@ -177,8 +159,8 @@ def test_the_order_that_a_new_process_starts_with():
         "from torch.nn.functional import scaled_dot_product_attention as f\n"
         "from torchweld.integrations import sdpa, use_in_sdpa\n"
         "calls = []\n"
-        "old = sdpa.Kernels.forward\n"
-        "sdpa.Kernels.forward = lambda *a, **k: (calls.append(1), old(*a, **k))[1]\n"
+        "old = sdpa.Dense.forward\n"
+        "sdpa.Dense.forward = lambda *a, **k: (calls.append(1), old(*a, **k))[1]\n"
         "handle = use_in_sdpa()\n"
         "q = torch.randn(1, 2, 128, 64, device='cuda', dtype=torch.bfloat16)\n"
         "for n in (1, 2):\n"
@@ -250,7 +232,7 @@ def test_other_back_ends_are_left_alone(counted):
     assert (counted.forwards, counted.backwards) == (0, 0)
 
 
-def test_nested_tensors_are_left_alone(counted):
+def test_jagged_tensors_are_served(counted):
     def packed(*seqlens):
         parts = [torch.randn(n, 2, 64, device="cuda").to(BF16) for n in seqlens]
         return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
@@ -259,8 +241,41 @@ def test_nested_tensors_are_left_alone(counted):
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     with integrations.use_in_sdpa():
         out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert counted.forwards == 0
-    assert_same_bits(out.transpose(1, 2).values(), expected.transpose(1, 2).values())
+    assert counted.forwards == 1
+    got, want = (t.transpose(1, 2).values() for t in (out, expected))
+    assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (6, 0), (3, 3), (-1, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_varlen_attn_is_as_good_as_torchs(counted, dtype, window):
+    """Results, lse and gradients of torch.nn.attention.varlen on packed sequences."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if "window_size" not in inspect.signature(varlen.varlen_attn).parameters:
+        pytest.skip("varlen_attn has no windows in this torch")
+    lengths = [100, 1, 300, 57]
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    tensors = [
+        torch.randn(sum(lengths), 4, 64, device="cuda").to(dtype).requires_grad_() for _ in "qkv"
+    ]
+    dout = torch.randn(sum(lengths), 4, 64, device="cuda").to(dtype)
+
+    def attend(q, k, v):
+        aux = varlen.AuxRequest(lse=True)
+        return varlen.varlen_attn(q, k, v, ends, ends, 300, 300, return_aux=aux, window_size=window)
+
+    def run(attend, tensors, dout):
+        out, lse = attend(*tensors)
+        return [lse.detach(), out.detach(), *torch.autograd.grad(out, tensors, dout)]
+
+    theirs = run(attend, tensors, dout)
+    with integrations.use_in_sdpa():
+        mine = run(attend, tensors, dout)
+    assert (counted.forwards, counted.backwards) == (1, 1)
+    doubles = [t.detach().double().requires_grad_() for t in tensors]
+    truth = run(lambda *t: packed_formula(*t, lengths, window), doubles, dout.double())
+    assert_close(mine[0], truth[0], atol=1e-3, rtol=1e-3, check_dtype=False)
+    assert_as_good(mine[1:], theirs[1:], truth[1:])
 
 
 def test_rows_without_keys_have_the_bits_of_torchs_flash(counted):
