@@ -62,6 +62,13 @@ SENTENCES = [
     ("attention", [Q] * 3, {"sliding_window": 4}, f"{ATTENTION} sliding_window; use window="),
     ("attention", [Q] * 3, {"s_aux": X}, f"{ATTENTION} s_aux; use sink="),
     ("attention", [Q] * 3, {"softmax_scale": 1.0}, f"{ATTENTION} softmax_scale; use scale="),
+    ("attention", [Q] * 3, {"window_size": (3, 0)}, f"{ATTENTION} window_size; use window=left + "
+     "1, or torchweld.compat.flash_attn for other right sizes"),
+    ("attention", [Q] * 3, {"return_attn_probs": True}, f"{ATTENTION} return_attn_probs; use "
+     "torchweld.attention_with_lse"),
+    ("attention", [Q, Q[:, :2], Q[:, :2]], {}, "key must be (batch, nheads_kv, seqlen_k, head_dim) "
+     "with nheads_kv a divisor of nheads = 3, but got nheads_kv = 2; if heads come after the "
+     "tokens use .transpose(1, 2)"),
     ("attention", [Q] * 3, {"caussal": True}, f"{ATTENTION} caussal; use causal="),
     ("attention", [Q] * 3, {"flavour": 1}, f"{ATTENTION} flavour"),
     ("attention", [Q] * 5, {}, f"{ATTENTION} 5 without a name; use causal=, scale=, key_start=, "

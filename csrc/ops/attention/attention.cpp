@@ -56,7 +56,8 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
   const auto nheads = query.sym_size(1), nheads_kv = key.sym_size(1);
   const bool divides = nheads_kv == 0 ? nheads == 0 : nheads % nheads_kv == 0;
   TW_CHECK(divides, op, "key must be ", key_layout,
-           " with nheads_kv a divisor of nheads = ", nheads, ", but got nheads_kv = ", nheads_kv);
+           " with nheads_kv a divisor of nheads = ", nheads, ", but got nheads_kv = ", nheads_kv,
+           "; if heads come after the tokens use .transpose(1, 2)");
   check_mask(op, mask, query.sym_size(0), nheads, query.sym_size(2), "query", query,
              /*allows_row_ends=*/true);
   if (scale) {
