@@ -81,6 +81,64 @@ def test_a_compiled_step_equals_each_document_alone(attention_device, case):
     assert_equal_gradients(got, want)
 
 
+class Ranges(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts how often key ranges are computed from cumulative lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.torchweld._key_ranges.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_ends_are_read_once_in_a_forward_pass(attention_device, windows, use_cache):
+    """Once for all layers, and again in the next pass, whatever has become of the ends."""
+    kind, cls, changes = FLATTENED["Mistral" if windows else "Llama"]
+    ours, _ = pair(kind, cls, attention_device, **changes)
+    _, packed = flattened(attention_device)
+    several = packed["cu_seq_lens_q"]
+    one = torch.where(several > 0, 12, 0)
+    positions = torch.arange(12, device=attention_device)[None]
+
+    def logits(ends, context=torch.no_grad):
+        with context(), Ranges() as ranges:
+            out = ours(
+                input_ids=packed["input_ids"],
+                position_ids=positions,
+                cu_seq_lens_q=ends,
+                cu_seq_lens_k=ends,
+                use_cache=use_cache,
+            ).logits
+        assert ranges.count == 1
+        return out
+
+    want = {ends: logits(ends) for ends in (several, one)}
+    assert not torch.allclose(*want.values())
+    assert_close(logits(several, torch.inference_mode), want[several], rtol=0, atol=0)
+    ends = several.clone()
+    assert_close(logits(ends), want[several], rtol=0, atol=0)
+    ends.copy_(one)
+    assert_close(logits(ends), want[one], rtol=0, atol=0)
+    ends.data.copy_(several)  # the version of ends does not tell
+    assert_close(logits(ends), want[several], rtol=0, atol=0)
+
+
+def test_a_recomputed_layer_reads_the_ends_again(attention_device):
+    """Gradient checkpointing runs each layer twice."""
+    kind, cls, changes = FLATTENED["Llama"]
+    ours, stock = pair(kind, cls, attention_device, **changes)
+    documents, packed = flattened(attention_device)
+    ours.train().gradient_checkpointing_enable({"use_reentrant": False})
+    ours(**packed, use_cache=False).loss.backward()
+    loss_of_each_alone(stock.train(), documents)
+    got, want = ({n: p.grad for n, p in each.named_parameters()} for each in (ours, stock))
+    assert_equal_gradients(got, want)
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_left_padding_that_the_ends_count_equals_eager(attention_device, how):
     """The first document begins with padding."""

@@ -322,7 +322,7 @@ def attention_forward(
         keys = seqlen_q if top_left else seqlen_k
         start = hf_packed.key_start(module, query, keys, numbers, kwargs)
     if start is not None and numbers is not None:
-        numbers = hf_packed.apply(start, numbers)
+        numbers = hf_packed.apply(start, numbers, attention_mask)
         key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
 
     weights = _weights_are_wanted(kwargs)

@@ -3,11 +3,16 @@
 ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes them, and models hand them to
 every layer's attention function. They hold whatever cache or mask there is, so they are used there
 or refused, and never ignored.
+
+In eager mode the first layer of a forward pass computes the keys' starts and checks the ends, and
+the layers behind it take them over. A layer that asks again begins another pass, and so do ends
+that are another tensor or were written since, so starts are never those of another batch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +78,7 @@ def key_start(
             f"it in {layer}, whose config has attention_chunk_size",
             "give position_ids alone, without attention_mask and with use_cache=False",
         )
-    batch, seqlen_q = query.shape[0], query.shape[2]
+    seqlen_q = query.shape[2]
     cached = numbers is not None and numbers.key_end is not None  # how many keys, it alone knows
     if ends.shape != ends_k.shape or (seqlen_k != seqlen_q and not cached) or seqlen_k < seqlen_q:
         raise _refusal(
@@ -82,6 +87,56 @@ def key_start(
             f"{seqlen_k} keys in {layer}",
             "leave them out where keys are cached or come from another sequence",
         )
+    return _start_of_pass(module, query, ends, ends_k)
+
+
+class _Pass(NamedTuple):
+    """The starts of a forward pass, of which some layers have run."""
+
+    ends: weakref.ref[Tensor]
+    ends_k: weakref.ref[Tensor]
+    made_for: tuple[Any, ...]  # the versions of both, and what else the starts depend on
+    start: Tensor
+    layers: weakref.WeakSet[nn.Module]
+    joined: list[tuple[weakref.ref[Tensor], int, Numbers]]  # masks, their versions, and `apply`
+
+
+_last: _Pass | None = None
+
+
+def _start_of_pass(module: nn.Module, query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
+    """The first keys ``(batch, seqlen_q)``, computed once in a forward pass."""
+    global _last
+    if torch.compiler.is_compiling() or not all(map(_is_tracked, (ends, ends_k))):
+        return _start(query, ends, ends_k)
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _start(query, ends, ends_k)
+    last = _last  # another thread may set it meanwhile
+    batch, _, seqlen_q, _ = query.shape
+    versions = ends._version, ends_k._version
+    made_for = versions, batch, seqlen_q, query.device, torch.is_inference_mode_enabled()
+    if (
+        last is not None
+        and last.ends() is ends
+        and last.ends_k() is ends_k
+        and last.made_for == made_for
+        and module not in last.layers
+    ):
+        last.layers.add(module)
+        return last.start
+    start = _start(query, ends, ends_k)
+    layers = weakref.WeakSet([module])
+    _last = _Pass(weakref.ref(ends), weakref.ref(ends_k), made_for, start, layers, [])
+    return start
+
+
+def _is_tracked(t: Tensor) -> bool:
+    """Whether torch counts what is written to it."""
+    return type(t) is Tensor and not t.is_inference()
+
+
+def _start(query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
+    batch, _, seqlen_q, _ = query.shape
     same = ends is ends_k
     ends, ends_k = ends.to(query.device), ends_k.to(query.device)
     start = key_start_from_cu_seqlens(ends.to(torch.int32), batch * seqlen_q)
@@ -93,8 +148,6 @@ def key_start(
         good = good & (ends == ends_k).all()
     if batch > 1:  # no document goes on in the next row
         good = good & (start[:, 0] == 0).all()
-    if cached:
-        good = good & (numbers.key_end == seqlen_q).all()
     _require(good, batch, seqlen_q)
     return start
 
@@ -113,8 +166,34 @@ def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
         assert_on_device(good, str(error))
 
 
-def apply(start: Tensor, numbers: Numbers) -> Numbers:
-    """What a causal mask and the documents say together."""
+def apply(start: Tensor, numbers: Numbers, mask: Tensor | None) -> Numbers:
+    """What a causal mask and the documents say together, computed once for all layers of a pass.
+
+    Args:
+        start: What :func:`key_start` returned.
+        numbers: What the mask says.
+        mask: The mask that they were split from, None if there is none.
+
+    Raises:
+        ValueError: There are cached tokens before those of the documents.
+        RuntimeError: The same under torch.compile.
+    """
+    if numbers.hides_no_key:
+        return Numbers(causal=True, key_start=start)
+    last = None if torch.compiler.is_compiling() or not _is_tracked(mask) else _last
+    if last is None or last.start is not start:
+        return _apply(start, numbers)
+    for known, version, made in last.joined:
+        if known() is mask and mask._version == version:
+            return made
+    made = _apply(start, numbers)
+    last.joined.append((weakref.ref(mask), mask._version, made))
+    return made
+
+
+def _apply(start: Tensor, numbers: Numbers) -> Numbers:
+    if numbers.key_end is not None:
+        _require((numbers.key_end == start.shape[1]).all(), *start.shape)
     if numbers.leftpad is not None:
         start = start.maximum(numbers.leftpad[:, None])
     if numbers.key_start is not None:
