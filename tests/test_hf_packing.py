@@ -81,6 +81,46 @@ def test_a_compiled_step_equals_each_document_alone(attention_device, case):
     assert_equal_gradients(got, want)
 
 
+def multipack(documents, pad, counts_padding):
+    """A row as Axolotl's collator makes it: numbers of documents as the mask, and padding."""
+    lengths = [document.shape[1] for document in documents]
+    numbers = [torch.full((n,), i + 1) for i, n in enumerate(lengths)]
+    positions = [torch.arange(n) for n in lengths]
+    padding = torch.arange(pad) if counts_padding else torch.zeros(pad, dtype=torch.int64)
+    return {
+        "input_ids": torch.cat([*(d[0].cpu() for d in documents), torch.zeros(pad).long()]),
+        "attention_mask": torch.cat([*numbers, torch.zeros(pad, dtype=torch.int64)]),
+        "position_ids": torch.cat([*positions, padding]),
+        "labels": torch.cat([*(d[0].cpu() for d in documents), torch.full((pad,), -100)]),
+    }
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("counts_padding", [False, True])
+def test_rows_of_axolotl_without_their_mask(attention_device, counts_padding, how):
+    """Two rows of documents; the padding behind one of them changes nothing."""
+    kind, cls, changes = FLATTENED["Llama"]
+    ours, stock = pair(kind, cls, attention_device, **changes)
+    generator = torch.Generator().manual_seed(2)
+    rows = [
+        [torch.randint(1, VOCAB, (1, n), generator=generator) for n in lengths]
+        for lengths in ((3, 5, 4), (6, 2))
+    ]
+    made = [multipack(row, 12 - sum(d.shape[1] for d in row), counts_padding) for row in rows]
+    batch = {
+        name: torch.stack([row[name] for row in made]).to(attention_device) for name in made[0]
+    }
+    del batch["attention_mask"]
+    model = ours if how == "eager" else compiled(ours)[0]
+    with torch.no_grad():
+        got = model(**batch, use_cache=False).logits
+        for logits, row in zip(got, rows, strict=True):
+            want = [stock(input_ids=d.to(attention_device)).logits[0] for d in row]
+            want = torch.cat(want)
+            assert_close(logits[: len(want)], want, rtol=1e-4, atol=1e-5)
+            assert logits.isfinite().all()
+
+
 class Ranges(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts how often key ranges are computed from cumulative lengths."""
 
