@@ -235,3 +235,84 @@ def test_a_compiled_step_serves_every_packing():
         if step in (0, 19):
             assert_close(loss.item(), loss_of_each_alone(stock, documents), rtol=1e-5, atol=0)
     expect_one_graph(graphs, 2)
+
+
+def test_a_step_compiled_for_one_document_serves_others():
+    ours, stock = pair("llama", "LlamaForCausalLM", "cpu")
+    model, graphs = compiled(ours)
+    tokens = torch.randint(1, VOCAB, (1, 24), generator=torch.Generator().manual_seed(3))
+    for lengths in ([24], [10, 14], [1, 20, 3]):
+        ends = ends_of(0, *torch.tensor(lengths).cumsum(0).tolist())
+        torch._dynamo.mark_dynamic(ends, 0)
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        with torch.no_grad():
+            got = model(
+                input_ids=tokens,
+                position_ids=positions,
+                cu_seq_lens_q=ends,
+                cu_seq_lens_k=ends,
+                use_cache=False,
+            ).logits[0]
+            want = [stock(input_ids=part).logits[0] for part in tokens.split(lengths, 1)]
+        assert_close(got, torch.cat(want), rtol=1e-4, atol=1e-5)
+    expect_one_graph(graphs, 2)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def on_gpu(step, documents):
+    """A batch on the GPU, whose ends are filled up by empty documents."""
+    inputs, _ = packed_batch(step)
+    last = inputs["cu_seq_lens_q"][-1:].expand(documents + 1 - len(inputs["cu_seq_lens_q"]))
+    ends = torch.cat([inputs["cu_seq_lens_q"], last])
+    inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = ends
+    return {name: t.cuda() for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+
+
+@needs_gpu
+def test_one_captured_step_serves_every_packing():
+    """Loss and gradients of a CUDA graph, replayed with other documents."""
+    ours, _ = pair("llama", "LlamaForCausalLM", "cuda")
+    ours.train()
+    parameters = list(ours.parameters())
+    static = on_gpu(0, 8)
+
+    def step():
+        loss = ours(**static, use_cache=False).loss
+        return [loss, *torch.autograd.grad(loss, parameters)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for other in range(1, 7):
+        for name, t in on_gpu(other, 8).items():
+            static[name].copy_(t)
+        graph.replay()
+        for got, want in zip(results, step(), strict=True):
+            assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@needs_gpu
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_the_host_waits_for_nothing(how):
+    """A training step with cu_seq_lens, after the first one."""
+    ours, _ = pair("llama", "LlamaForCausalLM", "cuda")
+    ours.train()
+    model = ours if how == "eager" else compiled(ours)[0]
+    batches = [on_gpu(step, 8) for step in range(3)]
+    for batch in batches:
+        if how == "eager":  # transformers itself reads the positions of a model without a cache
+            del batch["position_ids"]
+    model(**batches[0], use_cache=how == "eager").loss.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches[1:]:
+            model(**batch, use_cache=how == "eager").loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

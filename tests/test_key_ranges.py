@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from numerics import assert_equal
+from torchweld._library import ops
 
-key_ranges = torch.ops.torchweld._key_ranges
+key_ranges = ops._key_ranges
 
 
 def ints(*values: int) -> Tensor:
@@ -53,6 +54,16 @@ def test_equals_the_definition(device, case, window, top_left):
             assert_equal(t.cpu(), torch.tensor([values], dtype=torch.int32).view(1, tokens))
 
 
+def test_keys_from_cumulative_lengths(device):
+    """Without key_end a sequence ends where the next one begins."""
+    queries, keys = ints(0, 3, 3, 9).to(device), ints(0, 5, 5, 11).to(device)
+    want = key_ranges(queries, keys[:-1], keys[1:], 10, 2, 0)
+    strided = torch.stack([keys] * 2, 1)[:, 0]
+    for lengths in (keys, strided):
+        for got, expected in zip(key_ranges(queries, lengths, None, 10, 2, 0), want, strict=True):
+            assert_equal(got, expected)
+
+
 def test_strided_arguments(device):
     tensors = [torch.stack([ints(*part)] * 2, 1)[:, 0].to(device) for part in CASES[0]]
     for got, want in zip(
@@ -70,12 +81,17 @@ def test_any_values_stay_in_memory(device):
 def test_opcheck(device):
     tensors = [ints(*part).to(device) for part in CASES[0]]
     torch.library.opcheck(key_ranges.default, (*tensors, 9, 2, 0))
+    torch.library.opcheck(key_ranges.default, (tensors[0], tensors[0], None, 9, 2, 0))
 
 
 REFUSED = [
     ({"cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q must be int32, but got float32"),
     ({"cu_seqlens_q": ints()}, "cu_seqlens_q must be (sequences + 1,), but got int32 (0,)"),
     ({"key_begin": ints(1)}, "key_begin must be (sequences,) = (2,), but got int32 (1,)"),
+    (
+        {"key_end": None},
+        "key_begin must be (sequences + 1,) = (3,), but got int32 (2,)",
+    ),
     ({"key_end": ints(1)}, "key_end must be (sequences,) = (2,), but got int32 (1,)"),
     ({"tokens": -1}, "tokens must be from 0 to 2^31 - 1, but got -1"),
     ({"before": -1}, "before must be at least 0, but got -1"),

@@ -58,6 +58,28 @@ def test_starts_from_cumulative_lengths_compile_once():
     assert compiles.frame_count == 1
 
 
+def test_a_graph_made_for_one_document_serves_others():
+    """The number of documents is dynamic, though some sizes of one document would be 1."""
+    compiles = CompileCounter()
+
+    @torch.compile(backend=compiles, fullgraph=True)
+    def run(q, k, v, ends_q, ends_k):
+        return (
+            torchweld.key_start_from_cu_seqlens(ends_q, 12),
+            torchweld.varlen_attention(q, k, v, ends_q, ends_k),
+        )
+
+    q, k, v = packed("cpu", F32, 12, 12)
+    for lengths in ([12], [3, 9], [2, 4, 6]):
+        ends = offsets(lengths), offsets(lengths)
+        for t in ends:
+            torch._dynamo.mark_dynamic(t, 0)
+        starts, out = run(q, k, v, *ends)
+        assert_equal(starts, torchweld.key_start_from_cu_seqlens(ends[0], 12))
+        torch.testing.assert_close(out, torchweld.varlen_attention(q, k, v, *ends))
+    assert compiles.frame_count == 1
+
+
 def test_refused_cumulative_lengths():
     for value, error, sentence in (
         ([0, 3], TypeError, "cu_seqlens must be a Tensor, but got list; use torch.tensor(cu_seq"),

@@ -1,6 +1,7 @@
 // _key_ranges: the keys that each token of packed sequences sees, as key_start and key_end (1,
 // tokens) of attention. Sequence i has the query tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]) and
-// the keys [key_begin[i], key_end[i]). varlen_attention and key_start_from_cu_seqlens call it.
+// the keys [key_begin[i], key_end[i]). Without key_end, key_begin is (sequences + 1,) and sequence
+// i ends where the next one begins. varlen_attention and key_start_from_cu_seqlens call it.
 //
 // The values stay on the device and are not checked. Lengths that don't ascend give ranges without
 // a meaning, which attention clamps to its keys.
@@ -20,9 +21,10 @@ namespace {
 
 using Ranges = std::tuple<Tensor, Tensor>;
 
-Ranges _key_ranges_meta(const Tensor& cu_seqlens_q, const Tensor& key_begin, const Tensor& key_end,
-                        c10::SymInt tokens, std::optional<int64_t> before,
-                        std::optional<int64_t> after, bool top_left) {
+Ranges _key_ranges_meta(const Tensor& cu_seqlens_q, const Tensor& key_begin,
+                        const std::optional<Tensor>& key_end, c10::SymInt tokens,
+                        std::optional<int64_t> before, std::optional<int64_t> after,
+                        bool top_left) {
   const char* op = "_key_ranges";
   const char* first = "cu_seqlens_q";
   check_dtype(op, first, cu_seqlens_q, at::kInt);
@@ -31,9 +33,15 @@ Ranges _key_ranges_meta(const Tensor& cu_seqlens_q, const Tensor& key_begin, con
            describe(cu_seqlens_q));
   const c10::SymInt sequences = cu_seqlens_q.sym_size(0) - 1;
   check_like(op, "key_begin", key_begin, first, cu_seqlens_q);
-  check_shape(op, "key_begin", key_begin, {sequences}, "(sequences,)");
-  check_like(op, "key_end", key_end, first, cu_seqlens_q);
-  check_shape(op, "key_end", key_end, {sequences}, "(sequences,)");
+  if (key_end) {
+    check_shape(op, "key_begin", key_begin, {sequences}, "(sequences,)");
+    check_like(op, "key_end", *key_end, first, cu_seqlens_q);
+    check_shape(op, "key_end", *key_end, {sequences}, "(sequences,)");
+  } else {
+    // A slice for each of the two would have one element for one sequence, and torch.compile makes
+    // a graph of its own for that size.
+    check_shape(op, "key_begin", key_begin, {sequences + 1}, "(sequences + 1,)");
+  }
   TW_CHECK(tokens >= 0 && tokens <= INT32_MAX, op, "tokens must be from 0 to 2^31 - 1, but got ",
            tokens);
   TW_CHECK(before.value_or(0) >= 0, op, "before must be at least 0, but got ", *before);
@@ -49,19 +57,19 @@ struct Call {
   Tensor cu_seqlens_q, key_begin, key_end, row_begin, row_end;
   KeyRangesParams params;
 
-  Call(const Tensor& lengths, const Tensor& begin, const Tensor& end, int64_t tokens,
+  Call(const Tensor& lengths, const Tensor& begin, const std::optional<Tensor>& end, int64_t tokens,
        std::optional<int64_t> before, std::optional<int64_t> after, bool top_left)
-      : cu_seqlens_q(lengths.contiguous()),
-        key_begin(begin.contiguous()),
-        key_end(end.contiguous()) {
+      : cu_seqlens_q(lengths.contiguous()), key_begin(begin.contiguous()) {
     std::tie(row_begin, row_end) =
         _key_ranges_meta(lengths, begin, end, tokens, before, after, top_left);
+    if (end) key_end = end->contiguous();
+    const auto* begins = key_begin.const_data_ptr<int32_t>();
     params = {cu_seqlens_q.const_data_ptr<int32_t>(),
-              key_begin.const_data_ptr<int32_t>(),
-              key_end.const_data_ptr<int32_t>(),
+              begins,
+              end ? key_end.const_data_ptr<int32_t>() : begins + 1,
               row_begin.mutable_data_ptr<int32_t>(),
               row_end.mutable_data_ptr<int32_t>(),
-              key_begin.size(0),
+              cu_seqlens_q.size(0) - 1,
               tokens,
               std::min(before.value_or(-1), kMaxWindow),
               std::min(after.value_or(-1), kMaxWindow),
@@ -69,9 +77,9 @@ struct Call {
   }
 };
 
-Ranges _key_ranges_cpu(const Tensor& cu_seqlens_q, const Tensor& key_begin, const Tensor& key_end,
-                       int64_t tokens, std::optional<int64_t> before, std::optional<int64_t> after,
-                       bool top_left) {
+Ranges _key_ranges_cpu(const Tensor& cu_seqlens_q, const Tensor& key_begin,
+                       const std::optional<Tensor>& key_end, int64_t tokens,
+                       std::optional<int64_t> before, std::optional<int64_t> after, bool top_left) {
   const Call call(cu_seqlens_q, key_begin, key_end, tokens, before, after, top_left);
   constexpr int64_t kGrain = 4096;
   parallel_tasks((tokens + kGrain - 1) / kGrain, [&](int64_t task) {
@@ -82,8 +90,9 @@ Ranges _key_ranges_cpu(const Tensor& cu_seqlens_q, const Tensor& key_begin, cons
 }
 
 #ifdef TORCHWELD_CUDA
-Ranges _key_ranges_cuda(const Tensor& cu_seqlens_q, const Tensor& key_begin, const Tensor& key_end,
-                        int64_t tokens, std::optional<int64_t> before, std::optional<int64_t> after,
+Ranges _key_ranges_cuda(const Tensor& cu_seqlens_q, const Tensor& key_begin,
+                        const std::optional<Tensor>& key_end, int64_t tokens,
+                        std::optional<int64_t> before, std::optional<int64_t> after,
                         bool top_left) {
   const OnDevice on(cu_seqlens_q.device());
   const Call call(cu_seqlens_q, key_begin, key_end, tokens, before, after, top_left);
@@ -94,7 +103,7 @@ Ranges _key_ranges_cuda(const Tensor& cu_seqlens_q, const Tensor& key_begin, con
 
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   define_op(m,
-            "_key_ranges(Tensor cu_seqlens_q, Tensor key_begin, Tensor key_end, SymInt tokens, "
+            "_key_ranges(Tensor cu_seqlens_q, Tensor key_begin, Tensor? key_end, SymInt tokens, "
             "int? before=None, int? after=None, bool top_left=False) -> "
             "(Tensor key_start, Tensor key_end)",
             TW_KERNELS(_key_ranges), no_gradient_function());

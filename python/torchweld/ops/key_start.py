@@ -67,7 +67,7 @@ def key_start_from_cu_seqlens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     """
     check_cu_seqlens("key_start_from_cu_seqlens", "cu_seqlens", cu_seqlens)
     lengths = cu_seqlens.to(torch.int32)
-    key_start: Tensor = ops._key_ranges(lengths, lengths[:-1], lengths[1:], seqlen)[0]
+    key_start: Tensor = ops._key_ranges(lengths, lengths, None, seqlen)[0]
     return key_start
 
 

@@ -101,7 +101,7 @@ def packed_mask(
         window = None if before is None else before + 1
         key_start = key_start_from_cu_seqlens(lengths_q, q.shape[0])
         return {"causal": True, "window": window, "key_start": _beside(q, key_start)}
-    ranges = row_ranges(lengths_q, lengths_k[:-1], lengths_k[1:], q.shape[0], before, after)
+    ranges = row_ranges(lengths_q, lengths_k, None, q.shape[0], before, after)
     return {name: _beside(q, t) for name, t in ranges.items()}
 
 
@@ -137,7 +137,7 @@ def packed_attention(
 def row_ranges(
     cu_seqlens_q: Tensor,
     key_begin: Tensor,
-    key_end: Tensor,
+    key_end: Tensor | None,
     tokens_q: int,
     before: int | None,
     after: int | None,
@@ -148,15 +148,17 @@ def row_ranges(
 
     Args:
         cu_seqlens_q: `(sequences + 1,)`: 0, then the end of each sequence in q.
-        key_begin: `(sequences,)`: the first key of each sequence.
+        key_begin: `(sequences,)`: the first key of each sequence. Or cumulative lengths `(sequences
+            + 1,)`, without key_end.
         key_end: `(sequences,)`: the end of its keys.
         tokens_q: tokens of q. Those behind the last sequence see no key.
         before: how many keys before its own position a token sees; None for all.
         after: how many behind its own position; None for all, 0 for a causal mask.
         top_left: the first query of a sequence is at its first key, and not the last at the last.
     """
-    tensors = [t.to(torch.int32) for t in (cu_seqlens_q, key_begin, key_end)]
-    ranges = ops._key_ranges(*tensors, tokens_q, before, after, top_left)
+    queries, begin = cu_seqlens_q.to(torch.int32), key_begin.to(torch.int32)
+    end = None if key_end is None else key_end.to(torch.int32)
+    ranges = ops._key_ranges(queries, begin, end, tokens_q, before, after, top_left)
     return dict(zip(("key_start", "key_end"), ranges, strict=True))
 
 
