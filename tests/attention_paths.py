@@ -31,22 +31,30 @@ DECODERS = {
     "Olmo2": ("olmo2", {}),
     "SmolLM3": ("smollm3", {}),
     "GPT2": ("gpt2", {}),
+    "Cohere": ("cohere", {}),
     "Cohere2": ("cohere2", {"sliding_window": 8}),
     "DeepseekV3": ("deepseek_v3", {}),
+    "Exaone4": ("exaone4", {"sliding_window": 8}),
     "GPTNeoX": ("gpt_neox", {}),
     "GptOss": ("gpt_oss", {"sliding_window": 8}),
+    "GraniteMoe": ("granitemoe", {}),
     "Llama4": ("llama4_text", {"attention_chunk_size": 8}),
+    "Ministral": ("ministral", {"sliding_window": 8}),
     "Mixtral": ("mixtral", {}),
+    "Olmo3": ("olmo3", {"sliding_window": 8}),
     "OPT": ("opt", {}),
+    "Phi": ("phi", {}),
     "Qwen3Moe": ("qwen3_moe", {}),
+    "SeedOss": ("seed_oss", {}),
     "Starcoder2": ("starcoder2", {"sliding_window": 8}),
 }
 ENCODERS = {
     "Bert": ("bert", {}),
+    "DistilBert": ("distilbert", {}),
     "ModernBert": ("modernbert", {"local_attention": 8}),
     "Roberta": ("roberta", {}),
 }
-BOTH = {"Bart": ("bart", {}), "T5": ("t5", {})}
+BOTH = {"Bart": ("bart", {}), "MBart": ("mbart", {}), "T5": ("t5", {})}
 FAMILIES = {
     **{f"{name}ForCausalLM": values for name, values in DECODERS.items()},
     **{f"{name}ForMaskedLM": values for name, values in ENCODERS.items()},
