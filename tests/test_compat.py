@@ -183,6 +183,10 @@ REFUSED = [
         "those of q, but got 4 heads of q and 3 of k; if the heads come before the tokens use "
         ".transpose(1, 2)",
     ),
+    (
+        "flash_attn_func", (X, X, X[:, :, :2]), {},
+        "v must be (2, 4, 4, head_dim_v) like k, but got (2, 4, 2, 16)",
+    ),
     ("flash_attn_qkvpacked_func", (X,), {}, "qkv must be (batch, seqlen, 3, nheads, head_dim),"),
     ("flash_attn_kvpacked_func", (X, X), {}, "kv must be (batch, seqlen_k, 2, nheads_kv, head_"),
     (
@@ -333,6 +337,7 @@ def test_xformers_refusals():
         ({"attn_bias": blocks}, "query must be (1, tokens, nheads, head_dim) with BlockDiagonal"),
         ({"output_dtype": BF16}, "output_dtype must be torch.float32 like query, but got"),
         ({"key": q[:, :, :3], "value": q[:, :, :3]}, "q, k and v must be (batch, seqlen, nheads,"),
+        ({"key": q[..., :8]}, "key must have the head_dim of query, 16, but got (2, 4, 4, 8)"),
         ({"query": q[0, 0]}, "query must be (batch, seqlen, nheads, head_dim), but got (4, 16)"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"memory_efficient_attention: {sentence}")):

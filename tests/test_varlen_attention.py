@@ -371,6 +371,8 @@ REFUSED = [
         "q, but got 4 heads of q and 3 of k; if the heads come before the tokens use "
         ".transpose(0, 1)",
     ),
+    ({"k": torch.zeros(8, 2, 8)}, "k must have the head_dim of q, 16, but got (8, 2, 8)"),
+    ({"v": torch.zeros(7, 2, 8)}, "v must be (8, 2, head_dim_v) like k, but got (7, 2, 8)"),
     ({"cu_seqlens_k": offsets([1])}, "cu_seqlens_k must be of the shape and dtype of cu_seqlens_q"),
     ({"cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q must be int32, but got float32"),
     (

@@ -20,6 +20,7 @@ from torchweld.ops.varlen import (
     check_heads,
     check_lengths,
     check_packed,
+    check_sizes,
     packed_attention,
     packed_mask,
 )
@@ -335,6 +336,7 @@ def _check_padded(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         if t.dim() != 4:
             raise ValueError(f"{name}: {argument} must be {_PADDED}, but got {tuple(t.shape)}")
     check_heads(name, _PADDED, q.shape[2], k.shape[2], "transpose(1, 2)")
+    check_sizes(name, q, k, v)
 
 
 def _padded(

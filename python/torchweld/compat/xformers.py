@@ -13,6 +13,7 @@ from torch import Tensor
 from torchweld.compat._windows import Window, padded_attention
 from torchweld.ops.varlen import (
     check_heads,
+    check_sizes,
     packed_attention,
     packed_mask,
     row_ranges,
@@ -103,6 +104,7 @@ def memory_efficient_attention(
         if t.dim() != 4:
             raise ValueError(f"{name}: {argument} must be {_LAYOUT}, but got {tuple(t.shape)}")
     check_heads(name, _LAYOUT, query.shape[2], key.shape[2], "transpose(1, 2)")
+    check_sizes(name, query, key, value, "query key value")
     window = _window(attn_bias, kind)
     if type(attn_bias).__name__ in _PADDED:
         return padded_attention(query, key, value, window, top_left=kind.top_left, scale=scale)

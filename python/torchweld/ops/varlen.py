@@ -66,8 +66,8 @@ def varlen_attention(
 
     Raises:
         TypeError: cumulative lengths that are no tensor of int32 or int64.
-        ValueError: q, k or v not of three dims, numbers of heads that don't divide, cumulative
-            lengths of another shape, or a window below 1.
+        ValueError: q, k or v not of three dims or of sizes that don't fit, numbers of heads that
+            don't divide, cumulative lengths of another shape, or a window below 1.
         RuntimeError: as `attention`, whose names are query, key and value.
 
     Limits: those of `attention`. Sequences with keys but without queries must have finite values.
@@ -174,6 +174,23 @@ def check_packed(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{tuple(t.shape)}; for a padded batch use torchweld.attention"
             )
     check_heads(name, "(tokens, nheads, head_dim)", q.shape[1], k.shape[1], "transpose(0, 1)")
+    check_sizes(name, q, k, v)
+
+
+def check_sizes(name: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v") -> None:
+    """Refuses k of another head dim than q, and v of other sizes than k but the last one."""
+    called = names.split()
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"{name}: {called[1]} must have the head_dim of {called[0]}, {q.shape[-1]}, but got "
+            f"{tuple(k.shape)}"
+        )
+    if v.shape[:-1] != k.shape[:-1]:
+        sizes = ", ".join(map(str, k.shape[:-1]))
+        raise ValueError(
+            f"{name}: {called[2]} must be ({sizes}, head_dim_v) like {called[1]}, but got "
+            f"{tuple(v.shape)}"
+        )
 
 
 def check_heads(name: str, layout: str, nheads: int, nheads_kv: int, fix: str) -> None:
