@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing import assert_close
@@ -200,18 +200,51 @@ def an_mlp_of_its_own(mesh: DeviceMesh) -> None:
 
 
 def sharded_first(mesh: DeviceMesh) -> None:
-    """In a sharded model, fuse switches only the attention, and the report says so."""
-    for make in (gpt2, llama):
-        stock = make()
-        wanted = of_one_process(stock, 2)
-        report = torchweld.fuse(shard_blocks(stock, mesh), check=False)
-        reasons = {reason for _, reason in report.skipped}
-        if make is gpt2:
-            assert reasons == {"the block is sharded; call fuse before fully_shard"}
-        else:
-            assert expected_skips(report)
-        ran = trained_alike(stock, wanted)
-        assert (ran[SITE], ran[HEADS]) == (0, 2)
+    """fuse after fully_shard: the ops run on gathered parameters; unfuse keeps the sharding."""
+    stock = gpt2()
+    wanted = of_one_process(stock, 2)
+    ours = shard_blocks(stock, mesh)
+    kinds = [type(module) for module in ours.modules()]
+    assert len(torchweld.fuse(ours).replaced) == 6
+    assert all(isinstance(block, FSDPModule) for block in ours.transformer.h)
+    ran = trained_alike(ours, wanted)
+    assert (ran[SITE], ran[HEADS]) == (4, 2)
+    torchweld.unfuse(ours)
+    assert [type(module).__name__ for module in ours.modules()] == [k.__name__ for k in kinds]
+    ours.zero_grad()
+    ran = trained_alike(ours, wanted)
+    assert ran[SITE] == ran[HEADS] == 0
+
+
+def decoders_sharded_first(mesh: DeviceMesh) -> None:
+    """Every part of a decoder that is sharded already, the loss too, and an MLP of its own."""
+    for name, own_mlp in (("Llama", True), ("Qwen3", False)):
+        stock = tiny_grouped(name, head_dim=8).to(DEVICE).train()
+        whole = copy.deepcopy(stock)
+        sum(labelled_loss(whole, ids) for ids in batches(2)).div(2).backward()
+        for layer in stock.model.layers if own_mlp else ():
+            fully_shard(layer.mlp, mesh=mesh)
+        ours = shard_blocks(stock, mesh)
+        report = torchweld.fuse(ours, loss=True)
+        assert not report.skipped and report.max_abs_diff < 1e-5
+        assert [op for op in report.ops.values() if "not run" in op] == [
+            "linear_cross_entropy (lm_head -> loss), not run by the sample batch"
+        ]
+        for runs in (2, 0):
+            ops: list[str] = []
+            ours.zero_grad()
+            with Names(ops):
+                labelled_loss(ours, batches(2)[dist.get_rank()]).backward()
+            for (path, ours_p), p in zip(ours.named_parameters(), whole.parameters(), strict=True):
+                grad = full_tensor(ours_p.grad)
+                assert_close(grad, p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=path: f"{n}: {m}")
+            for op in ("rms_norm_linears", "gated_mlp", "add_rms_norm"):
+                assert ops.count(f"torchweld::{op}_forward") == runs, op
+            assert len(torchweld.unfuse(ours)) == (len(report.replaced) if runs else 0)
+
+
+def labelled_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
 
 
 def plan_of_transformers(mesh: DeviceMesh) -> None:
@@ -277,7 +310,8 @@ def with_tensor_parallel(mesh: DeviceMesh) -> None:
     ours = parallelize(copy.deepcopy(stock), mesh["inner"])
     assert expected_skips(torchweld.fuse(ours, check=False))
     shard_blocks(ours, mesh["outer"])
-    assert trained_alike(ours, wanted, mesh.get_local_rank("outer"))[HEADS] == 2
+    ran = trained_alike(ours, wanted, mesh.get_local_rank("outer"))
+    assert (ran[HEADS], ran["torchweld::gated_mlp_forward"]) == (2, 2)
     loaded = {name: torch.zeros_like(t) for name, t in stock.state_dict().items()}
     with shared_folder() as folder:
         dcp.save(ours.state_dict(), checkpoint_id=folder)
@@ -390,6 +424,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         mixed_precision,
         an_mlp_of_its_own,
         sharded_first,
+        decoders_sharded_first,
         plan_of_transformers,
         data_parallel,
         saved_and_loaded,

@@ -1631,7 +1631,7 @@ def test_sam_can_not_be_built_with_torchweld():
         sam(attn_implementation="torchweld")
 
 
-def test_a_sharded_model_is_refused_with_the_order():
+def test_a_model_inside_of_a_sharded_one_is_not_run():
     dist = torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -1639,10 +1639,12 @@ def test_a_sharded_model_is_refused_with_the_order():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        model = gpt2()
-        for block in model.transformer.h:
-            fully_shard(block, mesh=mesh)
-        reasons = {reason for _, reason in fuse(model, check=False).skipped}
-        assert reasons == {"the block is sharded; call fuse before fully_shard"}
+        for model in (gpt2(), llama()):
+            outer = nn.Sequential(model)
+            fully_shard(outer, mesh=mesh)
+            report = fuse(outer)
+            assert report.replaced and report.max_abs_diff is None
+            assert any("Sequential must run as a whole" in note for note in report.notes)
+            assert outer(torch.zeros(1, 4, dtype=torch.int64)).logits.isfinite().all()
     finally:
         dist.destroy_process_group()

@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from fnmatch import fnmatch
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -42,15 +45,46 @@ class _SummedGradients(ParallelStyle):
         return module
 
 
+class _Waited(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.trigger_wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+class _PlainResult(ParallelStyle):
+    """A style of torch whose result is a plain tensor.
+
+    NOTE: the results of torch's styles wait for their collective when an op first uses them. Until
+    then they are of a subclass of Tensor, which fused parts do not take.
+    """
+
+    def __init__(self, style: ParallelStyle) -> None:
+        super().__init__()
+        self.style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def wait(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+            return _Waited.apply(y) if isinstance(y, AsyncCollectiveTensor) else y
+
+        self.style.src_data_rank = self.src_data_rank
+        module = self.style._apply(module, device_mesh)
+        module.register_forward_hook(wait)
+        return module
+
+
 # For each style name in a tp_plan of transformers: the style that implements it.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
+    "rowwise_rep": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
+    "embedding_rowwise": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "replicated_with_grad_allreduce": _SummedGradients,
 }
 # Names of layers whose columns are attention heads.

@@ -50,10 +50,11 @@ class RowLinear(nn.Linear):
         if output.is_shard():
             dim = sharded_dim("Rowwise: output_layouts", output, input)
             return scattered_linear(mesh, dim, input, self.weight, self.bias)
-        y, bias = (
-            reduce_from_tp_region(mesh, F.linear(input, local_weight(self.weight))),
-            local_part(self.bias),
-        )
+        return self.summed(F.linear(input, local_weight(self.weight)))
+
+    def summed(self, y: Tensor) -> Tensor:
+        """The sum over all processes of their terms of the result, plus the bias."""
+        y, bias = reduce_from_tp_region(self.weight.device_mesh, y), local_part(self.bias)
         return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -36,7 +36,8 @@ def fuse(
     names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be
     replaced safely stays stock and is listed with the reason: a class that does not take its
     attention from transformers' AttentionInterface, layers that choose their keys, hooks
-    (accelerate's offloading too), LoRA or quantised layers, sharded parameters, mixed dtypes,
+    (accelerate's offloading too), LoRA or quantised layers, parameters that are sharded otherwise
+    than by ``parallelize`` or ``fully_shard``, mixed dtypes,
     blocks of GPT-2 whose parts the model uses in several places, an activation without a fused
     form, a device that this build has no kernel for.
 

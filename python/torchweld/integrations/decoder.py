@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld._library import ops
-from torchweld.ops.stock import is_plain
 
 from . import measure
 from .modules import hooked, implementation
@@ -32,11 +31,11 @@ from .part import (
     below,
     instance_refusal,
     is_fused,
-    parameter_refusal,
     plain_tensors,
     stock_forward,
 )
 from .probes import Probes
+from .sharded_linears import copied, mesh_of, parameters, takes
 
 
 class Norm(NamedTuple):
@@ -82,7 +81,11 @@ class FusedNorm(Part):
     def refusal(module: nn.Module, row: Norm) -> str | None:
         if module.weight.dtype == torch.float64:
             return "it is float64, of which the stock norm computes in float32"
-        return instance_refusal(module) or parameter_refusal({"weight": module.weight})
+        return instance_refusal(module)
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: Norm) -> dict[str, Tensor | None]:
+        return {"weight": module.weight}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not _runs_norm(self, hidden_states):
@@ -199,9 +202,10 @@ def _projections(
     else:
         if measure.seen is not None:
             measure.note(norm)
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        weights, biases = parameters(layers)
         biases = [] if biases[0] is None else biases
-        projected = ops.rms_norm_linears(x, weights, biases, norm.weight, **_options(norm))
+        rows, scale = copied(mesh_of(next(iter(layers))), x, norm.weight)
+        projected = ops.rms_norm_linears(rows, weights, biases, scale, **_options(norm))
     if row.packed:
         heads, heads_k = attn.config.num_attention_heads, attn.num_key_value_heads
         sizes = [count * attn.head_dim for count in (heads, heads_k, heads_k)]
@@ -252,6 +256,10 @@ class FusedLayer(Part):
         reason = FusedNorm.refusal(norm, None)
         return reason or instance_refusal(module)
 
+    @staticmethod
+    def op_parameters(module: nn.Module, row: Layer) -> dict[str, Tensor | None]:
+        return {"weight": getattr(module, row.before_mlp).weight}
+
     # NOTE: the families order the arguments after hidden_states differently, and their models pass
     # these arguments by name.
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -283,13 +291,7 @@ def _projects_with(attn: nn.Module, norm: nn.Module, x: Tensor) -> bool:
     if not _runs_norm(norm, x):
         return False
     layers = projection_layers(attn, getattr(attn, ROW)).values()
-    if not all(is_plain(layer, nn.Linear) for layer in layers):
-        return False
-    if len({layer.bias is None for layer in layers}) > 1:
-        return False
-    parameters = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-    cast = torch.is_autocast_enabled(x.device.type)
-    return plain_tensors(*parameters) and (cast or plain_tensors(x, parameters[0]))
+    return takes(layers, x) and len({layer.bias is None for layer in layers}) == 1
 
 
 def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:

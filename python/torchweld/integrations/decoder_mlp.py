@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops
-from torchweld.ops.stock import is_plain
 
 from . import measure
 from .modules import activation_name, hooked
-from .part import ROW, Part, instance_refusal, parameter_refusal, plain_tensors, stock_forward
+from .part import ROW, Part, instance_refusal, plain_tensors, stock_forward
 from .probes import Probes
+from .sharded_linears import COLUMNS, copied, has_rows, mesh_of, own, parameters, takes
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
 _GATES = {
@@ -59,9 +58,8 @@ class FusedMLP(Part):
         if gate_of(module, row) is None:
             act = type(getattr(module, row.activation)).__name__
             return f"no fused form of the activation {act}"
-        tensors = {}
         for name, layer in _gate_layers(module, row).items():
-            if type(layer) is not nn.Linear:
+            if type(layer) not in COLUMNS:
                 kind = type(layer).__name__
                 return f"{name} is {kind}, not torch's Linear (LoRA, quantised or replaced)"
             reason = instance_refusal(layer)
@@ -69,8 +67,15 @@ class FusedMLP(Part):
                 return f"{name}: {reason}"
             if hooked(layer):
                 return f"{name} has hooks, which would see other values"
-            tensors |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}
-        return instance_refusal(module) or parameter_refusal(tensors)
+        return instance_refusal(module)
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: MLP) -> dict[str, Tensor | None]:
+        return {
+            f"{name}.{key}": own(layer, key)
+            for name, layer in _gate_layers(module, row).items()
+            for key in ("weight", "bias")
+        }
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         row = getattr(self, ROW, None)
@@ -83,27 +88,25 @@ class FusedMLP(Part):
             layer = self.gate_up_proj
             hidden = ops.gated_linear(hidden_states, layer.weight, layer.bias, gate=gate)
             return self.down_proj(hidden)
-        left, right = self.gate_proj, self.up_proj
+        mesh, down = mesh_of(self.gate_proj), self.down_proj
+        (x,) = copied(mesh, hidden_states)
+        weights, biases = parameters((self.gate_proj, self.up_proj))
         if not act_left:
-            left, right = right, left
-        if fuses_down(self):
-            down = self.down_proj
-            weights = (left.weight, right.weight, down.weight)
-            return ops.gated_mlp(
-                hidden_states, *weights, left.bias, right.bias, down.bias, gate=gate
-            )
-        hidden = ops.gated_linear_pair(
-            hidden_states, left.weight, right.weight, left.bias, right.bias, gate=gate
-        )
-        return self.down_proj(hidden)
+            weights.reverse(), biases.reverse()
+        if not fuses_down(self):
+            return down(ops.gated_linear_pair(x, *weights, *biases, gate=gate))
+        if mesh is None:
+            return ops.gated_mlp(x, *weights, down.weight, *biases, down.bias, gate=gate)
+        (down_weight,), _ = parameters((down,))
+        return down.summed(ops.gated_mlp(x, *weights, down_weight, *biases, gate=gate))
 
 
 def fuses_down(mlp: nn.Module) -> bool:
     """Whether an MLP's down_proj is plain enough to be computed in the op of its gate."""
-    down = mlp.down_proj
-    if not is_plain(down, nn.Linear):
+    gate, down = mlp.gate_proj, mlp.down_proj
+    if not has_rows(down, mesh_of(gate)):
         return False
-    return plain_tensors(mlp.gate_proj.weight, down.weight, down.bias)
+    return plain_tensors(own(gate, "weight"), own(down, "weight"), own(down, "bias"))
 
 
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
@@ -121,9 +124,4 @@ def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
 def _runs_mlp(mlp: nn.Module, row: MLP, x: Tensor) -> bool:
     if gate_of(mlp, row) is None or hooked(mlp._modules[row.activation]):
         return False
-    layers = _gate_layers(mlp, row).values()
-    if not all(is_plain(layer, nn.Linear) for layer in layers):
-        return False
-    weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-    cast = torch.is_autocast_enabled(x.device.type)
-    return plain_tensors(*weights) and (cast or plain_tensors(x, weights[0]))
+    return takes(_gate_layers(mlp, row).values(), x)

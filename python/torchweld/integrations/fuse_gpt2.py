@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 
-from . import gpt2, hf_switch, measure
+from . import fsdp, gpt2, hf_switch, measure
 from .gpt2_block import ATTENTION
 from .modules import activation_name
 from .probes import Probes, device_of
@@ -32,7 +32,7 @@ def fuse(
     places, switches = _plan(model, bases, kinds, report)
     if check and (places or switches):
         runner = Sample(model, [base for _, base in bases], sample, _batch_of_gpt2)
-        stock = runner.run(report)
+        stock = runner.try_run(report)
     elif places or switches:
         report.notes.append(UNCHECKED)
     try:
@@ -87,7 +87,7 @@ def _plan(
     model: nn.Module, bases: list[tuple[str, Any]], kinds: Collection[str], report: FuseReport
 ) -> tuple[dict[str, tuple[nn.Module, Any]], list]:
     """Returns the sites to replace, ``{path: (block, site)}``, and the models to switch."""
-    probes, used = Probes(), gpt2.uses(model)
+    probes, used, gathered = Probes(), gpt2.uses(model), fsdp.gathered(model)
     places, switches = {}, []
     for path, base in bases:
         prefix = f"{path}." if path else ""
@@ -96,7 +96,7 @@ def _plan(
                 reason = f"it is {type(block).__name__}, not transformers' GPT2Block"
                 report.skipped.append((f"{prefix}h.{index}", reason))
                 continue
-            for site, reason in gpt2.sites(block, used):
+            for site, reason in gpt2.sites(block, used, gathered):
                 if ("norm" if site is ATTENTION else "mlp") not in kinds:
                     continue
                 where = f"{prefix}h.{index}.{site.path}"

@@ -9,8 +9,8 @@ of binding a forward keeps deepcopy and pickle whole.
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
+from . import fsdp
 from .families import fused_class
 from .gpt2_block import LINEARS, SITES, Site, fused_paths
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, config_refusal
 from .modules import activation_name, hooked
-from .part import STOCK
+from .part import is_fused, stock_class
 
 
 def uses(model: nn.Module) -> Counter[nn.Module]:
@@ -31,24 +32,25 @@ def uses(model: nn.Module) -> Counter[nn.Module]:
     return Counter(child for module in model.modules() for child in module._modules.values())
 
 
-def sites(block: nn.Module, used: Counter[nn.Module]) -> list[tuple[Site, str | None]]:
-    """The sites of a GPT2Block, each with the reason why it must stay stock, or None."""
-    if _own_stock_class(block) is not GPT2Block:
-        other = f"{_class(block)}, not transformers' GPT2Block"
-        what = "sharded; call fuse before fully_shard" if _is_sharded(block) else other
-        return [(site, f"the block is {what}") for site in SITES]
-    return [(site, _refusal(block, site, used)) for site in SITES]
+def sites(
+    block: nn.Module, used: Counter[nn.Module], gathered: Container[int]
+) -> list[tuple[Site, str | None]]:
+    """The sites of a GPT2Block, each with the reason why it must stay stock, or None.
 
-
-def _own_stock_class(block: nn.Module) -> type[nn.Module]:
-    """The class that :func:`unfuse_block` gives a block.
-
-    NOTE: fully_shard makes a class of its own from the block's. It stays, and runs stock.
+    Args:
+        block: A block of the model.
+        used: What :func:`uses` gives.
+        gathered: What :func:`.fsdp.gathered` gives.
     """
-    return vars(type(block)).get(STOCK, type(block))
+    if stock_class(block) is not GPT2Block:
+        reason = f"the block is {_class(block)}, not transformers' GPT2Block"
+        return [(site, reason) for site in SITES]
+    return [(site, _refusal(block, site, used, gathered)) for site in SITES]
 
 
-def _refusal(block: nn.Module, site: Site, used: Counter[nn.Module]) -> str | None:
+def _refusal(
+    block: nn.Module, site: Site, used: Counter[nn.Module], gathered: Container[int]
+) -> str | None:
     if site.path in fused_paths(block):
         return "fused already"
     norm, owner = getattr(block, site.norm), getattr(block, site.owner)
@@ -79,10 +81,12 @@ def _refusal(block: nn.Module, site: Site, used: Counter[nn.Module]) -> str | No
         called = module is owner or (module is linear and act is None)
         if hooked(module, calls_recorders=called) or _has_any_global_hook():
             return f"{name} has hooks, which would see other values"
-    return _parameter_refusal(site, norm, linear)
+    return _parameter_refusal(site, norm, linear, gathered)
 
 
-def _parameter_refusal(site: Site, norm: nn.LayerNorm, linear: nn.Module) -> str | None:
+def _parameter_refusal(
+    site: Site, norm: nn.LayerNorm, linear: nn.Module, gathered: Container[int]
+) -> str | None:
     if tuple(norm.normalized_shape) != (linear.nx,):
         return f"{site.norm} normalises {tuple(norm.normalized_shape)}, not ({linear.nx},)"
     tensors = {}
@@ -96,7 +100,7 @@ def _parameter_refusal(site: Site, norm: nn.LayerNorm, linear: nn.Module) -> str
     for name, tensor in tensors.items():
         sharded = type(linear) is ShardedConv1D and name.startswith(site.linear)
         plain = type(tensor) is nn.Parameter and type(tensor.data) is Tensor
-        if not plain and not sharded:
+        if not plain and not sharded and id(tensor) not in gathered:
             kind = tensor if type(tensor) is not nn.Parameter else tensor.data
             return f"{name} is {_class(kind)}, not a plain parameter (sharded or quantised)"
         if not tensor.is_floating_point():
@@ -115,14 +119,14 @@ def _parameter_refusal(site: Site, norm: nn.LayerNorm, linear: nn.Module) -> str
 def fuse_site(block: nn.Module, site: Site) -> None:
     """Has a block run a site fused, from its next call on."""
     vars(block)["_torchweld_sites"] = (*fused_paths(block), site.path)
-    if type(block) is GPT2Block:
-        block.__class__ = fused_class(GPT2Block)
+    if not is_fused(block):
+        fsdp.set_class(block, fused_class(GPT2Block))
 
 
 def unfuse_block(block: nn.Module) -> None:
     """Undoes :func:`fuse_site`."""
     vars(block).pop("_torchweld_sites", None)
-    block.__class__ = _own_stock_class(block)
+    fsdp.set_class(block, stock_class(block))
 
 
 @dataclass(eq=False)
@@ -184,12 +188,6 @@ def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
     for module in model.modules():
         if vars(module).get("config") is old:
             module.config = new
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """By fully_shard, whose package takes seconds to import."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _class(value: Any) -> str:

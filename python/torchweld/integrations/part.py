@@ -6,11 +6,12 @@ class of transformers that it replaces.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .fsdp import class_before
 from .probes import Probes
 
 STOCK, ROW = "_torchweld_stock", "_torchweld_row"
@@ -75,6 +76,11 @@ class Part(nn.Module):
         raise NotImplementedError
 
     @staticmethod
+    def op_parameters(module: nn.Module, row: Any) -> dict[str, Tensor | None]:
+        """The parameters that the part's op takes, by their names in the report."""
+        return {}
+
+    @staticmethod
     def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
         """Why the part's op does not run with a weight of this device and dtype, or None."""
         raise NotImplementedError
@@ -82,7 +88,7 @@ class Part(nn.Module):
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without ``fuse``."""
-    return getattr(type(module), STOCK, type(module))
+    return getattr(type(module), STOCK, None) or class_before(module)
 
 
 def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -107,11 +113,19 @@ def plain_tensors(*tensors: Tensor | None) -> bool:
     )
 
 
-def parameter_refusal(tensors: dict[str, Tensor | None]) -> str | None:
-    """Why an op can't take the given parameters, or None."""
+def parameter_refusal(
+    tensors: dict[str, Tensor | None], gathered: Container[int] = ()
+) -> str | None:
+    """Why an op can't take the given parameters, or None.
+
+    Args:
+        tensors: Parameters by name.
+        gathered: The ids of those that are plain tensors while a forward pass runs.
+    """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for name, tensor in given.items():
-        plain = type(tensor) is nn.Parameter and type(tensor.data) is Tensor
+        plain = type(tensor) in (Tensor, nn.Parameter) and type(tensor.data) is Tensor
+        plain = plain or id(tensor) in gathered
         if not plain or not tensor.is_floating_point():
             kind = type(tensor.data if type(tensor) is nn.Parameter else tensor).__name__
             return f"{name} is {kind} of {tensor.dtype}, not a plain floating-point parameter"

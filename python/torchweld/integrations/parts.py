@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from torchweld.ops.stock import is_plain
-
+from . import fsdp
 from .decoder import FusedLayer, projection_layers
 from .families import fused_class, part_of
 from .modules import hooked
-from .part import STOCK, Place, is_fused, stock_class
+from .part import Place, is_fused, parameter_refusal, stock_class
 from .probes import Probes
 from .report import FuseReport
+from .sharded_linears import is_columns
 
 
 def plan(
@@ -22,6 +22,7 @@ def plan(
 ) -> list[Place]:
     """Returns the places to fuse. Lists the places that must stay stock in the report."""
     places: dict[nn.Module, Place] = {}
+    gathered = fsdp.gathered(model)
     projecting: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         part = part_of(module)
@@ -31,6 +32,7 @@ def plan(
         place = parent.place(path, module, row)
         reason = "fused already" if is_fused(module) else _unknown(place)
         reason = reason or parent.refusal(module, row)
+        reason = reason or parameter_refusal(parent.op_parameters(module, row), gathered)
         if reason is None:
             weight = next((p for p in module.parameters() if p.is_floating_point()), None)
             reason = "it has no floating-point parameters"
@@ -53,7 +55,7 @@ def _projecting_norm(layer: nn.Module, row: Any) -> dict[nn.Module, str]:
     if part is None or hooked(norm) or hooked(layer.self_attn):
         return {}
     layers = projection_layers(layer.self_attn, part[1])
-    plain = all(is_plain(each, nn.Linear) for each in layers.values())
+    plain = all(map(is_columns, layers.values()))
     if not plain or part[0].refusal(layer.self_attn, part[1]) is not None:
         return {}
     return {norm: f"rms_norm_linears ({row.before_attention} -> {', '.join(layers)})"}
@@ -82,25 +84,22 @@ def plan_losses(model: nn.Module, probes: Probes, report: FuseReport) -> list[Pl
 def fuse(place: Place) -> None:
     """Gives the modules of a place their fused classes, from their next calls on."""
     for module in place.modules:
-        module.__class__ = fused_class(stock_class(module))
+        fsdp.set_class(module, fused_class(stock_class(module)))
 
 
 def unfuse_place(place: Place) -> None:
     """Undoes :func:`fuse`."""
     for module in place.modules:
-        module.__class__ = stock_class(module)
+        fsdp.set_class(module, stock_class(module))
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Gives the parts of a model their stock classes back; returns their paths in the report.
-
-    NOTE: fully_shard makes a class of its own from the fused one. It stays, and so does the fusion.
-    """
+    """Gives the parts of a model their stock classes back; returns their paths in the report."""
     restored = {}
     for path, module in list(model.named_modules()):
-        if STOCK not in vars(type(module)):
+        if not is_fused(module):
             continue
         parent, row = part_of(module)
         restored[parent.place(path, module, row).where] = None
-        module.__class__ = stock_class(module)
+        fsdp.set_class(module, stock_class(module))
     return list(restored)

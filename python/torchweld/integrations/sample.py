@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .fsdp import is_fully_sharded
 from .report import FuseReport
 
 
@@ -16,7 +17,7 @@ class Sample:
 
     def __init__(self, model: nn.Module, parts: list[Any], sample: Any, batch_of: Any) -> None:
         self.model = model
-        self.given = sample is not None
+        self.given, self.inside = sample is not None, False
         if self.given:
             self.targets = [model]
             self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
@@ -25,13 +26,18 @@ class Sample:
         # with a language model head, the results of its base models are compared.
         head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
         known = [(part, batch_of(part)) for part in ([model] if head else parts)]
-        known = [(part, each) for part, each in known if each is not None]
+        # NOTE: FSDP2 takes the first of its modules that runs for the outermost one.
+        self.inside = any(_inside_fully_sharded(model, part) for part, _ in known)
+        known = [(part, each) for part, each in known if each is not None and not self.inside]
         self.targets = [part for part, _ in known]
         self.kwargs = [each for _, each in known]
 
     def try_run(self, report: FuseReport) -> list[Tensor] | None:
         """:meth:`run` of what is stock, None and a note where the default batch does not fit."""
         name, fix = type(self.model).__name__, "pass sample= to measure what its layers run"
+        if self.inside:
+            report.notes.append(f"{name} must run as a whole, because fully_shard has it; {fix}")
+            return None
         if not self.targets:
             report.notes.append(f"no sample batch is known for {name}; {fix}")
             return None
@@ -64,6 +70,12 @@ class Sample:
             for module, training in modes:
                 module.training = training
         return outputs
+
+
+def _inside_fully_sharded(model: nn.Module, part: nn.Module) -> bool:
+    """Whether fully_shard was called with a module of a model that contains another."""
+    owners = filter(is_fully_sharded, model.modules())
+    return any(part in owner.modules() for owner in owners if owner is not part)
 
 
 def _main_output(output: Any) -> tuple[str, Tensor]:
