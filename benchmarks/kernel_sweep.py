@@ -251,6 +251,9 @@ def others() -> Iterator[Call]:
         yield Call("rotary_backward", (q, q[:, :2], table, table), options)
     for dtype, n, rows, offset in each(DTYPES, LENGTHS, (1, 64, 5000), (0, 1)):
         x = empty(rows, n, dtype=dtype, offset=offset)
+        yield Call("gated_activation", (x, x), {"gate": "swiglu"})
+        options = {"gate": "swiglu", "output_mask": [True, True]}
+        yield Call("gated_activation_backward", (x, x, x), options)
         column, row, dz = (
             empty(rows, dtype=dtype),
             empty(n, dtype=dtype),

@@ -887,8 +887,8 @@ def concatenated(left: Tensor, right: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([left, right], -1)
 
 
-def gate_terms(z, z_terms, gate, interleaved, unit) -> tuple[Tensor, Terms]:
-    """The result of a gate, and its error from that of z."""
+def gate_terms(z: Tensor, z_terms: Terms, gate: str, interleaved: bool, unit: float) -> Terms:
+    """Errors of a gate's result, given those of both halves of z."""
     left, right, f, g = gate_parts(z, gate, interleaved)
     to_left = z_terms.map(lambda t: R.halves(t, interleaved)[0])
     to_right = z_terms.map(lambda t: R.halves(t, interleaved)[1])
@@ -898,18 +898,35 @@ def gate_terms(z, z_terms, gate, interleaved, unit) -> tuple[Tensor, Terms]:
     terms = to_left.map(lambda t: slope_f * t * right_factor.abs())
     terms = terms + to_right.map(lambda t: slope_g * t * left_factor.abs())
     # The op may round each factor to the dtype before the product, as eager does.
-    terms = terms + Terms(
+    return terms + Terms(
         [(FUNCTION, left.abs() * right_factor.abs() + left_factor.abs() * right.abs())],
-        [2 * (left_factor * right_factor).abs()],
+        [2 * roundable(left_factor * right_factor, dtype_of(unit))],
     )
-    return left_factor * right_factor, terms
+
+
+def gated_activation_bounds(left: Tensor, right: Tensor, *, gate: str = "swiglu") -> list[Bound]:
+    y, z = R.gated_activation(up(left), up(right), gate=gate), torch.cat([up(left), up(right)], -1)
+    return [Bound(y, gate_terms(z, Terms(), gate, False, UNIT[left.dtype]), left.dtype)]
+
+
+def gated_activation_backward_bounds(
+    dy: Tensor, left: Tensor, right: Tensor, *, gate: str = "swiglu", output_mask=(True, True)
+) -> list[Bound]:
+    z, unit = torch.cat([up(left), up(right)], -1), UNIT[left.dtype]
+    dz, terms = gate_dz(up(dy), z, gate, False, None, unit)
+    grads = [
+        Bound(dz.chunk(2, -1)[i], terms.map(lambda t, i=i: t.chunk(2, -1)[i]), left.dtype)
+        for i in range(2)
+    ]
+    return masked_out(grads, output_mask, left.dtype)
 
 
 def gated_linear_bounds(full: bool):
     def bounds(x, weight, bias=None, *, gate="geglu", interleaved=False) -> list[Bound]:
         layer = Layer("linear", x, weight, bias)
+        y = R.gated_activation(*R.halves(layer.z, interleaved), gate=gate)
         rounded = layer.z_terms + Terms(rounds=[layer.z.abs()])
-        y, terms = gate_terms(layer.z, rounded, gate, interleaved, UNIT[x.dtype])
+        terms = gate_terms(layer.z, rounded, gate, interleaved, UNIT[x.dtype])
         shape = (*x.shape[:-1], weight.shape[0] // 2)
         out = [Bound(y.reshape(shape), shaped(terms, shape), x.dtype)]
         if full:
@@ -1066,8 +1083,8 @@ def gated_mlp_grads(
     unit, grad_out, weight = UNIT[x.dtype], matrix(dy), up(down)
     preact, z_terms = (layer.z, layer.z_terms) if z is None else (matrix(z), None)
     rounded = Terms() if z_terms is None else z_terms + Terms(rounds=[preact.abs()])
-    rows, act_terms = gate_terms(preact, rounded, gate, False, unit)
-    act_terms = act_terms + Terms(rounds=[rows.abs()])
+    rows = R.gated_activation(*R.halves(preact, False), gate=gate)
+    act_terms = gate_terms(preact, rounded, gate, False, unit) + Terms(rounds=[rows.abs()])
     dact = grad_out @ weight
     size = grad_out.abs() @ weight.abs()
     # The op may round dact, as eager does.
@@ -1767,6 +1784,8 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
     "gated_linear": gated_linear_bounds(full=False),
     "gated_linear_forward": gated_linear_bounds(full=True),
     "gated_linear_backward": gated_linear_backward_bounds,
+    "gated_activation": gated_activation_bounds,
+    "gated_activation_backward": gated_activation_backward_bounds,
     "gated_linear_pair": gated_linear_pair_bounds(full=False),
     "gated_linear_pair_forward": gated_linear_pair_bounds(full=True),
     "gated_linear_pair_backward": gated_linear_pair_backward_bounds,
@@ -1847,6 +1866,7 @@ GRADIENTS: dict[str, Callable[..., list[Bound | None]]] = {
     "linear_cross_entropy": cross_entropy_grads,
     "linear_token_logprobs": logprobs_grads,
     "gated_linear": gated_linear_grads,
+    "gated_activation": gated_activation_backward_bounds,
     "gated_linear_pair": gated_linear_pair_grads,
     "gated_mlp": gated_mlp_grads,
     "bmm": bmm_grads,

@@ -38,6 +38,7 @@ from samples import (
     exponentials_backward_call,
     fold_call,
     folded_call,
+    gate_call,
     gated_backward_call,
     int4_codes_call,
     int4_unpack_call,
@@ -174,6 +175,9 @@ def _builds() -> dict[str, dict[str, Build]]:
             add("gated_linear_forward", **{f"{gate}_{n}": forward})
             add("gated_linear_backward", **{f"{gate}_{n}": backward})
 
+    for name, shape, gate in (("plain", (*lead, 8), "swiglu"), ("uneven", (*uneven, 5), "geglu")):
+        add("gated_activation", **{name: gate_call(*shape, gate=gate)})
+        add("gated_activation_backward", **{name: gate_call(*shape, gate=gate, mask=[True] * 2)})
     for name, sizes, options in (
         ("plain", (lead, 8, 8), {}),
         ("bare", (uneven, 4, 5, (False, True)), {"gate": "geglu"}),

@@ -307,15 +307,17 @@ GATE_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], T
 }
 
 
-def gated_linear(x, weight, bias=None, *, gate="geglu", interleaved=False):
-    left, right = halves(affine(x, weight, bias), interleaved)
+def gated_activation(left, right, *, gate="swiglu"):
     f, g = GATE_FUNCTIONS[gate]
     return f(left) * g(right)
 
 
+def gated_linear(x, weight, bias=None, *, gate="geglu", interleaved=False):
+    return gated_activation(*halves(affine(x, weight, bias), interleaved), gate=gate)
+
+
 def gated_linear_pair(x, left, right, left_bias=None, right_bias=None, *, gate="swiglu"):
-    f, g = GATE_FUNCTIONS[gate]
-    return f(affine(x, left, left_bias)) * g(affine(x, right, right_bias))
+    return gated_activation(affine(x, left, left_bias), affine(x, right, right_bias), gate=gate)
 
 
 def gated_mlp(
@@ -562,6 +564,7 @@ VALUES: dict[str, Callable[..., Tensor]] = {
     "linear_token_logprobs": lambda *args, **kwargs: linear_token_logprobs_forward(*args, **kwargs)[
         0
     ],
+    "gated_activation": gated_activation,
     "gated_linear": gated_linear,
     "gated_linear_pair": gated_linear_pair,
     "gated_mlp": gated_mlp,
@@ -769,6 +772,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "linear_token_logprobs": lambda *args, **kwargs: linear_token_logprobs_forward(*args, **kwargs)[
         0
     ].float(),
+    "gated_activation": lambda left, right, *, gate: eager_gate(left, right, gate),
     "gated_linear": eager_gated_linear,
     "gated_linear_pair": eager_gated_linear_pair,
     "gated_mlp": eager_gated_mlp,

@@ -245,6 +245,7 @@ PAIR = [
     Arg("left", sized=(0, 1), blame=("right", "left_bias", "dy")),
     Arg("right", sized=(0, 1)),
 ]
+GATED = [Arg("left", anchor=True, rank="min", blame=("right",)), Arg("right", sized=(0, 1))]
 PAIR_OF_MLP = [Arg("left", sized=(0, 1), blame=("right", "down")), PAIR[1]]
 DOWN = Arg("down", sized=(0, 1), blame=("down_bias", "dy"))
 DOWN_BIAS = Arg("down_bias", sized=(0,))
@@ -485,6 +486,8 @@ SPECS: dict[str, Spec] = {
     "conv2d": Spec("plain", IMAGES),
     "conv2d_backward": Spec("plain", [Arg("dz", sized=(0, 1, 2)), *IMAGES]),
     "bmm_backward": Spec("plain", [Arg("dy", sized=(0, 1, 2)), *BMM]),
+    "gated_activation": Spec("plain", GATED, GATE),
+    "gated_activation_backward": Spec("plain", [Arg("dy", sized=(0, 1)), *GATED], GATE),
     **{
         op: Spec("plain", [X, *PAIR, *PAIR_BIASES], GATE)
         for op in ("gated_linear_pair", "gated_linear_pair_forward")

@@ -49,6 +49,7 @@ DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
     "add_rms_norm": (0, 1, 2),
     "add_layer_norm": (0, 1, 2, 3),
     "folded_layer_norm_linear": (0,),
+    "gated_activation": (0, 1),
     "gated_linear": (0, 1, 2),
     "gated_linear_forward": (0, 1, 2),
     "gated_linear_pair": (0, 1, 2, 3, 4),
@@ -82,6 +83,7 @@ KEEPS_DTYPE = (
     "layer_norm_forward",
     "add_rms_norm",
     "add_layer_norm",
+    "gated_activation",
     "row_sum",
     "add_scalar",
     "outer_add",
@@ -418,6 +420,18 @@ def gated_backward_call(lead, n, k, mask, **kwargs) -> Callable[[Maker], Call]:
         (x, weight, bias), _ = layer_call(lead, 2 * n, k)(m)
         z = m.saved(R.affine(R.up(x), R.up(weight), R.up(bias)))
         return [m.randn(*lead, n), x, weight, z], {**kwargs, "output_mask": list(mask)}
+
+    return build
+
+
+def gate_call(*shape: int, mask=None, **kwargs) -> Callable[[Maker], Call]:
+    """A call of gated_activation; with a mask the call of the backward op."""
+
+    def build(m: Maker) -> Call:
+        operands = [m.randn(*shape), m.randn(*shape)]
+        if mask is None:
+            return operands, kwargs
+        return [m.randn(*shape), *operands], {**kwargs, "output_mask": list(mask)}
 
     return build
 
@@ -920,6 +934,17 @@ def _listed() -> dict[str, list[Sample]]:
     add("gated_linear", empty=layer_call((0,), 4, 3))
     add("gated_linear_forward", empty=layer_call((0,), 4, 3))
     add("gated_linear_backward", empty=gated_backward_call((0,), 2, 3, masks[0]))
+    gates: dict[str, tuple[tuple[int, ...], dict[str, Any], list[bool]]] = {
+        "plain": ((3, 5), {}, [True, True]),
+        "vector": ((4,), {"gate": "geglu"}, [True, False]),
+        "rank3": ((2, 1, 9), {"gate": "geglu_tanh"}, [False, True]),
+        "reglu": ((2, 8), {"gate": "reglu"}, [True, True]),
+        "sigmoid_tanh": ((3, 16), {"gate": "sigmoid_tanh"}, [True, True]),
+        "empty": ((0, 3), {}, [True, True]),
+    }
+    for name, (shape, options, mask) in gates.items():
+        add("gated_activation", **{name: gate_call(*shape, **options)})
+        add("gated_activation_backward", **{name: gate_call(*shape, **options, mask=mask)})
     pairs: dict[str, tuple[tuple[Any, ...], dict[str, Any], Sequence[bool]]] = {
         "plain": (((3,), 4, 5), {}, [True] * 5),
         "bare": (
@@ -1076,6 +1101,7 @@ EAGER_DEFAULTS: dict[str, dict[str, Any]] = {
     "layer_norm": {"eps": 1e-5},
     "add_rms_norm": {"eps": 1e-6},
     "add_layer_norm": {"eps": 1e-5},
+    "gated_activation": {"gate": "swiglu"},
     "gated_linear": {"gate": "geglu"},
     "gated_linear_pair": {"gate": "swiglu"},
     "gated_mlp": {"gate": "swiglu"},

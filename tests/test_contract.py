@@ -151,6 +151,9 @@ SCHEMAS = [
     "folded_layer_norm_linear_backward(Tensor dy, Tensor x, Tensor folded_weight, "
     "Tensor weight_sum, Tensor? folded_bias=None, *, float eps=1e-5, "
     'str activation="none") -> Tensor dx',
+    'gated_activation(Tensor left, Tensor right, *, str gate="swiglu") -> Tensor',
+    "gated_activation_backward(Tensor dy, Tensor left, Tensor right, *, "
+    'str gate="swiglu", bool[2] output_mask) -> (Tensor dleft, Tensor dright)',
     "gated_linear(Tensor x, Tensor weight, Tensor? bias=None, *, "
     'str gate="geglu", bool interleaved=False) -> Tensor',
     "gated_linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, "
@@ -522,6 +525,8 @@ def test_compile_with_dynamic_shapes(op, device):
                 at = argument_names(op).index("target")
                 args[at] = torch.cat([args[at]] * (i + 1), -1)
             if op.startswith("add_") and op.endswith("_norm"):  # a residual like x
+                args[1] = torch.cat([args[1]] * (i + 1))
+            if op == "gated_activation":  # both operands have one shape
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "mul_relu":  # a value a row
                 args[1] = torch.cat([args[1]] * (i + 1))

@@ -40,6 +40,7 @@ from samples import (
     cross_entropy_backward_call,
     fold_call,
     folded_call,
+    gate_call,
     gated_backward_call,
     int4_codes_call,
     int4_unpack_call,
@@ -258,6 +259,9 @@ def _further() -> dict[str, list[Sample]]:
         sizes = (aligned[0], aligned[1] // 2, aligned[2], [True] * 3)
         build = gated_backward_call(*sizes, gate=gate, interleaved=interleaved)
         add("gated_linear_backward", **{name: build})
+    for name, gate, shape in (("large", "swiglu", (33, 264)), ("large_odd", "geglu", (3, 11, 259))):
+        add("gated_activation", **{name: gate_call(*shape, gate=gate)})
+        add("gated_activation_backward", **{name: gate_call(*shape, gate=gate, mask=[True] * 2)})
     for name, gate, sizes in (("large", "swiglu", aligned), ("large_geglu", "geglu", odd)):
         add("gated_linear_pair", **{name: pair_call(*sizes, gate=gate)})
         add("gated_linear_pair_forward", **{name: pair_call(*sizes, gate=gate)})

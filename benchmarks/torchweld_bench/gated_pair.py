@@ -1,6 +1,7 @@
 """gated_linear_pair on a GPU, as CUDA graphs: two weights against gated_linear of the packed one,
 and against eager, torch.compile and Liger's SwiGLU between two linear layers. gated_mlp against
-gated_linear_pair and torch's linear layer, and against torch.compile.
+gated_linear_pair and torch's linear layer, and against torch.compile. gated_activation against
+eager, torch.compile and Liger's SwiGLU.
 """
 
 from __future__ import annotations
@@ -99,33 +100,41 @@ def _eager_mlp(x: Tensor, left: Tensor, right: Tensor, down: Tensor) -> Tensor:
     return F.linear(_eager(x, left, right), down)
 
 
-def _mlp_case(case: str, operands: list[Tensor], targets: dict[str, float]) -> Iterator[Row]:
-    functions: dict[str, Callable[..., Tensor]] = {
-        "ours": ops.gated_mlp,
-        "gated_linear_pair": _two_ops,
-        "torch.compile": torch.compile(_eager_mlp),
-    }
-    dy = torch.randn_like(operands[0])
+def _gate(left: Tensor, right: Tensor) -> Tensor:
+    return F.silu(left) * right
+
+
+def _trained_case(
+    case: str,
+    functions: dict[str, Callable[..., Tensor]],
+    eager: Callable[..., Tensor],
+    operands: list[Tensor],
+    targets: dict[str, float],
+) -> Iterator[Row]:
+    """Forward and backward of "ours" against every other function."""
+    ours, dy = functions["ours"], torch.randn_like(operands[0])
     graphs: dict[str, Any] = {}
     for name, f in functions.items():
         graphs[name] = in_turn([lambda f=f: torch.autograd.grad(f(*operands), operands, dy)], 1)
     times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
 
     def dx(function: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
-        given = [t.detach().to(dtype) for t in operands]
-        given[0] = given[0][:_CHECKED_ROWS].requires_grad_()
+        rows = [t[:_CHECKED_ROWS] if t.shape == dy.shape else t for t in operands]
+        given = [t.detach().to(dtype) for t in rows]
+        given[0].requires_grad_()
         return torch.autograd.grad(function(*given).sum(), given[0])[0]
 
-    exact = dx(_eager_mlp, torch.float64)
-    eager_error = largest_error(dx(_eager_mlp, dy.dtype), exact)
+    exact = dx(eager, torch.float64)
+    eager_error = largest_error(dx(eager, dy.dtype), exact)
     errors = {
-        "error": largest_error(dx(ops.gated_mlp, dy.dtype), exact),
+        "error": largest_error(dx(ours, dy.dtype), exact),
         "eager_error": eager_error,
         "allowed_error": 3 * eager_error,
     }
-    for peer in ("gated_linear_pair", "torch.compile"):
-        name = f"{case}, forward and backward over {peer}"
-        yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+    for peer in functions:
+        if peer != "ours":
+            name = f"{case}, forward and backward over {peer}"
+            yield make_row(name, times, against=peer, target=targets.get(name), **errors)
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
@@ -143,4 +152,20 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         yield from _case(case, [x, *weights], targets)
         down = (torch.randn(k, n, device="cuda") * n**-0.5).bfloat16().requires_grad_()
         case = case.replace("gated_linear_pair", "gated_mlp")
-        yield from _mlp_case(case, [x, *weights, down], targets)
+        functions = {
+            "ours": ops.gated_mlp,
+            "gated_linear_pair": _two_ops,
+            "torch.compile": torch.compile(_eager_mlp),
+        }
+        yield from _trained_case(case, functions, _eager_mlp, [x, *weights, down], targets)
+        branches = [torch.randn(m, n, device="cuda").bfloat16().requires_grad_() for _ in range(2)]
+        functions = {
+            "ours": ops.gated_activation,
+            "eager": _gate,
+            "torch.compile": torch.compile(_gate),
+        }
+        silu_mul = installed("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
+        if silu_mul is not None:
+            functions["Liger"] = silu_mul.apply
+        case = f"gated_activation ({m}, {n}) {dtype_text(x.dtype)}"
+        yield from _trained_case(case, functions, _gate, branches, targets)

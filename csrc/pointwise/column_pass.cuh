@@ -6,10 +6,10 @@
 // scratch memory, whose layout is (chunk, sum, column). A second kernel (add_partials) adds up the
 // chunks. Both kernels add in a fixed order, so the sums have the same bits in every run.
 //
-// An Op has the members kElems, kSums, kWrites and Sum. Its function load(row, column) loads kElems
-// columns of a row, and add(row, column, loaded, sums) processes them. If kWrites is true, add also
-// stores elements of a result. The kernel loads two rows before it processes the first one, so that
-// both loads are in flight together.
+// An Op has the members kElems, kSums (0 if it computes no sums), kWrites and Sum. Its function
+// load(row, column) loads kElems columns of a row, and add(row, column, loaded, sums) processes
+// them. If kWrites is true, add also stores elements of a result. The kernel loads two rows before
+// it processes the first one, so that both loads are in flight together.
 #pragma once
 
 #include "core/launch.h"
@@ -53,13 +53,14 @@ __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_k
     const Op op, int64_t rows, int64_t n, int64_t rows_per_chunk, float* g_partials) {
   constexpr int kElems = Op::kElems;
   constexpr int kTile = kWarp * kElems;
-  __shared__ float s_sums[kRowGroups][Op::kSums][kTile];
+  constexpr int kSums = Op::kSums > 0 ? Op::kSums : 1;  // an array must not be empty
+  __shared__ float s_sums[kRowGroups][kSums][kTile];
   const int64_t first_column = static_cast<int64_t>(blockIdx.x) * kTile;
   const int64_t column = first_column + threadIdx.x * kElems;
   const int64_t begin = blockIdx.y * rows_per_chunk;
   const int64_t end = begin + rows_per_chunk < rows ? begin + rows_per_chunk : rows;
 
-  typename Op::Sum r_sums[Op::kSums][kElems] = {};
+  typename Op::Sum r_sums[kSums][kElems] = {};
   if (column < n) {
     for (int64_t row = begin + threadIdx.y; row < end; row += 2 * kRowGroups) {
       const int64_t next = row + kRowGroups;
@@ -111,15 +112,18 @@ void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials
   const ColumnSplit split = split_rows(rows, n);
   Grid grid((n + kTile - 1) / kTile, dim3(kWarp, kRowGroups));
   grid.blocks.y = static_cast<unsigned>(split.chunks);
-  const bool sums_up = g_partials != nullptr;
-  const auto kernel = [&] {
-    if constexpr (Op::kWrites) {
-      if (!sums_up) return column_pass_kernel<Op, false>;
+  if constexpr (Op::kWrites) {
+    if (g_partials == nullptr) {
+      launch_kernel(column_pass_kernel<Op, false>, grid, stream, op, rows, n, split.rows_per_chunk,
+                    g_partials);
+      return;
     }
-    return column_pass_kernel<Op, true>;
-  }();
-  launch_kernel(kernel, grid, stream, op, rows, n, split.rows_per_chunk, g_partials);
-  if (sums_up) launch_add_partials<T>(g_partials, split.chunks, Op::kSums, n, sums, stream);
+  }
+  if constexpr (Op::kSums > 0) {
+    launch_kernel(column_pass_kernel<Op, true>, grid, stream, op, rows, n, split.rows_per_chunk,
+                  g_partials);
+    launch_add_partials<T>(g_partials, split.chunks, Op::kSums, n, sums, stream);
+  }
 }
 
 }  // namespace torchweld

@@ -1,7 +1,7 @@
 // Computes dz and the sum of dz over the rows, in one pass over the matrix. dz is the gradient with
 // respect to z, whose halves are the operands of y = gate(left, right). The pass can also store y.
-#include "device/activation.cuh"
 #include "pointwise/column_pass.cuh"
+#include "pointwise/gate.cuh"
 #include "pointwise/pointwise.h"
 
 namespace torchweld {
@@ -16,27 +16,6 @@ struct GateArgs {
   int64_t dy_row_stride, z_row_stride, dz_row_stride;
   Gate gate;
 };
-
-// Overwrites `left` and `right`, values of the two halves of z, by the corresponding values of dz,
-// and dy by the values of y.
-template <typename T, int kCount>
-__device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount], T (&dy)[kCount],
-                                             Gate gate) {
-  float r_left[kCount], r_right[kCount], r_dy[kCount];
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    r_left[j] = to_float(left[j]);
-    r_right[j] = to_float(right[j]);
-    r_dy[j] = to_float(dy[j]);
-  }
-  gate_grad</*kExact=*/sizeof(T) == 4>(r_left, r_right, r_dy, gate);
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    left[j] = from_float<T>(r_left[j]);
-    right[j] = from_float<T>(r_right[j]);
-    dy[j] = from_float<T>(r_dy[j]);
-  }
-}
 
 // The op that processes kElems columns of dy at a time. In z, the left and the right value of a
 // column are n columns apart. If kElems is 1, they may also be adjacent (interleaved).

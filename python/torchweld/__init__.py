@@ -20,6 +20,7 @@ from torchweld.ops.causal_softmax import causal_softmax
 from torchweld.ops.conv2d import conv2d
 from torchweld.ops.cross_entropy import cross_entropy
 from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
+from torchweld.ops.gated_activation import gated_activation
 from torchweld.ops.gated_linear import gated_linear, gated_linear_pair
 from torchweld.ops.gated_mlp import gated_mlp
 from torchweld.ops.int4_linear import (
@@ -87,6 +88,7 @@ __all__ = [
     "fold_layer_norm",
     "folded_layer_norm_linear",
     "fuse",
+    "gated_activation",
     "gated_linear",
     "gated_linear_pair",
     "gated_mlp",

@@ -37,6 +37,7 @@ _SAME_GRADIENT = {"add_rms_norm": {"residual": "x"}, "add_layer_norm": {"residua
 # Ops that autocast does not cast. The listed arguments must have one dtype; if their dtypes differ,
 # autocast uses the widest one.
 _KEEPS_DTYPE = {
+    "gated_activation": ("left", "right"),
     "rms_norm": ("x",),
     "layer_norm": ("x",),
     "add_rms_norm": ("x", "residual"),
@@ -64,6 +65,8 @@ _LEADING = {
     "causal_softmax_backward": ("dy", "y", "scores"),
     "row_sum": ("x",),
     "add_scalar": ("x",),
+    "gated_activation": ("left", "right"),
+    "gated_activation_backward": ("dy", "left", "right"),
     **{op + suffix: ("x",) for op in _LINEAR for suffix in ("", "_forward")},
     "linear_token_logprobs": ("x", "target"),
     "linear_token_logprobs_forward": ("x", "target"),

@@ -1,4 +1,4 @@
-"""Sharding rules of gated_linear_pair and gated_mlp; see rules.py."""
+"""Sharding rules of gated_activation, gated_linear_pair and gated_mlp; see rules.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
 _ROWS = ("x", "dy", "dx", "result", "y", "z")
 _PARAMETERS = ("left", "right", "left_bias", "right_bias")
 _GRADIENTS = tuple("d" + name for name in _PARAMETERS)
+
+
+def _gated_activation(call: Call) -> list[Row]:
+    """Rows that shard any dim."""
+    names = ("left", "right", "dy", "result", "dleft", "dright")
+    return [all_of(names, shard(dim)) for dim in range(len(call.shape("left")))]
 
 
 def _gated_linear_pair(call: Call) -> list[Row]:
@@ -51,4 +57,4 @@ PAIR_RULES: dict[str, Rule] = {
     op + end: rule
     for op, rule in (("gated_linear_pair", _gated_linear_pair), ("gated_mlp", _gated_mlp))
     for end in ("", "_forward", "_backward")
-}
+} | dict.fromkeys(("gated_activation", "gated_activation_backward"), _gated_activation)
