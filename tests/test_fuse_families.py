@@ -230,7 +230,7 @@ def test_an_unknown_kind_is_one_sentence():
         fuse(tiny("Llama"), only="norms")
 
 
-def test_lora_before_fuse_stays_stock_and_after_it_is_called():
+def test_layers_of_others_are_called_before_and_after_fuse():
     for first in (False, True):
         model = tiny("Llama")
         stock = copy.deepcopy(model)
@@ -242,10 +242,16 @@ def test_lora_before_fuse_stays_stock_and_after_it_is_called():
             wrap_in_lora(each.model.layers[1].mlp, "down_proj")
         if first:
             report = fuse(model)
-            assert "gate_proj is" in dict(report.skipped)["model.layers.0.mlp"]
+            op = report.ops["model.layers.0.mlp"]
+            assert op.startswith("gated_activation (act_fn; gate_proj: test_fuse_families.Lora")
+            norm = report.ops["model.layers.1.input_layernorm"]
+            assert norm.startswith("rms_norm (input_layernorm; q_proj: test_fuse_families.Lora")
+            assert not report.skipped
             assert report.ops["model.layers.1.mlp"].startswith("gated_linear_pair")
         inputs = labelled("cpu")
-        loss, grads = step(model, inputs)
+        with Calls() as calls:
+            loss, grads = step(model, inputs)
+        assert calls.names["torchweld::gated_activation"] == 1
         want, want_grads = step(stock, inputs)
         assert_close(loss, want, rtol=1e-5, atol=1e-5)
         assert any("lora" in key for key in grads)

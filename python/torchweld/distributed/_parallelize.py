@@ -80,8 +80,8 @@ class _PlainResult(ParallelStyle):
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: _PlainResult(ColwiseParallel(output_layouts=Replicate())),
+    "colwise_rep": lambda: _PlainResult(ColwiseParallel(output_layouts=Replicate())),
     "rowwise_split_input": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "rowwise_rep": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "embedding_rowwise": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),

@@ -13,7 +13,7 @@ from .hf_version import check_version
 from .probes import Probes
 from .report import NOT_RUN, FuseReport
 
-KINDS = ("attention", "norm", "mlp", "rotary")
+KINDS = ("attention", "norm", "mlp", "rotary", "lora")
 
 
 def fuse(
@@ -32,12 +32,14 @@ def fuse(
     with query, key and value :func:`torchweld.rms_norm_linears`), the rotary embedding
     (:func:`torchweld.rotary`) and the MLP's products and gate (:func:`torchweld.gated_mlp`); of
     GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc -> mlp.act`` (both
-    :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). Parameters, their
+    :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). PEFT's LoRA layers add
+    their adapter's product to that of the base layer, and the MLP around them keeps its gate
+    (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Parameters, their
     names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be
     replaced safely stays stock and is listed with the reason: a class that does not take its
     attention from transformers' AttentionInterface, layers that choose their keys, hooks
-    (accelerate's offloading too), LoRA or quantised layers, parameters that are sharded otherwise
-    than by ``parallelize`` or ``fully_shard``, mixed dtypes,
+    (accelerate's offloading too), quantised layers, parameters that are sharded otherwise than by
+    ``parallelize`` or ``fully_shard``, mixed dtypes,
     blocks of GPT-2 whose parts the model uses in several places, an activation without a fused
     form, a device that this build has no kernel for.
 
@@ -55,8 +57,8 @@ def fuse(
         loss: Whether a language model of these families computes its head and loss as one op
             (:func:`torchweld.linear_cross_entropy`): in training mode with labels it then returns a
             loss and no logits. Evaluation and generation stay as they were.
-        only: What to replace: some of "attention", "norm", "mlp", "rotary". By default all. (Of a
-            GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation "mlp".)
+        only: What to replace: some of "attention", "norm", "mlp", "rotary", "lora". By default all.
+            (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation "mlp".)
 
     Returns:
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.

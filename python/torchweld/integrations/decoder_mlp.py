@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops
@@ -12,7 +13,7 @@ from . import measure
 from .modules import activation_name, hooked
 from .part import ROW, Part, instance_refusal, plain_tensors, stock_forward
 from .probes import Probes
-from .sharded_linears import COLUMNS, copied, has_rows, mesh_of, own, parameters, takes
+from .sharded_linears import copied, has_rows, mesh_of, own, parameters, takes, why_called
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
 _GATES = {
@@ -34,23 +35,31 @@ class FusedMLP(Part):
     """A gated MLP as :func:`torchweld.gated_mlp`.
 
     Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
-    :func:`torchweld.gated_linear_pair`. Where one layer has both weights they are
-    :func:`torchweld.gated_linear`.
+    :func:`torchweld.gated_linear_pair`; where one layer has both weights they are
+    :func:`torchweld.gated_linear`. Where the layers in front of the gate must be called, the gate
+    is :func:`torchweld.gated_activation`.
     """
 
     kind = "mlp"
 
     @staticmethod
     def label(module: nn.Module, row: MLP) -> str:
+        layers = _gate_layers(module, row)
+        names = ", ".join(layers)
+        called = why_called(layers)
+        if called:
+            return f"gated_activation ({row.activation}; {called})"
         if row.packed:
-            return f"gated_linear (gate_up_proj -> {row.activation})"
+            return f"gated_linear ({names} -> {row.activation})"
         if fuses_down(module):
-            return f"gated_mlp (gate_proj, up_proj -> {row.activation} -> down_proj)"
-        return f"gated_linear_pair (gate_proj, up_proj -> {row.activation})"
+            return f"gated_mlp ({names} -> {row.activation} -> down_proj)"
+        return f"gated_linear_pair ({names} -> {row.activation})"
 
     @staticmethod
     def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
         gate, _ = gate_of(module, row)
+        if why_called(_gate_layers(module, row)):
+            return probes.gated_activation(weight, gate)
         return probes.gated_linear(weight, gate, row.packed)
 
     @staticmethod
@@ -58,29 +67,25 @@ class FusedMLP(Part):
         if gate_of(module, row) is None:
             act = type(getattr(module, row.activation)).__name__
             return f"no fused form of the activation {act}"
-        for name, layer in _gate_layers(module, row).items():
-            if type(layer) not in COLUMNS:
-                kind = type(layer).__name__
-                return f"{name} is {kind}, not torch's Linear (LoRA, quantised or replaced)"
-            reason = instance_refusal(layer)
-            if reason is not None:
-                return f"{name}: {reason}"
-            if hooked(layer):
-                return f"{name} has hooks, which would see other values"
         return instance_refusal(module)
 
     @staticmethod
     def op_parameters(module: nn.Module, row: MLP) -> dict[str, Tensor | None]:
+        layers = _gate_layers(module, row)
+        if why_called(layers):
+            return {}
         return {
             f"{name}.{key}": own(layer, key)
-            for name, layer in _gate_layers(module, row).items()
+            for name, layer in layers.items()
             for key in ("weight", "bias")
         }
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         row = getattr(self, ROW, None)
-        if row is None or not _runs_mlp(self, row, hidden_states):
+        if row is None or gate_of(self, row) is None or hooked(self._modules[row.activation]):
             return stock_forward(self, hidden_states)
+        if not takes(_gate_layers(self, row).values(), hidden_states):
+            return _call_layers(self, row, hidden_states)
         if measure.seen is not None:
             measure.note(self)
         gate, act_left = gate_of(self, row)
@@ -121,7 +126,16 @@ def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
     return {name: getattr(mlp, name) for name in names}
 
 
-def _runs_mlp(mlp: nn.Module, row: MLP, x: Tensor) -> bool:
-    if gate_of(mlp, row) is None or hooked(mlp._modules[row.activation]):
-        return False
-    return takes(_gate_layers(mlp, row).values(), x)
+def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:
+    """The MLP whose layers are called; the compiler joins its gate with their last operations."""
+    if torch.compiler.is_compiling():
+        return stock_forward(mlp, x)
+    projected = [layer(x) for layer in _gate_layers(mlp, row).values()]
+    left, right = projected[0].chunk(2, -1) if row.packed else projected
+    gate, act_left = gate_of(mlp, row)
+    if not plain_tensors(left, right) or left.shape != right.shape:
+        return mlp.down_proj(mlp._modules[row.activation](left) * right)
+    if measure.seen is not None:
+        measure.note(mlp)
+    pair = (left, right) if act_left else (right, left)
+    return mlp.down_proj(ops.gated_activation(*pair, gate=gate))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import causal_lm, decoder, decoder_mlp, gpt2_block, gpt2_head
+from . import causal_lm, decoder, decoder_mlp, gpt2_block, gpt2_head, lora
 from .part import stock_class
 
 
@@ -145,6 +145,7 @@ _GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
 PARTS |= {
     f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
     f"{_GPT2}LMHeadModel": (gpt2_head.FusedGPT2LMHead, causal_lm.Head(lambda config: {})),
+    "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
 }
 
 

@@ -14,7 +14,7 @@ from .modules import hooked
 from .part import Place, is_fused, parameter_refusal, stock_class
 from .probes import Probes
 from .report import FuseReport
-from .sharded_linears import is_columns
+from .sharded_linears import why_called
 
 
 def plan(
@@ -50,14 +50,16 @@ def plan(
 
 
 def _projecting_norm(layer: nn.Module, row: Any) -> dict[nn.Module, str]:
-    """The norm that runs in the op of the projections, and that op; {} if there is none."""
+    """The norm in front of the projections, and the op in which it runs; {} if there is none."""
     norm, part = getattr(layer, row.before_attention), part_of(layer.self_attn)
     if part is None or hooked(norm) or hooked(layer.self_attn):
         return {}
     layers = projection_layers(layer.self_attn, part[1])
-    plain = all(map(is_columns, layers.values()))
-    if not plain or part[0].refusal(layer.self_attn, part[1]) is not None:
+    if part[0].refusal(layer.self_attn, part[1]) is not None:
         return {}
+    called = why_called(layers)
+    if called:
+        return {norm: f"rms_norm ({row.before_attention}; {called})"}
     return {norm: f"rms_norm_linears ({row.before_attention} -> {', '.join(layers)})"}
 
 

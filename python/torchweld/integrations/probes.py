@@ -62,6 +62,13 @@ class Probes:
 
         return self._run(("gated_linear", weight.device, weight.dtype, gate, packed), call)
 
+    def gated_activation(self, weight: Tensor, gate: str) -> str | None:
+        def call() -> Tensor:
+            x = _zeros(weight, 2, 8)
+            return _library.ops.gated_activation(x, x, gate=gate)
+
+        return self._run(("gated_activation", weight.device, weight.dtype, gate), call)
+
     def loss(self, weight: Tensor) -> str | None:
         def call() -> Tensor:
             x = torch.zeros(2, 8, device=weight.device, dtype=weight.dtype, requires_grad=True)

@@ -123,7 +123,8 @@ def list_places(places: list[tuple[str, Any]], seen: Any, report: FuseReport) ->
         if calls is None and seen is not None:
             report.ops[where] += NOT_RUN
         for instead in calls or () if key not in counted else ():
-            name = instead or f"torchweld::{report.ops[where].split(' ')[0]}"
+            op = report.ops[where].split(" ")[0]
+            name = instead or (op if "::" in op else f"torchweld::{op}")
             report.calls[name] = report.calls.get(name, 0) + 1
         counted.add(key)
         if calls is None or None in calls:

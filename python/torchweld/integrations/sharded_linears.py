@@ -6,7 +6,7 @@ columns, a part calls its op with them, and the gradient of x is summed over the
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from torchweld.ops.stock import is_plain
 
-from .part import plain_tensors
+from .modules import hooked
+from .part import instance_refusal, plain_tensors
 
 COLUMNS: tuple[type[nn.Linear], ...] = (nn.Linear,)
 if torch.distributed.is_available():
@@ -28,6 +29,23 @@ if torch.distributed.is_available():
 def is_columns(layer: nn.Module) -> bool:
     """Whether a layer is torch's Linear, whole or with this process's columns."""
     return type(layer) in COLUMNS and is_plain(layer, type(layer))
+
+
+def why_called(layers: Mapping[str, nn.Module]) -> str:
+    """Names the layers that must be called, each with the reason; "" where an op can compute them.
+
+    Args:
+        layers: Linear layers of a part, by name.
+    """
+    names: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        reason = instance_refusal(layer) or ("it has hooks" if hooked(layer) else None)
+        if type(layer) not in COLUMNS:
+            kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+            reason = f"{kind}, not torch's Linear"
+        if reason is not None:
+            names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(some)}: {reason}" for reason, some in names.items())
 
 
 def has_rows(layer: nn.Module, mesh: Any) -> bool:
