@@ -41,7 +41,7 @@ endif
 .NOTPARALLEL:
 
 help:
-	@echo "make demo          train a GPT-2 with torchweld's ops and without (ARGS=\"--steps 200\")"
+	@echo "make demo          train a GPT-2 or a Llama with torchweld's ops and without (ARGS=\"--model llama\")"
 	@echo "make puzzles       the twelve Triton puzzles, solved by the ops (ARGS=\"--puzzle 5\")"
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
 	@echo "make test-torch    the suite against another torch (TORCH=2.13.0), in a venv of its own"

@@ -81,7 +81,8 @@ def test_end_to_end(tmp_path, capsys, prose):
     assert found["interrupted"] is False
     assert found["checks"] == {"losses agree": True, "tokens equal": True}
     assert found["fuse"]["skipped"] == []
-    assert len(found["fuse"]["replaced"]) == 3
+    assert len(found["fuse"]["replaced"]) == 4
+    assert found["model"]["title"] == "GPT-2"
     training = found["training"]
     assert training["steps"] == 34
     assert training["loss_difference"]["checked_steps"] == 32
@@ -109,6 +110,35 @@ def test_end_to_end(tmp_path, capsys, prose):
         assert row["op"] in printed
     assert "torch.compile was left out" in found["ops"]["compile_note"]
     assert printed.count("PASS") == 2
+
+
+def test_a_llama_and_its_checkpoint(tmp_path, capsys, prose):
+    assert demo("--model", "llama", "--steps", 33, "--out", "out", "--text", prose) == 0
+    found = json.loads(Path("out/demo.json").read_text())
+    assert found["model"]["title"] == "Llama" and found["options"]["model"] == "llama"
+    assert found["checks"] == {"losses agree": True, "tokens equal": True}
+    assert found["fuse"]["skipped"] == [] and len(found["fuse"]["replaced"]) == 7
+    for name in ("stock", "fused"):
+        losses = found["training"][name]["losses"]
+        assert losses[-1] < losses[0]
+    rows = found["ops"]["rows"]
+    assert len(rows) == 7
+    for row in rows:
+        assert row["ours_us"] > 0 and row["eager_us"] > 0
+        assert row["error"] <= 4 * row["eager_error"] + 1e-6
+    assert "Llama, 0." in capsys.readouterr().out
+
+    _, _, pair = prepare("--model", "llama", "--text", prose)
+    pair.stock.save_pretrained(tmp_path / "checkpoint")
+    chosen = options("--text", prose)
+    chosen.checkpoint = tmp_path / "checkpoint"
+    config = model.read_config(chosen)
+    assert chosen.model == "llama"
+    tokens = model.make_tokens(chosen, text.read_text(chosen.text), config)
+    again = model.make_pair(chosen, tokens, config)
+    assert type(again.stock) is type(pair.stock)
+    for a, b in zip(again.stock.parameters(), pair.stock.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_standard_library_bfloat16_and_a_checkpoint(tmp_path, capsys):
@@ -143,7 +173,7 @@ def bad_inputs(tmp_path):
         "latin1.txt": "gr\u00fcn".encode("latin-1") * 100,
         "short.txt": b"two words",
         "prose.txt": PROSE.encode(),
-        "model/config.json": b'{"model_type": "llama"}',
+        "model/config.json": b'{"model_type": "mistral"}',
         "no_weights/config.json": b'{"model_type": "gpt2"}',
         "no_json/config.json": b"[",
         "damaged/config.json": b'{"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 1}',
@@ -176,6 +206,8 @@ CHECKPOINT = ["--device", "cpu", "--context", "16", "--steps", "1", "--checkpoin
         (["--device", "tpu"], "'tpu'"),
         (["--device", "cuda:99"], "cuda:99"),
         (["--heads", "5"], "--dim 32 and --heads 5"),
+        (["--model", "llama", "--dim", "6"], "an even multiple"),
+        (["--model", "bert"], "'bert'"),
         (["--colour", "red"], "--colour"),
         (["--text"], "--text"),
         (["--text", "absent.txt"], "absent.txt does not exist"),
@@ -187,12 +219,13 @@ CHECKPOINT = ["--device", "cpu", "--context", "16", "--steps", "1", "--checkpoin
         (["--text", "short.txt"], "more than --context = 24 tokens"),
         (["--out", "prose.txt"], "prose.txt is a file"),
         (["--out", "prose.txt/below"], "can't be written"),
+        (["--model", "gpt2", "--checkpoint", "nothing"], "--model can't be given"),
         (["--checkpoint", "nothing"], "--layers can't be given"),
         ([*CHECKPOINT, "absent"], "absent is not a directory"),
         ([*CHECKPOINT, "prose.txt"], "not a directory"),
         ([*CHECKPOINT, "nothing"], "has no config.json"),
         ([*CHECKPOINT, "no_json"], "no JSON"),
-        ([*CHECKPOINT, "model"], "'llama'"),
+        ([*CHECKPOINT, "model"], "'mistral'"),
         ([*CHECKPOINT, "no_weights"], "has no weights"),
         ([*CHECKPOINT, "damaged"], "can't be loaded"),
         ([*CHECKPOINT, "bad_config"], "bad config.json"),

@@ -25,7 +25,7 @@ _CPU_SECONDS = 160.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains a GPT-2 with torchweld's ops and without.
+    """Trains a GPT-2 or a Llama with torchweld's ops and without.
 
     Args:
         argv: Flags; `sys.argv` by default.
@@ -41,7 +41,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
     parser = Parser(
         prog="demo",
-        description="Train a GPT-2 on real text, with torchweld's ops and without.",
+        description="Train a GPT-2 or a Llama on real text, with torchweld's ops and without.",
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
@@ -179,18 +179,20 @@ class _Demo:
             pair = make_pair(options, tokens, config)
         config = pair.config
         results.model = {
+            "title": pair.title,
             "class": type(pair.stock).__name__,
             "parameters": pair.parameters,
-            "layers": config.n_layer,
-            "dim": config.n_embd,
-            "heads": config.n_head,
+            "layers": config.num_hidden_layers,
+            "dim": config.hidden_size,
+            "heads": config.num_attention_heads,
             "context": options.context,
             "from": "random weights" if options.checkpoint is None else "checkpoint",
         }
         results.fuse = pair.report.to_dict()
         console.print(
-            f"[bold]Model[/]   GPT-2, {pair.parameters / 1e6:.1f} M parameters: "
-            f"{config.n_layer} layers, dim {config.n_embd}, {config.n_head} heads; "
+            f"[bold]Model[/]   {pair.title}, {pair.parameters / 1e6:.1f} M parameters: "
+            f"{config.num_hidden_layers} layers, dim {config.hidden_size}, "
+            f"{config.num_attention_heads} heads; "
             f"batch {options.batch} x {options.context}, {options.dtype}, {options.device}",
             highlight=False,
         )
@@ -259,8 +261,8 @@ class _Demo:
         with self.console.status("Measuring the ops") as status:
             measure(
                 self.options,
-                config.n_head,
-                config.n_embd,
+                config.num_attention_heads,
+                config.hidden_size,
                 table,
                 self._compile_seconds(),
                 lambda what: status.update(f"Measuring {what}"),

@@ -1,11 +1,11 @@
-"""The two GPT-2s of the demo: equal weights, one of them fused."""
+"""The two models of the demo: equal weights, one of them fused."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,8 +14,40 @@ from demo.options import Options, UsageError
 from demo.text import END, Text, Tokens, checkpoint_tokenizer, encode, train_tokenizer
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-# Dropout would draw different numbers in each model and hide the difference between them.
-_NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+class _Kind(NamedTuple):
+    """What ``--model`` names.
+
+    Attributes:
+        title: Its name in texts.
+        prefix: The prefix of its classes in transformers.
+        no_dropout: Options without dropout, which would draw different numbers in each model and
+            hide the difference between them.
+    """
+
+    title: str
+    prefix: str
+    no_dropout: dict[str, float]
+
+    @property
+    def config(self) -> type:
+        import transformers
+
+        return getattr(transformers, f"{self.prefix}Config")
+
+    @property
+    def model(self) -> type[nn.Module]:
+        import transformers
+
+        ending = "LMHeadModel" if self.prefix == "GPT2" else "ForCausalLM"
+        return getattr(transformers, f"{self.prefix}{ending}")
+
+
+_KINDS = {
+    "gpt2": _Kind("GPT-2", "GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "llama": _Kind("Llama", "Llama", {"attention_dropout": 0.0}),
+}
 
 
 @dataclass
@@ -28,21 +60,25 @@ class Pair:
     config: Any
 
     @property
+    def title(self) -> str:
+        return _KINDS[self.config.model_type].title
+
+    @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.stock.parameters())
 
 
 def read_config(options: Options) -> Any | None:
-    """The configuration of `--checkpoint`, or None without one. Settles `options.context`.
+    """The configuration of `--checkpoint`, or None without one. Settles `options.model` and
+    `options.context`.
 
     Raises:
-        UsageError: The directory is no GPT-2 checkpoint, or `--context` is beyond its positions.
+        UsageError: The directory is no checkpoint of a GPT-2 or Llama, or `--context` is beyond its
+            positions.
     """
     folder = options.checkpoint
     if folder is None:
         return None
-    from transformers import GPT2Config
-
     if not folder.is_dir():
         raise UsageError(f"--checkpoint {folder} is not a directory")
     try:
@@ -52,21 +88,26 @@ def read_config(options: Options) -> Any | None:
         raise UsageError(f"--checkpoint {folder} is no checkpoint: it has no config.json") from None
     except (OSError, ValueError):
         raise UsageError(f"--checkpoint {folder} has a config.json that is no JSON") from None
-    if kind != "gpt2":
-        raise UsageError(f"--checkpoint {folder} must hold a GPT-2, but its model_type is {kind!r}")
+    if kind not in _KINDS:
+        titles = " or a ".join(kind.title for kind in _KINDS.values())
+        raise UsageError(
+            f"--checkpoint {folder} must hold a {titles}, but its model_type is {kind!r}"
+        )
+    options.model = kind
     if not any((folder / name).is_file() for name in _WEIGHTS):
         raise UsageError(f"--checkpoint {folder} has no weights ({', '.join(_WEIGHTS)})")
     try:
-        config = GPT2Config.from_dict({**values, **_NO_DROPOUT})
+        config = _KINDS[kind].config.from_dict({**values, **_KINDS[kind].no_dropout})
     except Exception as error:
         raise UsageError(f"--checkpoint {folder} has a bad config.json: {_first(error)}") from None
-    if options.context > config.n_positions:
+    positions = config.max_position_embeddings
+    if options.context > positions:
         if options.context_given:
             raise UsageError(
-                f"--context must be at most {config.n_positions}, the checkpoint's positions, "
+                f"--context must be at most {positions}, the checkpoint's positions, "
                 f"but got {options.context}"
             )
-        options.context = config.n_positions
+        options.context = positions
     return config
 
 
@@ -110,44 +151,59 @@ def make_pair(options: Options, tokens: Tokens, config: Any | None) -> Pair:
     import torchweld
 
     if config is None:
-        from transformers import GPT2Config
-
-        config = GPT2Config(
-            vocab_size=tokens.vocab,
-            n_positions=options.context,
-            n_embd=options.dim,
-            n_layer=options.layers,
-            n_head=options.heads,
-            bos_token_id=tokens.end_id,
-            eos_token_id=tokens.end_id,
-            pad_token_id=tokens.end_id,
-            **_NO_DROPOUT,
-        )
+        config = _config(options, tokens)
     stock, fused = _build(options, config), _build(options, config)
     sample = tokens.ids[: min(options.context, 64)].unsqueeze(0).to(options.device)
-    report = torchweld.fuse(fused, sample=sample)
+    report = torchweld.fuse(fused, sample=sample, loss=True)
     return Pair(stock, fused, report, config)
+
+
+def _config(options: Options, tokens: Tokens) -> Any:
+    """The configuration of random weights of the sizes that were asked for."""
+    kind = _KINDS[options.model]
+    config = kind.config(
+        vocab_size=tokens.vocab,
+        max_position_embeddings=options.context,
+        hidden_size=options.dim,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        bos_token_id=tokens.end_id,
+        eos_token_id=tokens.end_id,
+        pad_token_id=tokens.end_id,
+        tie_word_embeddings=True,
+        **kind.no_dropout,
+    )
+    if options.model == "llama":
+        config.num_key_value_heads = key_heads(options.heads)
+        config.intermediate_size = gated_width(options.dim)
+    return config
+
+
+def key_heads(heads: int) -> int:
+    """Heads of keys and values in a Llama of so many heads."""
+    return heads // 2 if heads % 2 == 0 else heads
+
+
+def gated_width(dim: int) -> int:
+    """The width of a Llama's MLP, whose three weights hold about as much as GPT-2's two."""
+    return -(-8 * dim // 96) * 32
 
 
 def _build(options: Options, config: Any) -> nn.Module:
     import copy
 
-    from transformers import GPT2LMHeadModel
-
     torch.manual_seed(options.seed)
     config = copy.deepcopy(config)
     if options.checkpoint is None:
-        model = GPT2LMHeadModel._from_config(config, attn_implementation="sdpa")
+        model = _KINDS[options.model].model._from_config(config, attn_implementation="sdpa")
     else:
         model = _load(options.checkpoint, config)
     return model.to(options.device, torch.float32).train()
 
 
 def _load(folder: Path, config: Any) -> nn.Module:
-    from transformers import GPT2LMHeadModel
-
     try:
-        model, found = GPT2LMHeadModel.from_pretrained(
+        model, found = _KINDS[config.model_type].model.from_pretrained(
             str(folder),
             config=config,
             local_files_only=True,

@@ -1,4 +1,8 @@
-"""The calls of the demo's op table: each op, and the plain torch code that it replaces."""
+"""The calls of the demo's op table: each op, and the plain torch code that it replaces.
+
+The calls are those of a GPT-2, and of ops that no model of the demo runs; those of a Llama are in
+llama_cases.py.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +46,23 @@ def _fold(weight: Tensor, bias: Tensor, ln_weight: Tensor, ln_bias: Tensor) -> t
     return folded, folded.to(wide).sum(1), (weight.to(wide) @ ln_bias.to(wide)) + bias.to(wide)
 
 
+def normals(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A function that returns seeded random tensors of a shape, with standard deviation scale."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+
+    return normal
+
+
 def cases(
     batch: int, heads: int, context: int, dim: int, device: torch.device, dtype: torch.dtype
 ) -> list[Case]:
     """The op table's calls, for a model of these sizes, with seeded random inputs."""
     import torchweld as tw
 
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
-
+    normal = normals(device, dtype)
     # fp64 references of the scores must fit, whatever sizes were asked for.
     limit = 2**24 if device.type == "cpu" else 2**27
     few = max(1, min(batch, limit // (heads * context * context)))

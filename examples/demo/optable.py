@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from demo import llama_cases
 from demo.opcases import Case, cases
 from demo.options import Options, cpp_compiler
 from torchweld.tuning.timer import interleaved
@@ -73,7 +74,10 @@ def measure(
     """
     table.dtype = options.dtype
     dtype = getattr(torch, options.dtype)
-    todo = cases(options.batch, heads, options.context, dim, options.device, dtype)
+    if options.model == "llama":
+        todo = llama_cases.cases(options, heads, dim, dtype)
+    else:
+        todo = cases(options.batch, heads, options.context, dim, options.device, dtype)
     with torch.no_grad():
         calls = []
         for case in todo:

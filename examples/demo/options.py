@@ -23,7 +23,7 @@ CPU_DEFAULTS = {
     "vocab": 4096,
     "dtype": "float32",
 }
-# GPT-2 124M.
+# The sizes of GPT-2 124M.
 GPU_DEFAULTS = {
     "steps": 100,
     "layers": 12,
@@ -40,6 +40,7 @@ DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
+MODELS = ("gpt2", "llama")
 # Below this the four prompts of different lengths and a completion do not fit.
 MIN_CONTEXT = 16
 # 256 bytes and the end-of-text token.
@@ -54,6 +55,7 @@ class UsageError(Exception):
 class Options:
     """The demo's flags with every default filled in."""
 
+    model: str
     steps: int
     layers: int
     dim: int
@@ -101,6 +103,9 @@ def _at_least(low: int, high: int = 2**31 - 1):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's flags to a parser."""
     cpu, gpu = CPU_DEFAULTS, GPU_DEFAULTS
+    parser.add_argument(
+        "--model", choices=MODELS, help=f"the kind of transformer (default: {MODELS[0]})"
+    )
 
     def size(flag: str, low: int, what: str) -> None:
         name = flag.removeprefix("--")
@@ -146,7 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="a local Hugging Face GPT-2 directory to start from, instead of random weights",
+        help="a local Hugging Face GPT-2 or Llama directory to start from, instead of random "
+        "weights",
     )
 
 
@@ -164,21 +170,27 @@ def resolve(args: argparse.Namespace) -> Options:
     }
     values["dtype"] = DTYPES[values["dtype"]]
     if args.checkpoint is not None:
-        for name in ("layers", "dim", "heads"):
+        for name in ("model", "layers", "dim", "heads"):
             if getattr(args, name) is not None:
                 raise UsageError(
-                    f"--{name} can't be given with --checkpoint, which fixes the model's sizes"
+                    f"--{name} can't be given with --checkpoint, which fixes the model"
                 )
     elif values["dim"] % values["heads"]:
         raise UsageError(
             f"--dim must be a multiple of --heads, but got --dim {values['dim']} "
             f"and --heads {values['heads']}"
         )
+    elif args.model == "llama" and values["dim"] // values["heads"] % 2:
+        raise UsageError(
+            "--dim must be an even multiple of --heads with --model llama, which rotates pairs, "
+            f"but got --dim {values['dim']} and --heads {values['heads']}"
+        )
     if args.compile and cpp_compiler() is None:
         raise UsageError("--compile needs a C++ compiler, but none was found")
     check_writable(args.out)
     return Options(
         **values,
+        model=args.model or MODELS[0],
         device=device,
         compile=args.compile,
         seed=args.seed,

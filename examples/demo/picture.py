@@ -71,9 +71,8 @@ def draw(results: Results) -> bytes:
 
 def _title(figure: Any, results: Results) -> None:
     model, options = results.model, results.options
-    figure.text(
-        0.075, 0.958, "torchweld demo: GPT-2, fused against stock", fontsize=15, weight="bold"
-    )
+    title = f"torchweld demo: {model.get('title', options.model)}, fused against stock"
+    figure.text(0.075, 0.958, title, fontsize=15, weight="bold")
     facts = [
         device_name(options.device),
         f"{model.get('parameters', 0) / 1e6:.1f} M parameters",

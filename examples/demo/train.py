@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demo.memory import model_bytes, peak_of_step
@@ -209,8 +208,11 @@ class Trainer:
 
     def _backward(self, variant: Variant, batch: Tensor) -> Tensor:
         with self._autocast():
-            logits = variant.call(input_ids=batch[:, :-1], use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+            # The labels are shifted already, so that the last position has one too.
+            inputs, labels = batch[:, :-1], batch[:, 1:].contiguous()
+            loss = variant.call(
+                input_ids=inputs, labels=labels, shift_labels=labels, use_cache=False
+            ).loss
         loss.backward()
         return loss.detach()
 
