@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld._library import ops
@@ -35,7 +36,7 @@ from .part import (
     stock_forward,
 )
 from .probes import Probes
-from .sharded_linears import copied, mesh_of, parameters, takes
+from .sharded_linears import copied, operands
 
 
 class Norm(NamedTuple):
@@ -148,7 +149,7 @@ class FusedAttention(Part):
         if row is None or torch.compiler.is_compiling():
             return stock_forward(
                 self,
-                hidden_states,
+                hidden_states if input_norm is None else input_norm(hidden_states),
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,
                 past_key_values=past_key_values,
@@ -189,23 +190,26 @@ class FusedAttention(Part):
 def projection_layers(attn: nn.Module, row: Attention) -> dict[str, nn.Module]:
     """The layers that make query, key and value, by name."""
     names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
-    return {name: getattr(attn, name) for name in names}
+    return {name: attn._modules[name] for name in names}
 
 
 def _projections(
     attn: nn.Module, row: Attention, x: Tensor, norm: nn.Module | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
-    layers = projection_layers(attn, row).values()
-    if norm is None:
+    layers = list(projection_layers(attn, row).values())
+    found = None
+    if norm is not None and not hooked(norm) and _runs_norm(norm, x):
+        found = operands(layers, x)
+    if found is None or len({bias is None for bias in found.biases}) > 1:
+        x = x if norm is None else norm(x)
         projected = [layer(x) for layer in layers]
     else:
         if measure.seen is not None:
             measure.note(norm)
-        weights, biases = parameters(layers)
-        biases = [] if biases[0] is None else biases
-        rows, scale = copied(mesh_of(next(iter(layers))), x, norm.weight)
-        projected = ops.rms_norm_linears(rows, weights, biases, scale, **_options(norm))
+        biases = [] if found.biases[0] is None else found.biases
+        rows, scale = copied(found.mesh, x, norm.weight)
+        projected = ops.rms_norm_linears(rows, found.weights, biases, scale, **_options(norm))
     if row.packed:
         heads, heads_k = attn.config.num_attention_heads, attn.num_key_value_heads
         sizes = [count * attn.head_dim for count in (heads, heads_k, heads_k)]
@@ -213,10 +217,14 @@ def _projections(
     query, key, value = projected
     if row.head_norm == "row":
         query, key = attn.q_norm(query), attn.k_norm(key)
-    shape = (*x.shape[:-1], -1, attn.head_dim)
+    batch, rows, _ = x.shape
+    # With one row the heads need no transpose: a step of generation waits for the host.
+    shape = (batch, rows, -1, attn.head_dim) if rows > 1 else (batch, -1, 1, attn.head_dim)
     query, key, value = query.view(shape), key.view(shape), value.view(shape)
     if row.head_norm == "head":
         query, key = attn.q_norm(query), attn.k_norm(key)
+    if rows == 1:
+        return query, key, value
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -265,13 +273,16 @@ class FusedLayer(Part):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         row = getattr(self, ROW, None)
         norm = None if row is None else self._modules.get(row.before_mlp)
-        if norm is None or args or hooked(norm) or not _runs_norm(norm, hidden_states):
+        fused = norm is not None and not args and not hooked(norm) and not _has_any_global_hook()
+        if not fused or not _runs_norm(norm, hidden_states):
             return stock_forward(self, hidden_states, *args, **kwargs)
         x, before = hidden_states, self._modules[row.before_attention]
-        if _projects_with(self.self_attn, before, x):
-            h, _ = self.self_attn(hidden_states=x, input_norm=before, **kwargs)
+        attn = self.self_attn
+        # Recorders of transformers see the attention's results alone.
+        if isinstance(attn, FusedAttention) and not hooked(attn, calls_recorders=True):
+            h, _ = attn(hidden_states=x, input_norm=before, **kwargs)
         else:
-            h, _ = self.self_attn(hidden_states=before(x), **kwargs)
+            h, _ = attn(hidden_states=before(x), **kwargs)
         h = _after(self, row.after_attention, row.multiplier, h)
         if not plain_tensors(h, x):
             x = x + h
@@ -281,17 +292,6 @@ class FusedLayer(Part):
                 measure.note((norm, "add"))
             h, x = ops.add_rms_norm(h, x, norm.weight, **_options(norm))
         return x + _after(self, row.after_mlp, row.multiplier, self.mlp(h))
-
-
-def _projects_with(attn: nn.Module, norm: nn.Module, x: Tensor) -> bool:
-    """Whether an attention layer can normalise its input in the op of its projections."""
-    # Recorders of transformers see the attention's results alone.
-    if not isinstance(attn, FusedAttention) or hooked(attn, calls_recorders=True) or hooked(norm):
-        return False
-    if not _runs_norm(norm, x):
-        return False
-    layers = projection_layers(attn, getattr(attn, ROW)).values()
-    return takes(layers, x) and len({layer.bias is None for layer in layers}) == 1
 
 
 def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:

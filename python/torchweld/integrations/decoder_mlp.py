@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from torchweld._library import ops
 
@@ -13,7 +14,7 @@ from . import measure
 from .modules import activation_name, hooked
 from .part import ROW, Part, instance_refusal, plain_tensors, stock_forward
 from .probes import Probes
-from .sharded_linears import copied, has_rows, mesh_of, own, parameters, takes, why_called
+from .sharded_linears import copied, has_rows, local, mesh_of, operands, own, why_called
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
 _GATES = {
@@ -82,28 +83,26 @@ class FusedMLP(Part):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         row = getattr(self, ROW, None)
-        if row is None or gate_of(self, row) is None or hooked(self._modules[row.activation]):
+        gate = None if row is None else gate_of(self, row)
+        if gate is None or hooked(self._modules[row.activation]) or _has_any_global_hook():
             return stock_forward(self, hidden_states)
-        if not takes(_gate_layers(self, row).values(), hidden_states):
+        found = operands(list(_gate_layers(self, row).values()), hidden_states)
+        if found is None:
             return _call_layers(self, row, hidden_states)
         if measure.seen is not None:
             measure.note(self)
-        gate, act_left = gate_of(self, row)
+        (name, act_left), (weights, biases, mesh) = gate, found
+        down = self.down_proj
         if row.packed:
-            layer = self.gate_up_proj
-            hidden = ops.gated_linear(hidden_states, layer.weight, layer.bias, gate=gate)
-            return self.down_proj(hidden)
-        mesh, down = mesh_of(self.gate_proj), self.down_proj
+            return down(ops.gated_linear(hidden_states, *weights, *biases, gate=name))
         (x,) = copied(mesh, hidden_states)
-        weights, biases = parameters((self.gate_proj, self.up_proj))
         if not act_left:
             weights.reverse(), biases.reverse()
         if not fuses_down(self):
-            return down(ops.gated_linear_pair(x, *weights, *biases, gate=gate))
+            return down(ops.gated_linear_pair(x, *weights, *biases, gate=name))
         if mesh is None:
-            return ops.gated_mlp(x, *weights, down.weight, *biases, down.bias, gate=gate)
-        (down_weight,), _ = parameters((down,))
-        return down.summed(ops.gated_mlp(x, *weights, down_weight, *biases, gate=gate))
+            return ops.gated_mlp(x, *weights, down.weight, *biases, down.bias, gate=name)
+        return down.summed(ops.gated_mlp(x, *weights, local(down), *biases, gate=name))
 
 
 def fuses_down(mlp: nn.Module) -> bool:
@@ -123,7 +122,7 @@ def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
 
 def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
     names = ("gate_up_proj",) if row.packed else ("gate_proj", "up_proj")
-    return {name: getattr(mlp, name) for name in names}
+    return {name: mlp._modules[name] for name in names}
 
 
 def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:

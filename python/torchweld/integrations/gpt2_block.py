@@ -30,7 +30,7 @@ from torchweld.ops.stock import is_plain
 from . import measure
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, attention_forward, register_attention
-from .modules import activation_name, hooked, implementation
+from .modules import activation_name, hooked, implementation, weight_and_bias
 from .part import Part, stock_forward
 
 # A copied or unpickled block looks torchweld's attention up by name in transformers. Unpickling
@@ -101,19 +101,9 @@ def fused_sites(block: nn.Module) -> list[Site]:
     return [site for site in SITES if site.path in paths and _holds(block, site)]
 
 
-def _parameters(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias, read three times as fast as through ``Module.__getattr__``."""
-    own = layer._parameters
-    try:
-        return own["weight"], own["bias"]
-    # the layer is a DataParallel replica, or its parameters are sharded into a flat one
-    except KeyError:
-        return layer.weight, layer.bias
-
-
 def norm_linear(x: Tensor, norm: nn.LayerNorm, linear: Conv1D, activation: str) -> Tensor:
     """``activation(linear(norm(x)))`` in one op, for x of ``(batch, rows, features)``."""
-    tensors = x, *_parameters(linear), *_parameters(norm)
+    tensors = x, *weight_and_bias(linear), *weight_and_bias(norm)
     if isinstance(linear, ShardedConv1D):
         tensors = linear.columns(*tensors)
     x, weight, bias, scale, shift = tensors
@@ -127,7 +117,7 @@ def norm_linear(x: Tensor, norm: nn.LayerNorm, linear: Conv1D, activation: str) 
 def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
     """``layer`` of x, whose last ``dims`` dimensions hold the features."""
     if is_plain(layer, Conv1D):
-        weight, bias = _parameters(layer)
+        weight, bias = weight_and_bias(layer)
         y = torch.addmm(bias, x.reshape(-1, x.shape[-dims:].numel()), weight)
         return y.view(*x.shape[:-dims], layer.nf)
     return layer(x.flatten(-dims))

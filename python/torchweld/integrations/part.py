@@ -15,6 +15,7 @@ from .fsdp import class_before
 from .probes import Probes
 
 STOCK, ROW = "_torchweld_stock", "_torchweld_row"
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class Place(NamedTuple):
@@ -105,12 +106,15 @@ def is_fused(module: nn.Module) -> bool:
 
 def plain_tensors(*tensors: Tensor | None) -> bool:
     """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return (
-        all(type(tensor) in (Tensor, nn.Parameter) for tensor in given)
-        and given[0].is_floating_point()
-        and len({tensor.dtype for tensor in given}) == 1
-    )
+    # A loop and no comprehensions: parts ask this several times a call, and the GPU waits.
+    dtype = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or tensor.dtype != (dtype or tensor.dtype):
+            return False
+        dtype = tensor.dtype
+    return dtype.is_floating_point
 
 
 def parameter_refusal(

@@ -6,17 +6,19 @@ columns, a part calls its op with them, and the gradient of x is summed over the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
-from torchweld.ops.stock import is_plain
+from torchweld.ops.stock import is_plain, untouched
 
-from .modules import hooked
+from .modules import hooked, weight_and_bias
 from .part import instance_refusal, plain_tensors
 
+_WHOLE = {nn.Linear}
 COLUMNS: tuple[type[nn.Linear], ...] = (nn.Linear,)
 if torch.distributed.is_available():
     from torchweld.distributed.collectives import copy_to_tp_region
@@ -24,11 +26,6 @@ if torch.distributed.is_available():
     from torchweld.distributed.tensors import local_of, local_weight
 
     COLUMNS += (ColumnLinear,)
-
-
-def is_columns(layer: nn.Module) -> bool:
-    """Whether a layer is torch's Linear, whole or with this process's columns."""
-    return type(layer) in COLUMNS and is_plain(layer, type(layer))
 
 
 def why_called(layers: Mapping[str, nn.Module]) -> str:
@@ -60,19 +57,43 @@ def mesh_of(layer: nn.Module) -> Any:
     return None if type(layer) is nn.Linear else layer.weight.device_mesh
 
 
-def takes(layers: Collection[nn.Module], x: Tensor) -> bool:
-    """Whether an op can compute layers of x: all are whole or sharded alike, of one dtype."""
-    if not all(map(is_columns, layers)):
-        return False
-    mesh, *others = map(mesh_of, layers)
-    # Unless FSDP2 has gathered a sharded weight, its mesh has one dim more.
-    if any(other != mesh for other in others) or (mesh is not None and mesh.ndim > 1):
-        return False
-    tensors = [own(layer, name) for layer in layers for name in ("weight", "bias")]
-    if not plain_tensors(*tensors):
-        return False
-    cast = type(x) is Tensor and torch.is_autocast_enabled(x.device.type)
-    return cast or plain_tensors(x, tensors[0])
+class Operands(NamedTuple):
+    """Weights and biases of linear layers, with gradients, and the mesh that shards them."""
+
+    weights: list[Tensor]
+    biases: list[Tensor | None]
+    mesh: Any = None
+
+
+def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
+    """What an op computes several layers of x with.
+
+    None unless all layers are whole, or all are sharded alike, and all are of one dtype.
+    """
+    if _has_any_global_hook() or not all(map(untouched, layers)):
+        return None
+    mesh, kinds = None, {*map(type, layers)}
+    if kinds != _WHOLE:
+        mesh, *others = map(_mesh_of_columns, layers)
+        # Unless FSDP2 has gathered a sharded weight, its mesh has one dim more.
+        if mesh is None or any(other != mesh for other in others) or mesh.ndim > 1:
+            return None
+    weights, biases = map(list, zip(*map(weight_and_bias, layers), strict=True))
+    if mesh is None:
+        tensors = weights + biases
+    else:
+        tensors = [own(layer, name) for layer in layers for name in ("weight", "bias")]
+        weights, biases = list(map(local_weight, weights)), list(map(local_weight, biases))
+    if not plain_tensors(x, *tensors):
+        cast = type(x) is Tensor and torch.is_autocast_enabled(x.device.type)
+        if not cast or not plain_tensors(*tensors):
+            return None
+    return Operands(weights, biases, mesh)
+
+
+def _mesh_of_columns(layer: nn.Module) -> Any:
+    """The mesh over which a layer's columns are sharded, None where they are not."""
+    return mesh_of(layer) if type(layer) in COLUMNS else None
 
 
 def own(layer: nn.Module, name: str) -> Tensor | None:
@@ -84,12 +105,9 @@ def own(layer: nn.Module, name: str) -> Tensor | None:
     return tensor.to_local() if torch.compiler.is_compiling() else local_of(tensor)
 
 
-def parameters(layers: Collection[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and biases of layers that :func:`takes` admits, with gradients."""
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    if mesh_of(next(iter(layers))) is None:
-        return weights, biases
-    return list(map(local_weight, weights)), list(map(local_weight, biases))
+def local(layer: nn.Module) -> Tensor:
+    """This process's part of a layer's weight, with its gradient."""
+    return local_weight(layer.weight)
 
 
 def copied(mesh: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
