@@ -32,6 +32,29 @@ class Summary(NamedTuple):
 # "16 bits" stands for float16 and bfloat16.
 SUMMARY = [
     Summary(
+        "Llama 1.2B and Qwen3 0.6B training steps, bfloat16",
+        "models",
+        r"(llama|qwen3) .* bfloat16(, recomputed)?",
+        "stock sdpa",
+        "Hugging Face model with SDPA, eager",
+        pictured=True,
+    ),
+    Summary(
+        "the same steps",
+        "models",
+        r"(llama|qwen3) .* bfloat16(, recomputed)?",
+        "liger",
+        "Liger 0.8.5 with SDPA",
+    ),
+    Summary(
+        "GPT-2 124M training step, bfloat16",
+        "gpt2",
+        r"gpt2 training step .* bfloat16",
+        "stock sdpa",
+        "Hugging Face model with SDPA, eager",
+        pictured=True,
+    ),
+    Summary(
         "attention forward, bfloat16",
         "attention",
         r"attention .*float16( causal)?",
@@ -140,29 +163,6 @@ SUMMARY = [
         "cublas",
         "cuBLAS, 16-bit weights",
         pictured=True,
-    ),
-    Summary(
-        "GPT-2 124M training step, bfloat16",
-        "gpt2",
-        r"gpt2 training step .* bfloat16",
-        "stock sdpa",
-        "Hugging Face model with SDPA, eager",
-        pictured=True,
-    ),
-    Summary(
-        "Llama 1.2B and Qwen3 0.6B training steps, bfloat16",
-        "models",
-        r"(llama|qwen3) .* bfloat16(, recomputed)?",
-        "stock sdpa",
-        "Hugging Face model with SDPA, eager",
-        pictured=True,
-    ),
-    Summary(
-        "the same steps",
-        "models",
-        r"(llama|qwen3) .* bfloat16(, recomputed)?",
-        "liger",
-        "Liger 0.8.5 with SDPA",
     ),
     Summary(
         "attention forward and backward, context parallel on 2 H100s",

@@ -22,6 +22,8 @@ from readme_rows import SUMMARY, SUMMARY_FOLDER, Summary
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks") / "results"
 FAMILIES = {
+    "models": "Training of Llama and Qwen3",
+    "generate": "Generation with Llama 1.2B and GPT-2 124M",
     "attention": "Attention",
     "attention_masks": "Attention under masks",
     "varlen": "Attention of packed sequences",
@@ -32,7 +34,6 @@ FAMILIES = {
     "gated_pair": "Two weights and their gate",
     "projections": "Several weights of one norm",
     "gpt2": "GPT-2 124M training",
-    "generate": "GPT-2 124M generation",
     "curves": "Shares of the roofline",
     "int4": "4-bit weights",
     "norms": "Norms of rows",

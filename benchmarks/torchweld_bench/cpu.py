@@ -1,5 +1,5 @@
 """The CPU kernels against the same function in eager torch, forward and with gradient, in
-float32 and bfloat16, with one thread and with two.
+float32 and bfloat16, with one thread and with two; and the training step of a small Llama.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import torchweld
 from torchweld._library import ops
 from torchweld.tuning.timer import interleaved
 from torchweld_bench.common import dtype_text, judged, padded_conv2d
+from torchweld_bench.models import stepper, twin
 from torchweld_bench.results import Row, make_row
 from torchweld_bench.rotary import eager_rotary
 
@@ -186,10 +188,50 @@ def _target(case: str, targets: dict[str, float]) -> float | None:
     return targets[max(names, key=len)] if names else targets.get("every case")
 
 
+def _llama_rows(targets: dict[str, float]) -> Iterator[Row]:
+    """The training step of a Llama of 4 M parameters, beside the stock model."""
+    import transformers
+
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **sizes, **heads)
+    tokens = torch.randint(config.vocab_size, (8, 128))
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        stock = transformers.LlamaForCausalLM._from_config(
+            config, attn_implementation="sdpa", dtype=dtype
+        ).train()
+        fused = twin(stock)
+        torchweld.fuse(fused, check=False, loss=True)
+        optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-5, fused=True)
+        steps = {
+            "ours": stepper(fused, optimizer, tokens),
+            "eager": stepper(stock, optimizer, tokens),
+        }
+        with torch.no_grad():
+            losses = {
+                name: model(input_ids=tokens, labels=tokens).loss.item()
+                for name, model in (("ours", fused), ("eager", stock))
+            }
+        case = f"llama training step (8, 128) {dtype_text(dtype)}"
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            yield make_row(
+                f"{case}, {threads} thread{'s' if threads > 1 else ''}",
+                interleaved(steps, device="cpu"),
+                against="eager",
+                target=_target(case, targets),
+                error=abs(losses["ours"] / losses["eager"] - 1),
+                eager_error=0.0,
+                allowed_error=1e-5 if dtype == torch.float32 else 1e-2,
+            )
+
+
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     before = torch.get_num_threads()
     try:
+        yield from _llama_rows(targets)
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(0)
             for case, ours, eager, tensors in _cases(dtype):

@@ -1,4 +1,4 @@
-"""Generation on a GPU: GPT-2 124M after left-padded prompts, fused and stock, in bfloat16.
+"""Generation on a GPU after left-padded prompts: GPT-2 124M and Llama 1.2B, fused and stock, bf16.
 
 The rows time the prompts alone, and the prompts with the generated tokens.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import torchweld
 from torchweld.tuning.timer import Timing, interleaved
 from torchweld_bench.common import free, largest_error
+from torchweld_bench.models import LLAMA
 from torchweld_bench.results import Row, make_row
 
 _BATCH, _PROMPT, _TOKENS = 16, 512, 64
@@ -71,11 +72,24 @@ def _timed(calls: dict[str, Callable[[], Tensor]], *, compiled: bool) -> dict[st
 
 
 def rows(targets: dict[str, float]) -> Iterator[Row]:
-    """Prefill; then decoding, in eager mode and compiled with a static cache."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """For each model, prefill; then decoding, in eager mode and compiled with a static cache."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    exact = GPT2LMHeadModel(GPT2Config()).cuda().eval()
+    models = {
+        "": (GPT2LMHeadModel, GPT2Config()),
+        "llama 1.2B ": (LlamaForCausalLM, LlamaConfig(**LLAMA)),
+    }
+    for name, (cls, config) in models.items():
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = cls._from_config(config, attn_implementation="sdpa").eval()
+        yield from _rows(name, model, targets)
+        del model
+        free()
+
+
+def _rows(name: str, exact: nn.Module, targets: dict[str, float]) -> Iterator[Row]:
+    """The rows of a float32 model, whose name they begin with."""
     stock = copy.deepcopy(exact).bfloat16()
     fused = copy.deepcopy(stock)
     torchweld.fuse(fused)
@@ -85,6 +99,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     errors = [largest_error(prefill().double(), reference) for prefill in prefills.values()]
 
     def row(case: str, times: dict[str, Timing]) -> Row:
+        case = name + case
         return make_row(
             case,
             times,
@@ -99,10 +114,10 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         f"prompts ({_BATCH}, {_PROMPT}) bfloat16, left-padded", _timed(prefills, compiled=False)
     )
     ways = {"eager": {}, "static cache, compiled": {"cache_implementation": "static"}}
-    for name, cache in ways.items():
+    for way, cache in ways.items():
         calls = {
             "ours": _generator(fused, prompts, **cache),
             "stock sdpa": _generator(stock, prompts, **cache),
         }
         times = _timed(calls, compiled=bool(cache))
-        yield row(f"generate {_TOKENS} tokens after ({_BATCH}, {_PROMPT}) bfloat16, {name}", times)
+        yield row(f"generate {_TOKENS} tokens after ({_BATCH}, {_PROMPT}) bfloat16, {way}", times)

@@ -1,5 +1,7 @@
 """Training steps of Llama-like models on a GPU: stock, compiled blocks, Liger and `fuse`, bf16.
 
+The last cases train LoRA adapters alone.
+
 All variants train the same parameters with the same optimizer, so one copy of them is in memory.
 """
 
@@ -7,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -31,9 +34,10 @@ class _Case(NamedTuple):
     seqlen: int
     recomputed: bool
     sizes: dict[str, Any]
+    lora: str | None = None  # which layers get an adapter
 
 
-_LLAMA = {
+LLAMA = {
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -44,6 +48,14 @@ _LLAMA = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-5,
+}
+_LLAMA_8B = {
+    **LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
 }
 _QWEN3 = {
     "vocab_size": 151936,
@@ -57,13 +69,17 @@ _QWEN3 = {
     "tie_word_embeddings": True,
 }
 _CASES = (
-    _Case("llama 1.2B", "Llama", 4, 4096, False, _LLAMA),
-    _Case("llama 1.2B", "Llama", 8, 4096, True, _LLAMA),
+    _Case("llama 1.2B", "Llama", 4, 4096, False, LLAMA),
+    _Case("llama 1.2B", "Llama", 8, 4096, True, LLAMA),
     _Case("qwen3 0.6B", "Qwen3", 8, 2048, False, _QWEN3),
+    _Case("llama 8B", "Llama", 1, 4096, True, _LLAMA_8B, "attention"),
+    _Case("llama 8B", "Llama", 1, 4096, True, _LLAMA_8B, "all layers"),
 )
+_ADAPTED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "all layers": "all-linear"}
+_RANK = 16
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def twin(model: nn.Module) -> nn.Module:
     """A copy of the modules of a model, with the same parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
@@ -92,7 +108,35 @@ def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
     return model, replaced
 
 
-def _variants(case: _Case) -> tuple[dict[str, Callable[[], Tensor]], nn.Module]:
+def _adapted(model: nn.Module, layers: str) -> nn.Module:
+    """A model with LoRA adapters, which alone are trained."""
+    import peft
+
+    config = peft.LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules=_ADAPTED[layers])
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def stepper(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    context: Any = contextlib.nullcontext,
+) -> Callable[[], Tensor]:
+    """A function that makes one training step and returns the loss."""
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with context():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _variants(case: _Case) -> dict[str, Callable[[], Tensor]]:
+    """The training steps to be timed, by their names."""
     import transformers
 
     torch.manual_seed(0)
@@ -102,32 +146,24 @@ def _variants(case: _Case) -> tuple[dict[str, Callable[[], Tensor]], nn.Module]:
         stock = cls._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).train()
     if case.recomputed:
         stock.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-5, fused=True)
+    if case.lora is not None:
+        stock = _adapted(stock, case.lora)
+    trained = [parameter for parameter in stock.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     tokens = torch.randint(config.vocab_size, (case.batch, case.seqlen), device="cuda")
 
-    def stepper(model: nn.Module, context: Any = contextlib.nullcontext) -> Callable[[], Tensor]:
-        def step() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            with context():
-                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        return step
-
-    ours = _twin(stock)
+    ours = twin(stock)
     torchweld.fuse(ours, check=False, loss=True)
-    steps = {"ours": stepper(ours), _STOCK: stepper(stock)}
+    steps = {"ours": stepper(ours, optimizer, tokens), _STOCK: stepper(stock, optimizer, tokens)}
     if not case.recomputed:
-        compiled = _twin(stock)
+        compiled = twin(stock)
         for layer in compiled.model.layers:
             layer.compile()
-        steps[_COMPILED] = stepper(compiled)
-    patched = _liger(_twin(stock), case.family)
+        steps[_COMPILED] = stepper(compiled, optimizer, tokens)
+    patched = None if case.lora else _liger(twin(stock), case.family)
     if patched is not None:
-        steps[_LIGER] = stepper(*patched)
-    return steps, stock
+        steps[_LIGER] = stepper(patched[0], optimizer, tokens, patched[1])
+    return steps
 
 
 def _peak(step: Callable[[], Tensor]) -> Timing:
@@ -138,11 +174,15 @@ def _peak(step: Callable[[], Tensor]) -> Timing:
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Rows of times in microseconds and of peak memory in MiB, optimizer and weights included."""
     for case in _CASES:
-        steps, _ = _variants(case)
+        if case.lora is not None and importlib.util.find_spec("peft") is None:
+            print(f"{case.name} LoRA: left out, because peft is not installed", file=sys.stderr)
+            continue
+        steps = _variants(case)
         losses = {name: step().item() for name, step in steps.items()}
         memory = {name: _peak(step) for name, step in steps.items()}
         times = interleaved(steps, device="cuda", rounds=_ROUNDS, warmup=1)
-        end = ", recomputed" if case.recomputed else ""
+        end = "" if case.lora is None else f", LoRA of rank {_RANK} on {case.lora}"
+        end += ", recomputed" if case.recomputed else ""
         label = f"{case.name} training step ({case.batch}, {case.seqlen}) bfloat16{end}"
         for name, values in ((label, times), (f"{label} peak memory, MiB", memory)):
             row = make_row(
