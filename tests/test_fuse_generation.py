@@ -1,0 +1,86 @@
+"""Generation by fused decoders gives the tokens of stock, with every cache and search."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from test_fuse import Calls  # noqa: E402
+from test_fuse_families import LAYERS, tiny  # noqa: E402
+from tiny_models import batch  # noqa: E402
+from torchweld.integrations import fuse  # noqa: E402
+
+# Greedy search ends at no token, so that every call makes as many.
+OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+def pair(name, device):
+    model = tiny(name, device).eval()
+    stock = copy.deepcopy(model)
+    fuse(model)
+    return model, stock
+
+
+def prompts(device, pads=(0, 3, 7)):
+    inputs = batch(device, pads)
+    del inputs["position_ids"]
+    return inputs
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3", "Glm4"])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_left_padded_prompts(device, name, beams, cache):
+    model, stock = pair(name, device)
+    options = {**OPTIONS, "num_beams": beams}
+    want = stock.generate(**prompts(device), **options)
+    options.update(cache_implementation=cache, disable_compile=True)
+    with Calls() as calls:
+        assert torch.equal(model.generate(**prompts(device), **options), want)
+    assert calls.names["torchweld::attention"] == LAYERS * OPTIONS["max_new_tokens"]
+    # Each step projects one token, and the heads of its query, key and value need no transposes.
+    assert calls.names["torchweld::rms_norm_linears"] == LAYERS * OPTIONS["max_new_tokens"]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_a_prompt_in_a_batch_and_alone(device, name):
+    model, _ = pair(name, device)
+    inputs = prompts(device)
+    together = model.generate(**inputs, **OPTIONS)
+    for row, mask in enumerate(inputs["attention_mask"]):
+        alone = inputs["input_ids"][row : row + 1, mask.bool()]
+        found = model.generate(input_ids=alone, **OPTIONS)[0, alone.shape[1] :]
+        assert torch.equal(together[row, len(mask) :], found)
+
+
+def test_a_step_with_a_static_cache_compiles_in_one_graph(device):
+    model, stock = pair("Llama", device)
+    graphs = []
+
+    def keep(graph, example_inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    compiled = transformers.CompileConfig(fullgraph=True, backend=keep, mode=None)
+    compiled._compile_all_devices = True
+    torch._dynamo.reset()
+    settings = {"cache_implementation": "static", "compile_config": compiled}
+    ours = model.generate(**prompts(device), **OPTIONS, **settings)
+    assert torch.equal(ours, stock.generate(**prompts(device), **OPTIONS))
+    assert len(graphs) == 1
+    for op in ("gated_mlp", "attention"):
+        assert sum(f"torchweld.{op}" in target for target in graphs[0]) == LAYERS
+
+
+def test_samples_with_the_same_seed(device):
+    model, stock = pair("Llama", device)
+    drawn = []
+    for each in (model, stock):
+        torch.manual_seed(3)
+        options = {**OPTIONS, "do_sample": True, "top_k": 5, "num_return_sequences": 2}
+        drawn.append(each.generate(**prompts(device), **options))
+    assert torch.equal(*drawn)
