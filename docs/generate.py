@@ -4,6 +4,7 @@ ops.part.md       where each op runs, in which dtype, with which gradients; the 
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
 attention.part.md calls of transformers' models that do not run the attention op, found by running
+models.part.md    measured training steps of models
 plan.part.md      what benchmarks/plan.py predicts up to 1,024 GPUs
 kernel_*.part.md  measured cases for the pages of docs/kernels
 commands.md       the help of the command line and of the tools of a checkout
@@ -225,6 +226,30 @@ def kernel_table(page: str) -> str:
     return "\n".join([*lines, ""])
 
 
+def models_table() -> str:
+    """The measured training steps of models: ratios of time and of peak memory to each peer."""
+    peers = {"stock": "stock sdpa", "compiled blocks": "compiled blocks", "Liger": "liger"}
+    head = [*(f"over {name}" for name in peers), *(f"memory over {name}" for name in peers)]
+    lines = [f"| step | GPU | ms | {' | '.join(head)} |", "| --- " * (3 + len(head)) + "|"]
+    for path in sorted(RESULTS.glob("nvidia-*/models.json")):
+        report = json.loads(path.read_text())
+        found = {row["case"]: row for row in report["rows"]}
+        for case, row in found.items():
+            memory = found.get(f"{case} peak memory, MiB")
+            if memory is None:
+                continue
+            ratios = [
+                f"{each['ours_us'] / each['peers_us'][peer]:.2f}"
+                if peer in each["peers_us"]
+                else ""
+                for each in (row, memory)
+                for peer in peers.values()
+            ]
+            cells = [case, report["device"], f"{row['ours_us'] / 1e3:.0f}", *ratios]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 def commands() -> str:
     """The help of `torchweld`, command by command, and of the tools of a checkout."""
     os.environ["COLUMNS"] = "90"  # the width that argparse writes for
@@ -307,6 +332,7 @@ def write() -> None:
         "versions.part.md": versions_table(),
         "plan.part.md": plan_table(),
         "families.part.md": families_table(),
+        "models.part.md": models_table(),
         "attention.part.md": attention_table(),
         **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
