@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torchweld._library import ops
 
 from . import measure
+from .hf_attention import NAME, attention_forward
 from .modules import hooked, implementation
 from .part import (
     ROW,
@@ -155,23 +156,24 @@ class FusedAttention(Part):
                 past_key_values=past_key_values,
                 **kwargs,
             )
-        stock = sys.modules[getattr(self, STOCK).__module__]
         query, key, value = _projections(self, row, hidden_states, input_norm)
-        if getattr(self, "use_rope", True):
-            tables = position_embeddings
-            if plain_tensors(query, key) and all(_is_table(table, query) for table in tables):
+        # NOTE: getattr with a default takes a microsecond where a module has no such attribute.
+        if vars(self).get("use_rope", True):
+            tables = cos, sin = position_embeddings
+            if plain_tensors(query, key) and _is_table(cos, query) and _is_table(sin, query):
                 if row.interleaved:
                     tables = [_neighbours(table) for table in tables]
                 query, key = ops.rotary(query, key, *tables, interleaved=row.interleaved)
                 if measure.seen is not None:
                     measure.note((self, "rotary"))
             else:
-                query, key = stock.apply_rotary_pos_emb(query, key, *tables)
+                query, key = _stock_module(self).apply_rotary_pos_emb(query, key, *tables)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(
-            implementation(self.config), stock.eager_attention_forward
-        )
+        name, function = implementation(self.config), attention_forward
+        if name != NAME:
+            eager = _stock_module(self).eager_attention_forward
+            function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         out, weights = function(
             self,
             query,
@@ -185,6 +187,11 @@ class FusedAttention(Part):
         )
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.o_proj(out), weights
+
+
+def _stock_module(attn: nn.Module) -> Any:
+    """The module of transformers that has the functions of an attention layer."""
+    return sys.modules[getattr(attn, STOCK).__module__]
 
 
 def projection_layers(attn: nn.Module, row: Attention) -> dict[str, nn.Module]:

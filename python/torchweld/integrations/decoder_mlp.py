@@ -107,7 +107,7 @@ class FusedMLP(Part):
 
 def fuses_down(mlp: nn.Module) -> bool:
     """Whether an MLP's down_proj is plain enough to be computed in the op of its gate."""
-    gate, down = mlp.gate_proj, mlp.down_proj
+    gate, down = mlp._modules["gate_proj"], mlp._modules["down_proj"]
     if not has_rows(down, mesh_of(gate)):
         return False
     return plain_tensors(own(gate, "weight"), own(down, "weight"), own(down, "bias"))
