@@ -310,7 +310,7 @@ def test_missing_files_are_named(tmp_path):
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="must have config.json, but it is not there"):
-        torchweld.load_quantized(tmp_path / "nowhere")
+        torchweld.load_quantized(tmp_path / "absent")
 
 
 def test_the_settings_of_older_gptq_files(tmp_path):

@@ -50,9 +50,9 @@ inline void transpose_pairs(uint16_t* to, int64_t to_stride, const uint16_t* fro
   constexpr int64_t kLine = 16;
   done_rows = rows / 4 * 4;
   done_columns = columns / 4 * 4;
-  for (int64_t line = 0; line < done_rows; line += kLine) {
+  for (int64_t first = 0; first < done_rows; first += kLine) {
     for (int64_t j = 0; j < done_columns; j += 4) {
-      for (int64_t i = line; i < std::min(done_rows, line + kLine); i += 4) {
+      for (int64_t i = first; i < std::min(done_rows, first + kLine); i += 4) {
         std::array<Words, 4> x;
         for (int64_t c = 0; c < 4; ++c)
           x[c] = load_words<Words>(from + (j + c) * from_stride + 2 * i);
