@@ -19,7 +19,7 @@ namespace torchweld {
 
 #ifdef TW_SHUFFLES
 using Words = uint32_t __attribute__((vector_size(16)));
-using Halves = uint16_t __attribute__((vector_size(16)));
+using Words16 = uint16_t __attribute__((vector_size(16)));
 
 template <typename Vector>
 Vector load_words(const uint16_t* from) {
@@ -81,8 +81,8 @@ inline void transpose_halves(uint16_t* to, int64_t to_stride, const uint16_t* fr
     for (int64_t i = 0; i < done_rows; i += 8) {
       std::array<Words, 4> low, high;
       for (int64_t c = 0; c < 4; ++c) {
-        const auto a = load_words<Halves>(from + (j + 2 * c) * from_stride + i);
-        const auto b = load_words<Halves>(from + (j + 2 * c + 1) * from_stride + i);
+        const auto a = load_words<Words16>(from + (j + 2 * c) * from_stride + i);
+        const auto b = load_words<Words16>(from + (j + 2 * c + 1) * from_stride + i);
         low[c] = (Words)__builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
         high[c] = (Words)__builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
       }
