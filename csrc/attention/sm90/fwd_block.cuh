@@ -1,5 +1,5 @@
-// Attention forward on Hopper: the configuration, the shared memory, the scheduler of work tiles
-// and the producer warp, which loads Q, K and V.
+// Attention forward on Hopper: the configuration, the shared memory and the producer warp. The
+// producer warp schedules work tiles and loads Q, K and V.
 #pragma once
 
 #include "attention/block.cuh"
@@ -49,14 +49,6 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   // True for softmax_matmul, which loads scores instead of K.
   static constexpr bool kReadsScores = false;
 };
-
-// Whether a warp of its own schedules the work tiles. Otherwise the producer warp does it. Finding
-// the keys of a work tile under a general mask takes as long as computing one or two tiles of keys,
-// and the loads of K and V would wait for it.
-template <class Config>
-constexpr bool has_scheduler_warp() {
-  return Config::kMasked && Config::kCtasPerSm == 1;
-}
 
 template <class Config>
 struct AttentionSm90Shared {
@@ -117,90 +109,10 @@ __device__ __forceinline__ void attention_sm90_store_empty(const typename Config
   for (int i = lane; i < block.rows; i += 32) p.attention.lse[row + i] = empty_lse;
 }
 
-// Draws work tiles by ticket and finds their keys. One warp uses the scheduler. If a work tile has
-// no keys, this warp itself writes the results of the work tile, while the consumers compute other
-// work tiles.
-template <class Config>
-class AttentionSm90Scheduler {
- public:
-  __device__ __forceinline__ AttentionSm90Scheduler(const typename Config::Params& p,
-                                                    AttentionSm90Shared<Config>& s)
-      : p_(p), s_(s), leader_(elect_one()) {}
-
-  // Publishes the next work tile that has keys, and returns it. Behind the last work tile, `rows`
-  // is 0.
-  __device__ __forceinline__ AttentionBlock next() {
-    while (true) {
-      const auto acquire = [&] {
-        const PipelineState<2> at = pipeline_state_of<2>(published_);
-        mbarrier_wait(&s_.work_pipeline.empty[at.stage], at.parity ^ 1);
-      };
-      typename Config::Block& s_block = s_.work[published_ % 2];
-      const uint32_t ticket = draw();
-      AttentionBlock block = {};
-      if constexpr (Config::kMasked) acquire();
-      if (ticket < p_.schedule.blocks) {
-        block = attention_sm90_block<Config>(p_.schedule, p_.attention.sizes, ticket);
-        if constexpr (Config::kMasked) {
-          s_block.find_keys(p_.attention, block);
-          block = s_block;
-        } else {
-          block.find_keys(p_.attention);
-        }
-        if (block.keys == 0) {
-          attention_sm90_store_empty<Config>(p_, block);
-          __syncwarp();
-          continue;
-        }
-      }
-      if constexpr (!Config::kMasked) acquire();
-      if (leader_) {
-        if constexpr (!Config::kMasked) {
-          s_block = block;
-        } else if (block.rows == 0) {
-          s_block.rows = 0;
-        }
-        mbarrier_arrive(&s_.work_pipeline.full[published_ % 2]);
-      }
-      ++published_;
-      return block;
-    }
-  }
-
- private:
-  // Returns the next ticket. The CTAs of the grid draw one ticket per work tile, beside the first
-  // tickets, which are the indices of the CTAs. The CTA that draws the last ticket resets the
-  // counter for the next call.
-  __device__ __forceinline__ uint32_t draw() {
-    if (is_first_) {
-      is_first_ = false;
-      return blockIdx.x;
-    }
-    uint32_t drawn = 0;
-    if (leader_) {
-      drawn = atomicAdd(p_.attention.counters, 1u);
-      if (drawn == p_.schedule.blocks - 1) *p_.attention.counters = 0;
-    }
-    return gridDim.x + __reduce_max_sync(~0u, drawn);
-  }
-
-  const typename Config::Params& p_;
-  AttentionSm90Shared<Config>& s_;
-  const bool leader_;
-  bool is_first_ = true;
-  uint32_t published_ = 0;  // the number of published work tiles
-};
-
-// Runs the scheduler warp.
-template <class Config>
-__device__ __forceinline__ void attention_sm90_schedule(const typename Config::Params& p,
-                                                        AttentionSm90Shared<Config>& s) {
-  AttentionSm90Scheduler<Config> scheduler(p, s);
-  while (scheduler.next().rows > 0) {
-  }
-}
-
-// Runs the producer warp. For each work tile, one lane loads Q, K and V.
+// Runs the producer warp. In a loop, the warp draws a work tile by ticket, finds the keys of the
+// work tile and publishes it to the consumers. One lane then loads Q, K and V. If the work tile has
+// no keys, the producer warp itself writes the results of the work tile, while the consumers
+// compute other work tiles.
 template <class Config>
 __device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
                                                     AttentionSm90Shared<Config>& s) {
@@ -209,22 +121,49 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
-  AttentionSm90Scheduler<Config> scheduler(p, s);
-  const auto next_block = [&] {
-    if constexpr (has_scheduler_warp<Config>()) {
-      s.work_pipeline.wait(work_state);
-      const AttentionBlock block = s.work[work_state.stage];
-      __syncwarp();
-      if (leader) mbarrier_arrive(&s.work_pipeline.empty[work_state.stage]);
-      work_state.advance();
-      return block;
-    } else {
-      return scheduler.next();
+  // The CTAs of the grid draw one ticket per work tile. The CTA that draws the last ticket resets
+  // the counter for the next call.
+  const auto next_ticket = [&] {
+    uint32_t drawn = 0;
+    if (leader) {
+      drawn = atomicAdd(p.attention.counters, 1u);
+      if (drawn == p.schedule.blocks - 1) *p.attention.counters = 0;
     }
+    return gridDim.x + __reduce_max_sync(~0u, drawn);
   };
-  while (true) {
-    const AttentionBlock block = next_block();
-    if (block.rows == 0) break;
+  for (uint32_t ticket = blockIdx.x;; ticket = next_ticket()) {
+    typename Config::Block& s_block = s.work[work_state.stage];
+    const auto acquire_work = [&] {
+      mbarrier_wait(&s.work_pipeline.empty[work_state.stage], work_state.parity ^ 1);
+    };
+    AttentionBlock block = {};
+    if constexpr (Config::kMasked) acquire_work();
+    if (ticket < p.schedule.blocks) {
+      block = attention_sm90_block<Config>(p.schedule, p.attention.sizes, ticket);
+      if constexpr (Config::kMasked) {
+        s_block.find_keys(p.attention, block);
+        block = s_block;
+      } else {
+        block.find_keys(p.attention);
+      }
+      if (block.keys == 0) {
+        attention_sm90_store_empty<Config>(p, block);
+        __syncwarp();
+        continue;
+      }
+    }
+    const bool has_work = block.rows > 0;
+    if constexpr (!Config::kMasked) acquire_work();
+    if (leader) {
+      if constexpr (!Config::kMasked) {
+        s_block = block;
+      } else if (!has_work) {
+        s_block.rows = 0;
+      }
+      mbarrier_arrive(&s.work_pipeline.full[work_state.stage]);
+    }
+    work_state.advance();
+    if (!has_work) break;
     if (leader) {
       const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
                 kv_head = static_cast<int>(p.schedule.group.divide(head));

@@ -4,9 +4,8 @@
 //
 // The shapes are Q (batch, nheads, seqlen_q, head_dim), K (batch, nheads_kv, seqlen_k, head_dim)
 // and V (batch, nheads_kv, seqlen_k, head_dim_v). A persistent CTA draws work tiles by ticket. A
-// work tile is kRows query rows of one head. The CTA's producer warp loads Q, K and V by TMA. Under
-// a general mask, a scheduler warp finds the keys of the next work tile meanwhile. Each consumer
-// warpgroup has 64 of the query rows. S, P and O stay in registers. Two overlaps hide the
+// work tile is kRows query rows of one head. The CTA's producer warp loads Q, K and V by TMA. Each
+// consumer warpgroup has 64 of the query rows. S, P and O stay in registers. Two overlaps hide the
 // time of the exponentials: the softmax of a tile of keys runs during P V of the previous tile, and
 // the warpgroups issue wgmma in ping-pong order. The longest work tiles come first, and heads whose
 // keys fit in the L2 cache run together (AttentionSchedule). The loop over the keys starts behind
@@ -39,7 +38,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     for (auto& pipeline : s.query_pipeline) pipeline.init(4);
     s.key_pipeline.init(kConsumerWarps);
     s.value_pipeline.init(kConsumerWarps);
-    s.work_pipeline.init(kConsumerWarps + has_scheduler_warp<Config>());
+    s.work_pipeline.init(kConsumerWarps);
     mbarrier_init_fence();
   }
   griddep_launch_dependents();
@@ -53,9 +52,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     if (warp < 4) {
       setmaxnreg_dec<kProducerRegisters>();
       if (warp == 0) attention_sm90_load(p, s);
-      if constexpr (has_scheduler_warp<Config>()) {
-        if (warp == 1) attention_sm90_schedule(p, s);
-      }
     } else {
       setmaxnreg_inc<kConsumerRegisters>();
       AttentionSm90Consumer<Config>(p, s, warp / 4 - 1).run();
