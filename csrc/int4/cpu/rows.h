@@ -6,6 +6,7 @@
 
 #include <ATen/ops/constant_pad_nd.h>
 
+#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -98,18 +99,20 @@ inline Tensor int4_scale_nibbles(const Tensor& x, int64_t rows, const std::vecto
   return divided;
 }
 
-// Adds the bias to the sums of a weight row and stores them in a column of y.
-template <typename T>
+// Adds the bias to the sums of a weight row and stores them in a column of y. NOTE: the kernels
+// read the scales as floats, which are converted before. Compiled once per dtype, they would be 1
+// MB of machine code, and 17 s of a build.
 struct Int4Result {
-  T* y;
+  const float* scales;
+  FloatWriter y;
   int64_t rows, n;
-  const T* bias;
+  std::optional<FloatReader> bias;
   int64_t bias_stride;
 
   template <int kRows>
   void store(int64_t row, const Int4Sums<kRows>& sums) const {
-    const float shift = bias ? static_cast<float>(bias[row * bias_stride]) : 0.0f;
-    for (int r = 0; r < rows; ++r) y[r * n + row] = static_cast<T>(sums.total(r) + shift);
+    const float shift = bias ? (*bias)[row * bias_stride] : 0.0f;
+    for (int r = 0; r < rows; ++r) y.set(r * n + row, sums.total(r) + shift);
   }
 };
 
@@ -127,12 +130,12 @@ struct PortableInt4Rows {
                               x.size(0), {0, 1, 2, 3, 4, 0, 1, 2});
   }
 
-  template <int kRows, typename T>
-  void run(const Int4Result<T>& to, const float* x, int64_t task) const {
+  template <int kRows>
+  void run(const Int4Result& to, const float* x, int64_t task) const {
     constexpr int kVector = kInt4Lanes * kRows;
     const int64_t units = weight.shape.units();
     const int64_t group_units = weight.shape.group_units();
-    const T* scales = weight.scales.const_data_ptr<T>();
+    const float* scales = to.scales;
     const int64_t end = std::min((task + 1) * kTaskRows, weight.shape.n);
     for (int64_t first = task * kTaskRows; first < end; first += kRowBlock) {
       const int64_t count = std::min(kRowBlock, end - first);
@@ -155,7 +158,7 @@ struct PortableInt4Rows {
           sums.template add<0>(words, zero, from + 5 * kVector);
           sums.template add<1>(words, zero, from + 6 * kVector);
           sums.template add<2>(words, zero, from + 7 * kVector);
-          totals[i].add_scaled(sums, static_cast<float>(scales[weight.scale_at(row, group)]));
+          totals[i].add_scaled(sums, scales[weight.scale_at(row, group)]);
         }
       }
       for (int64_t i = 0; i < count; ++i) to.store(first + i, totals[i]);
@@ -178,12 +181,12 @@ struct RepackedInt4Rows {
                               x.size(0), {0, 2, 4, 0});
   }
 
-  template <int kRows, typename T>
-  void run(const Int4Result<T>& to, const float* x, int64_t tile) const {
+  template <int kRows>
+  void run(const Int4Result& to, const float* x, int64_t tile) const {
     constexpr int kVector = kInt4Lanes * kRows;
     const int64_t chunks = weight.shape.chunks();
     const int64_t group_columns = weight.shape.group_units() * kInt4Unit;
-    const T* scales = weight.scales.const_data_ptr<T>();
+    const float* scales = to.scales;
     const auto* tile_words = weight.word_data + tile * chunks * kInt4ChunkWords;
     Int4Sums<kRows> totals[kInt4TileRows];
     for (int64_t chunk = 0, group = 0; chunk < chunks; ++chunk) {
@@ -202,7 +205,7 @@ struct RepackedInt4Rows {
         sums.template add<4>(words, zero, from + 2 * kVector);
         words >>= 24;
         sums.template add<0>(words, zero, from + 3 * kVector);
-        totals[i].add_scaled(sums, static_cast<float>(scales[weight.scale_at(row, group)]));
+        totals[i].add_scaled(sums, scales[weight.scale_at(row, group)]);
       }
     }
     const int64_t rows = std::min<int64_t>(kInt4TileRows, weight.shape.n - tile * kInt4TileRows);
@@ -240,37 +243,29 @@ void int4_rows_into(const Tensor& y, const Tensor& x, const Weight& weight,
   const int64_t rows = x.size(0), width = int4_row_count(rows);
   const Tensor padded = at::constant_pad_nd(x.to(at::kFloat), {0, 0, 0, width - rows});
   const Tensor x_lanes = by_rows.x_lanes(padded.contiguous());
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    const Int4Result<T> to = {y.mutable_data_ptr<T>(), rows, n,
-                              is_given(bias) ? bias->const_data_ptr<T>() : nullptr,
-                              is_given(bias) ? bias->stride(0) : 0};
-    const float* lanes = x_lanes.const_data_ptr<float>();
-    parallel_tasks((n + by_rows.kTaskRows - 1) / by_rows.kTaskRows, [&](int64_t task) {
-      with_vectors([&] {
-        switch (width) {
-          case 1:
-            return by_rows.template run<1>(to, lanes, task);
-          case 2:
-            return by_rows.template run<2>(to, lanes, task);
-          case 4:
-            return by_rows.template run<4>(to, lanes, task);
-          case 8:
-            return by_rows.template run<8>(to, lanes, task);
-          default:
-            return by_rows.template run<16>(to, lanes, task);
-        }
-      });
-    });
-  };
-  switch (x.scalar_type()) {
-    case at::kFloat:
-      return run(float());
-    case at::kHalf:
-      return run(at::Half());
-    default:
-      return run(at::BFloat16());
+  const Tensor scales = weight.scales.to(at::kFloat);
+  Int4Result to = {scales.const_data_ptr<float>(), FloatWriter(y), rows, n, std::nullopt, 0};
+  if (is_given(bias)) {
+    to.bias = FloatReader(*bias);
+    to.bias_stride = bias->stride(0);
   }
+  const float* lanes = x_lanes.const_data_ptr<float>();
+  parallel_tasks((n + by_rows.kTaskRows - 1) / by_rows.kTaskRows, [&](int64_t task) {
+    with_vectors([&] {
+      switch (width) {
+        case 1:
+          return by_rows.template run<1>(to, lanes, task);
+        case 2:
+          return by_rows.template run<2>(to, lanes, task);
+        case 4:
+          return by_rows.template run<4>(to, lanes, task);
+        case 8:
+          return by_rows.template run<8>(to, lanes, task);
+        default:
+          return by_rows.template run<16>(to, lanes, task);
+      }
+    });
+  });
 }
 
 }  // namespace torchweld

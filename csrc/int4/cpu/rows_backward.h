@@ -140,14 +140,13 @@ bool supports_int4_rows_backward(const Tensor& dy, const Weight& weight) {
 
 // Computes blocks [first, end) of the sums (blocks, vectors, kRows, 16) from dy (N, kRows) and all
 // rows of the weight.
-template <int kRows, typename T, typename Layout>
-void int4_rows_backward(float* sums, const float* dy, const Layout& layout, int64_t first,
-                        int64_t end) {
+template <int kRows, typename Layout>
+void int4_rows_backward(float* sums, const float* dy, const float* scales, const Layout& layout,
+                        int64_t first, int64_t end) {
   using Rows = Int4FourRows<kRows>;
   constexpr int64_t kBlock = Layout::kVectors * kRows * kInt4Lanes;
   const auto& weight = layout.weight;
   const int64_t n = weight.shape.n, group_columns = weight.shape.group_units() * kInt4Unit;
-  const T* scales = weight.scales.template const_data_ptr<T>();
   for (int64_t row = 0; row < n; row += Rows::kRowBlock) {
     for (int64_t block = first; block < end; ++block) {
       const int64_t group = block * Layout::kColumns / group_columns;
@@ -156,7 +155,7 @@ void int4_rows_backward(float* sums, const float* dy, const Layout& layout, int6
         const int64_t source = row + i;
         if (source < n) {
           rows.set(i, layout.words(source, block), weight.zero(source, group),
-                   static_cast<float>(scales[weight.scale_at(source, group)]), dy + source * kRows);
+                   scales[weight.scale_at(source, group)], dy + source * kRows);
         } else {
           rows.clear(i);
         }
@@ -178,36 +177,25 @@ void int4_rows_backward_into(const Tensor& dx, const Tensor& dy, const Weight& w
   const Tensor padded = at::constant_pad_nd(dy.to(at::kFloat), {0, 0, 0, width - rows});
   const Tensor columns = padded.t().contiguous();
   const Tensor sums = at::zeros({blocks, Layout::kVectors, width, kInt4Lanes}, columns.options());
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    float* to = sums.mutable_data_ptr<float>();
-    const float* from = columns.const_data_ptr<float>();
-    parallel_tasks((blocks + kTaskBlocks - 1) / kTaskBlocks, [&](int64_t task) {
-      const int64_t first = task * kTaskBlocks, end = std::min(blocks, first + kTaskBlocks);
-      with_vectors([&] {
-        switch (width) {
-          case 1:
-            return int4_rows_backward<1, T>(to, from, layout, first, end);
-          case 2:
-            return int4_rows_backward<2, T>(to, from, layout, first, end);
-          case 4:
-            return int4_rows_backward<4, T>(to, from, layout, first, end);
-          default:
-            return int4_rows_backward<8, T>(to, from, layout, first, end);
-        }
-      });
+  const Tensor scales = weight.scales.to(at::kFloat);
+  const float* scale_data = scales.const_data_ptr<float>();
+  float* to = sums.mutable_data_ptr<float>();
+  const float* from = columns.const_data_ptr<float>();
+  parallel_tasks((blocks + kTaskBlocks - 1) / kTaskBlocks, [&](int64_t task) {
+    const int64_t first = task * kTaskBlocks, end = std::min(blocks, first + kTaskBlocks);
+    with_vectors([&] {
+      switch (width) {
+        case 1:
+          return int4_rows_backward<1>(to, from, scale_data, layout, first, end);
+        case 2:
+          return int4_rows_backward<2>(to, from, scale_data, layout, first, end);
+        case 4:
+          return int4_rows_backward<4>(to, from, scale_data, layout, first, end);
+        default:
+          return int4_rows_backward<8>(to, from, scale_data, layout, first, end);
+      }
     });
-  };
-  switch (dy.scalar_type()) {
-    case at::kFloat:
-      run(float());
-      break;
-    case at::kHalf:
-      run(at::Half());
-      break;
-    default:
-      run(at::BFloat16());
-  }
+  });
   dx.copy_(Layout::columns(sums, width).narrow(0, 0, rows).narrow(1, 0, k));
 }
 

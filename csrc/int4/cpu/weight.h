@@ -1,10 +1,51 @@
-// CPU: access to the rows of a 4-bit weight in either layout.
+// CPU: access to the rows of a 4-bit weight in either layout, and to values of any dtype.
 #pragma once
 
 #include "core/check.h"
 #include "int4/layout.h"
 
 namespace torchweld {
+
+// Reads the values of a tensor of dtype float, Half or BFloat16 as floats. A kernel that reads few
+// values this way is compiled once, not once per dtype.
+struct FloatReader {
+  at::ScalarType dtype;
+  const void* data;
+
+  explicit FloatReader(const Tensor& t) : dtype(t.scalar_type()), data(t.const_data_ptr()) {}
+
+  float operator[](int64_t i) const {
+    switch (dtype) {
+      case at::kFloat:
+        return static_cast<const float*>(data)[i];
+      case at::kHalf:
+        return static_cast<const at::Half*>(data)[i];
+      default:
+        return static_cast<const at::BFloat16*>(data)[i];
+    }
+  }
+};
+
+// Stores floats, rounded, in a contiguous tensor of dtype float, Half or BFloat16.
+struct FloatWriter {
+  at::ScalarType dtype;
+  void* data;
+
+  explicit FloatWriter(const Tensor& t) : dtype(t.scalar_type()), data(t.mutable_data_ptr()) {}
+
+  void set(int64_t i, float value) const {
+    switch (dtype) {
+      case at::kFloat:
+        static_cast<float*>(data)[i] = value;
+        return;
+      case at::kHalf:
+        static_cast<at::Half*>(data)[i] = value;
+        return;
+      default:
+        static_cast<at::BFloat16*>(data)[i] = value;
+    }
+  }
+};
 
 struct Int4WeightOnCpu {
   Int4Shape shape;
