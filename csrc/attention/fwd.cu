@@ -22,46 +22,32 @@ void launch_sync_tile(int tile, const AttentionParams& params, cudaStream_t stre
   }
 }
 
-template <bool kMasked>
-void launch_sm90_tile(int tile, const AttentionParams& params, cudaStream_t stream) {
-  dispatch_index<kNumAttentionSm90Tiles>(tile, [&](auto index) {
-    params.dtype == DType::kFloat16
-        ? launch_attention_sm90_tile<__half, index.value, kMasked>(params, stream)
-        : launch_attention_sm90_tile<__nv_bfloat16, index.value, kMasked>(params, stream);
-  });
-}
-
-template <bool kMasked>
-void launch_choice(const AttentionParams& params, cudaStream_t stream) {
-  switch (params.choice.engine) {
-    case AttentionEngine::kGeneral:
-      launch_attention_general<kMasked>(params, stream);
-      break;
-    case AttentionEngine::kSync:
-      launch_sync_tile<kMasked>(params.choice.tile, params, stream);
-      break;
-    case AttentionEngine::kSm90:
-      launch_sm90_tile<kMasked>(params.choice.tile, params, stream);
-      break;
-    case AttentionEngine::kDecode:
-      params.dtype == DType::kFloat16
-          ? launch_attention_decode<__half, kMasked>(params, stream)
-          : launch_attention_decode<__nv_bfloat16, kMasked>(params, stream);
-      break;
-  }
-}
-
 }  // namespace
 
 void launch_attention(const AttentionParams& params, cudaStream_t stream) {
   const AttentionSizes& sizes = params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   if (rows == 0 || (sizes.head_dim_v == 0 && !params.lse)) return;
-  if (params.mask.is_general()) {
-    launch_choice<true>(params, stream);
-  } else {
-    launch_choice<false>(params, stream);
-  }
+  const int tile = params.choice.tile;
+  const bool half = params.dtype == DType::kFloat16;
+  const auto launch = [&](auto masked) {
+    constexpr bool kMasked = masked.value;
+    switch (params.choice.engine) {
+      case AttentionEngine::kGeneral:
+        return launch_attention_general<kMasked>(params, stream);
+      case AttentionEngine::kSync:
+        return launch_sync_tile<kMasked>(tile, params, stream);
+      case AttentionEngine::kSm90:
+        return dispatch_index<kNumAttentionSm90Tiles>(tile, [&](auto index) {
+          half ? launch_attention_sm90_tile<__half, index.value, kMasked>(params, stream)
+               : launch_attention_sm90_tile<__nv_bfloat16, index.value, kMasked>(params, stream);
+        });
+      case AttentionEngine::kDecode:
+        return half ? launch_attention_decode<__half, kMasked>(params, stream)
+                    : launch_attention_decode<__nv_bfloat16, kMasked>(params, stream);
+    }
+  };
+  dispatch_bools(launch, params.mask.is_general());
   check_launch("attention");
 }
 

@@ -1,4 +1,4 @@
-// Converts dtypes and indices that are known at run time to template arguments.
+// Converts dtypes, indices and conditions that are known at run time to template arguments.
 #pragma once
 
 #include <initializer_list>
@@ -29,6 +29,19 @@ void dispatch_index(int index, const Body& body) {
     if (index == kIndex) return body(std::integral_constant<int, kIndex>{});
     dispatch_index<kCount, kIndex + 1>(index, body);
   }
+}
+
+// Calls body with every value as a std::bool_constant.
+template <typename Body>
+void dispatch_bools(const Body& body) {
+  body();
+}
+template <typename Body, typename... Rest>
+void dispatch_bools(const Body& body, bool value, Rest... rest) {
+  const auto with = [&](auto first) {
+    dispatch_bools([&](auto... others) { body(first, others...); }, rest...);
+  };
+  value ? with(std::true_type()) : with(std::false_type());
 }
 
 // Whether every row starts on a 16-byte boundary.

@@ -73,35 +73,28 @@ void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t
   launch_kernel(attention_sm90_kernel<Config>, grid, stream, p);
 }
 
-template <typename T, int kTile, bool kMasked, bool kCapped = false>
-void launch_attention_sm90_config(const AttentionParams& a, cudaStream_t stream) {
-  using Config = AttentionSm90Config<T, kTile, kMasked, kCapped>;
-  static_assert(sizeof(AttentionSm90Shared<Config>) <=
-                Config::kShape.tile_bytes() + AttentionSm90Tile::extra_bytes(Config::kRows));
-  const AttentionSizes& sizes = a.sizes;
-  const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
-                       int box_rows) {
-    return attention_tensor_map("attention", a.dtype, t, sizes.batch, heads, rows, columns,
-                                box_rows);
-  };
-  const typename Config::Params p = {
-      map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, 64),
-      map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kKeys),
-      map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kKeys),
-      a,
-      Config::scale(a),
-      AttentionSm90Schedule(a, Config::kRows)};
-  launch_attention_sm90_kernel<Config>(p, stream);
-}
-
 template <typename T, int kTile, bool kMasked>
-void launch_attention_sm90_tile(const AttentionParams& params, cudaStream_t stream) {
-  if constexpr (kMasked) {
-    if (params.mask.softcap > 0.f) {
-      return launch_attention_sm90_config<T, kTile, true, true>(params, stream);
-    }
-  }
-  launch_attention_sm90_config<T, kTile, kMasked>(params, stream);
+void launch_attention_sm90_tile(const AttentionParams& a, cudaStream_t stream) {
+  const auto launch = [&](auto capped) {
+    using Config = AttentionSm90Config<T, kTile, kMasked, kMasked && capped.value>;
+    static_assert(sizeof(AttentionSm90Shared<Config>) <=
+                  Config::kShape.tile_bytes() + AttentionSm90Tile::extra_bytes(Config::kRows));
+    const AttentionSizes& sizes = a.sizes;
+    const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
+                         int box_rows) {
+      return attention_tensor_map("attention", a.dtype, t, sizes.batch, heads, rows, columns,
+                                  box_rows);
+    };
+    const typename Config::Params p = {
+        map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, 64),
+        map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kKeys),
+        map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kKeys),
+        a,
+        Config::scale(a),
+        AttentionSm90Schedule(a, Config::kRows)};
+    launch_attention_sm90_kernel<Config>(p, stream);
+  };
+  dispatch_bools(launch, kMasked && a.mask.softcap > 0.f);
 }
 
 }  // namespace torchweld

@@ -345,48 +345,28 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
 #endif
 }
 
-template <GemmMath kMath, int kTile, bool kGated, bool kAKMajor, bool kBKMajor, bool kDbias = false>
-void launch_sm90_kernel(const Sm90Params& p, cudaStream_t stream) {
-  constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  constexpr bool kSwapAb = kT.swap_ab();
-  if constexpr (kT.unsupported_reason(kSwapAb ? kBKMajor : kAKMajor, kSwapAb ? kAKMajor : kBKMajor,
-                                      kGated) == nullptr) {
-    constexpr bool kSupportsDbias = kT.supports_dbias(kMath, kAKMajor, kBKMajor, kGated);
-    if constexpr (kSupportsDbias && !kDbias) {
-      if (p.gemm.dbias_partials != nullptr) {
-        return launch_sm90_kernel<kMath, kTile, kGated, kAKMajor, kBKMajor, true>(p, stream);
-      }
-    }
-    using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated, kDbias>;
-    static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
-    const int64_t blocks = int64_t{p.stream_k.workers} * kT.cluster;
-    Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
-    grid.cluster = kSwapAb ? static_cast<int>(p.stream_k.split_cluster) : kT.cluster;
-    grid.overlaps = true;
-    launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
-  }
-}
-
-template <GemmMath kMath, int kTile, bool kGated>
-void launch_sm90_layout(const Sm90Params& p, cudaStream_t stream) {
-  if constexpr (sm90_needs_k_major(kMath)) {
-    return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);
-  } else {
-    const bool swap_ab = kSm90Tiles[kTile].swap_ab();
-    const GemmOperand &a = swap_ab ? p.gemm.b : p.gemm.a, &b = swap_ab ? p.gemm.a : p.gemm.b;
-    const bool a_k_major = a.k_stride == 1, b_k_major = b.k_stride == 1;
-    if (a_k_major && b_k_major)
-      return launch_sm90_kernel<kMath, kTile, kGated, true, true>(p, stream);
-    if (a_k_major) return launch_sm90_kernel<kMath, kTile, kGated, true, false>(p, stream);
-    if (b_k_major) return launch_sm90_kernel<kMath, kTile, kGated, false, true>(p, stream);
-    launch_sm90_kernel<kMath, kTile, kGated, false, false>(p, stream);
-  }
-}
-
 template <GemmMath kMath, int kTile>
 void launch_sm90_tile(const Sm90Params& p, cudaStream_t stream) {
-  if (p.gemm.epilogue.gated) return launch_sm90_layout<kMath, kTile, true>(p, stream);
-  launch_sm90_layout<kMath, kTile, false>(p, stream);
+  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  constexpr bool kSwapAb = kT.swap_ab(), kNeedsKMajor = sm90_needs_k_major(kMath);
+  const GemmOperand &a = kSwapAb ? p.gemm.b : p.gemm.a, &b = kSwapAb ? p.gemm.a : p.gemm.b;
+  const auto launch = [&](auto gated, auto a_k_major, auto b_k_major, auto dbias) {
+    constexpr bool kGated = gated.value, kAKMajor = a_k_major.value, kBKMajor = b_k_major.value;
+    if constexpr ((!kNeedsKMajor || (kAKMajor && kBKMajor)) &&
+                  kT.unsupported_reason(kSwapAb ? kBKMajor : kAKMajor,
+                                        kSwapAb ? kAKMajor : kBKMajor, kGated) == nullptr) {
+      constexpr bool kDbias = dbias.value && kT.supports_dbias(kMath, kAKMajor, kBKMajor, kGated);
+      using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated, kDbias>;
+      static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
+      const int64_t blocks = int64_t{p.stream_k.workers} * kT.cluster;
+      Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
+      grid.cluster = kSwapAb ? static_cast<int>(p.stream_k.split_cluster) : kT.cluster;
+      grid.overlaps = true;
+      launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
+    }
+  };
+  dispatch_bools(launch, p.gemm.epilogue.gated, kNeedsKMajor || a.k_stride == 1,
+                 kNeedsKMajor || b.k_stride == 1, p.gemm.dbias_partials != nullptr);
 }
 
 }  // namespace torchweld

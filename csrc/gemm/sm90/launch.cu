@@ -76,13 +76,6 @@ bool map_result(TensorMap& map, const TensorBox& box) {
   return true;
 }
 
-template <GemmMath kMath, int kTile>
-void launch_math(GemmMath math, const Sm90Params& params, cudaStream_t stream) {
-  if constexpr (kSm90Tiles[kTile].supports_dtype(kMath)) {
-    if (math == kMath) launch_sm90_tile<kMath, kTile>(params, stream);
-  }
-}
-
 }  // namespace
 
 Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
@@ -162,13 +155,16 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
 }
 
 void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
-  const GemmMath math = gemm_math(p.dtype, p.tf32);
+  constexpr int kMaths = static_cast<int>(GemmMath::kFloat32) + 1;
+  const int math = static_cast<int>(gemm_math(p.dtype, p.tf32));
   const Sm90Params params = sm90_params(p, cuda_stream);
-  dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto index) {
-    launch_math<GemmMath::kFloat16, index.value>(math, params, cuda_stream);
-    launch_math<GemmMath::kBFloat16, index.value>(math, params, cuda_stream);
-    launch_math<GemmMath::kTf32, index.value>(math, params, cuda_stream);
-    launch_math<GemmMath::kFloat32, index.value>(math, params, cuda_stream);
+  dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto tile) {
+    dispatch_index<kMaths>(math, [&](auto index) {
+      constexpr auto kMath = static_cast<GemmMath>(index.value);
+      if constexpr (kSm90Tiles[tile.value].supports_dtype(kMath)) {
+        launch_sm90_tile<kMath, tile.value>(params, cuda_stream);
+      }
+    });
   });
 }
 
