@@ -122,14 +122,15 @@ struct RowsCpu {
       with_vectors([&] {
         if (terms.label_smoothing != T(0)) total += sum_of(z, size);
         constexpr int kLanes = LaneSums<T>::kLanes;
+        static_assert(kBlock % kLanes == 0);
         LaneSums<T> sums;
-        int64_t j = 0;
-        for (; j + kLanes <= size; j += kLanes) {
+        // Logits of -inf fill the last lanes and add 0.
+        std::fill(z + size, z + divide_up(size, int64_t{kLanes}) * kLanes, -kInfinity);
+        for (int64_t j = 0; j < size; j += kLanes) {
           for (int lane = 0; lane < kLanes; ++lane) {
             sums.lanes[lane] += exp_of_negative(z[j + lane] - shift);
           }
         }
-        for (; j < size; ++j) sums.lanes[0] += exp_of_negative(z[j] - shift);
         block_sum = sums.total();
       });
       const T raised = block_max > max ? block_max : max;

@@ -16,6 +16,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "core/dispatch.h"
+#include "layers/donation.h"
 #include "losses/loss.h"
 #include "losses/scale.h"
 #include "ops/linear_cross_entropy/exponentials.h"
@@ -91,7 +92,7 @@ Grads3 linear_cross_entropy_gradients_backward_meta(const Tensor& dloss, const T
   check_shape(op, "dloss", dloss, {}, "a scalar");
   check_like(op, "unit_dweight", unit_dweight, "unit_dx", unit_dx);
   check_like(op, "unit_dbias", unit_dbias, "unit_dx", unit_dx);
-  return {at::empty_like(unit_dx), at::empty_like(unit_dweight), at::empty_like(unit_dbias)};
+  return {at::empty_like(unit_dx), Donation::over(unit_dweight), at::empty_like(unit_dbias)};
 }
 
 LossInputs inputs_of(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
@@ -230,6 +231,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
                                double label_smoothing, std::optional<double> softcap, double z_loss,
                                int64_t shift, double temperature, c10::string_view keep) {
     ctx->set_materialize_grads(false);
+    Donation::prepare(ctx);
     const std::array<bool, 3> wanted = {needs_grad(x), needs_grad(weight), needs_grad(bias)};
     auto& data = ctx->saved_data;
     data["wanted"] = c10::List<bool>({wanted[0], wanted[1], wanted[2]});
@@ -294,8 +296,11 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     auto& data = ctx->saved_data;
     const auto list = data["wanted"].toBoolList();
     const std::array<bool, 3> wanted = {list[0], list[1], list[2]};
-    const Grads3 found =
-        gradients(static_cast<Keep>(data["kept"].toInt()), data, grads[0], saved, wanted);
+    const Keep kept = static_cast<Keep>(data["kept"].toInt());
+    // dweight is the largest of the stored gradients, so its memory is donated.
+    std::optional<Donation> unit_dweight;
+    if (kept == Keep::kGradients) unit_dweight.emplace(ctx, saved[1], grads[0]);
+    const Grads3 found = gradients(kept, data, grads[0], saved, wanted);
     all[0] = if_wanted(wanted[0], std::get<0>(found));
     all[1] = if_wanted(wanted[1], std::get<1>(found));
     all[3] = if_wanted(wanted[2], std::get<2>(found));
