@@ -1512,7 +1512,7 @@ def test_the_report_says_what_really_runs(name):
     if hf_models.shortcoming(getattr(transformers, cls)) is not None:
         pytest.skip("it takes its attention from elsewhere in this transformers")
     model = tiny_model(kind, cls, "sdpa", **changes).float().eval()
-    report = fuse(model)
+    report = fuse(model, only="attention")
     assert len(report.replaced) == runs and len(report.skipped) == others
     reasons = {reason for _, reason in report.skipped}
     if runs == 0 and not report.calls:  # older sources name the bias, so that no sample is run
@@ -1531,7 +1531,7 @@ def test_without_a_sample_the_source_shows_a_position_bias():
     if not transformers.T5ForConditionalGeneration._supports_sdpa:
         pytest.skip("it takes its attention from elsewhere in this transformers")
     model = tiny_model("t5", "T5ForConditionalGeneration", "sdpa", is_decoder=False)
-    report = fuse(model, check=False)
+    report = fuse(model, check=False, only="attention")
     assert report.replaced == [] and len(report.skipped) == 6
     assert {why for _, why in report.skipped} == {"T5Attention adds a position bias to the scores"}
     assert model.config._attn_implementation == "sdpa"
@@ -1542,7 +1542,7 @@ def test_a_model_that_chooses_its_keys_stays_stock(check):
     if not hasattr(transformers, "DeepseekV32ForCausalLM"):
         pytest.skip("not in this transformers")
     model = tiny_model("deepseek_v32", "DeepseekV32ForCausalLM", "eager").float().eval()
-    report = fuse(model, check=check)
+    report = fuse(model, check=check, only="attention")
     assert report.replaced == [] and len(report.skipped) == 2
     assert all("indices (keys chosen for each query)" in why for _, why in report.skipped)
     assert model.config._attn_implementation == "eager"
@@ -1550,7 +1550,7 @@ def test_a_model_that_chooses_its_keys_stays_stock(check):
 
 def test_layers_of_linear_attention_are_not_counted():
     model = tiny_model("minimax", "MiniMaxForCausalLM", "sdpa").float().eval()
-    report = fuse(model)
+    report = fuse(model, only="attention")
     assert report.replaced == ["model.layers.0.self_attn"]
     assert report.skipped[0][0] == "model.layers.1.self_attn"
     assert report.skipped[0][1].startswith("MiniMaxLightningAttention does not take its attention")

@@ -375,6 +375,23 @@ def test_a_norm_of_another_library_stays():
     assert_close(*outs, rtol=1e-4, atol=1e-4)
 
 
+def test_a_norm_with_the_parts_of_another_stays():
+    class TwiceNorm(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = tiny("Llama").eval()
+    layer = model.model.layers[0]
+    layer.post_attention_layernorm.__class__ = layer.input_layernorm.__class__ = TwiceNorm
+    stock = copy.deepcopy(model)
+    reasons = dict(fuse(model).skipped)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        assert "TwiceNorm has the parts of an RMSNorm and" in reasons[f"model.layers.0.{name}"]
+    with torch.no_grad():
+        outs = [each(**batch("cpu")).logits for each in (model, stock)]
+    assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
 def test_mixed_dtypes_are_listed():
     model = tiny("Llama")
     model.model.layers[0].mlp.up_proj.double()

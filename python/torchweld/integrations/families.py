@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import causal_lm, decoder, decoder_mlp, gpt2_block, gpt2_head, lora
-from .part import stock_class
+from . import causal_lm, decoder, decoder_mlp, gpt2_block, gpt2_head, lora, recognised
+from .part import is_fused, stock_class
 
 
 class Family(NamedTuple):
@@ -150,15 +150,29 @@ PARTS |= {
 
 
 def part_of(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
-    """The fused parent and the row of a module's class, None where the table has not this class."""
+    """The fused parent and the row of a module's class, None where it is not known."""
+    return _part_of(stock_class(module))
+
+
+def find_part(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
+    """:func:`part_of` a module that may be fused; its structure counts where no table has it."""
+    if is_fused(module):
+        return part_of(module)
     stock = stock_class(module)
-    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
+    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or recognised.find(module)
+
+
+def _part_of(stock: type[nn.Module]) -> tuple[type[nn.Module], Any] | None:
+    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or recognised.part_of(stock)
+
+
+def fused_class(stock: type[nn.Module], part: Any = None) -> type[nn.Module]:
+    """The class of a fused module of a stock class: of ``part``, by default of what is known."""
+    return _subclass(stock, *(part or _part_of(stock)))
 
 
 @functools.cache
-def fused_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """The class of a fused module of a stock class, which is in :data:`PARTS`."""
-    parent, row = PARTS[f"{stock.__module__}.{stock.__qualname__}"]
+def _subclass(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> type[nn.Module]:
     return parent.subclass(stock, row, __name__)
 
 

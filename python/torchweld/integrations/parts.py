@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from . import fsdp
+from . import fsdp, recognised
 from .decoder import FusedLayer, projection_layers
-from .families import fused_class, part_of
+from .families import find_part, fused_class, part_of
 from .modules import hooked
 from .part import Place, is_fused, parameter_refusal, stock_class
 from .probes import Probes
@@ -25,7 +25,7 @@ def plan(
     gathered = fsdp.gathered(model)
     projecting: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
-        part = part_of(module)
+        part = find_part(module)
         if part is None or part[0].kind not in kinds or module in places:
             continue
         parent, row = part
@@ -37,7 +37,7 @@ def plan(
             weight = next((p for p in module.parameters() if p.is_floating_point()), None)
             reason = "it has no floating-point parameters"
             if weight is not None:
-                reason = parent.probe(module, row, weight, probes)
+                reason = _probe_of(place, weight, probes)
         if reason is not None:
             report.skipped.append((place.where, reason))
             continue
@@ -46,6 +46,10 @@ def plan(
             projecting |= _projecting_norm(module, row)
         # A layer comes before the norm that it adds to.
         places |= dict.fromkeys(place.modules, place)
+    stock = {stock_class(module) for module in places if recognised.part_of(stock_class(module))}
+    if stock:
+        names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in stock))
+        report.notes.append(f"recognised by their parts, and compared on random inputs: {names}")
     return list(dict.fromkeys(places.values()))
 
 
@@ -63,10 +67,20 @@ def _projecting_norm(layer: nn.Module, row: Any) -> dict[nn.Module, str]:
     return {norm: f"rms_norm_linears ({row.before_attention} -> {', '.join(layers)})"}
 
 
-def _unknown(place: Place) -> str | None:
-    """Why a place can't be fused if one of its modules is of a class that the table lacks."""
+def _probe_of(place: Place, weight: Tensor, probes: Probes) -> str | None:
+    """Why the op of one of a place's modules does not run, or computes something else, or None."""
     for module in place.modules:
-        if part_of(module) is None:
+        parent, row = find_part(module)
+        reason = parent.probe(module, row, weight, probes)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _unknown(place: Place) -> str | None:
+    """Why a place can't be fused if one of its modules is of a class that is not known."""
+    for module in place.modules:
+        if find_part(module) is None:
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             return f"it is {kind}, not transformers' norm"
     return None

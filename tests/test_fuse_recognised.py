@@ -1,0 +1,243 @@
+"""torchweld.fuse of models in no table: norms and MLPs are recognised, compared and listed."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+transformers = pytest.importorskip("transformers")
+
+from test_fuse import Calls  # noqa: E402
+from torchweld.integrations import fuse, unfuse  # noqa: E402
+
+VOCAB, WIDTH = 61, 32
+
+
+class Norm(nn.Module):
+    """An RMSNorm by other names."""
+
+    def __init__(self, size=WIDTH):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size) / 4 + 0.7)
+        self.epsilon = 1e-5
+
+    def scale(self):
+        return self.weight
+
+    def forward(self, x, factor=1):
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.epsilon)
+        return (self.scale() * factor * normed).to(x.dtype)
+
+
+class OffsetNorm(Norm):
+    def scale(self):
+        return 1 + self.weight
+
+
+class DoubledNorm(Norm):
+    def scale(self):
+        return 2 * self.weight
+
+
+class CentredNorm(Norm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class OuterEpsNorm(Norm):
+    def forward(self, x):
+        return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.epsilon)
+
+
+class WideNorm(Norm):
+    """Its result has another dtype than a bfloat16 x."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class DetachedNorm(Norm):
+    """Its gradient is not that of its result."""
+
+    def forward(self, x):
+        return super().forward(x.detach()) + 0 * x
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 48)
+        self.down_proj = nn.Linear(48, WIDTH, bias=False)
+        self.act = nn.GELU(approximate="tanh")
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ClampedMLP(MLP):
+    def forward(self, x):
+        gate = self.gate_proj(x).clamp(max=7)
+        return self.down_proj(self.act(gate) * self.up_proj(x))
+
+
+class DroppingMLP(MLP):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class SwappedMLP(MLP):
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) * self.act(self.up_proj(x)))
+
+
+class MadeUp(transformers.PreTrainedModel):
+    """A model of one block that no table knows."""
+
+    config_class = transformers.LlamaConfig
+
+    def __init__(self, norm=Norm, mlp=MLP):
+        super().__init__(transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=WIDTH))
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.first, self.last, self.mlp = norm(), norm(), mlp()
+
+    def forward(self, input_ids=None, **kwargs):
+        x = self.embed(input_ids)
+        x = x + self.mlp(self.first(x))
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.head(self.last(x=x)))
+
+
+def made_up(device="cpu", dtype=torch.float32, **kinds):
+    torch.manual_seed(0)
+    return MadeUp(**kinds).to(device, dtype)
+
+
+def step(model):
+    ids = torch.arange(24, device=model.device).view(2, 12)
+    logits = model(input_ids=ids).logits
+    model.zero_grad()
+    F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
+    return logits.detach(), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("norm", [Norm, OffsetNorm])
+def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm):
+    model = made_up(device, norm=norm).train()
+    model.last.forward = model.last.forward  # on the instance: stays stock
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert {path: op.split(" ")[0] for path, op in report.ops.items()} == {
+        "first": "rms_norm",
+        "mlp": "gated_mlp",
+    }
+    assert f"test_fuse_recognised.{norm.__name__}" in " ".join(report.notes)
+    with Calls() as calls:
+        logits, grads = step(model)
+    assert calls.names["torchweld::rms_norm_forward"] == 1
+    assert calls.names["torchweld::gated_mlp_forward"] == 1
+    want, want_grads = step(stock)
+    assert_close(logits, want, rtol=1e-5, atol=1e-5)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DoubledNorm, CentredNorm, OuterEpsNorm, DetachedNorm, WideNorm])
+def test_norms_that_compute_something_else_stay_stock(device, kind):
+    model = made_up(device, torch.bfloat16, norm=kind)
+    reasons = dict(fuse(model, check=False).skipped)
+    assert reasons["first"].startswith(
+        f"test_fuse_recognised.{kind.__name__} has the parts of an RMSNorm and c"
+    )
+    assert type(model.first) is type(model.last) is kind
+
+
+@pytest.mark.parametrize("kind", [ClampedMLP, DroppingMLP, SwappedMLP])
+def test_mlps_that_compute_something_else_stay_stock(device, kind):
+    model = made_up(device, mlp=kind)
+    reasons = dict(fuse(model, check=False).skipped)
+    assert reasons["mlp"] == (
+        f"test_fuse_recognised.{kind.__name__} has the parts of a gated MLP and computes something "
+        "else"
+    )
+    assert type(model.mlp) is kind
+
+
+def test_an_attribute_of_one_module_counts():
+    class Flagged(Norm):
+        negated = False
+
+        def scale(self):
+            return -self.weight if self.negated else self.weight
+
+    model = made_up(norm=Flagged)
+    model.last.negated = True
+    report = fuse(model, check=False)
+    assert "first" in report.replaced and "last" in dict(report.skipped)
+
+
+def test_other_calls_of_a_recognised_norm_are_stock_calls():
+    model = made_up()
+    fuse(model)
+    x = torch.randn(2, 3, WIDTH)
+    with Calls() as calls:
+        assert_close(model.first(x=x), model.last.__class__.forward(model.first, x=x))
+        doubled = model.first(x, factor=2)
+    assert not calls.names["torchweld::rms_norm"]
+    assert_close(doubled, 2 * model.first(x), rtol=1e-5, atol=1e-5)
+
+
+def test_fuse_draws_no_random_numbers():
+    model = made_up()
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    fuse(model, check=False)
+    assert torch.equal(torch.rand(3), want)
+
+
+def test_copies_pickles_and_unfuse():
+    model = made_up()
+    want = step(model)[0]
+    replaced = fuse(model).replaced
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for each in (copy.deepcopy(model), torch.load(file, weights_only=False), model):
+        assert_close(step(each)[0], want, rtol=1e-5, atol=1e-5)
+        assert sorted(unfuse(each)) == sorted(replaced)
+        assert (type(each.first), type(each.mlp)) == (Norm, MLP)
+        assert torch.equal(step(each)[0], want)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Arcee", "Cohere"])
+def test_models_of_transformers_that_no_table_has(device, name):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **counts, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(device).train()
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    kinds = {op.split(" ")[0] for op in report.ops.values()}
+    assert (
+        kinds
+        == {
+            "Mixtral": {"attention", "rms_norm"},
+            "Arcee": {"attention", "rms_norm"},
+            "Cohere": {"attention", "gated_mlp"},
+        }[name]
+    )
+    # Cohere's norm subtracts the mean.
+    assert any("CohereLayerNorm" in reason for _, reason in report.skipped) == (name == "Cohere")
+    logits, grads = step(model)
+    want, want_grads = step(stock)
+    assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        if want_grad is not None:
+            assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
