@@ -115,10 +115,11 @@ def test_trainer(tmp_path, loss):
         assert_close(ours, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_sft_trainer(tmp_path, packing):
+@pytest.mark.parametrize("case", ["padded", "packed, recomputed", "lora"])
+def test_sft_trainer(tmp_path, case):
     """TRL computes its own loss of the last hidden states, so the head stays stock."""
     trl = pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
     datasets = pytest.importorskip("datasets")
     tokenizers = pytest.importorskip("tokenizers")
     vocab = {f"t{i}": i for i in range(VOCAB)}
@@ -127,7 +128,8 @@ def test_sft_trainer(tmp_path, packing):
         tokenizer_object=words, pad_token="t0", eos_token="t2", bos_token="t1"
     )
     rows = datasets.Dataset.from_dict({"input_ids": documents()})
-    found, models = [], pair(loss=True)
+    packing = case.startswith("packed")
+    found, models, trained = [], pair(loss=True), []
     for index, model in enumerate(models):
         options = arguments(
             trl.SFTConfig,
@@ -138,13 +140,21 @@ def test_sft_trainer(tmp_path, packing):
             bf16=False,
             gradient_checkpointing=packing,
         )
-        trainer = trl.SFTTrainer(model, options, train_dataset=rows, processing_class=tokenizer)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear") if case == "lora" else None
+        torch.manual_seed(5)  # for the adapters
+        trainer = trl.SFTTrainer(
+            model, options, train_dataset=rows, processing_class=tokenizer, peft_config=lora
+        )
+        trained.append(trainer.model)
         with Calls() as calls:
             found.append(losses(trainer))
         if index == 0:
             # Two steps of two batches, computed twice with gradient checkpointing.
             count = 4 * LAYERS * (1 + packing)
-            for op in ("rms_norm_linears", "attention", "gated_mlp"):
-                assert calls.names[f"torchweld::{op}_forward"] == count, op
+            ops = ["attention_forward"]
+            ops += (
+                ["gated_activation"] if lora else ["gated_mlp_forward", "rms_norm_linears_forward"]
+            )
+            assert {op: calls.names[f"torchweld::{op}"] for op in ops} == dict.fromkeys(ops, count)
     assert_close(*(torch.tensor(each) for each in found), rtol=1e-4, atol=1e-4)
-    assert_same(*models)
+    assert_same(*trained)
