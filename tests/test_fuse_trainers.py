@@ -52,8 +52,8 @@ def losses(trainer):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def pair(loss):
-    stock = tiny("Llama", attention_dropout=0.0)
+def pair(loss, adapted=lambda model: model):
+    stock = adapted(tiny("Llama", attention_dropout=0.0))
     model = copy.deepcopy(stock)
     fuse(model, loss=loss)
     return model, stock
@@ -115,7 +115,7 @@ def test_trainer(tmp_path, loss):
         assert_close(ours, want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["padded", "packed, recomputed", "lora"])
+@pytest.mark.parametrize("case", ["padded", "packed, recomputed", "lora", "peft_config"])
 def test_sft_trainer(tmp_path, case):
     """TRL computes its own loss of the last hidden states, so the head stays stock."""
     trl = pytest.importorskip("trl")
@@ -129,7 +129,11 @@ def test_sft_trainer(tmp_path, case):
     )
     rows = datasets.Dataset.from_dict({"input_ids": documents()})
     packing = case.startswith("packed")
-    found, models, trained = [], pair(loss=True), []
+    lora = None
+    if case in ("lora", "peft_config"):
+        lora = peft.LoraConfig(r=4, target_modules="all-linear")
+    before = (lambda model: peft.get_peft_model(model, lora)) if case == "lora" else (lambda m: m)
+    found, models, trained = [], pair(True, before), []
     for index, model in enumerate(models):
         options = arguments(
             trl.SFTConfig,
@@ -140,10 +144,10 @@ def test_sft_trainer(tmp_path, case):
             bf16=False,
             gradient_checkpointing=packing,
         )
-        lora = peft.LoraConfig(r=4, target_modules="all-linear") if case == "lora" else None
         torch.manual_seed(5)  # for the adapters
+        late = lora if case == "peft_config" else None
         trainer = trl.SFTTrainer(
-            model, options, train_dataset=rows, processing_class=tokenizer, peft_config=lora
+            model, options, train_dataset=rows, processing_class=tokenizer, peft_config=late
         )
         trained.append(trainer.model)
         with Calls() as calls:
@@ -151,10 +155,8 @@ def test_sft_trainer(tmp_path, case):
         if index == 0:
             # Two steps of two batches, computed twice with gradient checkpointing.
             count = 4 * LAYERS * (1 + packing)
-            ops = ["attention_forward"]
-            ops += (
-                ["gated_activation"] if lora else ["gated_mlp_forward", "rms_norm_linears_forward"]
-            )
+            whole = ["gated_mlp_forward", "rms_norm_linears_forward"]
+            ops = ["attention_forward", *(["gated_activation"] if lora else whole)]
             assert {op: calls.names[f"torchweld::{op}"] for op in ops} == dict.fromkeys(ops, count)
     assert_close(*(torch.tensor(each) for each in found), rtol=1e-4, atol=1e-4)
     assert_same(*trained)
