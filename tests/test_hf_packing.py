@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -144,9 +146,9 @@ def test_ends_are_read_once_in_a_forward_pass(attention_device, windows, use_cac
     one = torch.where(several > 0, 12, 0)
     positions = torch.arange(12, device=attention_device)[None]
 
-    def logits(ends, context=torch.no_grad):
+    def logits(ends, context=torch.no_grad, model=ours):
         with context(), Ranges() as ranges:
-            out = ours(
+            out = model(
                 input_ids=packed["input_ids"],
                 position_ids=positions,
                 cu_seq_lens_q=ends,
@@ -165,6 +167,8 @@ def test_ends_are_read_once_in_a_forward_pass(attention_device, windows, use_cac
     assert_close(logits(ends), want[one], rtol=0, atol=0)
     ends.data.copy_(several)  # the version of ends does not tell
     assert_close(logits(ends), want[several], rtol=0, atol=0)
+    ends.data.copy_(one)
+    assert_close(logits(ends, model=copy.deepcopy(ours)), want[one], rtol=0, atol=0)
 
 
 def test_a_recomputed_layer_reads_the_ends_again(attention_device):

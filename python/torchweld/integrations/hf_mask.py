@@ -55,7 +55,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from torchweld.distributed import _active
 from torchweld.ops.leftpad import is_readable
 
-from . import hf_pattern, hf_ranges, hf_traced
+from . import hf_packed, hf_pattern, hf_ranges, hf_traced
 from .hf_attention import warn_once
 from .hf_models import check_config, wants_whole_masks
 from .hf_pattern import Pattern
@@ -100,6 +100,8 @@ def attention_mask(
             from transformers' AttentionInterface, or neither supports ``sdpa`` nor lacks it for
             what torchweld's op has; or context_parallel does not serve the mask.
     """
+    if not torch.compiler.is_compiling():
+        hf_packed.end_pass()
     if (config := kwargs.get("config")) is not None:
         check_config(type(config))
     if q_length is None:

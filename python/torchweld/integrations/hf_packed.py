@@ -5,8 +5,9 @@ every layer's attention function. They hold whatever cache or mask there is, so 
 or refused, and never ignored.
 
 In eager mode the first layer of a forward pass computes the keys' starts and checks the ends, and
-the layers behind it take them over. A layer that asks again begins another pass, and so do ends
-that are another tensor or were written since, so starts are never those of another batch.
+the layers behind it take them over. A pass ends where a model makes its mask, where a layer asks
+again, and where the ends are another tensor or were written since, so that starts are never those
+of another batch.
 """
 
 from __future__ import annotations
@@ -102,6 +103,12 @@ class _Pass(NamedTuple):
 
 
 _last: _Pass | None = None
+
+
+def end_pass() -> None:
+    """Forgets the starts of the last forward pass. The mask function calls it in each pass."""
+    global _last
+    _last = None
 
 
 def _start_of_pass(module: nn.Module, query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
