@@ -151,8 +151,13 @@ def _starts(lengths: list[int]) -> list[int]:
 
 
 def _rows_of(
-    name: str, lengths: list[int], causal: bool, targets: dict[str, float]
+    name: str, lengths: list[int], causal: bool, targets: dict[str, float], compiled: bool = False
 ) -> Iterator[Row]:
+    """A row each for forward and backward, and for their peers.
+
+    Args:
+        compiled: beside those peers that take minutes to compile their kernels, too.
+    """
     case = f"({_TOKENS}, {_HEADS}, {_DIM}) bfloat16 {'causal' if causal else 'both ways'} {name}"
     shape = (_TOKENS, _HEADS, _DIM)
     qkv = [torch.randn(shape, device=_DEVICE).bfloat16() for _ in range(3)]
@@ -164,8 +169,8 @@ def _rows_of(
             *(t.transpose(0, 1)[None] for t in (q, k, v)), causal=causal
         )[0].transpose(0, 1),
         "torch varlen": _torch_varlen(ends, max(lengths), causal),
-        "fa4": _fa4(ends, max(lengths), causal),
-        "flex": _flex(ends, causal),
+        "fa4": _fa4(ends, max(lengths), causal) if compiled else None,
+        "flex": _flex(ends, causal) if compiled else None,
     }
     calls: dict[str, dict[str, Callable[[], Any]]] = {"": {}, "_backward": {}}
     for peer, function in functions.items():
@@ -300,10 +305,13 @@ def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
     torch.manual_seed(0)
     for causal in (True, False):
         alike = [_DOCUMENT] * (_TOKENS // _DOCUMENT)
-        yield from _rows_of(f"documents of {_DOCUMENT}", alike, causal, targets)
-        lengths = log_normal_lengths(_TOKENS)
-        yield from _rows_of("documents of 20 to 4000", lengths, causal, targets)
-        free()
+        drawn = log_normal_lengths(_TOKENS)
+        for name, lengths in (
+            (f"documents of {_DOCUMENT}", alike),
+            ("documents of 20 to 4000", drawn),
+        ):
+            yield from _rows_of(name, lengths, causal, targets, compiled=causal)
+            free()
     # what a mask costs that hides nothing
     yield from _rows_of("one document", [_TOKENS], True, targets)
     free()

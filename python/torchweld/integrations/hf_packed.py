@@ -99,7 +99,7 @@ class _Pass(NamedTuple):
     made_for: tuple[Any, ...]  # the versions of both, and what else the starts depend on
     start: Tensor
     layers: weakref.WeakSet[nn.Module]
-    made: list[tuple[weakref.ref[Tensor], int, Numbers]]  # masks, their versions, and `apply`
+    combined: list[tuple[weakref.ref[Tensor], int, Numbers]]  # masks, their versions, and `apply`
 
 
 _last: _Pass | None = None
@@ -192,11 +192,11 @@ def apply(start: Tensor, numbers: Numbers, mask: Tensor | None) -> Numbers:
     last = None if torch.compiler.is_compiling() or not _is_tracked(mask) else _last
     if last is None or last.start is not start:
         return _apply(start, numbers)
-    for known, version, made in last.made:
+    for known, version, made in last.combined:
         if known() is mask and mask._version == version:
             return made
     made = _apply(start, numbers)
-    last.made.append((weakref.ref(mask), mask._version, made))
+    last.combined.append((weakref.ref(mask), mask._version, made))
     return made
 
 
