@@ -1,5 +1,5 @@
-"""Trains a small Llama on the bytes of Python's standard library, and prints the perplexity that
-4-bit weights cost it by each method; CPU or GPU.
+"""Trains a small Llama on the bytes of Python's standard library, and prints what 4-bit weights
+cost it: the perplexity by each method, and the divergence from the float model's predictions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -39,9 +40,16 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _perplexity(model: nn.Module, batches: Tensor) -> float:
-    model.eval()
-    return math.exp(sum(_loss(model, ids).item() for ids in batches) / len(batches))
+def _judged(model: nn.Module, stock: nn.Module, batches: Tensor) -> tuple[float, float]:
+    """The perplexity of a model, and the mean KL divergence from another one's predictions."""
+    loss, divergence = 0.0, 0.0
+    for ids in batches:
+        found = model(input_ids=ids, labels=ids, use_cache=False)
+        wanted = stock(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+        loss += found.loss.item()
+        logits = found.logits.log_softmax(-1)
+        divergence += F.kl_div(logits, wanted, log_target=True, reduction="sum").item()
+    return math.exp(loss / len(batches)), divergence / batches.numel()
 
 
 def _train(data: Tensor, steps: int, device: str) -> nn.Module:
@@ -81,17 +89,18 @@ def main() -> None:
         torch.frombuffer(bytearray("".join(part).encode()), dtype=torch.uint8).long()
         for part in (documents[:kept], documents[kept:])
     )
-    model = _train(train, args.steps, args.device)
+    model = _train(train, args.steps, args.device).eval()
     batches = _batches(test, _HELD_OUT, seed=1).to(args.device)
-    stock = _perplexity(model, batches)
+    stock, _ = _judged(model, model, batches)
     print(f"float32: {stock:.4f}")
     for group in _GROUPS:
         for method in METHODS:
             quantised = copy.deepcopy(model)
             torchweld.quantize_(quantised, torchweld.Int4(group, method=method))
-            found = _perplexity(quantised, batches)
+            found, divergence = _judged(quantised, model, batches)
             size = "whole rows" if group is None else f"groups of {group}"
-            print(f"{method}, {size}: {found:.4f}, {100 * (found / stock - 1):+.2f} %")
+            change = f"{100 * (found / stock - 1):+.2f} %"
+            print(f"{method}, {size}: {found:.4f}, {change}, divergence {divergence:.2e}")
 
 
 if __name__ == "__main__":
