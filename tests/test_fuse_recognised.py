@@ -140,7 +140,7 @@ def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm):
     with Calls() as calls:
         logits, grads = step(model)
     assert calls.names["torchweld::rms_norm_forward"] == 1
-    assert calls.names["torchweld::gated_mlp_forward"] == 1
+    assert calls.names["torchweld::gated_mlp_backward"] == 1
     want, want_grads = step(stock)
     assert_close(logits, want, rtol=1e-5, atol=1e-5)
     for grad, want_grad in zip(grads, want_grads, strict=True):

@@ -155,7 +155,7 @@ def test_sft_trainer(tmp_path, case):
         if index == 0:
             # Two steps of two batches, computed twice with gradient checkpointing.
             count = 4 * LAYERS * (1 + packing)
-            whole = ["gated_mlp_forward", "rms_norm_linears_forward"]
+            whole = ["gated_linear_pair_forward", "rms_norm_linears_forward"]
             ops = ["attention_forward", *(["gated_activation"] if lora else whole)]
             assert {op: calls.names[f"torchweld::{op}"] for op in ops} == dict.fromkeys(ops, count)
     assert_close(*(torch.tensor(each) for each in found), rtol=1e-4, atol=1e-4)

@@ -35,7 +35,7 @@ _BACK_ENDS = {
 }
 
 
-# Of query, key and value (batch, nheads, seqlen, head_dim).
+# A function of query, key and value (batch, nheads, seqlen, head_dim).
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
