@@ -72,7 +72,9 @@ def _round_groups(groups: Tensor, dtype: torch.dtype, method: str) -> tuple[Tens
     low = groups.amin(-1, keepdim=True).clamp(max=0)
     high = groups.amax(-1, keepdim=True).clamp(min=0)
     span = high - low
-    kept = torch.where(span.isinf(), high / 15 - low / 15, span / 15).to(dtype)
+    # NOTE: a GPU multiplies by the reciprocal of a Python number, and would find other scales.
+    steps = torch.full_like(span, 15.0)
+    kept = torch.where(span.isinf(), high / steps - low / steps, span / steps).to(dtype)
     scale = kept.to(groups.dtype)
     zero = (-low / torch.where(scale > 0, scale, 1.0)).round().clamp(0, 15)
     scale, codes = _codes(groups, scale, zero, high, dtype)
