@@ -38,6 +38,12 @@ def logits_and_gradient(model: nn.Module) -> tuple[Tensor, Tensor]:
     return logits.detach(), full_tensor(grad) if isinstance(grad, DTensor) else grad
 
 
+def codes_in(model: nn.Module) -> int:
+    """The number of bytes of codes, without the padding of the layout for kernels."""
+    layers = (m for m in model.modules() if isinstance(m, Int4Linear))
+    return sum(layer.portable()[0].numel() for layer in layers)
+
+
 def tensor_parallel(mesh: DeviceMesh) -> None:
     """Columns and rows of whole groups, one group a row among them; each process has half."""
     for group in (8, 16, None):
@@ -46,12 +52,11 @@ def tensor_parallel(mesh: DeviceMesh) -> None:
             if isinstance(layer, Int4Linear) and layer.bias is not None:
                 layer.bias.normal_(generator=torch.Generator(DEVICE).manual_seed(0))
         wanted = logits_and_gradient(model)
-        whole = sum(m.qweight.numel() for m in model.modules() if isinstance(m, Int4Linear))
+        whole = codes_in(model)
         assert parallelize(model, mesh) is model
         names = {type(m).__name__ for m in model.modules() if isinstance(m, Int4Linear)}
         assert names == {"ColumnInt4Linear", "RowInt4Linear"}
-        part = sum(m.qweight.numel() for m in model.modules() if isinstance(m, Int4Linear))
-        assert part * mesh.size() == whole
+        assert codes_in(model) * mesh.size() == whole
         for got, ref in zip(logits_and_gradient(model), wanted, strict=True):
             assert_close(got, ref, rtol=1e-4, atol=1e-4)
 
@@ -147,7 +152,10 @@ def sharded_codes_in_mixed_precision(mesh: DeviceMesh) -> None:
         with refused(RuntimeError, "an Int4Linear with codes as parameters must stay torch.bfloa"):
             model.float()
     fully_sharded(ours, mesh, mp_policy=policy)
-    assert torch.equal(ours(input_ids=ids).logits, stock(input_ids=ids).logits)
+    got, ref = ours(input_ids=ids).logits, stock(input_ids=ids).logits
+    # On a GPU the layouts of the codes differ, and so do the kernels.
+    tolerance = 0.0 if DEVICE == "cpu" else 2e-2
+    assert_close(got, ref, rtol=tolerance, atol=tolerance)
     fully_sharded(wrong, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     with refused(RuntimeError, "qweight must stay torch.bfloat16, whose bits are 4-bit codes, but"):
         wrong(input_ids=ids)
