@@ -119,16 +119,23 @@ def test_floats_are_quantised_as_they_are_read(floats, device_map, skip, monkeyp
     assert_same_bits(logits(load(folder / "codes")), logits(model))
 
 
-def test_a_weight_that_the_checkpoint_lacks_is_quantised_too(floats):
-    """transformers initialises it, and says so."""
+def change_file(folder, name, change):
+    """Changes the state_dict of the file that has a tensor."""
     from safetensors.torch import load_file, save_file
 
-    model, folder = floats
-    lost = "model.layers.0.mlp.up_proj.weight"
     for file in folder.glob("*.safetensors"):
         state = load_file(file)
-        if state.pop(lost, None) is not None:
+        if name in state:
+            change(state)
             save_file(state, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("lost", ["mlp.up_proj.weight", "self_attn.q_proj.bias"])
+def test_a_layer_that_the_checkpoint_lacks_is_quantised_too(floats, lost):
+    """transformers initialises it, and says so."""
+    model, folder = floats
+    lost = f"model.layers.0.{lost}"
+    change_file(folder, lost, lambda state: state.pop(lost))
     config = TorchweldInt4Config(GROUP)
     loaded, info = load(folder, quantization_config=config, output_loading_info=True)
     assert info["missing_keys"] == {lost}
@@ -169,3 +176,14 @@ def test_layers_are_offloaded_from_a_gpu(saved, buffers):
     torch.testing.assert_close(got, logits(model), rtol=1e-3, atol=1e-3)
     loaded.save_pretrained(folder / "again")
     assert_same_bits(logits(load(folder / "again")), logits(model))
+
+
+def test_a_weight_of_another_shape_is_refused(floats, caplog):
+    """transformers logs the reason, and raises."""
+    caplog.set_level("WARNING", "transformers")
+    _, folder = floats
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_file(folder, name, lambda state: state.update({name: torch.ones(64, 128)}))
+    with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+        load(folder, quantization_config=TorchweldInt4Config(GROUP))
+    assert "up_proj.weight must be (128, 64), but got (64, 128)" in caplog.text

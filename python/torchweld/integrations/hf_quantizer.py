@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchweld._library import require
 from torchweld.nn import Int4Linear
@@ -189,19 +189,32 @@ class _QuantizeLayer(ConversionOps):
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        ((name, weight),) = input_dict.items()
+        left = {}
+        for name, given in input_dict.items():
+            weight = given[0] if isinstance(given, list) else given
+            if not self._replaced(model, name, weight):
+                left[name] = given
+            elif missing_keys is not None:
+                missing_keys.discard(name)
+        return left
+
+    def _replaced(self, model: nn.Module, name: str, weight: Tensor) -> bool:
         path = name.rpartition(".")[0]
+        if not self.quantizer.param_needs_quantization(model, name):
+            return False
         old = model.get_submodule(path)
-        if not isinstance(old, Int4Linear):  # else a shared layer's second path
-            # A bias comes before the weight, because transformers sorts the names.
-            if old.bias is not None and old.bias.is_meta:
-                return input_dict
-            weight = (weight[0] if isinstance(weight, list) else weight).to(old.weight.dtype)
-            config = self.quantizer.quantization_config.int4()
-            replace_layer(model, self.quantizer.plan[path], config, weight)
-        if missing_keys is not None:
-            missing_keys.discard(name)
-        return {}
+        if isinstance(old, Int4Linear):  # a shared layer's second path
+            return True
+        if weight.shape != old.weight.shape:
+            expected, got = tuple(old.weight.shape), tuple(weight.shape)
+            raise ValueError(f"torchweld: {name} must be {expected}, but got {got}")
+        # A bias comes before the weight, because transformers sorts the names.
+        if old.bias is not None and old.bias.is_meta:
+            return False
+        config = self.quantizer.quantization_config.int4()
+        weight = weight.to(old.weight.dtype)
+        replace_layer(model, self.quantizer.plan[path], config, weight)
+        return True
 
 
 def register_quantizer() -> None:
