@@ -172,6 +172,9 @@ def sharded_codes_in_a_state_dict(mesh: DeviceMesh) -> None:
     state = ours.state_dict()
     codes = next(tensor for name, tensor in state.items() if name.endswith("qweight"))
     assert isinstance(codes, DTensor) and codes.dtype == torch.int32
+    with refused(RuntimeError, "zero must be int32, but got torch.int64"):
+        wrong = {name: t.long() if name.endswith("zero") else t for name, t in state.items()}
+        ours.load_state_dict(wrong)
     other.load_state_dict(state)
     plain = with_adapters()
     for layer in int4_layers(plain):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchweld.nn import Int4Linear
+from torchweld.ops.int4_checks import state_errors
 
 _CODES = ("qweight", "zero")
 
@@ -94,10 +95,17 @@ class ParameterInt4Linear(Int4Linear):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        state_dict.pop(prefix + "weight", None)
+        words = torch.empty(0, dtype=torch.int32, device="meta")
+        expected = {**self._parameters, **dict.fromkeys(_CODES, words)}
+        tensors = [(name, tensor) for name, tensor in expected.items() if tensor is not None]
+        weight = state_dict.pop(prefix + "weight", None)
+        if wrong := state_errors(prefix, weight, state_dict, tensors):
+            error_msgs = args[-1]
+            error_msgs += wrong
+            return
         for name in _CODES:
-            given = state_dict.get(prefix + name)
-            if given is not None and given.dtype == torch.int32:
+            if prefix + name in state_dict:
+                given = state_dict[prefix + name]
                 state_dict[prefix + name] = _viewed(given, self.stored_dtype)
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args, **kwargs)
 
