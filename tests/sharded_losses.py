@@ -184,6 +184,9 @@ def refusals(mesh: DeviceMesh) -> None:
     smooth = torchweld.nn.LinearCrossEntropy(16, 64, label_smoothing=0.1).to(DEVICE)
     with refused(ValueError, "label_smoothing must be 0, but got 0.1"):
         parallelize_module(smooth, mesh, VocabParallel())
+    stored = torchweld.nn.LinearCrossEntropy(16, 64, keep="gradients").to(DEVICE)
+    with refused(ValueError, "keep must be 'auto', 'exponentials' or 'nothing'"):
+        parallelize_module(stored, mesh, VocabParallel())
 
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:

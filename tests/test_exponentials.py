@@ -38,6 +38,12 @@ def test_options(device, dtype, reduction, options):
     check_op(OP, made(device, dtype, (2, 9), 70, 24, ignored=3), kwargs, eager=False)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_label_smoothing_of_recomputed_logits(device, reduction):
+    kwargs = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.05, "keep": "nothing"}
+    check_op(OP, made(device, BF16, (2, 9), 70, 24, ignored=3), kwargs, eager=False)
+
+
 @pytest.mark.parametrize("keep", ["exponentials", "nothing"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
@@ -71,12 +77,14 @@ def test_logits_far_above_the_target(device, features, apart):
         assert error < 0.02
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("keep", ["exponentials", "nothing"])
-def test_ignored_rows_may_hold_anything(device, keep):
+def test_ignored_rows_may_hold_anything(device, keep, label_smoothing):
     args = made(device, BF16, (6,), 33, 8, ignored=2)
     for value in (torch.inf, torch.nan):
         for reduction in ("sum", "none"):
-            assert_ignored_rows_may_hold(value, args, {"reduction": reduction, "keep": keep})
+            kwargs = {"reduction": reduction, "keep": keep, "label_smoothing": label_smoothing}
+            assert_ignored_rows_may_hold(value, args, kwargs)
 
 
 def test_nan_spreads_as_in_torch(device):

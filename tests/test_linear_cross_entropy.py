@@ -375,5 +375,7 @@ def test_backward_ops_refuse_bad_gradients(device):
         ops.linear_token_logprobs_backward(lse, x, weight, target, lse, None, None, lse, **wanted)
     with pytest.raises(RuntimeError, match="reduction must be 'mean' or 'sum', but got 'none'"):
         ops.linear_cross_entropy_gradients_forward(x, weight, target, reduction="none", **wanted)
+    with pytest.raises(RuntimeError, match="keep must be 'exponentials' or 'auto', but got 'all'"):
+        ops.linear_cross_entropy_exponentials_forward(x, weight, target, keep="all")
     with pytest.raises(RuntimeError, match="dloss must be a scalar"):
         ops.linear_cross_entropy_gradients_backward(lse, x, weight, lse)

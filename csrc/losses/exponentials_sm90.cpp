@@ -2,7 +2,6 @@
 #ifdef TORCHWELD_CUDA
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/addr.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/sum.h>
@@ -133,16 +132,17 @@ struct SumsBuffer {
   }
 };
 
-// Computes to = factor * dloss * from, with one factor and one dloss per row. If `offset`
-// (columns,) is defined, adds dloss * offset. The result has the dtype of `from`.
+// Computes to = factor * dloss * from, with one factor and one dloss per row. If `row_offset`
+// (rows,) is defined, adds its product with `offset` (columns,). `from` is bf16 or fp32, and `to`
+// is bf16.
 void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, const Tensor& dloss,
-                const Tensor& offset = {}) {
+                const Tensor& row_offset = {}, const Tensor& offset = {}) {
   if (to.numel() == 0) return;
-  launch_scale_rows(
-      {from.size(0), from.size(1), const_data<void>(from), from.stride(0), mutable_data<void>(to),
-       to.stride(0), const_data<float>(factor), const_data<float>(dloss), dloss.stride(0),
-       offset.defined() ? const_data<float>(offset) : nullptr},
-      current_stream());
+  launch_scale_rows({from.size(0), from.size(1), const_data<void>(from), from.stride(0),
+                     from.scalar_type() == at::kFloat, mutable_data<void>(to), to.stride(0),
+                     const_data<float>(factor), const_data<float>(dloss), dloss.stride(0),
+                     optional_data(row_offset), optional_data(offset)},
+                    current_stream());
 }
 
 // Returns the first `columns` columns of y as a matmul operand. In memory each row is padded with
@@ -160,19 +160,18 @@ void vector_product_into(const Tensor& to, const Tensor& vector, const Matrix& m
   matmul_into(Matrix(to.view({1, to.size(0)})), Matrix(row), matrix.t(), epilogue);
 }
 
-// The term of the gradient that is the same for all logits of a row: -uniform * dloss.
+// The term of the gradient that is the same for all logits of a row.
 struct UniformTerm {
-  double uniform;
   Tensor each;  // (rows,): -uniform * dloss, 0 for an ignored row; undefined if uniform is 0
 
-  UniformTerm(double uniform, const Tensor& factor, const Tensor& dloss) : uniform(uniform) {
+  UniformTerm(double uniform, const Tensor& factor, const Tensor& dloss) {
     if (uniform != 0) each = (dloss * -uniform).masked_fill_(factor.eq(0), 0);
   }
 
-  // Returns the offset (K,) of scale_rows for dx.
-  Tensor offset_of_dx(const Tensor& weight) const {
+  // Returns the sum (K,) of the rows of weight, which times `each` is the term of dx.
+  Tensor sum_of_rows(const Tensor& weight) const {
     if (!each.defined()) return {};
-    return weight.sum(0, /*keepdim=*/false, at::kFloat).mul_(-uniform);
+    return weight.sum(0, /*keepdim=*/false, at::kFloat);
   }
   // Returns the row (K,) that is added to all rows of dweight. `scaled` is factor * dloss * x.
   // NOTE: the sum divides by factor * dloss again, because x may hold NaN in ignored rows, where
@@ -252,7 +251,7 @@ void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, c
   if (grads.wanted[0] && grads.dx.numel() > 0) {
     const Tensor dx = grads.dx.view({y.rows, x.size(-1)});
     matmul_into(dx, y, Matrix(weight).t());
-    scale_rows(dx, dx, kept.factor, dloss, term.offset_of_dx(weight));
+    scale_rows(dx, dx, kept.factor, dloss, term.each, term.sum_of_rows(weight));
   }
   if (grads.wanted[1]) {
     const Tensor rows = chunked_rows(x);
@@ -291,11 +290,13 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
   // The limit of the total memory of three tensors: y for a block of columns, dx in fp32, and the
-  // scaled rows of x.
+  // scaled rows of x. The scaled rows use the memory of the result dx, which is written last.
   constexpr int64_t kBytes = 280 << 20, kMinTiles = 8;
-  const int64_t others = m * k * ((grads.wanted[0] ? 4 : 0) + (grads.wanted[1] ? 2 : 0));
-  const int64_t tiles =
-      std::clamp<int64_t>((kBytes - others) / (m * columns * 2), kMinTiles, divide_up(n, columns));
+  const int64_t others = m * k * (grads.wanted[0] ? 4 : 2);
+  const int64_t max_tiles = std::max((kBytes - others) / (m * columns * 2), kMinTiles);
+  // All blocks have about the same number of columns.
+  const int64_t all_tiles = divide_up(n, columns);
+  const int64_t tiles = divide_up(all_tiles, divide_up(all_tiles, max_tiles));
   const Tensor y = at::empty({m, tiles * columns}, operands.x.options());
   const SumsBuffer buffer(operands, tiles, false);
   const Tensor factor = at::empty({m}, operands.vectors.options());
@@ -315,7 +316,7 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
   Tensor dx, scaled;
   if (grads.wanted[0]) dx = at::empty({m, k}, operands.vectors.options());
   if (grads.wanted[1]) {
-    scaled = at::empty({m, k}, operands.x.options());
+    scaled = grads.wanted[0] ? grads.dx.view({m, k}) : at::empty({m, k}, operands.x.options());
     scale_rows(operands.x, scaled, factor, dloss);
   }
   const UniformTerm term(uniform, factor, dloss_rows);
@@ -333,8 +334,20 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
     launch_gradient_targets(rows, out, current_stream());
     const Matrix exponentials = exponentials_of(y, count);
     if (grads.wanted[0]) {
-      const Tensor part = y.narrow(1, 0, count), words = operands.weight.narrow(0, first, count);
-      wide_product_into(dx, part, words, /*add=*/first > 0);
+      const Tensor words = operands.weight.narrow(0, first, count);
+      // NOTE: for a K that is not a multiple of 16 bytes, cuBLAS may choose a much slower kernel.
+      // A second product adds the last columns.
+      const int64_t whole = count / kChunkElems * kChunkElems;
+      bool add = first > 0;
+      if (whole > 0) {
+        wide_product_into(dx, y.narrow(1, 0, whole), words.narrow(0, 0, whole), add);
+        add = true;
+      }
+      if (whole < count) {
+        const Tensor last = at::zeros({kChunkElems, k}, words.options());
+        last.narrow(0, 0, count - whole).copy_(words.narrow(0, whole, count - whole));
+        wide_product_into(dx, y.narrow(1, whole, kChunkElems), last, add);
+      }
     }
     if (grads.wanted[1]) {
       matmul_into(grads.dweight.narrow(0, first, count), exponentials.t(), Matrix(scaled).t(),
@@ -345,10 +358,8 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
     }
   }
   if (grads.wanted[0]) {
-    const Tensor each = (factor * dloss).unsqueeze(1);
-    dx.mul_(each).masked_fill_(factor.eq(0).unsqueeze(1), 0);
-    if (uniform != 0) dx.addr_(term.each, operands.weight.sum(0, /*keepdim=*/false, at::kFloat));
-    grads.dx.copy_(dx.view(grads.dx.sizes()));
+    scale_rows(dx, grads.dx.view({m, k}), factor, dloss, term.each,
+               term.sum_of_rows(operands.weight));
   }
 }
 

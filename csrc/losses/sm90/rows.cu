@@ -226,23 +226,30 @@ __global__ void __launch_bounds__(kThreads)
   if (row < p.rows) store_target_term(p, out, row);
 }
 
+template <typename From>
 __global__ void __launch_bounds__(kThreads) scale_rows_kernel(ScaledRows p) {
   const int64_t row = blockIdx.x;
-  float factor = p.factor[row], scale = 0;
+  float factor = p.factor[row], row_offset = 0;
   if (factor != 0) {
-    scale = p.scale[row * p.scale_stride];
-    factor *= scale;
+    factor *= p.scale[row * p.scale_stride];
+    if (p.row_offset != nullptr) row_offset = p.row_offset[row];
   }
-  const T* g_from = static_cast<const T*>(p.from) + row * p.from_row_stride;
+  const From* g_from = static_cast<const From*>(p.from) + row * p.from_row_stride;
   T* g_to = static_cast<T*>(p.to) + row * p.to_row_stride;
   for (int64_t j = threadIdx.x * kElems; j < p.columns; j += kThreads * kElems) {
     float v[kElems];
-    to_floats<T>(v, load_words(g_from + j));
+    if constexpr (sizeof(From) == sizeof(float)) {
+      const Vec<float, kElems> values = load_vec<float, kElems>(g_from + j);
+#pragma unroll
+      for (int i = 0; i < kElems; ++i) v[i] = values.values[i];
+    } else {
+      to_floats<T>(v, load_words(g_from + j));
+    }
 #pragma unroll
     for (int i = 0; i < kElems; ++i) v[i] = factor == 0 ? 0.f : v[i] * factor;
-    if (p.offset != nullptr && scale != 0) {
+    if (row_offset != 0) {
 #pragma unroll
-      for (int i = 0; i < kElems; ++i) v[i] = fmaf(scale, p.offset[j + i], v[i]);
+      for (int i = 0; i < kElems; ++i) v[i] = fmaf(row_offset, p.offset[j + i], v[i]);
     }
     *reinterpret_cast<uint4*>(g_to + j) = words_of<T>(v);
   }
@@ -280,7 +287,8 @@ void launch_gradient_targets(const ExponentialRows& p, const ExponentialResults&
 }
 
 void launch_scale_rows(const ScaledRows& p, cudaStream_t stream) {
-  launch_kernel(scale_rows_kernel, Grid(p.rows, kThreads), stream, p);
+  const auto kernel = p.from_fp32 ? scale_rows_kernel<float> : scale_rows_kernel<T>;
+  launch_kernel(kernel, Grid(p.rows, kThreads), stream, p);
   check_launch("scale_rows");
 }
 

@@ -72,19 +72,21 @@ void launch_gradient_factors(const ExponentialRows& p, const ExponentialResults&
 void launch_gradient_targets(const ExponentialRows& p, const ExponentialResults& results,
                              cudaStream_t stream);
 
-// The parameters of the kernel that computes to = factor * scale * from + scale * offset, with one
-// factor and one scale per row, and one offset per column. If the factor of a row is 0, the result
-// is 0 even if `from` has inf or NaN in this row.
+// The parameters of the kernel that computes to = factor * scale * from + row_offset * offset, with
+// one factor, scale and row_offset per row, and one offset per column. If the factor of a row is 0,
+// the result is 0 even if `from` has inf or NaN in this row.
 struct ScaledRows {
   int64_t rows, columns;
   const void* from;
   int64_t from_row_stride;
+  bool from_fp32;  // whether `from` is fp32 instead of bf16; `to` is bf16
   void* to;
   int64_t to_row_stride;
-  const float* factor;   // (rows,)
-  const float* scale;    // (rows,)
-  int64_t scale_stride;  // 0 if all rows share one scale
-  const float* offset;   // (columns,), or nullptr
+  const float* factor;      // (rows,)
+  const float* scale;       // (rows,)
+  int64_t scale_stride;     // 0 if all rows share one scale
+  const float* row_offset;  // (rows,), or nullptr
+  const float* offset;      // (columns,), or nullptr if row_offset is
 };
 void launch_scale_rows(const ScaledRows& p, cudaStream_t stream);
 
