@@ -134,7 +134,8 @@ struct RowsCpu {
         block_sum = sums.total();
       });
       const T raised = block_max > max ? block_max : max;
-      sum = sum * factor(max, raised) + block_sum * factor(block_max, raised);
+      sum = first == 0 ? block_sum
+                       : sum * factor(max, raised) + block_sum * factor(block_max, raised);
       max = raised;
     }
     // If all logits of a row are -inf, the results of the row are NaN, as in torch.
