@@ -27,22 +27,22 @@ def fuse(
     """Rewires a Hugging Face model in place to run torchweld's ops.
 
     Of every model it switches the attention (``attn_implementation="torchweld"``) and replaces the
-    RMSNorms and gated MLPs that it recognises by their parts, if a small random copy of the module
-    computes the same results and gradients as the op. Of Llama, Mistral, Qwen2, Qwen3, Gemma 1 to
-    3, Phi-3, OLMo-2, SmolLM3, Granite and GLM-4 it replaces the norms (:func:`torchweld.rms_norm`,
-    with the residual's sum :func:`torchweld.add_rms_norm`, with query, key and value
-    :func:`torchweld.rms_norm_linears`), the rotary embedding (:func:`torchweld.rotary`) and the
-    MLP's products and gate (:func:`torchweld.gated_mlp`); of GPT-2 ``ln_1 -> attn.c_attn`` and
-    ``ln_2 -> mlp.c_fc -> mlp.act`` (both :func:`torchweld.layer_norm_linear`, on the Conv1D weights
-    as they are). PEFT's LoRA layers add their adapter's product to that of the base layer, and the
-    MLP around them keeps its gate (:func:`torchweld.gated_activation`); call fuse after
-    ``get_peft_model``. Parameters, their names, state_dict, optimizers, save_pretrained and
-    config.json stay as they were. What can't be replaced safely stays stock and is listed with the
-    reason: a class that does not take its attention from transformers' AttentionInterface, layers
-    that choose their keys, hooks (accelerate's offloading too), quantised layers, parameters that
-    are sharded otherwise than by ``parallelize`` or ``fully_shard``, mixed dtypes, blocks of GPT-2
-    whose parts the model uses in several places, an activation without a fused form, a device that
-    this build has no kernel for.
+    RMSNorms, gated MLPs, rotary embeddings and residual additions that it recognises by their
+    modules, if a small random copy of the module computes the same results and gradients. Of Llama,
+    Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo-2, SmolLM3, Granite and GLM-4 it replaces the
+    norms (:func:`torchweld.rms_norm`, with the residual's sum :func:`torchweld.add_rms_norm`, with
+    query, key and value :func:`torchweld.rms_norm_linears`), the rotary embedding
+    (:func:`torchweld.rotary`) and the MLP's products and gate (:func:`torchweld.gated_mlp`); of
+    GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc -> mlp.act`` (both
+    :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). PEFT's LoRA layers add
+    their adapter's product to that of the base layer, and the MLP around them keeps its gate
+    (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Parameters, their
+    names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be
+    replaced safely stays stock and is listed with the reason: a class that does not take its
+    attention from transformers' AttentionInterface, layers that choose their keys, hooks
+    (accelerate's offloading too), quantised layers, parameters that are sharded otherwise than by
+    ``parallelize`` or ``fully_shard``, mixed dtypes, blocks of GPT-2 whose parts the model uses in
+    several places, an activation without a fused form, a device that this build has no kernel for.
 
     The report is measured: what the layers run on the sample batch counts. A layer that ran SDPA
     there is listed with the reason, and a model of which no layer runs an op stays stock.

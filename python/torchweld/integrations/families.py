@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from . import causal_lm, decoder, decoder_mlp, gpt2_block, gpt2_head, lora, recognised
+from . import (
+    causal_lm,
+    decoder,
+    decoder_mlp,
+    gpt2_block,
+    gpt2_head,
+    lora,
+    recognised,
+    recognised_layers,
+)
 from .part import is_fused, stock_class
 
 
@@ -159,11 +168,12 @@ def find_part(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
     if is_fused(module):
         return part_of(module)
     stock = stock_class(module)
-    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or recognised.find(module)
+    found = PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
+    return found or recognised.find(module) or recognised_layers.find(module)
 
 
 def _part_of(stock: type[nn.Module]) -> tuple[type[nn.Module], Any] | None:
-    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or recognised.part_of(stock)
+    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or recognised.register(stock)
 
 
 def fused_class(stock: type[nn.Module], part: Any = None) -> type[nn.Module]:

@@ -42,24 +42,26 @@ def plan(
             report.skipped.append((place.where, reason))
             continue
         report.ops[place.where] = projecting.get(module) or parent.label(module, row)
-        if parent is FusedLayer and "rotary" in kinds:
-            projecting |= _projecting_norm(module, row)
+        if issubclass(parent, FusedLayer) and "rotary" in kinds:
+            projecting |= _projecting_norm(module, row, probes)
         # A layer comes before the norm that it adds to.
         places |= dict.fromkeys(place.modules, place)
-    stock = {stock_class(module) for module in places if recognised.part_of(stock_class(module))}
+    stock = {stock_class(module) for module in places if recognised.register(stock_class(module))}
     if stock:
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in stock))
         report.notes.append(f"recognised by their parts, and compared on random inputs: {names}")
     return list(dict.fromkeys(places.values()))
 
 
-def _projecting_norm(layer: nn.Module, row: Any) -> dict[nn.Module, str]:
+def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Module, str]:
     """The norm in front of the projections, and the op in which it runs; {} if there is none."""
-    norm, part = getattr(layer, row.before_attention), part_of(layer.self_attn)
-    if part is None or hooked(norm) or hooked(layer.self_attn):
+    attn, norm = layer.self_attn, getattr(layer, row.before_attention)
+    part = find_part(attn)
+    if part is None or part[0].kind != "rotary" or hooked(norm) or hooked(attn):
         return {}
-    layers = projection_layers(layer.self_attn, part[1])
-    if part[0].refusal(layer.self_attn, part[1]) is not None:
+    layers = projection_layers(attn, part[1])
+    reason = part[0].refusal(attn, part[1])
+    if reason or part[0].probe(attn, part[1], next(attn.parameters()), probes):
         return {}
     called = why_called(layers)
     if called:

@@ -1,20 +1,16 @@
-"""Parts of models that the table of families lacks: RMSNorms and gated MLPs by their structure.
+"""Parts of models that the table of families lacks: recognised by structure, then compared.
 
-A module with the parts of an RMSNorm or of a gated MLP is compared with the fused part: a twin of
-its class, with small random weights, computes results and gradients of random inputs of several
-magnitudes. Where the two differ, the module stays stock.
+A module with the parts of an RMSNorm or of a gated MLP is compared with the fused part
+(:mod:`.twins`). Where the two differ, the module stays stock.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from . import twins
 from .decoder import FusedNorm, Norm
 from .decoder_mlp import MLP, FusedMLP
 from .modules import activation_name
@@ -24,17 +20,7 @@ from .probes import Probes
 _EPS = ("variance_epsilon", "eps", "epsilon")
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-)
-_WIDTH, _HIDDEN = 16, 24  # of the twins
-# Relative to the largest value of a result. The fused part rounds at other places.
-_STRICT, _LOOSE = 2e-5, 2e-2
+_HIDDEN = 24  # of the twin of an MLP
 
 Found = tuple[type[nn.Module], Any]
 _found: dict[type[nn.Module], Found] = {}
@@ -48,42 +34,91 @@ def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.M
     return cls.__new__(cls)
 
 
-class _Recognised:
-    """What is added to a part: any way to call it, pickles, and the comparison with its class."""
+class Recognised:
+    """Pickles a part whose class is in no table."""
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        cls = next(cls for cls in type(self).__mro__ if STOCK in vars(cls))
+        _, _, *state = super().__reduce_ex__(protocol)
+        return new_fused, (getattr(cls, STOCK), cls.__bases__[0], getattr(cls, ROW)), *state
+
+
+class _OfOneInput(Recognised):
+    """Runs the stock forward of any other call than one with a tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return super().forward(args[0])
         return stock_forward(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        cls = type(self)
-        _, _, *state = super().__reduce_ex__(protocol)
-        parent = next(base for base in cls.__mro__ if base in (RecognisedNorm, RecognisedMLP))
-        return new_fused, (getattr(cls, STOCK), parent, getattr(cls, ROW)), *state
 
-
-class RecognisedNorm(_Recognised, FusedNorm):
+class RecognisedNorm(_OfOneInput, FusedNorm):
     """An RMSNorm of another class, which multiplies by the weight or by 1 + the weight."""
 
     @staticmethod
     def probe(module: nn.Module, row: Norm, weight: Tensor, probes: Probes) -> str | None:
-        reason = FusedNorm.probe(module, row, weight, probes)
-        return reason or probes.once(_key(module), lambda: _difference(module, _norm_twin, weight))
+        return FusedNorm.probe(module, row, weight, probes) or compared(
+            module, NORM, row, weight, probes
+        )
 
 
-class RecognisedMLP(_Recognised, FusedMLP):
+class RecognisedMLP(_OfOneInput, FusedMLP):
     """A gated MLP of another class."""
 
     @staticmethod
     def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
-        reason = FusedMLP.probe(module, row, weight, probes)
-        return reason or probes.once(_key(module), lambda: _difference(module, _mlp_twin, weight))
+        return FusedMLP.probe(module, row, weight, probes) or compared(
+            module, MLPS, row, weight, probes
+        )
 
 
-def part_of(stock: type[nn.Module]) -> Found | None:
-    """The fused parent and the row of a class that :func:`find` has seen."""
+def compared(
+    module: nn.Module, kind: twins.Kind, row: Any, weight: Tensor, probes: Probes
+) -> str | None:
+    """:func:`.twins.difference`, once for all modules of a class with the same attributes."""
+    key = weight.device, weight.dtype, *twins.key_of(module)
+    return probes.once(key, lambda: twins.difference(module, kind, row, weight))
+
+
+def _norm_twin(module: nn.Module, random: twins.Random) -> nn.Module:
+    twin = fused_twin(module)
+    twin.weight = nn.Parameter(random(twins.WIDTH))
+    return twin
+
+
+def _mlp_twin(module: nn.Module, random: twins.Random) -> nn.Module:
+    twin = fused_twin(module)
+    for name, child in module._modules.items():
+        if name in _LAYERS:
+            sizes = (_HIDDEN, twins.WIDTH) if name == "down_proj" else (twins.WIDTH, _HIDDEN)
+            child = random.linear(*sizes, like=child)
+        twin.add_module(name, child)
+    return twin
+
+
+def fused_twin(module: nn.Module) -> nn.Module:
+    """A twin with the fused class of a module."""
+    from .families import fused_class
+
+    return twins.bare_twin(module, fused_class(stock_class(module)))
+
+
+NORM = twins.Kind("an RMSNorm", _norm_twin, twins.run_of_one_input)
+MLPS = twins.Kind("a gated MLP", _mlp_twin, twins.run_of_one_input)
+
+
+def register(stock: type[nn.Module], found: Found | None = None) -> Found | None:
+    """The fused parent and the row of a class in no table; ``found`` sets them."""
+    if found is not None:
+        _found[stock] = found
     return _found.get(stock)
+
+
+def known(module: nn.Module) -> Found | None:
+    """The fused parent and the row of any module, None where it is no part."""
+    from .families import find_part
+
+    return find_part(module)
 
 
 def find(module: nn.Module) -> Found | None:
@@ -98,14 +133,11 @@ def find(module: nn.Module) -> Found | None:
     if not rows:
         return None
     if stock not in _found:
-        parent, twin = (
-            (RecognisedNorm, _norm_twin)
-            if isinstance(rows[0], Norm)
-            else (RecognisedMLP, _mlp_twin)
-        )
+        is_norm = isinstance(rows[0], Norm)
+        parent, kind = (RecognisedNorm, NORM) if is_norm else (RecognisedMLP, MLPS)
         for row in reversed(rows):
-            _found[stock] = parent, row
-            if _differs(module, twin, torch.device("cpu"), torch.float32, _STRICT) is None:
+            register(stock, (parent, row))
+            if twins.strict_difference(module, kind, row) is None:
                 break
     return _found[stock]
 
@@ -128,118 +160,3 @@ def _mlp_rows(module: nn.Module) -> list[MLP]:
         return []
     known = activation_name(module._modules[names[0]]) is not None
     return [MLP(packed=False, activation=names[0])] if known else []
-
-
-def _key(module: nn.Module) -> tuple[Any, ...]:
-    """What the forward of a module may depend on, beside its weights."""
-    simple = (bool, int, float, str, type(None))
-    values = {k: v for k, v in vars(module).items() if isinstance(v, simple) and k != "training"}
-    children = {name: type(child) for name, child in module._modules.items()}
-    weight = next(module.parameters())
-    return stock_class(module), weight.device, weight.dtype, *values.items(), *children.items()
-
-
-Twin = Callable[[nn.Module, torch.Generator], nn.Module]
-
-
-def _difference(module: nn.Module, twin: Twin, weight: Tensor) -> str | None:
-    """Why a module is not the fused part that its structure suggests, or None."""
-    cpu = torch.device("cpu")
-    return _differs(module, twin, cpu, torch.float32, _STRICT) or _differs(
-        module, twin, weight.device, weight.dtype, _LOOSE
-    )
-
-
-def _differs(
-    module: nn.Module, twin: Twin, device: torch.device, dtype: torch.dtype, tolerance: float
-) -> str | None:
-    stock = stock_class(module)
-    name = f"{stock.__module__}.{stock.__qualname__}"
-    kind = "an RMSNorm" if twin is _norm_twin else "a gated MLP"
-    try:
-        with _quietly(device):
-            for training in (False, True):
-                generator = torch.Generator().manual_seed(0)
-                ours = twin(module, generator).to(device, dtype).train(training)
-                magnitudes = torch.tensor([1e-3, 0.1, 1.0, 30.0], device="cpu")[:, None, None]
-                x = (_random(generator, 4, 3, _WIDTH) * magnitudes).to(device, dtype)
-                dy = _random(generator, 4, 3, _WIDTH).to(device, dtype)
-                results = [_run(ours, forward, x, dy) for forward in (ours, _stock_call(ours))]
-                worst = max(map(_apart, *results))
-                if not worst <= tolerance:
-                    return f"{name} has the parts of {kind} and computes something else"
-    except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
-        why = f"{type(error).__name__}: {text}"
-        return f"{name} has the parts of {kind} and can't be compared with one ({why})"
-    return None
-
-
-def _random(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
-
-
-def _stock_call(part: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: stock_forward(part, x)
-
-
-def _run(part: nn.Module, forward: Callable[[Tensor], Any], x: Tensor, dy: Tensor) -> list[Tensor]:
-    """The result of a part, and the gradients of x and of the part's parameters."""
-    x = x.clone().requires_grad_()
-    y = forward(x)
-    if type(y) is not Tensor or y.shape != dy.shape or y.dtype != dy.dtype:
-        raise TypeError(f"its result is {type(y).__name__}, not a tensor like its input")
-    return [y, *torch.autograd.grad(y, [x, *part.parameters()], dy)]
-
-
-def _apart(ours: Tensor, stock: Tensor) -> float:
-    """The largest difference along the first dim, relative to the largest value there."""
-    ours, stock = (
-        t.detach().double().cpu().flatten(1 if t.dim() > 2 else 0) for t in (ours, stock)
-    )
-    size = stock.abs().amax(-1).clamp_min(1e-30)
-    return float(((ours - stock).abs().amax(-1) / size).max())
-
-
-@contextlib.contextmanager
-def _quietly(device: torch.device) -> Iterator[None]:
-    """Gradients are on, autocast is off, and the state of random numbers comes back."""
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
-        yield
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """A fused module with the attributes of another, without hooks, parameters and children."""
-    from .families import fused_class
-
-    cls = fused_class(stock_class(module))
-    twin = cls.__new__(cls)
-    hooks = {name: OrderedDict() for name in _HOOKS}
-    twin.__dict__ = {**vars(module), **hooks, "_parameters": {}, "_modules": {}, "_buffers": {}}
-    return twin
-
-
-def _norm_twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    twin = _twin(module)
-    twin.weight = nn.Parameter(_random(generator, _WIDTH))
-    return twin
-
-
-def _mlp_twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    twin = _twin(module)
-    for name, child in module._modules.items():
-        if name not in _LAYERS:
-            twin.add_module(name, child)
-            continue
-        sizes = (_HIDDEN, _WIDTH) if name == "down_proj" else (_WIDTH, _HIDDEN)
-        layer = nn.Linear(*sizes, bias=getattr(child, "bias", None) is not None)
-        for parameter in layer.parameters():
-            parameter.data = _random(generator, *parameter.shape) / 4
-        twin.add_module(name, layer)
-    return twin
