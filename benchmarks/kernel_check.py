@@ -66,10 +66,12 @@ class Kernel:
 
 
 def find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME")
+    """The compiler that torch's build finds, or None."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    usual = Path("/usr/local/cuda/bin/nvcc")
     if home and (Path(home) / "bin" / "nvcc").exists():
         return str(Path(home) / "bin" / "nvcc")
-    return shutil.which("nvcc")
+    return shutil.which("nvcc") or (str(usual) if usual.exists() else None)
 
 
 def readable(symbols: list[str]) -> dict[str, str]:
@@ -170,7 +172,8 @@ def kept_reports(build: Path, csrc: Path) -> dict[str, dict]:
 
     Reports that are older than a file of csrc are left out.
     """
-    changed = max(path.stat().st_mtime for path in csrc.rglob("*") if path.suffix != ".pyc")
+    files = (path for path in csrc.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    changed = max(path.stat().st_mtime for path in files)
     found = {}
     for path in build.glob(f"**/*{REPORT_SUFFIX}"):
         report = json.loads(path.read_text())
@@ -222,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write every kernel's numbers there")
     parser.add_argument(
-        "--limit", type=float, default=20.0, help="processor seconds a file may take, all archs"
+        "--limit", type=float, default=30.0, help="processor seconds a file may take, all archs"
     )
     parser.add_argument("--all", action="store_true", help="print every kernel")
     args = parser.parse_args(argv)
