@@ -188,8 +188,8 @@ struct SplitBf16 {
 
  private:
   static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
-  // Returns `rounded`, unless x is finite but rounds to inf. In that case returns two copies of the
-  // upper 16 bits of x.
+  // Returns `rounded`, unless x is finite but rounds to inf as bf16. In that case both halves of
+  // the result are x truncated to bf16, and the caller takes the half that it needs.
   static __device__ __forceinline__ uint32_t cut(float x, uint32_t rounded) {
     // 2^128 - 2^119: fp32 values of at least this size round to inf in bf16.
     constexpr float kRoundsToInf = 3.3961775e38f;
