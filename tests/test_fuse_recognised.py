@@ -393,3 +393,9 @@ def test_an_attention_with_an_option_of_its_own():
                 layer.self_attn.span = span
         with torch.no_grad():
             assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bits_are_compared_too(device, dtype):
+    report = fuse(tiny_of("Ministral", device, dtype, head_dim=8), check=False)
+    assert not report.skipped and len(report.replaced) == 11
