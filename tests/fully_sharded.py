@@ -243,6 +243,34 @@ def decoders_sharded_first(mesh: DeviceMesh) -> None:
             assert len(torchweld.unfuse(ours)) == (len(report.replaced) if runs else 0)
 
 
+def adapters(mesh: DeviceMesh) -> None:
+    """LoRA of PEFT, fused before and after fully_shard."""
+    import peft
+
+    config = peft.LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
+    stock = peft.get_peft_model(tiny_grouped().to(DEVICE), config).train()
+    whole = copy.deepcopy(stock)
+    sum(labelled_loss(whole, ids) for ids in batches(2)).div(2).backward()
+    for before in (False, True):
+        ours = copy.deepcopy(stock)
+        if before:
+            torchweld.fuse(ours, check=False)
+        for layer in ours.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(ours, mesh=mesh)
+        if not before:
+            assert not torchweld.fuse(ours, check=False).skipped
+        ops: list[str] = []
+        with Names(ops):
+            labelled_loss(ours, batches(2)[dist.get_rank()]).backward()
+        assert ops.count("torchweld::gated_activation") == 2
+        assert ops.count("aten::addmm_") >= 14
+        for (path, p), want in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            assert (p.grad is None) == (want.grad is None), path
+            if p.grad is not None:
+                assert_close(full_tensor(p.grad), want.grad, rtol=1e-4, atol=1e-6)
+
+
 def labelled_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
@@ -438,6 +466,8 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
             packed_weights_are_not_lost,
             with_context_parallel,
         ]
+    elif importlib.util.find_spec("peft") is not None:
+        every.append(adapters)
     of_example = {
         "2": ["--tp 2", "--model llama --cp 2 --method ring", "--model llama --fsdp 2"],
         "2x2": ["--cp 2 --tp 2", "--model llama --fsdp 2 --tp 2"],
