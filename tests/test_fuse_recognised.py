@@ -381,11 +381,11 @@ def test_an_attention_with_an_option_of_its_own():
 
     cls = of_llama(attention={"forward": windowed})["attention"]
     model = with_class(cls, "self_attn")
-    for layer in model.model.layers:
-        layer.self_attn.span = 5
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.span = None if i else 5
     stock = copy.deepcopy(model)
     report = fuse(model)
-    assert "model.layers.0.self_attn.rotary" in report.replaced
+    assert not report.skipped
     ids = torch.arange(12)[None]
     for span in (5, 3):
         for each in (model, stock):
@@ -393,6 +393,14 @@ def test_an_attention_with_an_option_of_its_own():
                 layer.self_attn.span = span
         with torch.no_grad():
             assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_value_of_the_config_counts():
+    """Olmo clips query, key and value where its config says so; its class is compared anew."""
+    for clip, refused in ((None, 0), (1.0, 2)):
+        report = fuse(tiny_of("Olmo", clip_qkv=clip), only="rotary")
+        assert len(report.skipped) == refused, report
+        assert len(report.replaced) == 2 - refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -90,12 +90,12 @@ def find(module: nn.Module) -> Found | None:
 def _is_attention(module: nn.Module) -> bool:
     children = set(module._modules)
     norms = children & set(_HEAD_NORMS)
+    if children != {*_PROJECTIONS, "o_proj", *norms} or len(norms) not in (0, 2):
+        return False
     source = sys.modules.get(stock_class(module).__module__)
     signature = inspect.signature(stock_class(module).forward).parameters.values()
     return (
-        children == {*_PROJECTIONS, "o_proj", *norms}
-        and len(norms) in (0, 2)
-        and not module._parameters
+        not module._parameters
         and not module._buffers
         and all(hasattr(module, name) for name in ("head_dim", "scaling", "config", "layer_idx"))
         and all(
@@ -133,17 +133,19 @@ def _sources(module: nn.Module, given: dict[str, Any]) -> list[tuple[str, str | 
     for name, value in given.items():
         if name in _NOT_GIVEN:
             continue
-        places = [name, f"config.{name}", *vars(module)]
-        same = [p for p in places if p in (name, f"config.{name}") or not p.startswith("_")]
-        same = [p for p in same if _equal(_value(module, p), value)]
+        places = [name] if hasattr(module, name) else []
+        places += [f"config.{name}"] if hasattr(module.config, name) else []
+        places += [each for each in vars(module) if value is not None and not each.startswith("_")]
+        same = [place for place in places if _equal(_value(module, place), value)]
         if value is not None and not same:
             raise ValueError(f"its attention function is given {name}, which no attribute has")
-        found.append((name, same[0] if same and value is not None else None))
+        found.append((name, same[0] if same else None))
     return found
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b
+    simple = (bool, int, float, str, type(None))
+    return type(a) is type(b) and isinstance(a, simple) and a == b
 
 
 def _attention_twin(

@@ -181,8 +181,17 @@ def bare_twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
 
 def key_of(module: nn.Module) -> tuple[Any, ...]:
     """What the forward of a module may depend on, beside its weights."""
-    simple = (bool, int, float, str, type(None))
-    values = {k: v for k, v in vars(module).items() if isinstance(v, simple) and k != "training"}
-    children = {name: type(child) for name, child in module._modules.items()}
     stock = stock_class(module)
-    return stock, stock.forward, *values.items(), *children.items()
+    children = [(name, *_values(child)) for name, child in module._modules.items()]
+    return stock, stock.forward, tuple(_values(module)), *children
+
+
+def _values(module: nn.Module) -> list[tuple[str, str]]:
+    """A module's class and its attributes as texts, without parameters, hooks and children."""
+    found = [("class", repr(type(module)))]
+    for name, value in vars(module).items():
+        if name.startswith("_") or name == "training":
+            continue
+        text = value.to_dict() if hasattr(value, "to_dict") else value
+        found.append((name, repr(text)))
+    return found
