@@ -60,12 +60,13 @@ def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Modu
     if part is None or part[0].kind != "rotary" or hooked(norm) or hooked(attn):
         return {}
     layers = projection_layers(attn, part[1])
-    reason = part[0].refusal(attn, part[1])
-    if reason or part[0].probe(attn, part[1], next(attn.parameters()), probes):
+    if part[0].refusal(attn, part[1]) is not None:
         return {}
     called = why_called(layers)
     if called:
         return {norm: f"rms_norm ({row.before_attention}; {called})"}
+    if part[0].probe(attn, part[1], next(attn.parameters()), probes) is not None:
+        return {}
     return {norm: f"rms_norm_linears ({row.before_attention} -> {', '.join(layers)})"}
 
 
