@@ -33,26 +33,40 @@ void logits_into_cpu(const Tensor& z, const Tensor& x, const Tensor& weight) {
   });
 }
 
+// Returns the largest power of two that is at most n; n must be at least 1.
+inline int64_t floor_to_power_of_two(int64_t n) {
+  int64_t power = 1;
+  while (2 * power <= n) power *= 2;
+  return power;
+}
+
 // Computes dx (R, K) = dz (R, N) @ weight (N, K). The rows of dz must be padded to an even number
-// of elements if E is bf16. Each task sums over one range of N. The results of the ranges are added
-// at the end.
+// of elements if E is bf16. Each task sums over one range of N, for all columns or for one range of
+// columns. The results of the ranges of N are added at the end. The numbers of ranges are powers of
+// two, so that threads get equal work.
 template <typename E, typename T>
 Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& options) {
-  constexpr int64_t kMaxSlices = 16, kBlock = 256;
+  constexpr int64_t kMaxSlices = 16, kBlock = 256, kMinTasks = 4, kMinColumns = 64;
   const int64_t rows = dz.size(0), n = weight.size(0), k = weight.size(1);
   // The partial sums need at most an eighth of the memory of the logits.
-  const int64_t slices = std::clamp<int64_t>(n / (8 * std::max<int64_t>(k, 1)), 1, kMaxSlices);
+  const int64_t slices =
+      floor_to_power_of_two(std::clamp<int64_t>(n / (8 * std::max<int64_t>(k, 1)), 1, kMaxSlices));
   const int64_t slice = divide_up(divide_up(n, slices), kBlock) * kBlock;
+  const int64_t parts = std::max<int64_t>(kMinTasks / slices, 1);
+  const int64_t part_columns = divide_up(divide_up(k, parts), kMinColumns) * kMinColumns;
   const Tensor sums = at::empty({slices, rows, k}, options);
-  parallel_tasks(slices, [&](int64_t task) {
-    const Tensor sum = sums.select(0, task);
-    const int64_t end = std::min(n, (task + 1) * slice);
-    if (task * slice >= end) sum.zero_();
-    for (int64_t first = task * slice; first < end; first += kBlock) {
+  parallel_tasks(slices * parts, [&](int64_t task) {
+    const int64_t begin = task / parts * slice, end = std::min(n, begin + slice);
+    const int64_t column = task % parts * part_columns,
+                  columns = std::min(part_columns, k - column);
+    if (columns <= 0) return;
+    const Tensor sum = sums.select(0, task / parts).narrow(1, column, columns);
+    if (begin >= end) sum.zero_();
+    for (int64_t first = begin; first < end; first += kBlock) {
       const int64_t size = std::min(kBlock, end - first);
-      const RightOperand<E> block(weight.narrow(0, first, size));
-      loss_matmul(view_of<T>(sum), const_view_of<E>(dz).from(0, first), block.view(), rows, k,
-                  whole_pairs<E>(size), /*add=*/first > task * slice);
+      const RightOperand<E> block(weight.narrow(0, first, size).narrow(1, column, columns));
+      loss_matmul(view_of<T>(sum), const_view_of<E>(dz).from(0, first), block.view(), rows, columns,
+                  whole_pairs<E>(size), /*add=*/first > begin);
     }
     release_tiles<E>();
   });
