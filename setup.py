@@ -258,7 +258,7 @@ def extensions():
         ["csrc/module.cpp"],
         include_dirs=include,
         depends=depends,
-        extra_compile_args={"cxx": cxx},
+        extra_compile_args={"cxx": [*cxx, "-O1"]},  # compiles alone at the end of a build
     )
     # pybind11's headers come with torch, but the module itself must not need libtorch to load.
     introspection.libraries = []
