@@ -7,7 +7,7 @@ needs no edit here.
 Two kinds of files are written into build/generated and compiled from there. The instantiations that
 csrc/instantiations.py lists; and groups that include several files each, because a .cpp needs 4 s
 for torch's headers, and files of a group share the templates that they instantiate. In two groups
-the .cpp need 105 s of processor time, in four 135 s, one by one over 350 s.
+the .cpp need 105 s of processor time.
 
 The built package requires the minor release of torch that it was built with. With
 TORCHWELD_LOCAL_VERSION=1, which `make wheel` sets, the version names it too: 0.1.0+torch2.11.cu130.
