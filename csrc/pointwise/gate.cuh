@@ -11,19 +11,24 @@ namespace torchweld {
 template <typename T, int kCount>
 __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount], T (&dy)[kCount],
                                              Gate gate) {
-  float r_left[kCount], r_right[kCount], r_dy[kCount];
+  // NOTE: the fp32 values of a whole access would need more registers than an A100 has.
+  constexpr int kPart = kCount < 4 ? kCount : 4;
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    r_left[j] = to_float(left[j]);
-    r_right[j] = to_float(right[j]);
-    r_dy[j] = to_float(dy[j]);
-  }
-  gate_grad</*kExact=*/sizeof(T) == 4>(r_left, r_right, r_dy, gate);
+  for (int first = 0; first < kCount; first += kPart) {
+    float r_left[kPart], r_right[kPart], r_dy[kPart];
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    left[j] = from_float<T>(r_left[j]);
-    right[j] = from_float<T>(r_right[j]);
-    dy[j] = from_float<T>(r_dy[j]);
+    for (int j = 0; j < kPart; ++j) {
+      r_left[j] = to_float(left[first + j]);
+      r_right[j] = to_float(right[first + j]);
+      r_dy[j] = to_float(dy[first + j]);
+    }
+    gate_grad</*kExact=*/sizeof(T) == 4>(r_left, r_right, r_dy, gate);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) {
+      left[first + j] = from_float<T>(r_left[j]);
+      right[first + j] = from_float<T>(r_right[j]);
+      dy[first + j] = from_float<T>(r_dy[j]);
+    }
   }
 }
 
