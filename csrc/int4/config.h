@@ -31,7 +31,7 @@ struct Int4Tile {
   static constexpr bool kThreeSplits = false;
 
   // The number of blocks per SM. It is lower for fp32 x, because the three bf16 terms of x need
-  // registers.
+  // more registers.
   constexpr int blocks_per_sm(int elem_size) const {
     return elem_size == 4 ? (blocks + 1) / 2 : blocks;
   }

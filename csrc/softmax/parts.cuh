@@ -137,7 +137,7 @@ __device__ __forceinline__ auto exponent_of(const Mask& mask) {
 // NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Converts the values of an access to arguments of Exponent. Masked columns become -inf.
+// Converts the scores of one vector load to arguments of `exponent`. Masked columns become -inf.
 template <typename Mask, typename T, int kElems, typename ExponentT>
 __device__ __forceinline__ void unpack_scores(float (&r_to)[kElems], const Vec<T, kElems>& from,
                                               const KeyRange& live, int64_t first,

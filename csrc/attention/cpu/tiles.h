@@ -103,8 +103,8 @@ struct CpuAttention : CpuScores {
   }
 };
 
-// Sets `to` (columns, width) to the transpose of `from` (rows, columns). The elements of `to` for
-// missing rows (columns from `rows` on) become zero.
+// Sets `to` (columns, width) to `scale` times the transpose of `from` (rows, columns). Sets columns
+// [rows, width) of `to` to zero.
 template <typename T, typename acc_t>
 void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
                      int64_t row_stride, int64_t column_stride, acc_t scale = 1) {

@@ -8,8 +8,9 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// Loads the tiles of a work tile. `step` is the number of query tiles that have been loaded for
-// earlier work tiles. `kv_state` is the position of K and V.
+// Loads K and V of a work tile, and Q and dO of each of its query tiles. `step` is the number of
+// query tiles that have been loaded for earlier work tiles. `kv_state` is the stage and the phase
+// of the pipelines of K and V.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::Params& p,
                                                          BackwardSm90Shared<Config>& s,

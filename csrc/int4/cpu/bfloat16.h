@@ -145,8 +145,8 @@ struct Int4Bf16Rows {
     }
   }
 
-  // Returns a register with two copies of the 16-entry table. A lookup uses five bits of an index,
-  // so the result does not depend on the fifth bit.
+  // Returns a register with two copies of the 16-entry table. A lookup uses five bits of an index.
+  // The highest of them only selects the copy, so it does not change the result.
   static TW_BF16_TARGET inline __m512i lookup_table(const uint16_t* table) {
     return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table)));
   }

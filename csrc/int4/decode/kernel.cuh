@@ -141,8 +141,9 @@ struct Int4DecodeRange {
     const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
-    // Warp and tile indices increase together. Therefore the sum of the warp index and the tile
-    // index is a different slot for each pair.
+    // A later warp never begins at an earlier tile. Therefore the sum of the warp index and the
+    // tile index is different for each pair of a warp and a tile, and serves as the slot of their
+    // sums.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.split_k_blocks;
     k_block = (work.first_tile + begin_tile) * plan.k_blocks +

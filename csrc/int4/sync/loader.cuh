@@ -15,8 +15,7 @@ template <typename T, int kTile, bool kWholeChunks>
 class Int4Loader {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
   static constexpr int kThreads = kT.threads(), kElem = sizeof(T);
-  // The number of 16-byte vectors in the chunks of a tile in a k-block. These chunks are
-  // contiguous.
+  // In each k-block, the chunks of a tile are contiguous. This is their size in 16-byte vectors.
   static constexpr int kTileVectors = kT.chunks * 32;
   static constexpr int kTileStep = kThreads / kTileVectors;
   static constexpr int kWeightLoads = kT.row_tiles() / kTileStep;

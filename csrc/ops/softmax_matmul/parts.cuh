@@ -121,9 +121,9 @@ __device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& te
   return terms.small == 0u ? 0u : __float_as_uint(rest - __uint_as_float(terms.small));
 }
 
-// The left operand with fp32 accuracy, by three TF32 mma instructions. If an element of the right
-// operand has a last bit that its two TF32 terms don't hold, a fourth mma adds it. Therefore a
-// probability of 1 gives exactly the value.
+// Multiplies the left operand with fp32 accuracy, in three TF32 mma instructions. If an element of
+// the right operand has a last bit that its two TF32 terms don't hold, a fourth mma adds it.
+// Therefore a probability of 1 gives exactly the value.
 // NOTE: each mma starts from zero, and ordinary additions add its result. The tensor core would
 // truncate when it accumulates.
 template <>

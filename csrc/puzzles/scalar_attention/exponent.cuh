@@ -44,8 +44,9 @@ __device__ __forceinline__ RowExponent row_exponent(float q, KeyRange keys) {
   return {q, 0.5f * top_key(q, keys)};
 }
 
-// Returns the factor that corrects the exponentials of a row. In a fast row, the shift is an
-// integer instead of the exact maximum, so the exponentials differ by a factor of up to sqrt(2).
+// Returns the factor by which the exponentials of a row must be multiplied, so that they are
+// shifted by the exact maximum. With kFast their shift is the maximum rounded to an integer, so
+// that they are up to sqrt(2) times too large or too small. Otherwise the factor is 1.
 template <bool kFast>
 __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   if constexpr (!kFast) return 1.f;
