@@ -20,7 +20,13 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
-from tiny_models import VOCAB, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
+from tiny_models import (  # noqa: E402
+    VOCAB,
+    static_cache_in_graphs,
+    tiny_gpt2,
+    tiny_grouped,
+    tiny_model,
+)
 from torchweld.integrations import (  # noqa: E402
     FuseReport,
     fuse,
@@ -465,19 +471,10 @@ def test_a_step_with_a_static_cache_compiles_in_one_graph(fused_device):
     model, stock = pair(fused_device)
     inputs = batch(fused_device)
     del inputs["position_ids"]
-    graphs = []
-
-    def keep(graph, example_inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return graph.forward
-
-    compiled = transformers.CompileConfig(fullgraph=True, backend=keep, mode=None)
-    compiled._compile_all_devices = True
+    graphs, static = static_cache_in_graphs()
     settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
     torch._dynamo.reset()
-    ours = model.generate(
-        **inputs, **settings, cache_implementation="static", compile_config=compiled
-    )
+    ours = model.generate(**inputs, **settings, **static)
     assert torch.equal(ours, stock.generate(**inputs, **settings))
     assert len(graphs) == 1
     for op, times in (("layer_norm_linear", 2 * LAYERS), ("attention", LAYERS)):

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import LAYERS, tiny  # noqa: E402
-from tiny_models import batch  # noqa: E402
+from tiny_models import batch, static_cache_in_graphs  # noqa: E402
 from torchweld.integrations import fuse  # noqa: E402
 
 # Greedy search ends at no token, so that every call makes as many.
@@ -59,16 +59,8 @@ def test_a_prompt_in_a_batch_and_alone(device, name):
 
 def test_a_step_with_a_static_cache_compiles_in_one_graph(device):
     model, stock = pair("Llama", device)
-    graphs = []
-
-    def keep(graph, example_inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return graph.forward
-
-    compiled = transformers.CompileConfig(fullgraph=True, backend=keep, mode=None)
-    compiled._compile_all_devices = True
+    graphs, settings = static_cache_in_graphs()
     torch._dynamo.reset()
-    settings = {"cache_implementation": "static", "compile_config": compiled}
     ours = model.generate(**prompts(device), **OPTIONS, **settings)
     assert torch.equal(ours, stock.generate(**prompts(device), **OPTIONS))
     assert len(graphs) == 1

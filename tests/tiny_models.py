@@ -276,3 +276,18 @@ def batch(
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     values = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     return {name: value.to(device) for name, value in values.items()}
+
+
+def static_cache_in_graphs() -> tuple[list[list[str]], dict[str, Any]]:
+    """The settings with which ``generate`` compiles its steps whole, with a static cache, and a
+    list that receives the targets of each graph.
+    """
+    graphs: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    compiled = transformers.CompileConfig(fullgraph=True, backend=keep, mode=None)
+    compiled._compile_all_devices = True
+    return graphs, {"cache_implementation": "static", "compile_config": compiled}

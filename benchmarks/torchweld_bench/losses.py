@@ -8,7 +8,6 @@ pip install --no-deps liger-kernel cut-cross-entropy; pip install quack-kernels.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from torchweld_bench.common import (
     installed,
     largest_error,
     peak_memory,
+    runs,
 )
 from torchweld_bench.results import Row, make_row
 
@@ -86,17 +86,6 @@ def _peers_of_head() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     return {name: loss for name, loss in found.items() if loss is not None}
 
 
-def _runs(name: str, call: Callable[[], Any]) -> bool:
-    """Whether a peer supports a case; prints the reason if not."""
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:  # a peer may raise anything
-        print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
-        return False
-    return True
-
-
 def _errors(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, float]:
     """Of dx for some rows: a loss of few rows needs the same statistics."""
 
@@ -141,7 +130,7 @@ def _training(
     }
     for name, peer in _peers_of_head().items():
         call = gradients(peer)
-        if _runs(name, call):
+        if runs(name, call):
             calls[name] = call
     free()
     errors = _errors(x, weight, target)
@@ -219,7 +208,7 @@ def _given_logits(m: int, n: int, targets: dict[str, float]) -> Iterator[Row]:
         # Liger writes the gradient over the logits.
         own = logits.detach().clone().requires_grad_() if name == "Liger" else logits
         call = gradient(peer, own)
-        if _runs(name, call):
+        if runs(name, call):
             calls[name] = call
 
     def dlogits(loss: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:

@@ -104,6 +104,12 @@ def laid_out(result: Tensor, like: Tensor) -> Tensor:
     return result if result.stride() == wanted else torch.empty_like(like).copy_(result)
 
 
+def unused_random_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Seed and offset of dropout, uninitialised without it, as in torch's kernels."""
+    seed, offset = (torch.empty(size, dtype=torch.uint64, device=device) for size in ((2,), ()))
+    return seed, offset
+
+
 def replace(library: torch.library.Library, op: str, kernel: Callable[..., Any], key: str) -> None:
     with warnings.catch_warnings():
         # torch warns that a kernel is overridden, which is the purpose of this call.

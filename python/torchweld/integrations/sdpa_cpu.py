@@ -44,7 +44,7 @@ def refusal(
 
 
 def _positions_first(t: Tensor) -> Tensor:
-    """t in the memory order of torch's gradients, (batch, seqlen, heads, head_dim)."""
+    """t (batch, heads, seqlen, ...) in torch's memory order, (batch, seqlen, heads, ...)."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -75,8 +75,7 @@ class Cpu(Pair):
         out, lse = ops.attention_forward.default.redispatch(
             keys, *tensors, causal=is_causal, scale=scale
         )
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        return laid_out(out, query), lse
+        return laid_out(out, query), _positions_first(lse)
 
     def backward(
         self,

@@ -10,7 +10,14 @@ from torch import Tensor
 from torchweld._library import ops
 
 from . import sdpa_common
-from .sdpa_common import Pair, gradient_refusal, head_dim_refusal, laid_out, runs_on
+from .sdpa_common import (
+    Pair,
+    gradient_refusal,
+    head_dim_refusal,
+    laid_out,
+    runs_on,
+    unused_random_state,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -95,14 +102,9 @@ class Dense(Pair):
         out, lse = ops.attention_forward.default.redispatch(
             keys, query, key, value, causal=is_causal, scale=scale
         )
-        # Without dropout, the random state and the debug mask are uninitialised, as in torch's
-        # kernel.
-        seed, offset = (
-            torch.empty(size, dtype=torch.uint64, device=query.device) for size in ((2,), ())
-        )
-        debug_mask = query.new_empty(0)
         seqlens = (query.size(2), key.size(2))
-        return laid_out(out, query), lse, None, None, *seqlens, seed, offset, debug_mask
+        state, debug_mask = unused_random_state(query.device), query.new_empty(0)
+        return laid_out(out, query), lse, None, None, *seqlens, *state, debug_mask
 
     def backward(
         self,

@@ -19,7 +19,14 @@ from torchweld.compat._windows import Window
 from torchweld.ops.varlen import packed_mask
 
 from . import sdpa_common
-from .sdpa_common import Pair, gradient_refusal, head_dim_refusal, laid_out, runs_on
+from .sdpa_common import (
+    Pair,
+    gradient_refusal,
+    head_dim_refusal,
+    laid_out,
+    runs_on,
+    unused_random_state,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -134,12 +141,9 @@ class Varlen(Pair):
         out, lse = ops.attention_forward.default.redispatch(
             keys, *map(_rows, tensors), **packed_mask(query, key, *lengths, *window), scale=scale
         )
-        # Without dropout, the random state is not used, as in torch's kernel.
-        seed, offset = (
-            torch.empty(size, dtype=torch.uint64, device=query.device) for size in ((2,), ())
-        )
         lse = _exchanged(lse.squeeze(0), -math.inf)
-        return _tokens(out, query), lse, seed, offset, query.new_empty(0)
+        state, debug_mask = unused_random_state(query.device), query.new_empty(0)
+        return _tokens(out, query), lse, *state, debug_mask
 
     def backward(
         self,
