@@ -80,8 +80,8 @@ struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
   int last_begin[kRows / kWarpRows];  // rows that see no key don't count
   int first_end[kRows / kWarpRows];
-  int begin[kRows];  // kSeesNothing if a row sees no key
-  int end[kRows];    // 0 if a row sees no key
+  alignas(16) int begin[kRows];  // kSeesNothing if a row sees no key
+  alignas(16) int end[kRows];    // 0 if a row sees no key
   GapKeys<kRows> gaps;
 
   // Finds the work tile. All threads call this function. The block must have at least kRows
@@ -137,16 +137,44 @@ struct MaskedAttentionBlock : AttentionBlock {
     // NOTE: the code below reads the block from shared memory, because few registers are free.
     if (lane == 0) static_cast<AttentionBlock&>(*this) = block;
     __syncwarp();
+    // A lane has kLaneRows consecutive rows, so kWarpRows rows belong to neighbouring lanes.
+    constexpr int kLaneRows = kRows <= 64 ? 2 : kRows <= 128 ? 4 : 8;
+    constexpr int kWarpLanes = kWarpRows / kLaneRows, kStep = kLaneRows <= 4 ? kLaneRows : 1;
+    static_assert(kRows % kLaneRows == 0 && kRows <= 32 * kLaneRows);
+    const int lane_row = lane * kLaneRows, last_row = rows - 1;
+    const int first_pos = mask.position(first_row, sequence.end);
+    const auto reach = mask.reach(sequence);
+    const bool has_rows = lane_row < kRows;
     int first = kSeesNothing, last = 0;
+    int begins[kStep], ends[kStep];
 #pragma unroll 1
-    for (int row = lane; row < kRows; row += 32) {
-      KeyRange32 live = {0, 0};
-      if (row < rows) live = mask.row_keys(first_row + row, sequence);
-      begin[row] = live.empty() ? kSeesNothing : live.begin;
-      end[row] = live.empty() ? 0 : live.end;
-      if (live.empty()) continue;
-      first = min(first, live.begin);
-      last = max(last, live.end);
+    for (int step = 0; step < kLaneRows; step += kStep) {
+      const int row = lane_row + step;
+      const auto load = [&](int (&values)[kStep], const int32_t* g_values) {
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) values[i] = g_values[first_row + min(row + i, last_row)];
+      };
+      int starts[kStep], positions[kStep];
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) starts[i] = 0, positions[i] = first_pos + row + i;
+      if (sequence.key_start) load(starts, sequence.key_start);
+      if (sequence.row_ends) {
+        load(positions, sequence.row_ends);
+#pragma unroll
+        for (int& pos : positions) pos = min(max(pos, 0), static_cast<int>(mask.seqlen_k)) - 1;
+      }
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) {
+        const KeyRange32 live = MaskParams::row_keys(positions[i], starts[i], sequence, reach);
+        const bool sees = row + i <= last_row && !live.empty();
+        begins[i] = sees ? live.begin : kSeesNothing;
+        ends[i] = sees ? live.end : 0;
+        first = min(first, begins[i]);
+        last = max(last, ends[i]);
+        if constexpr (kStep < kLaneRows) {
+          if (has_rows) begin[row + i] = begins[i], end[row + i] = ends[i];
+        }
+      }
     }
     first = __reduce_min_sync(~0u, first);
     last = __reduce_max_sync(~0u, last);
@@ -157,30 +185,34 @@ struct MaskedAttentionBlock : AttentionBlock {
       unseen = before_first;
       set_keys(mask, sequence.end, first, last);
     }
-    static_assert(kWarpRows == 16 && kRows % 32 == 0);
+    int max_begin = 0, min_end = INT_MAX;
+    bool may_have = false;
 #pragma unroll 1
-    for (int row = lane; row < kRows; row += 32) {
-      const bool sees = begin[row] != kSeesNothing;
-      const int row_begin = sees ? begin[row] - first : 0,
-                row_end = sees ? end[row] - first : INT_MAX;
-      if (sees) {
-        begin[row] = row_begin;
-        end[row] = row_end;
-      }
+    for (int step = 0; step < kLaneRows && has_rows; step += kStep) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool counts = lane / 16 == half;
-        last_begin[row / 32 * 2 + half] = __reduce_max_sync(~0u, counts ? row_begin : 0);
-        first_end[row / 32 * 2 + half] = __reduce_min_sync(~0u, counts ? row_end : INT_MAX);
+      for (int i = 0; i < kStep; ++i) {
+        const int row = lane_row + step + i;
+        if constexpr (kStep < kLaneRows) begins[i] = begin[row], ends[i] = end[row];
+        const bool sees = ends[i] != 0;
+        const int key = first_pos + row - first;
+        may_have |= !sees && key > 0 && key < last - first;
+        begin[row] = sees ? begins[i] - first : kSeesNothing;
+        end[row] = sees ? ends[i] - first : 0;
+        max_begin = max(max_begin, sees ? begins[i] - first : 0);
+        min_end = min(min_end, sees ? ends[i] - first : INT_MAX);
       }
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < kWarpLanes; lanes *= 2) {
+      max_begin = max(max_begin, __shfl_xor_sync(~0u, max_begin, lanes));
+      min_end = min(min_end, __shfl_xor_sync(~0u, min_end, lanes));
+    }
+    if (has_rows && lane % kWarpLanes == 0) {
+      last_begin[lane / kWarpLanes] = max_begin;
+      first_end[lane / kWarpLanes] = min_end;
     }
     __syncwarp();
     if (mask.may_have_gaps()) {
-      bool may_have = false;
-      for (int row = lane; row < kRows; row += 32) {
-        const int key = first_position() + row;
-        may_have |= begin[row] == kSeesNothing && key > 0 && key < keys;
-      }
       if (__any_sync(~0u, may_have) && lane == 0) gaps.first_position = first_position();
       __syncwarp();
     }
