@@ -97,14 +97,17 @@ class TorchweldInt4Quantizer(HfQuantizer):
             return
         left = {_in_base(model, path) for path in config.left or ()}
         groups = {_in_base(model, path): size for path, size in config.groups.items()}
-        for path, module in list(model.named_modules()):
+        linears = [(p, m) for p, m in model.named_modules() if isinstance(m, linear_classes())]
+        ignored = set()
+        for path, module in linears:
             name = _in_base(model, path)
-            skipped = int4.skipped_by(path) if config.left is None else name in left
-            if isinstance(module, linear_classes()) and not skipped:
-                group_size = groups.get(name, config.group_size)
-                model.set_submodule(path, without_values(module, group_size))
-        # An Int4Linear's state_dict has an empty weight, which only float layers should see.
-        ignored = {rf"{re.escape(_in_base(model, path))}\.weight$" for path, _ in _layers(model)}
+            if int4.skipped_by(path) if config.left is None else name in left:
+                continue
+            layer = without_values(module, groups.get(name, config.group_size))
+            model.set_submodule(path, layer)
+            # An Int4Linear's state_dict has an empty weight, which only float layers should see.
+            # One pattern serves all blocks: transformers tries every pattern with every key.
+            ignored.add(re.sub(r"\d+", r"\\d+", re.escape(name)) + r"\.weight$")
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = known | ignored
 
