@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -15,7 +16,7 @@ from torchweld import Int4
 
 transformers = pytest.importorskip("transformers")
 
-from torchweld.integrations import TorchweldInt4Config, hf_quantizer  # noqa: E402
+from torchweld.integrations import TorchweldInt4Config, hf_quantizer, upload  # noqa: E402
 
 load = transformers.AutoModelForCausalLM.from_pretrained
 
@@ -44,6 +45,92 @@ def test_the_layout_of_the_kernels_holds_the_weight_once(saved, device_map, monk
     loaded.save_pretrained(folder / "again")
     monkeypatch.undo()
     assert_same_bits(logits(load(folder / "again")), logits(model))
+
+
+class NoEvent:
+    """Of a copy that has ended when it returns."""
+
+    def synchronize(self):
+        pass
+
+    record = synchronize
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (64, 64), (1000, 7)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int32, torch.bfloat16, torch.complex64], ids=str
+)
+def test_tensors_are_copied_through_two_buffers(shape, dtype):
+    """Sizes below, at and above that of a buffer."""
+    stages = itertools.cycle(
+        upload.Stage(torch.empty(4096, dtype=torch.uint8), NoEvent()) for _ in range(2)
+    )
+    for _ in range(2):
+        source = torch.randn(shape).to(dtype)
+        target = torch.zeros_like(source)
+        upload.copy_bytes(target, source, stages)
+        assert_equal(target, source)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "gpu"),
+    [
+        ({"": 0}, "cuda:0"),
+        ({"model": "cuda:1", "lm_head": torch.device("cuda", 1)}, "cuda:1"),
+        ({"": "cpu"}, None),
+        ({"model": 0, "lm_head": "cpu"}, None),
+        ({"model": 0, "lm_head": 1}, None),
+    ],
+    ids=str,
+)
+def test_a_model_for_one_gpu_is_read_on_the_cpu(device_map, gpu):
+    """There a tensor is a view of its mapped file; models on several devices are left alone."""
+    quantizer = hf_quantizer.TorchweldInt4Quantizer(TorchweldInt4Config(GROUP))
+    read = quantizer.update_device_map(device_map)
+    assert read == ({"": "cpu"} if gpu else device_map)
+    assert quantizer.gpu == (torch.device(gpu) if gpu else None)
+    floats = hf_quantizer.TorchweldInt4Quantizer(TorchweldInt4Config(GROUP), pre_quantized=False)
+    assert floats.update_device_map(device_map) is device_map
+
+
+def test_the_model_is_uploaded_when_it_is_whole(saved, monkeypatch):
+    model, folder = saved
+    calls = []
+
+    def record(loaded, device):
+        assert layers_of(loaded).keys() == layers_of(model).keys()
+        assert_same_bits(logits(loaded), logits(model))
+        calls.append(device)
+
+    monkeypatch.setattr(hf_quantizer, "upload", record)
+    loaded = load(folder, device_map={"": "cuda:0"})
+    assert calls == [torch.device("cuda:0")]
+    assert loaded.hf_quantizer.read_map == {"": torch.device("cuda:0")}
+
+
+class Mixed(nn.Module):
+    """A tied weight, a transposed one, none at all, and one above the size of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Parameter(torch.randn(3, 2**21 + 1))
+        self.other = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.other.weight
+        self.transposed = nn.Parameter(torch.randn(5, 7).t())
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("flag", torch.tensor(True))
+
+
+@needs_gpu
+def test_a_model_is_uploaded():
+    model = Mixed()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    upload.upload(model, torch.device("cuda"))
+    assert model.tied.weight is model.other.weight
+    for name, tensor in model.state_dict().items():
+        assert tensor.is_cuda and tensor.stride() == before[name].stride()
+        assert_equal(tensor.cpu(), before[name])
 
 
 OFFLOADED = {

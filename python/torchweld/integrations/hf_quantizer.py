@@ -26,6 +26,7 @@ from torchweld.quantization.config import Int4
 from torchweld.quantization.float_layers import linear_classes, without_values
 
 from .hf_version import check_version
+from .upload import upload
 
 check_version("torchweld.integrations")  # before the classes below import transformers
 
@@ -87,6 +88,16 @@ class TorchweldInt4Quantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: TorchweldInt4Config
     plan: Plan = {}
+    gpu: torch.device | None = None  # where `upload` moves the model
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Reads a model for one GPU on the CPU, where its tensors are views of the mapped file."""
+        if self.pre_quantized:
+            self.gpu = _only_gpu(device_map)
+        if self.gpu is None:
+            return device_map
+        self.read_map: dict[str, Any] = {"": "cpu"}
+        return self.read_map
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config, int4 = self.quantization_config, self.quantization_config.int4()
@@ -119,26 +130,20 @@ class TorchweldInt4Quantizer(HfQuantizer):
             quantize_layers(model, int4)  # layers whose weights the checkpoint lacks
             mark(model, int4)
             return
-        for path, layer in _layers(model):
-            if getattr(_hook(layer), "offload", False):  # accelerate has copies without the marks
-                continue
-            # transformers marks the tensors that it has loaded, and only lists the others.
-            if not all(getattr(t, "_is_hf_initialized", False) for t in layer.buffers()):
-                raise RuntimeError(
-                    f"torchweld: the checkpoint must have the tensors of {path}, an Int4Linear by "
-                    "its quantization_config, but got a checkpoint without them"
-                )
-            for name in ("qweight", "zero"):
-                if (dtype := getattr(layer, name).dtype) != torch.int32:
-                    raise RuntimeError(
-                        f"torchweld: {path}.{name} of the checkpoint must be int32, but got {dtype}"
-                    )
+        # accelerate has copies of an offloaded layer's tensors, without the marks.
+        layers = [(path, layer) for path, layer in _layers(model) if not _is_offloaded(layer)]
+        for path, layer in layers:
+            _check_loaded(path, layer)
+        if self.gpu is not None:
+            upload(model, self.gpu)
+            self.read_map[""] = self.gpu  # an adapter of the checkpoint is loaded next
+        for _, layer in layers:
             layer.repack()
 
     def _warn_of_buffers(self, model: PreTrainedModel) -> None:
         """accelerate leaves the buffers of offloaded layers on the device that computes."""
-        hooks = (_hook(layer) for _, layer in _layers(model))
-        count = sum(getattr(h, "offload", False) and not h.offload_buffers for h in hooks)
+        offloaded = [layer for _, layer in _layers(model) if _is_offloaded(layer)]
+        count = sum(not layer._hf_hook.offload_buffers for layer in offloaded)
         if count:
             warnings.warn(
                 f"torchweld: the codes of {count} offloaded layers stay on the device that "
@@ -220,6 +225,21 @@ class _QuantizeLayer(ConversionOps):
         return True
 
 
+def _check_loaded(path: str, layer: Int4Linear) -> None:
+    """Raises RuntimeError unless a layer has tensors of the checkpoint, in their dtypes."""
+    # transformers marks the tensors that it has loaded, and only lists the others.
+    if not all(getattr(t, "_is_hf_initialized", False) for t in layer.buffers()):
+        raise RuntimeError(
+            f"torchweld: the checkpoint must have the tensors of {path}, an Int4Linear by its "
+            "quantization_config, but got a checkpoint without them"
+        )
+    for name in ("qweight", "zero"):
+        if (dtype := getattr(layer, name).dtype) != torch.int32:
+            raise RuntimeError(
+                f"torchweld: {path}.{name} of the checkpoint must be int32, but got {dtype}"
+            )
+
+
 def register_quantizer() -> None:
     """Makes `TorchweldInt4Config` and its checkpoints known to transformers.
 
@@ -261,9 +281,20 @@ def _layers(model: nn.Module) -> list[tuple[str, Int4Linear]]:
     return [(path, m) for path, m in model.named_modules() if isinstance(m, Int4Linear)]
 
 
-def _hook(layer: Int4Linear) -> Any:
-    """accelerate's hook on a layer, or None."""
-    return getattr(layer, "_hf_hook", None)
+def _is_offloaded(layer: Int4Linear) -> bool:
+    """Whether accelerate keeps a layer on another device than the one that computes."""
+    return getattr(getattr(layer, "_hf_hook", None), "offload", False)
+
+
+def _only_gpu(device_map: Any) -> torch.device | None:
+    """The GPU that a device_map places everything on; None for another one, and for shards."""
+    if not isinstance(device_map, dict) or not device_map or "disk" in device_map.values():
+        return None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None
+    devices = {torch.device(place) for place in device_map.values()}
+    device = devices.pop()
+    return None if devices or device.type != "cuda" else device
 
 
 def _refuse_disk(device_map: Any) -> None:
