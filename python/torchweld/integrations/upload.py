@@ -40,6 +40,7 @@ def upload(model: nn.Module, device: torch.device) -> None:
                 return tensor.to(device)
             made = torch.empty_like(tensor, device=device)
             copy_bytes(made, tensor, stages)
+            vars(made).update(vars(tensor))  # transformers marks the tensors that it loads
             return made
 
         model._apply(copied)
