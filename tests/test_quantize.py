@@ -113,6 +113,12 @@ def test_on_the_meta_device():
     assert_same_bits(fresh(ids), model(ids))
 
 
+def test_a_quantised_model_is_scripted():
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)
+    torchweld.quantize_(model, Int4(GROUP))
+    assert_same_bits(torch.jit.script(model)(x), model(x))
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)

@@ -55,7 +55,7 @@ class Int4Linear(nn.Module):
         replaces_conv1d: whether `torchweld.dequantize_` makes transformers' Conv1D of the layer.
     """
 
-    replaces_conv1d: bool = False
+    replaces_conv1d = False  # without an annotation, which TorchScript can't read here
     __constants__ = ["in_features", "out_features", "group_size"]
     __jit_unused_properties__ = ["weight"]
 
