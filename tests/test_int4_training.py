@@ -80,6 +80,19 @@ def test_all_linear_are_the_layers_but_the_head():
     assert len(wrapped) == 14 and not any("lm_head" in name for name in wrapped)
 
 
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}], ids=["", "head"])
+def test_all_linear_are_those_below_another_adapter(more):
+    """Not the layers of that adapter, or a head that is trained whole."""
+    model = with_lora(quantised(), target_modules="all-linear", **more)
+    config = peft.LoraConfig(target_modules="all-linear", r=2)
+    model.add_adapter("second", register_lora(config, model))
+    assert len(config.target_modules) == 14
+    model.set_adapter("second")
+    loss_of(model.train()).backward()
+    trained = {n for n, p in model.named_parameters() if p.grad is not None and "lora_" in n}
+    assert len(trained) == 28 and all("second" in name for name in trained)
+
+
 def test_adapters_have_the_dtype_of_the_scales_and_nothing_warns():
     model = quantised().to(torch.bfloat16)
     with warnings.catch_warnings():
@@ -133,6 +146,9 @@ def test_layers_below_an_adapter_are_not_quantised():
     report = torchweld.quantize_(model, Int4(GROUP))
     reasons = {path: reason for path, reason in report.skipped if path.endswith("base_layer")}
     assert len(reasons) == 2 and "base layer of an adapter" in next(iter(reasons.values()))
+    assert all("lora_" not in path for path in report.replaced)
+    left = {path.rpartition("self_attn.")[2]: reason for path, reason in report.skipped}
+    assert "belongs to an adapter" in left["q_proj.lora_A.default"]
 
 
 def test_a_trainer_accepts_the_model(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from torchweld.nn import Int4Linear
+from torchweld.quantization.float_layers import is_adapter, linear_classes
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -50,11 +52,20 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
                 'torchweld.integrations.register_lora: model must be given for "all-linear", but '
                 "got None"
             )
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        config.target_modules = {
-            path
-            for path, module in model.named_modules()
-            if isinstance(module, (nn.Linear, Int4Linear)) and module is not head
-        }
+        config.target_modules = set(_linear_paths(model))
     config._register_custom_module({Int4Linear: Int4LoraLinear})
     return config
+
+
+def _linear_paths(model: nn.Module) -> Iterator[str]:
+    """The linear layers but the output head, without those of the adapters that are there."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    inside: list[str] = []
+    for path, module in model.named_modules():  # a module comes before those inside of it
+        if path.startswith(tuple(inside)):
+            continue
+        if is_adapter(module) or module is head:
+            inside.append(f"{path}.")
+        layer = module._modules.get("base_layer", module)
+        if isinstance(layer, (*linear_classes(), Int4Linear)) and module is not head:
+            yield path.removeprefix("base_model.model.")  # of a PeftModel

@@ -15,7 +15,14 @@ from torchweld.ops.int4_checks import check_float
 from torchweld.ops.stock import refuse_other
 
 from .config import Int4
-from .float_layers import as_linear, features_of, float_layer, linear_classes, quantized
+from .float_layers import (
+    as_linear,
+    features_of,
+    float_layer,
+    is_adapter,
+    linear_classes,
+    quantized,
+)
 from .report import QuantizeReport
 
 Progress = Callable[[int, int, str], None]
@@ -158,6 +165,8 @@ def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int
     parent = model.get_submodule(path.rpartition(".")[0])
     if path.rpartition(".")[2] == "base_layer":
         return "it is the base layer of an adapter; quantise first, then add the adapter"
+    if _in_adapter(model, path):
+        return "it belongs to an adapter, which is trained"
     if isinstance(parent, nn.TransformerEncoderLayer):
         return "nn.TransformerEncoderLayer reads its weight"
     try:
@@ -175,6 +184,13 @@ def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int
     if in_features % group or group % 8 or not group:
         return f"groups of {group} do not divide in_features = {in_features}"
     return None
+
+
+def _in_adapter(model: nn.Module, path: str) -> bool:
+    """Whether a module is inside of a layer of PEFT, as lora_A is."""
+    names = path.split(".")[:-1]
+    outer = (model.get_submodule(".".join(names[:i])) for i in range(1, len(names) + 1))
+    return any(is_adapter(module) for module in outer)
 
 
 def replace_layer(

@@ -21,6 +21,11 @@ def is_conv1d(module: nn.Module) -> bool:
     return isinstance(module, linear_classes()[1:])
 
 
+def is_adapter(module: nn.Module) -> bool:
+    """Whether PEFT has put a module in the place of a layer, to adapt it or to train it whole."""
+    return not module._modules.keys().isdisjoint(("base_layer", "original_module"))
+
+
 def features_of(module: nn.Module) -> tuple[int, int]:
     """in_features and out_features of one of the `linear_classes`."""
     if is_conv1d(module):
