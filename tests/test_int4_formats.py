@@ -251,6 +251,12 @@ def test_a_checkpoint_becomes_a_model(tmp_path, kind):
             "transform_config of the quantization_config must be None or {}, but got {'config_grou",
         ),
         ("awq", {"quant_method": "bitsandbytes"}, 'quant_method must be "awq", "gptq" or "compre'),
+        (
+            "awq",
+            {"quant_method": "torchweld_int4"},
+            'quant_method must be "awq", "gptq" or "compressed-tensors", but got '
+            "'torchweld_int4'; use register_quantizer, then from_pretrained",
+        ),
     ],
 )
 def test_a_format_that_is_refused(tmp_path, kind, settings, text):

@@ -206,6 +206,35 @@ def test_floats_are_quantised_as_they_are_read(floats, device_map, skip, monkeyp
     assert_same_bits(logits(load(folder / "codes")), logits(model))
 
 
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+@pytest.mark.parametrize("quantised", [True, False], ids=["codes", "floats"])
+def test_a_head_that_the_checkpoint_lacks_stays_float(tmp_path, quantised, size):
+    """It is to be trained, as for a reward model; a head that is there is quantised."""
+    model = tiny_llama()
+    if quantised:
+        torchweld.quantize_(model, Int4(GROUP))
+    model.save_pretrained(tmp_path / "causal", max_shard_size=size)
+    how = {} if quantised else {"quantization_config": TorchweldInt4Config(GROUP)}
+    classify = transformers.AutoModelForSequenceClassification.from_pretrained
+    loaded = classify(tmp_path / "causal", pad_token_id=0, **how)
+    assert type(loaded.score) is nn.Linear and len(layers_of(loaded)) == 14
+    loaded.save_pretrained(tmp_path / "again")
+    again, info = classify(tmp_path / "again", output_loading_info=True)
+    assert not any(info.values()) and type(again.score) is nn.Linear
+    assert_same_bits(logits(again), logits(loaded))
+    torchweld.quantize_(loaded, Int4(GROUP, skip=()))
+    loaded.save_pretrained(tmp_path / "head")
+    assert "score" in layers_of(classify(tmp_path / "head"))
+
+
+def test_a_config_refuses_what_it_does_not_know():
+    """A file of a later version may have more."""
+    with pytest.raises(TypeError, match="groupsize"):
+        TorchweldInt4Config(groupsize=GROUP)
+    made = TorchweldInt4Config.from_dict({"group_size": GROUP, "quant_method": "x", "later": 1})
+    assert made.group_size == GROUP
+
+
 def change_file(folder, name, change):
     """Changes the state_dict of the file that has a tensor."""
     from safetensors.torch import load_file, save_file

@@ -30,6 +30,7 @@ from .upload import upload
 
 check_version("torchweld.integrations")  # before the classes below import transformers
 
+from safetensors import safe_open  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 from transformers.core_model_loading import ConversionOps  # noqa: E402
 from transformers.quantizers import auto  # noqa: E402
@@ -37,6 +38,7 @@ from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 METHOD = "torchweld_int4"
+_SETTINGS = ("group_size", "skip", "method", "left", "groups")
 
 
 class TorchweldInt4Config(QuantizationConfigMixin):
@@ -52,6 +54,7 @@ class TorchweldInt4Config(QuantizationConfigMixin):
         groups: group sizes of layers that have another one, by path.
 
     Raises:
+        TypeError: another argument.
         ValueError: another group_size or method.
     """
 
@@ -62,13 +65,18 @@ class TorchweldInt4Config(QuantizationConfigMixin):
         method: str = "rtn",
         left: list[str] | None = None,
         groups: dict[str, int] | None = None,
-        **kwargs: Any,  # of later versions, and quant_method
     ) -> None:
         register_quantizer()
         self.quant_method = METHOD
         self.group_size, self.method = group_size, method
         self.skip = list(self._int4(skip).skip)
         self.left, self.groups = left, dict(groups or {})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Of a config.json, which may have settings of later versions."""
+        known = {key: config_dict[key] for key in _SETTINGS if key in config_dict}
+        return super().from_dict(known, *args, **kwargs)
 
     def int4(self) -> Int4:
         """What `torchweld.quantize_` takes."""
@@ -100,7 +108,11 @@ class TorchweldInt4Quantizer(HfQuantizer):
         return self.read_map
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        config, int4 = self.quantization_config, self.quantization_config.int4()
+        config = self.quantization_config
+        heads = self._new_heads(model, kwargs.get("checkpoint_files"))
+        config.skip += heads
+        config.left = None if config.left is None else config.left + heads
+        int4 = config.int4()
         if not self.pre_quantized:
             _refuse_disk(kwargs.get("device_map"))
             tied = {name.rpartition(".")[0] for pair in _tied(model).items() for name in pair}
@@ -121,6 +133,24 @@ class TorchweldInt4Quantizer(HfQuantizer):
             ignored.add(re.sub(r"\d+", r"\\d+", re.escape(name)) + r"\.weight$")
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = known | ignored
+
+    def _new_heads(self, model: PreTrainedModel, files: list[str] | None) -> list[str]:
+        """Heads that a checkpoint does not have, as of another task; they are to be trained."""
+        if not files or not hasattr(model, model.base_model_prefix):
+            return []
+        known = {
+            *(self.quantization_config.left or ()),
+            *(n.rpartition(".")[0] for n in _tied(model)),
+        }
+        found = [
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, linear_classes()) and path == _in_base(model, path)
+            if path not in known
+        ]
+        keys = _keys_of(files) if found else None
+        name = "qweight" if self.pre_quantized else "weight"
+        return [] if keys is None else [p for p in found if not _has(keys, f"{p}.{name}")]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self._warn_of_buffers(model)
@@ -284,6 +314,22 @@ def _layers(model: nn.Module) -> list[tuple[str, Int4Linear]]:
 def _is_offloaded(layer: Int4Linear) -> bool:
     """Whether accelerate keeps a layer on another device than the one that computes."""
     return getattr(getattr(layer, "_hf_hook", None), "offload", False)
+
+
+def _keys_of(files: list[str]) -> list[str] | None:
+    """The names of the tensors in safetensors files; None for files of another kind."""
+    if not all(file.endswith(".safetensors") for file in files):
+        return None
+    keys: list[str] = []
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            keys += opened.keys()
+    return keys
+
+
+def _has(keys: list[str], name: str) -> bool:
+    """Whether a tensor is among the keys, maybe below a prefix."""
+    return any(key == name or key.endswith(f".{name}") for key in keys)
 
 
 def _only_gpu(device_map: Any) -> torch.device | None:

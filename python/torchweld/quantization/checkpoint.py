@@ -118,8 +118,10 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
             _expect(group, output_activations=(None,))
             _expect(group["weights"], num_bits=(4,), type=("int",), dynamic=(False, None))
         return "weight_packed", Int4Linear.from_compressed_tensors
+    own = "; use register_quantizer, then from_pretrained" if method == "torchweld_int4" else ""
     raise ValueError(
         f'{_OWNER}: quant_method must be "awq", "gptq" or "compressed-tensors", but got {method!r}'
+        + own
     )
 
 
