@@ -348,6 +348,21 @@ def with_tensor_parallel(mesh: DeviceMesh) -> None:
         assert torch.equal(loaded[name], want), name
 
 
+def packed_mlps_with_tensor_parallel(mesh: DeviceMesh) -> None:
+    """FSDP2 shards another dim of packed weights than parallelize, so that they can be gathered."""
+    stock = tiny_grouped("Glm4", head_dim=8).to(DEVICE).train()
+    wanted = of_one_process(stock, 2)
+    ours = parallelize(copy.deepcopy(stock), mesh["inner"])
+    torchweld.fuse(ours, check=False)
+    packed = {layer.mlp.gate_up_proj.weight for layer in ours.model.layers}
+    shard_blocks(ours, mesh["outer"], shard_placement_fn=lambda p: Shard(int(p in packed)))
+    ran = trained_alike(ours, wanted, mesh.get_local_rank("outer"), rtol=1e-4, atol=1e-5)
+    assert ran["torchweld::gated_linear_backward"] == 2
+    for name, want in stock.state_dict().items():
+        given = ours.state_dict()[name]
+        assert torch.equal(full_tensor(given) if isinstance(given, DTensor) else given, want), name
+
+
 def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
     """NormColwise in sequence parallel under fully_shard equals one process over two batches."""
     for rows in (Rowwise, RowwiseParallel):
@@ -461,6 +476,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         every = [
             with_tensor_parallel,
             gpt2_with_tensor_parallel,
+            packed_mlps_with_tensor_parallel,
             modules_with_tensor_parallel,
             mixed_modules_with_tensor_parallel,
             packed_weights_are_not_lost,

@@ -97,6 +97,19 @@ class SwappedMLP(MLP):
         return self.down_proj(self.gate_proj(x) * self.act(self.up_proj(x)))
 
 
+class InterleavedMLP(nn.Module):
+    """Its packed columns are not two halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 96), nn.Linear(48, WIDTH)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        both = self.gate_up_proj(x)
+        return self.down_proj(self.act(both[..., ::2]) * both[..., 1::2])
+
+
 class MadeUp(transformers.PreTrainedModel):
     """A model of one block that no table knows."""
 
@@ -157,7 +170,7 @@ def test_norms_that_compute_something_else_stay_stock(device, kind):
     assert type(model.first) is type(model.last) is kind
 
 
-@pytest.mark.parametrize("kind", [ClampedMLP, DroppingMLP, SwappedMLP])
+@pytest.mark.parametrize("kind", [ClampedMLP, DroppingMLP, SwappedMLP, InterleavedMLP])
 def test_mlps_that_compute_something_else_stay_stock(device, kind):
     model = made_up(device, mlp=kind)
     reasons = dict(fuse(model, check=False).skipped)
@@ -257,7 +270,8 @@ def test_decoder_layers_that_no_table_has(device, name):
     report = fuse(model)
     assert report.max_abs_diff < 1e-4
     kinds = [op.split(" ")[0] for op in report.ops.values()]
-    for op in ("attention", "rotary", "add_rms_norm", "rms_norm_linears"):
+    mlp = {"Glm": ["gated_linear"], "Ministral": ["gated_mlp"]}.get(name, [])
+    for op in ("attention", "rotary", "add_rms_norm", "rms_norm_linears", *mlp):
         assert kinds.count(op) == 2, op
     with Calls() as calls:
         logits, grads = step(model)

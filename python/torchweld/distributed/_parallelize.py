@@ -76,7 +76,7 @@ class _PlainResult(ParallelStyle):
         return module
 
 
-# For each style name in a tp_plan of transformers: the style that implements it.
+# For each style name in a tp_plan of transformers, and for the one of _plan, what implements it.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
@@ -86,7 +86,13 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_rep": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "embedding_rowwise": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "replicated_with_grad_allreduce": _SummedGradients,
+    "packed_halves": linears.packed_columns,
 }
+# The two styles of transformers for a packed MLP: all processes compute the gate of whole results.
+_GATHERED_MLP = (
+    ("colwise_gather_output", "rowwise_split_input"),
+    ("colwise_rep", "rowwise_rep"),
+)
 # Names of layers whose columns are attention heads.
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
@@ -95,7 +101,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     """Shards a Hugging Face model in place over the processes of a mesh: tensor parallelism.
 
     A GPT-2 by its heads and the columns of its MLP, as Megatron does; other models by the plan that
-    transformers has for them (`model.tp_plan`). It may be called before or after
+    transformers has for them (`model.tp_plan`), but for MLPs whose `gate_up_proj` packs two
+    weights: each process has the same columns of both. It may be called before or after
     :func:`torchweld.fuse`, and the fused places stay fused. Sharded parameters become DTensors of
     the same names; the others stay as they are. Every process gives the model the same batch and
     gets the whole result.
@@ -115,7 +122,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
             model has no plan, or one with a style that is not served here. Nothing is changed then.
 
     Limits: dropout draws alike in all processes only if they are seeded alike. A GPT-2's `c_attn`
-        is placed `_StridedShard`, which :func:`full_tensor` gathers and torch's checkpoints refuse.
+        and a packed `gate_up_proj` are placed `_StridedShard`, which :func:`full_tensor` gathers
+        and torch's checkpoints refuse. A packed `qkv_proj` has its results gathered, and all heads
+        in every process.
         Beside DTensors there are plain parameters; torch's `clip_grad_norm_` does not take both in
         one call. An `Int4Linear` is sharded by whole groups into plain tensors, and a state_dict
         has this process's part.
@@ -148,9 +157,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
             f"{type(model).__name__}; other models can use parallelize_module with NormColwise"
         )
     bases = [m for m in model.modules() if isinstance(m, gpt2.GPT2Model)]
-    plans = (
-        [] if bases else [(root, dict(getattr(root, "tp_plan", None) or {})) for _, root in roots]
-    )
+    plans = [] if bases else [(root, _plan(root, mesh.size())) for _, root in roots]
     reasons = [gpt2_sharded.refusal(base, mesh.size()) for base in bases]
     reasons += [_refusal(root, plan, mesh.size()) for root, plan in plans]
     for reason in reasons:
@@ -166,6 +173,27 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
             for module, other in others:
                 module.register_parameter(other, first._parameters[name])
     return model
+
+
+def _plan(root: nn.Module, size: int) -> dict[str, str]:
+    """A model's plan; the MLPs that pack two weights are sharded by halves where that is possible.
+
+    Each process then has some columns of the gate and the same columns of its partner.
+    """
+    from torchweld.integrations.families import packs_gate
+
+    plan = dict(getattr(root, "tp_plan", None) or {})
+    for pattern in list(plan):
+        path, _, name = pattern.rpartition(".")
+        down = f"{path}.down_proj"
+        if name != "gate_up_proj" or (plan[pattern], plan.get(down)) not in _GATHERED_MLP:
+            continue
+        mlps = [mlp for _, mlp in _matching(root, path)]
+        layers = [m._modules.get(each) for m in mlps for each in (name, "down_proj")]
+        plain = all(type(layer) is nn.Linear for layer in layers)
+        if plain and all(packs_gate(m) and m.down_proj.in_features % size == 0 for m in mlps):
+            plan[pattern], plan[down] = "packed_halves", "rowwise"
+    return plan
 
 
 def _matching(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:

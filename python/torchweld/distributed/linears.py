@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import Int4Linear
 
@@ -61,18 +61,19 @@ class RowLinear(nn.Linear):
 def shard_linear(
     module: nn.Linear,
     cls: type[nn.Linear],
-    dim: int,
+    sharded: Shard | _StridedShard,
     rest: Placement | None,
     mesh: DeviceMesh,
     src_data_rank: int | None,
 ) -> nn.Linear:
-    """Shards a layer's parameters along a dim, in place, and gives it another class.
+    """Shards a layer's parameters in place and gives it another class.
 
     Args:
+        sharded: the placement of the parameters that have its dim.
         rest: the placement of a bias that lacks the dim; None keeps it plain.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placement = Shard(dim) if parameter.dim() > dim else rest
+        placement = sharded if parameter.dim() > sharded.dim else rest
         shard_parameter(module, name, parameter, mesh, placement, src_data_rank)
     module.__class__ = cls
     return module
@@ -91,12 +92,26 @@ class _Linears(ParallelStyle):
         if type(module) is not nn.Linear:
             self.style.src_data_rank = self.src_data_rank
             return self.style._apply(module, device_mesh)
-        return shard_linear(module, self.sharded, self.dim, None, device_mesh, self.src_data_rank)
+        placement = Shard(self.dim)
+        return shard_linear(module, self.sharded, placement, None, device_mesh, self.src_data_rank)
+
+
+class _PackedColumns(ParallelStyle):
+    """Shards both halves of an `nn.Linear` that packs the weights of a gate, in place."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        halves = _StridedShard(0, split_factor=2)
+        return shard_linear(module, ColumnLinear, halves, None, device_mesh, self.src_data_rank)
 
 
 def columns() -> ParallelStyle:
     """The column-parallel style for a plan of parallelize_module."""
     return _Linears(ColumnLinear, 0, ColwiseParallel())
+
+
+def packed_columns() -> ParallelStyle:
+    """The column-parallel style of a layer whose result is halved: a process has parts of both."""
+    return _PackedColumns()
 
 
 def rows() -> ParallelStyle:

@@ -201,7 +201,7 @@ class Rowwise(ParallelStyle):
                 f"{type(module).__name__}"
             )
         _check("Rowwise", device_mesh, "in_features", module.in_features)
-        shard_linear(module, RowLinear, 1, Replicate(), device_mesh, self.src_data_rank)
+        shard_linear(module, RowLinear, Shard(1), Replicate(), device_mesh, self.src_data_rank)
         module.output = self.output_layouts
         return module
 

@@ -93,9 +93,9 @@ class FusedMLP(Part):
             measure.note(self)
         (name, act_left), (weights, biases, mesh) = gate, found
         down = self.down_proj
-        if row.packed:
-            return down(ops.gated_linear(hidden_states, *weights, *biases, gate=name))
         (x,) = copied(mesh, hidden_states)
+        if row.packed:
+            return down(ops.gated_linear(x, *weights, *biases, gate=name))
         if not act_left:
             weights.reverse(), biases.reverse()
         if not fuses_down(self):

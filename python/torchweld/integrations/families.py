@@ -172,6 +172,14 @@ def find_part(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
     return found or recognised.find(module) or recognised_layers.find(module)
 
 
+def packs_gate(module: nn.Module) -> bool:
+    """Whether a module is a gated MLP whose gate_up_proj packs the two weights of its gate."""
+    parent, row = find_part(module) or (None, None)
+    if not isinstance(row, decoder_mlp.MLP) or not row.packed:
+        return False
+    return parent is decoder_mlp.FusedMLP or recognised.is_mlp(module, row)
+
+
 def _part_of(stock: type[nn.Module]) -> tuple[type[nn.Module], Any] | None:
     return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or recognised.register(stock)
 

@@ -12,15 +12,22 @@ from torch import Tensor, nn
 
 from . import twins
 from .decoder import FusedNorm, Norm
-from .decoder_mlp import MLP, FusedMLP
+from .decoder_mlp import MLP, FusedMLP, gate_of
 from .modules import activation_name
 from .part import ROW, STOCK, stock_class, stock_forward
 from .probes import Probes
 
 _EPS = ("variance_epsilon", "eps", "epsilon")
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
-_LAYERS = ("gate_proj", "up_proj", "down_proj")
+_LAYERS = (("gate_proj", "up_proj"), ("gate_up_proj",))  # in front of the gate
 _HIDDEN = 24  # of the twin of an MLP
+# The columns and rows of its layers.
+_SIZES = {
+    "gate_proj": (twins.WIDTH, _HIDDEN),
+    "up_proj": (twins.WIDTH, _HIDDEN),
+    "gate_up_proj": (twins.WIDTH, 2 * _HIDDEN),
+    "down_proj": (_HIDDEN, twins.WIDTH),
+}
 
 Found = tuple[type[nn.Module], Any]
 _found: dict[type[nn.Module], Found] = {}
@@ -89,9 +96,8 @@ def _norm_twin(module: nn.Module, random: twins.Random) -> nn.Module:
 def _mlp_twin(module: nn.Module, random: twins.Random) -> nn.Module:
     twin = fused_twin(module)
     for name, child in module._modules.items():
-        if name in _LAYERS:
-            sizes = (_HIDDEN, twins.WIDTH) if name == "down_proj" else (twins.WIDTH, _HIDDEN)
-            child = random.linear(*sizes, like=child)
+        if name in _SIZES:
+            child = random.linear(*_SIZES[name], like=child)
         twin.add_module(name, child)
     return twin
 
@@ -142,6 +148,13 @@ def find(module: nn.Module) -> Found | None:
     return _found[stock]
 
 
+def is_mlp(module: nn.Module, row: MLP) -> bool:
+    """Whether a candidate computes what the fused MLP of its row does."""
+    # Without a gate the fused part runs the stock forward, and nothing is compared.
+    gate = gate_of(module, row)
+    return gate is not None and twins.strict_difference(module, MLPS, row) is None
+
+
 def _norm_rows(module: nn.Module) -> list[Norm]:
     """The rows that a module may have if it is an RMSNorm."""
     weight = module._parameters.get("weight")
@@ -155,8 +168,13 @@ def _norm_rows(module: nn.Module) -> list[Norm]:
 def _mlp_rows(module: nn.Module) -> list[MLP]:
     """The row that a module may have if it is a gated MLP."""
     names = [name for name in _ACTIVATIONS if name in module._modules]
-    parts = {*_LAYERS, *names}
-    if len(names) != 1 or set(module._modules) != parts or module._parameters or module._buffers:
+    if len(names) != 1 or module._parameters or module._buffers:
         return []
-    known = activation_name(module._modules[names[0]]) is not None
-    return [MLP(packed=False, activation=names[0])] if known else []
+    if activation_name(module._modules[names[0]]) is None:
+        return []
+    children = set(module._modules)
+    return [
+        MLP(packed=len(layers) == 1, activation=names[0])
+        for layers in _LAYERS
+        if children == {*layers, "down_proj", names[0]}
+    ]
