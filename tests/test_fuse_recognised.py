@@ -421,3 +421,107 @@ def test_a_value_of_the_config_counts():
 def test_sixteen_bits_are_compared_too(device, dtype):
     report = fuse(tiny_of("Ministral", device, dtype, head_dim=8), check=False)
     assert not report.skipped and len(report.replaced) == 11
+
+
+# Heads and losses
+
+
+def labelled_step(model, **given):
+    ids = torch.arange(24, device=model.device).view(2, 12)
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids.masked_fill(ids == 5, -100), **given)
+    out.loss.backward()
+    return out, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Ministral", {"head_dim": 8}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("HyperCLOVAX", {"logits_scaling": 0.5}),
+        ("VaultGemma", {"head_dim": 8, "final_logit_softcapping": 2.0}),
+    ],
+)
+def test_losses_of_models_that_no_table_has(device, name, changes):
+    model = tiny_of(name, device, **changes).train()
+    stock = copy.deepcopy(model)
+    report = fuse(model, loss=True)
+    assert report.ops["lm_head"].startswith("linear_cross_entropy"), report
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for each in (model, torch.load(file, weights_only=False)):
+        for given in ({}, {"num_items_in_batch": 7}):
+            with Calls() as calls:
+                out, grads = labelled_step(each, **given)
+            assert any("linear_cross_entropy" in name for name in calls.names)
+            want, want_grads = labelled_step(stock, **given)
+            assert out.logits is None and type(out) is type(want)
+            assert_close(out.loss, want.loss, rtol=1e-5, atol=1e-5)
+            for grad, want_grad in zip(grads, want_grads, strict=True):
+                if want_grad is not None:
+                    assert_close(grad, want_grad, rtol=1e-4, atol=1e-4)
+        unfuse(each)
+        assert type(each) is type(stock)
+
+
+def usual(self, hidden, labels, **kwargs):
+    return self.loss_function(self.lm_head(hidden), labels, self.config.vocab_size, **kwargs)
+
+
+def doubled(self, hidden, labels, **kwargs):
+    return self.loss_function(2 * self.lm_head(hidden), labels, self.config.vocab_size, **kwargs)
+
+
+def of_its_own(self, hidden, labels, **kwargs):
+    """The mean, also where another divisor is given."""
+    logits = self.lm_head(hidden)[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def of_each_position(self, hidden, labels, **kwargs):
+    kwargs["shift_labels"] = labels
+    return self.loss_function(self.lm_head(hidden), labels, self.config.vocab_size, **kwargs)
+
+
+@pytest.mark.parametrize("loss", [usual, doubled, of_its_own, of_each_position])
+def test_heads_are_compared(loss):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        out = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
+            loss=loss(self, out.last_hidden_state, labels, **kwargs),
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+
+    llama = transformers.LlamaForCausalLM
+    model = tiny_of("Llama")
+    model.__class__ = cls = type("OtherForCausalLM", (llama,), {"forward": forward})
+    report = fuse(model, loss=True)
+    assert ("lm_head" in report.replaced) == (loss is usual)
+    if loss is usual:
+        return
+    why = f"{cls.__module__}.OtherForCausalLM has the parts of a head and its loss and computes "
+    assert dict(report.skipped)["lm_head"] == f"{why}something else"
+    assert type(model) is cls

@@ -55,9 +55,10 @@ def fuse(
             one side, images or audio. Where that does not fit, the report says so.
         check: Whether to run that comparison (two forward passes in eval mode, without gradients).
             Without it the report says what ought to run, and that no measurement was made.
-        loss: Whether a language model of these families computes its head and loss as one op
-            (:func:`torchweld.linear_cross_entropy`): in training mode with labels it then returns a
-            loss and no logits. Evaluation and generation stay as they were.
+        loss: Whether a language model of these families, or one recognised likewise, computes its
+            head and loss as one op (:func:`torchweld.linear_cross_entropy`): in training mode with
+            labels it then returns a loss and no logits. Evaluation and generation stay as they
+            were.
         only: What to replace: some of "attention", "norm", "mlp", "rotary", "lora". By default all.
             (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation "mlp".)
 

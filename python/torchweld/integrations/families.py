@@ -23,6 +23,7 @@ from . import (
     gpt2_head,
     lora,
     recognised,
+    recognised_heads,
     recognised_layers,
 )
 from .part import is_fused, stock_class
@@ -169,7 +170,9 @@ def find_part(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
         return part_of(module)
     stock = stock_class(module)
     found = PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
-    return found or recognised.find(module) or recognised_layers.find(module)
+    for where in (recognised, recognised_layers, recognised_heads):
+        found = found or where.find(module)
+    return found
 
 
 def packs_gate(module: nn.Module) -> bool:

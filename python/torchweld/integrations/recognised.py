@@ -6,6 +6,7 @@ A module with the parts of an RMSNorm or of a gated MLP is compared with the fus
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -138,10 +139,21 @@ def find(module: nn.Module) -> Found | None:
     rows = _norm_rows(module) or _mlp_rows(module)
     if not rows:
         return None
+    is_norm = isinstance(rows[0], Norm)
+    parent, kind = (RecognisedNorm, NORM) if is_norm else (RecognisedMLP, MLPS)
+    return choose(module, lambda _: rows, parent, kind)
+
+
+def choose(
+    module: nn.Module,
+    rows: Callable[[nn.Module], Sequence[Any]],
+    parent: type[nn.Module],
+    kind: twins.Kind,
+) -> Found:
+    """Registers the class of a module with the first row that computes the same, or the last."""
+    stock = stock_class(module)
     if stock not in _found:
-        is_norm = isinstance(rows[0], Norm)
-        parent, kind = (RecognisedNorm, NORM) if is_norm else (RecognisedMLP, MLPS)
-        for row in reversed(rows):
+        for row in rows(module):
             register(stock, (parent, row))
             if twins.strict_difference(module, kind, row) is None:
                 break

@@ -21,7 +21,7 @@ from . import twins
 from .decoder import Attention, FusedAttention, FusedLayer, FusedNorm, Layer
 from .part import stock_class, stock_forward
 from .probes import Probes
-from .recognised import Found, Recognised, compared, fused_twin, known, register
+from .recognised import Found, Recognised, choose, compared, fused_twin, known
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -71,19 +71,12 @@ class RecognisedLayer(Recognised, FusedLayer):
 
 def find(module: nn.Module) -> Found | None:
     """The fused parent and the row for a module by its structure, None where it has another."""
-    stock = stock_class(module)
     for fits, rows, parent, kind in (
         (_is_attention, _attention_rows, RecognisedAttention, ATTENTION),
         (_layer_row, _layer_rows, RecognisedLayer, LAYER),
     ):
-        if not fits(module):
-            continue
-        if register(stock) is None:
-            for row in rows(module):
-                register(stock, (parent, row))
-                if twins.strict_difference(module, kind, row) is None:
-                    break
-        return register(stock)
+        if fits(module):
+            return choose(module, rows, parent, kind)
     return None
 
 
