@@ -162,13 +162,16 @@ def _start(query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
 
 
 def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
+    traced = torch.compiler.is_compiling()
+    # NOTE: a text with sizes would bind a graph to them.
+    tokens = "tokens" if traced else f"{batch} x {seqlen_q} tokens"
     error = _refusal(
-        f"and cu_seq_lens_k must be equal and split the batch's {batch} x {seqlen_q} tokens row by "
-        "row, without cached tokens",
+        f"and cu_seq_lens_k must be equal and split the batch's {tokens} row by row, without "
+        "cached tokens",
         "others",
         "use DataCollatorWithFlattening",
     )
-    if type(good) is Tensor and good.device.type == "cpu" and not torch.compiler.is_compiling():
+    if type(good) is Tensor and good.device.type == "cpu" and not traced:
         if not good:
             raise error
     else:
