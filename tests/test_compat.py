@@ -219,7 +219,16 @@ REFUSED = [
         "flash_attn_with_kvcache", (X, X, X, X, X.half()), {"cache_seqlens": 0},
         "v must be float32 (2, seqlen_new, 4, 16) like v_cache, but got float16 (2, 4, 4, 16)",
     ),
+    (
+        "flash_attn_with_kvcache", (X, X, X, X[:, :1], X[:, :1]), {"cache_seqlens": 4},
+        "cache_seqlens must be from 0 to 3, for 1 new tokens in 4 places, but got 4; use a larger",
+    ),
+    (
+        "flash_attn_with_kvcache", (X, X, X, X[:, :1], X[:, :1]), {"cache_seqlens": ENDS - 1},
+        "cache_seqlens must be from 0 to 3, for 1 new tokens in 4 places, but got -1; use a larger",
+    ),
     ("flash_attn_with_kvcache", (X, X, X), {"block_table": ENDS}, "block_table must be None"),
+    ("flash_attn_with_kvcache", (X, X, X), {"alibi_slopes": X}, "alibi_slopes must be None"),
     ("flash_attn_with_kvcache", (X, X, X, X), {}, "k and v must be given together"),
     ("flash_attn_with_kvcache", (X, X, X, X, X), {}, "cache_seqlens must be given with k and v"),
 ]  # fmt: skip

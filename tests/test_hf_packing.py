@@ -245,6 +245,7 @@ def test_a_compiled_step_serves_every_packing():
 def test_one_graph_serves_rows_of_other_lengths(ends):
     ours, stock = pair("llama", "LlamaForCausalLM", "cpu")
     model, graphs = compiled(ours.train(), dynamic=True)
+    first = None
     for step in range(6):
         inputs, parts = packed_batch(step, length=24 + 3 * step)
         if not ends:
@@ -252,7 +253,7 @@ def test_one_graph_serves_rows_of_other_lengths(ends):
         loss = model(**inputs, use_cache=False).loss
         loss.backward()
         # torch may compile the first graph anew, with the module's floats as constants.
-        first = graphs[-1] if step == 0 else first
+        first = first or graphs[-1]
     documents = [part[None] for part in parts]
     assert_close(loss.item(), loss_of_each_alone(stock, documents), rtol=1e-5, atol=0)
     assert graphs[-1] is first

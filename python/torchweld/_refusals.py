@@ -36,6 +36,7 @@ _MASK = (
     "masks are numbers: use leftpad=torchweld.leftpad_from_mask(attention_mask), or key_start=, "
     "key_end=, window="
 )
+_BIAS = "attention adds no bias to the scores, use torch.nn.attention.flex_attention"
 _NUMBERS = ("leftpad", "key_start", "key_end")
 # For each argument name of other libraries: torchweld's argument, and the advice for the error
 # message.
@@ -44,10 +45,17 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     **dict.fromkeys(
         ("attn_mask", "attention_mask", "key_padding_mask", "mask"), [("leftpad", _MASK)]
     ),
-    **dict.fromkeys(
-        ("dropout_p", "dropout"),
-        [(name, "leave it out, attention has no dropout") for name in ("query", "cu_seqlens_q")],
-    ),
+    **{
+        name: [(argument, text) for argument in ("query", "cu_seqlens_q")]
+        for name, text in (
+            ("dropout_p", "leave it out, attention has no dropout"),
+            ("dropout", "leave it out, attention has no dropout"),
+            ("alibi_slopes", _BIAS),
+            ("attn_bias", _BIAS),
+            ("block_table", "attention reads no paged cache, pass contiguous keys and values"),
+            ("deterministic", "leave it out, gradients are always deterministic"),
+        )
+    },
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), [("scale", "use scale=")]),
     "window_size": [
         ("window", "use window=left + 1, or torchweld.compat.flash_attn for other right sizes")

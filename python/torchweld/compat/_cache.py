@@ -76,11 +76,14 @@ class Cache(NamedTuple):
         return self.k.index_select(0, self.rows), self.v.index_select(0, self.rows)
 
 
-def check_new(name: str, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_new(
+    name: str, cache: Cache, cache_seqlens: int | Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> None:
     """Refuses new tokens that don't fit the cache.
 
     Raises:
-        ValueError: another shape or dtype than the cache, or no cache_seqlens.
+        ValueError: another shape or dtype than the cache, no cache_seqlens, or too few places, as
+            far as the host knows.
     """
     if cache.lengths is None:
         raise ValueError(f"{name}: cache_seqlens must be given with k and v; it says where")
@@ -93,6 +96,22 @@ def check_new(name: str, cache: Cache, q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"({q.shape[0]}, seqlen_new, {heads}, {dim}) like {argument}_cache, but got "
                 f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
             )
+    size, new = cache.k.shape[1], k.shape[1]
+    for length in _known(cache_seqlens):
+        if not 0 <= length <= size - new:
+            raise ValueError(
+                f"{name}: cache_seqlens must be from 0 to {size - new}, for {new} new tokens in "
+                f"{size} places, but got {length}; use a larger cache"
+            )
+
+
+def _known(lengths: int | Tensor | None) -> list[int]:
+    """The lengths that the host knows without waiting."""
+    if not isinstance(lengths, Tensor):
+        return [] if lengths is None else [lengths]
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return []
+    return lengths.tolist()
 
 
 def rotated(

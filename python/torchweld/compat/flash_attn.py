@@ -262,7 +262,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: returns lse `(batch, nheads, seqlen_q)` too.
 
     Returns:
-        `(batch, seqlen_q, nheads, head_dim)`. No value of cache_seqlens is read by the host.
+        `(batch, seqlen_q, nheads, head_dim)`. The host reads no value of a GPU's cache_seqlens:
+        places behind the cache fail there as an index that is out of bounds.
 
     The other arguments and the errors are those of :func:`flash_attn_func`.
     """
@@ -283,7 +284,7 @@ def flash_attn_with_kvcache(
     cache = Cache.of(name, q, k_cache, v_cache, cache_seqlens, cache_batch_idx)
     with torch.no_grad():
         if k is not None and v is not None:
-            check_new(name, cache, q, k, v)
+            check_new(name, cache, cache_seqlens, q, k, v)
             if rotary_cos is not None and rotary_sin is not None:
                 moves = window != (None, None)
                 tables = rotary_cos, rotary_sin
