@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -603,7 +604,7 @@ def decoders_in_float32(mesh: DeviceMesh) -> None:
             assert not report.skipped, (name, report.skipped)
             assert not any("not run" in op for op in report.ops.values()), (name, report.ops)
         runs = parts_run(ours, stock)
-        # Phi-3's qkv_proj keeps torch's style, which gathers the heads: it must be called.
+        # The results of Phi-3's qkv_proj are gathered, so it must be called.
         mlp = "gated_linear" if name in ("Glm4", "Glm", "Phi3") else "gated_mlp"
         heads = {} if name == "Phi3" else {"rms_norm_linears_forward": 2}
         assert runs == {f"{mlp}_backward": 2, **heads}, (name, runs)
@@ -658,6 +659,35 @@ def packed_mlps(mesh: DeviceMesh) -> None:
             assert_close(mlp(x), whole_mlp(x), **TIGHT)
         assert [op for op in ops if op.startswith("c10d")] == ["c10d::allreduce_"]
         trained_alike(ours, copy.deepcopy(stock))
+
+
+def packed_heads(mesh: DeviceMesh) -> None:
+    """Each process attends with its heads of a packed projection, stock, fused or compiled."""
+    stock = drawn_anew(tiny_grouped("Phi3")).train()
+    for how in ("stock", "fused", "compiled", "checkpointed"):
+        ours = parallelize(copy.deepcopy(stock), mesh)
+        if how != "stock":
+            torchweld.fuse(ours, check=False)
+        if how == "compiled":
+            for layer in ours.model.layers:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        elif how == "checkpointed":
+            ours = copy.deepcopy(ours)
+            ours.gradient_checkpointing_enable({"use_reentrant": False})
+        seen: list[torch.Size] = []
+        ours.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+            lambda module, args, seen=seen: seen.append(args[0].shape)
+        )
+        trained_alike(ours, trained := copy.deepcopy(stock))
+        assert how == "compiled" or set(seen) == {torch.Size((2, 8, 32 // mesh.size()))}
+        given = {**prompts(), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        for cache in (None, "static") if how == "fused" else ():
+            given["cache_implementation"] = cache
+            assert torch.equal(*(m.eval().generate(**given) for m in (ours, trained)))
+        config = pickle.loads(pickle.dumps(ours.model.layers[0].self_attn.config))
+        assert (config.num_attention_heads, config.hidden_size) == (4 // mesh.size(), 32)
+        ours.set_attn_implementation("eager")
+        assert ours.model.layers[0].self_attn.config._attn_implementation == "eager"
 
 
 def packed_mlps_that_stay_gathered(mesh: DeviceMesh) -> None:
@@ -980,6 +1010,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
         decoders_in_float32,
         adapted_mlps,
         packed_mlps,
+        packed_heads,
         packed_mlps_that_stay_gathered,
         tied_weights,
         norms_of_heads,

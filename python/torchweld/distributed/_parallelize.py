@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchweld.nn import Int4Linear
 
-from . import linears
+from . import linears, packed
 from .int4_linears import unsupported_reason
 
 
@@ -76,7 +76,7 @@ class _PlainResult(ParallelStyle):
         return module
 
 
-# For each style name in a tp_plan of transformers, and for the one of _plan, what implements it.
+# For each style name in a tp_plan of transformers, and for those of _plan, what implements it.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
@@ -86,10 +86,11 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_rep": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "embedding_rowwise": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "replicated_with_grad_allreduce": _SummedGradients,
-    "packed_halves": linears.packed_columns,
+    packed.HALVES: packed.halves,
+    packed.HEADS: packed.heads,
 }
-# The two styles of transformers for a packed MLP: all processes compute the gate of whole results.
-_GATHERED_MLP = (
+# The styles that transformers gives a packed layer, whose results are gathered, and the next one.
+_GATHERED = (
     ("colwise_gather_output", "rowwise_split_input"),
     ("colwise_rep", "rowwise_rep"),
 )
@@ -101,8 +102,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     """Shards a Hugging Face model in place over the processes of a mesh: tensor parallelism.
 
     A GPT-2 by its heads and the columns of its MLP, as Megatron does; other models by the plan that
-    transformers has for them (`model.tp_plan`), but for MLPs whose `gate_up_proj` packs two
-    weights: each process has the same columns of both. It may be called before or after
+    transformers has for them (`model.tp_plan`), but for layers that pack several weights: each
+    process has the same columns of both in a `gate_up_proj`, and computes the attention of its
+    heads behind a `qkv_proj`. It may be called before or after
     :func:`torchweld.fuse`, and the fused places stay fused. Sharded parameters become DTensors of
     the same names; the others stay as they are. Every process gives the model the same batch and
     gets the whole result.
@@ -123,8 +125,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
 
     Limits: dropout draws alike in all processes only if they are seeded alike. A GPT-2's `c_attn`
         and a packed `gate_up_proj` are placed `_StridedShard`, which :func:`full_tensor` gathers
-        and torch's checkpoints refuse. A packed `qkv_proj` has its results gathered, and all heads
-        in every process.
+        and torch's checkpoints refuse. The results of a `qkv_proj` are gathered.
         Beside DTensors there are plain parameters; torch's `clip_grad_norm_` does not take both in
         one call. An `Int4Linear` is sharded by whole groups into plain tensors, and a state_dict
         has this process's part.
@@ -168,7 +169,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     for root, plan in plans:
         tied = _tied(root)
         styles = {path: _STYLES[style]() for path, style in plan.items() if _matching(root, path)}
+        local_heads = [path.rpartition(".")[0] for path in plan if plan[path] == packed.HEADS]
         parallelize_module(root, mesh, styles, src_data_rank=src_data_rank)
+        for path in local_heads:
+            packed.set_heads((attn for _, attn in _matching(root, path)), mesh.size())
         for (first, name), *others in tied:
             for module, other in others:
                 module.register_parameter(other, first._parameters[name])
@@ -176,23 +180,16 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
 
 
 def _plan(root: nn.Module, size: int) -> dict[str, str]:
-    """A model's plan; the MLPs that pack two weights are sharded by halves where that is possible.
-
-    Each process then has some columns of the gate and the same columns of its partner.
-    """
-    from torchweld.integrations.families import packs_gate
-
+    """A model's plan, in which packed layers that can be sharded have a style of their own."""
     plan = dict(getattr(root, "tp_plan", None) or {})
     for pattern in list(plan):
         path, _, name = pattern.rpartition(".")
-        down = f"{path}.down_proj"
-        if name != "gate_up_proj" or (plan[pattern], plan.get(down)) not in _GATHERED_MLP:
+        style, behind = packed.LAYERS.get(name, ("", ""))
+        behind = f"{path}.{behind}"
+        if (plan[pattern], plan.get(behind)) not in _GATHERED or not style:
             continue
-        mlps = [mlp for _, mlp in _matching(root, path)]
-        layers = [m._modules.get(each) for m in mlps for each in (name, "down_proj")]
-        plain = all(type(layer) is nn.Linear for layer in layers)
-        if plain and all(packs_gate(m) and m.down_proj.in_features % size == 0 for m in mlps):
-            plan[pattern], plan[down] = "packed_halves", "rowwise"
+        if all(packed.can_shard(module, name, size) for _, module in _matching(root, path)):
+            plan[pattern], plan[behind] = style, "rowwise"
     return plan
 
 

@@ -96,22 +96,9 @@ class _Linears(ParallelStyle):
         return shard_linear(module, self.sharded, placement, None, device_mesh, self.src_data_rank)
 
 
-class _PackedColumns(ParallelStyle):
-    """Shards both halves of an `nn.Linear` that packs the weights of a gate, in place."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        halves = _StridedShard(0, split_factor=2)
-        return shard_linear(module, ColumnLinear, halves, None, device_mesh, self.src_data_rank)
-
-
 def columns() -> ParallelStyle:
     """The column-parallel style for a plan of parallelize_module."""
     return _Linears(ColumnLinear, 0, ColwiseParallel())
-
-
-def packed_columns() -> ParallelStyle:
-    """The column-parallel style of a layer whose result is halved: a process has parts of both."""
-    return _PackedColumns()
 
 
 def rows() -> ParallelStyle:

@@ -183,6 +183,12 @@ def packs_gate(module: nn.Module) -> bool:
     return parent is decoder_mlp.FusedMLP or recognised.is_mlp(module, row)
 
 
+def packs_heads(module: nn.Module) -> bool:
+    """Whether a module is an attention layer whose qkv_proj packs three weights."""
+    _, row = find_part(module) or (None, None)
+    return isinstance(row, decoder.Attention) and row.packed
+
+
 def _part_of(stock: type[nn.Module]) -> tuple[type[nn.Module], Any] | None:
     return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or recognised.register(stock)
 
