@@ -305,21 +305,33 @@ def test_xformers_packed(device, name, fields, window, top_left, same):
     close(memory_efficient_attention(q, k, v, mask), want)
 
 
-@pytest.mark.parametrize("kind", ["Padded", "Gappy"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_xformers_keys_with_capacity(device, kind, causal):
+KEYS = [
+    ("BlockDiagonalPaddedKeysMask", {}, (-1, -1)),
+    ("BlockDiagonalCausalWithOffsetPaddedKeysMask", {}, (-1, 0)),
+    ("BlockDiagonalCausalLocalAttentionPaddedKeysMask", {"_window_size": 3}, (2, 0)),
+    ("BlockDiagonalLocalAttentionPaddedKeysMask", {"window_left": 2, "window_right": 1}, (2, 1)),
+    ("BlockDiagonalGappyKeysMask", {}, (-1, -1)),
+    ("BlockDiagonalCausalWithOffsetGappyKeysMask", {}, (-1, 0)),
+    (
+        "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask",
+        {"window_left": 1, "window_right": 0},
+        (1, 0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "window"), KEYS, ids=lambda v: str(v)[:60])
+def test_xformers_keys_with_capacity(device, name, fields, window):
     """Each sequence of keys begins at seqstart and has seqlen keys; the others are not seen."""
-    name = (
-        f"BlockDiagonalCausalWithOffset{kind}KeysMask" if causal else f"BlockDiagonal{kind}KeysMask"
-    )
     lengths_q, lengths_k, capacity = [2, 1, 3], [5, 0, 3], 6
     info_k = SimpleNamespace(seqstart=starts([capacity] * 3), seqlen=torch.tensor(lengths_k).int())
-    mask = mask_of(name, q_seqinfo=SimpleNamespace(seqstart=starts(lengths_q)), k_seqinfo=info_k)
+    info_q = SimpleNamespace(seqstart=starts(lengths_q))
+    mask = mask_of(name, q_seqinfo=info_q, k_seqinfo=info_k, **fields)
     q, k, v = qkv(device, 6, 18, best(device), 1)
     seen = torch.zeros(1, 6, 18, dtype=torch.bool)
     row = 0
     for i, (rows, keys) in enumerate(zip(lengths_q, lengths_k, strict=True)):
-        part = band(rows, keys, causal, (-1, -1))
+        part = band(rows, keys, False, window)
         seen[0, row : row + rows, i * capacity : i * capacity + keys] = part
         row += rows
     close(memory_efficient_attention(q, k, v, mask), dense(q, k, v, seen)[0])

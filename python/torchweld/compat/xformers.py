@@ -25,11 +25,14 @@ _LAYOUT = "(batch, seqlen, nheads, head_dim)"
 
 
 class _Kind(NamedTuple):
-    """What a class of masks means: causal, aligned at the top left; with `_window_size` keys."""
+    """What a class of masks means: causal, aligned at the top left; with `_window_size` keys, or
+    with a window from `window_left` to `window_right`.
+    """
 
     causal: bool = False
     top_left: bool = False
     window: bool = False
+    two_sided: bool = False
 
 
 _PADDED = {
@@ -37,7 +40,7 @@ _PADDED = {
     "LowerTriangularMask": _Kind(causal=True, top_left=True),
     "LowerTriangularFromBottomRightMask": _Kind(causal=True),
     "LowerTriangularFromBottomRightLocalAttentionMask": _Kind(causal=True, window=True),
-    "LocalAttentionFromBottomRightMask": _Kind(),
+    "LocalAttentionFromBottomRightMask": _Kind(two_sided=True),
 }
 _PACKED = {
     "BlockDiagonalMask": _Kind(),
@@ -47,8 +50,11 @@ _PACKED = {
     "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _Kind(causal=True, window=True),
     "BlockDiagonalPaddedKeysMask": _Kind(),
     "BlockDiagonalCausalWithOffsetPaddedKeysMask": _Kind(causal=True),
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _Kind(causal=True, window=True),
+    "BlockDiagonalLocalAttentionPaddedKeysMask": _Kind(two_sided=True),
     "BlockDiagonalGappyKeysMask": _Kind(),
     "BlockDiagonalCausalWithOffsetGappyKeysMask": _Kind(causal=True),
+    "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": _Kind(two_sided=True),
 }
 
 
@@ -127,7 +133,7 @@ def _kind(name: str, attn_bias: Any) -> _Kind:
 
 
 def _window(attn_bias: Any, kind: _Kind) -> Window:
-    if type(attn_bias).__name__ == "LocalAttentionFromBottomRightMask":
+    if kind.two_sided:
         return Window.of((attn_bias.window_left, attn_bias.window_right), causal=False)
     before = attn_bias._window_size - 1 if kind.window else -1
     return Window.of((before, -1), kind.causal)
