@@ -76,12 +76,16 @@ class _PlainResult(ParallelStyle):
         return module
 
 
+def _gathered() -> ParallelStyle:
+    return linears.gathered_columns(_PlainResult(ColwiseParallel(output_layouts=Replicate())))
+
+
 # For each style name in a tp_plan of transformers, and for those of _plan, what implements it.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
-    "colwise_gather_output": lambda: _PlainResult(ColwiseParallel(output_layouts=Replicate())),
-    "colwise_rep": lambda: _PlainResult(ColwiseParallel(output_layouts=Replicate())),
+    "colwise_gather_output": _gathered,
+    "colwise_rep": _gathered,
     "rowwise_split_input": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "rowwise_rep": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
     "embedding_rowwise": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),

@@ -7,6 +7,7 @@ GPU takes for a layer of a few thousand tokens.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,19 @@ class ColumnLinear(nn.Linear):
         if kept is not None and y.grad_fn is not None:
             y.grad_fn.metadata["copied_to_tp_region"] = kept
         return y
+
+
+class GatheredLinear(ColumnLinear):
+    """Computes this process's columns and gathers those of all, which need not divide evenly."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        mesh, y = self.weight.device_mesh, super().forward(input)
+        shape = torch.Size((*y.shape[:-1], self.out_features))
+        stride = torch.empty(shape, device="meta").stride()
+        columns = DTensor.from_local(
+            y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride
+        )
+        return columns.full_tensor()
 
 
 class RowLinear(nn.Linear):
@@ -99,6 +113,11 @@ class _Linears(ParallelStyle):
 def columns() -> ParallelStyle:
     """The column-parallel style for a plan of parallelize_module."""
     return _Linears(ColumnLinear, 0, ColwiseParallel())
+
+
+def gathered_columns(style: ParallelStyle) -> ParallelStyle:
+    """The column-parallel style whose results are whole; `style` serves other modules."""
+    return _Linears(GatheredLinear, 0, style)
 
 
 def rows() -> ParallelStyle:

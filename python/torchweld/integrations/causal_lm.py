@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -20,6 +21,7 @@ from torchweld.ops.stock import is_plain
 from . import measure
 from .part import ROW, Part, Place, below, is_fused, stock_forward
 from .probes import Probes
+from .sharded_linears import has_classes, sharded_loss
 
 
 class Head(NamedTuple):
@@ -35,9 +37,12 @@ class Head(NamedTuple):
 def refusal(model: nn.Module) -> str | None:
     """Why the loss of a model must stay stock, or None."""
     head = model._modules.get("lm_head")
-    if not is_plain(head, nn.Linear):
+    if has_classes(head):
+        if torch.compiler.is_compiling():
+            return "lm_head is sharded, and a compiled graph gathers its logits"
+    elif not is_plain(head, nn.Linear):
         return "lm_head is not torch's Linear without hooks (LoRA, quantised or otherwise replaced)"
-    if type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
+    elif type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
         return "lm_head.weight is not a plain parameter (sharded or quantised)"
     # NOTE: reading model.loss_function may emit a warning about an unknown loss_type, and
     # torch.compile can't trace the warning. So its lookup is repeated here.
@@ -86,7 +91,8 @@ def causal_loss(
         **kwargs: What transformers ignores too.
     """
     target = labels if shift_labels is None else shift_labels
-    loss = _library.ops.linear_cross_entropy(
+    op = sharded_loss if has_classes(head) else _library.ops.linear_cross_entropy
+    loss = op(
         hidden,
         head.weight,
         target.to(hidden.device),
@@ -116,7 +122,12 @@ class FusedHead(Part):
 
     @staticmethod
     def label(module: nn.Module, row: Head) -> str:
-        return "linear_cross_entropy (lm_head -> loss)"
+        op = (
+            "vocab_parallel_linear_cross_entropy"
+            if has_classes(module.lm_head)
+            else "linear_cross_entropy"
+        )
+        return f"{op} (lm_head -> loss)"
 
     @staticmethod
     def probe(module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:

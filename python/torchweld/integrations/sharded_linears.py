@@ -20,12 +20,15 @@ from .part import instance_refusal, plain_tensors
 
 _WHOLE = {nn.Linear}
 COLUMNS: tuple[type[nn.Linear], ...] = (nn.Linear,)
+_HEADS: tuple[type[nn.Linear], ...] = ()
 if torch.distributed.is_available():
     from torchweld.distributed.collectives import copy_to_tp_region
-    from torchweld.distributed.linears import ColumnLinear, RowLinear
+    from torchweld.distributed.linears import ColumnLinear, GatheredLinear, RowLinear
     from torchweld.distributed.tensors import local_of, local_weight
+    from torchweld.distributed.vocabulary import vocab_parallel_linear_cross_entropy
 
     COLUMNS += (ColumnLinear,)
+    _HEADS += (GatheredLinear,)
 
 
 def why_called(layers: Mapping[str, nn.Module]) -> str:
@@ -50,6 +53,16 @@ def has_rows(layer: nn.Module, mesh: Any) -> bool:
     if mesh is None:
         return is_plain(layer, nn.Linear)
     return is_plain(layer, RowLinear) and mesh_of(layer) == mesh and layer.output.is_replicate()
+
+
+def has_classes(head: nn.Module | None) -> bool:
+    """Whether parallelize has sharded a plain head, so that each process has some classes."""
+    return type(head) in _HEADS and is_plain(head, type(head))
+
+
+def sharded_loss(*args: Any, **options: Any) -> Tensor:
+    """`linear_cross_entropy` of a sharded head."""
+    return vocab_parallel_linear_cross_entropy(*args, **options)
 
 
 def mesh_of(layer: nn.Module) -> Any:
