@@ -363,6 +363,28 @@ def packed_mlps_with_tensor_parallel(mesh: DeviceMesh) -> None:
         assert torch.equal(full_tensor(given) if isinstance(given, DTensor) else given, want), name
 
 
+def losses_with_tensor_parallel(mesh: DeviceMesh) -> None:
+    """The loss of a head whose classes are sharded, under FSDP2, fused before or after it."""
+    stock = tiny_grouped().to(DEVICE).train()
+    whole = copy.deepcopy(stock)
+    sum(labelled_loss(whole, ids) for ids in batches(2)).div(2).backward()
+    for before in (True, False):
+        ours = parallelize(copy.deepcopy(stock), mesh["inner"])
+        if before:
+            torchweld.fuse(ours, check=False, loss=True)
+        shard_blocks(ours, mesh["outer"])
+        if not before:
+            torchweld.fuse(ours, check=False, loss=True)
+        ops: list[str] = []
+        with Names(ops):
+            loss = labelled_loss(ours, batches(2)[mesh.get_local_rank("outer")])
+        assert sum("torchweld::linear_cross_entropy" in op for op in ops) == 1
+        loss.backward()
+        for (name, p), want in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            grad = full_tensor(p.grad) if isinstance(p.grad, DTensor) else p.grad
+            assert_close(grad, want.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
     """NormColwise in sequence parallel under fully_shard equals one process over two batches."""
     for rows in (Rowwise, RowwiseParallel):
@@ -477,6 +499,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
             with_tensor_parallel,
             gpt2_with_tensor_parallel,
             packed_mlps_with_tensor_parallel,
+            losses_with_tensor_parallel,
             modules_with_tensor_parallel,
             mixed_modules_with_tensor_parallel,
             packed_weights_are_not_lost,

@@ -466,6 +466,18 @@ def test_losses_of_models_that_no_table_has(device, name, changes):
         assert type(each) is type(stock)
 
 
+def test_a_recognised_loss_compiles_in_one_graph():
+    model = tiny_of("Cohere", logit_scale=0.25).train()
+    fuse(model, loss=True)
+    want = labelled_step(model)[0].loss
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ids = torch.arange(24).view(2, 12)
+    out = compiled(input_ids=ids, labels=ids.masked_fill(ids == 5, -100))
+    assert out.logits is None
+    assert_close(out.loss, want, rtol=1e-5, atol=1e-5)
+
+
 def usual(self, hidden, labels, **kwargs):
     return self.loss_function(self.lm_head(hidden), labels, self.config.vocab_size, **kwargs)
 
