@@ -87,6 +87,11 @@ TABLE = [
             dtype=SIXTEEN_BIT,
             tile=("kCooperative128x256Cluster2", "kCooperative128x96"),
         )
+        + each(
+            contents=("cooperative_128x192",),
+            dtype=SIXTEEN_BIT,
+            tile=("kCooperative128x192Cluster2",),
+        )
         + each(contents=("swap_ab",), dtype=SIXTEEN_BIT, tile=("kSwapAb128x32", "kSwapAb128x64"))
         + each(
             contents=("float32",),

@@ -30,6 +30,7 @@ enum Sm90TileIndex : int {
   kPingPong128x128Cluster2,
   kPingPong128x128,
   kCooperative128x256Cluster2,
+  kCooperative128x192Cluster2,
   kCooperative128x96,
   kSwapAb128x32,
   kSwapAb128x64,
@@ -49,11 +50,13 @@ struct Sm90Tile {
   int cluster;  // the number of CTAs per cluster, which share rows of b by multicast
   bool pingpong;
   int boxes;  // the number of boxes per warp for TMA stores; 0 for swap_ab tiles
-  // Times in microseconds, measured on an H200 (for tiles with clusters, on an H100). k_block_us is
-  // the time of one k-block. tile_us is the time of a tile in addition to its k-blocks. An
-  // activation adds pointwise_us to tile_us; in ping-pong tiles this is only the part that the
-  // other warpgroup's mainloop does not hide. Stream-K adds stream_us once, and partial_us for each
-  // partial of a tile.
+  // Times in microseconds. k_block_us is the time of one k-block. tile_us is the time of a tile in
+  // addition to its k-blocks. The times of 16-bit tiles of 128 columns or more are fitted to 474
+  // products on an H200 and 30 on an H100, of the sizes of common models. The chosen tiles then
+  // need 1.007 and 1.011 times as long as the fastest ones (geometric means). An activation adds
+  // pointwise_us to tile_us; in ping-pong tiles this is only the part that the other warpgroup's
+  // mainloop does not hide. Stream-K adds stream_us once, and partial_us for each partial of a
+  // tile.
   float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
   bool fp32 = false;  // whether the tile is for kFloat32, which needs two sets of accumulators
 
@@ -100,7 +103,7 @@ struct Sm90Tile {
   constexpr int warpgroups_per_tile() const { return pingpong ? 1 : kWarpgroups; }
   // Whether there are kernels of this tile for the arithmetic `math`.
   constexpr bool supports_dtype(GemmMath math) const {
-    if (math == GemmMath::kTf32) return !fp32 && !swap_ab() && block_n % 64 == 0;
+    if (math == GemmMath::kTf32) return !fp32 && !swap_ab() && block_n % 128 == 0;
     return fp32 == (math == GemmMath::kFloat32);
   }
   // Returns why there is no kernel of this tile for a layout, or null if there is a kernel.
@@ -135,9 +138,10 @@ struct Sm90Tile {
 // Each entry lists index, block_m, block_n, stages, cluster, pingpong, boxes, k_block_us, tile_us,
 // pointwise_us, stream_us, partial_us and fp32.
 inline constexpr Sm90Tile kSm90Tiles[] = {
-    {kPingPong128x128Cluster2, 128, 128, 6, 2, true, 2, 0.338f, 0.8f, 0.15f, 2.4f, 3.2f},
-    {kPingPong128x128, 128, 128, 6, 1, true, 2, 0.361f, 0.8f, 0.2f, 1.9f, 1.0f},
-    {kCooperative128x256Cluster2, 128, 256, 4, 2, false, 2, 0.675f, 2.0f, 2.3f, 2.2f, 1.3f},
+    {kPingPong128x128Cluster2, 128, 128, 6, 2, true, 2, 0.287f, 1.3f, 0.15f, 1.2f, 2.7f},
+    {kPingPong128x128, 128, 128, 6, 1, true, 2, 0.282f, 0.95f, 0.2f, 3.3f, 0.65f},
+    {kCooperative128x256Cluster2, 128, 256, 4, 2, false, 2, 0.716f, 2.0f, 2.3f, 4.7f, 0.3f},
+    {kCooperative128x192Cluster2, 128, 192, 5, 2, false, 1, 0.507f, 2.4f, 1.8f, 4.0f, 0.8f},
     {kCooperative128x96, 128, 96, 7, 1, false, 2, 0.308f, 1.0f, 1.0f, 2.6f, 0.2f},
     {kSwapAb128x32, 128, 32, 10, 1, false, 0, 0.254f, 1.0f, 0.2f, 1.0f, 1.1f},
     {kSwapAb128x64, 128, 64, 8, 1, false, 0, 0.286f, 1.7f, 0.8f, 0.4f, 1.1f},
@@ -242,11 +246,14 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
     const double partials = std::max(1.0, 1 / share);
     // In stream-K the CTAs work on different k-blocks, so they share no loads. A product is slower
-    // for it only if its operands don't fit in L2. The CTAs drift further apart the longer K is:
-    // (8192, 16384) x (16384, 4096) needs 1507 us with stream-K and 1403 us with whole tiles.
-    constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
-    const double drift = std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift);
-    const double kBeyondL2 = tile.fp32 ? 1.45 : 1.12 + drift;
+    // for it only if its operands don't fit in L2. If there are more tiles than workers, the CTAs
+    // drift further apart the longer K is: (8192, 16384) x (16384, 4096) needs 1507 us with
+    // stream-K and 1403 us with whole tiles.
+    constexpr double kL2Bytes = 50e6, kDrift = 0.0004, kShortSum = 64, kMaxDrift = 0.25;
+    const double drift = tile.tiles(p) > stream.workers
+                             ? std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift)
+                             : 0.0;
+    const double kBeyondL2 = tile.fp32 ? 1.45 : 1.075 + drift;
     const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
     const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // The factor (k_blocks - 1) / k_blocks is 0 if K is a single k-block, because no tile then has
@@ -259,16 +266,17 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   }
   // During a sequence of long products, as in the layers of a model, the GPU lowers its clock to
   // limit its power. Tiles without clusters share no loads, so they draw more power, unless they
-  // are half empty. This was measured over 20 to 50 ms of products.
-  constexpr double kLongUs = 20, kLonger = 1.1;
+  // are half empty. Ping-pong tiles load 1.5 times as many bytes per element of y as tiles of 256
+  // columns. They draw more power where the mainloop is long compared with the epilogue and all SMs
+  // have a tile.
+  constexpr double kLongUs = 26, kLonger = 1.1, kPingPongLonger = 1.19;
+  constexpr int64_t kLongSum = 32;
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
   if (draws_power && tile.cluster == 1 && us > kLongUs) us *= kLonger;
-  // Ping-pong tiles are smaller than tiles of 256 columns: they load 1.5 times as many bytes per
-  // element of y, and draw more power. On an H100 a product of size (4096, 4096, 4096) needs 201 us
-  // with ping-pong tiles and 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us
-  // and 1397 us.
-  constexpr double kPingPongLongUs = 100;
-  if (draws_power && tile.pingpong && us > kPingPongLongUs) us *= kLonger;
+  if (draws_power && tile.pingpong && sm90_k_blocks(p) >= kLongSum &&
+      tile.tiles(p) >= p.device.max_active_clusters(tile.cluster)) {
+    us *= kPingPongLonger;
+  }
   const double written =
       columns * static_cast<double>((sm90_writes(p.math, p.a_k_major) ? p.m : 0) +
                                     (sm90_writes(p.math, p.b_k_major) ? p.width() : 0));
