@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
 
 import torchweld_bench
 from commands import run_command
-from torchweld_bench import one
+from torchweld_bench import losses, one
+from torchweld_bench.common import installed
 
 
 def run(capsys, *argv):
@@ -93,3 +95,30 @@ def test_bench_against_compile(capsys, monkeypatch):
     head, row = out.splitlines()[1:3]
     assert "compile us" in head and "eager us" in head
     assert " compile " in row and "bfloat16" in row
+
+
+def test_a_peer_whose_import_fails_is_left_out(capsys, monkeypatch, tmp_path):
+    """As quack 0.6.5, whose head raises a TypeError while it is imported; its loss does not."""
+    package = tmp_path / "quack"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "cross_entropy.py").write_text("def cross_entropy(): ...\n")
+    (package / "linear_cross_entropy.py").write_text("raise TypeError('no semantic key\\nmore')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "quack"]:
+        monkeypatch.delitem(sys.modules, name)
+    installed.cache_clear()
+    try:
+        for _ in range(2):  # one line, however many cases ask
+            assert "quack" not in losses._peers_of_head()
+        assert "quack" in losses._peers_of_logits()
+        assert installed("quack.cross_entropy", "no_such_loss") is None
+    finally:
+        installed.cache_clear()
+        for name in [name for name in sys.modules if name.split(".")[0] == "quack"]:
+            del sys.modules[name]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("quack")]
+    head, missing = lines
+    name = "quack.linear_cross_entropy.chunked_linear_cross_entropy"
+    assert head == f"{name} is left out: TypeError: no semantic key"
+    assert missing.startswith("quack.cross_entropy.no_such_loss is left out: AttributeError: ")

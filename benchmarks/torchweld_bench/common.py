@@ -6,6 +6,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -101,11 +102,18 @@ def peak_memory(call: Callable[[], object], held: int | None = None) -> Timing:
     return Timing(mib, mib, mib)
 
 
+def _leave_out(name: str, error: Exception) -> None:
+    reason = f"{type(error).__name__}: {error}"
+    print(f"{name} is left out: {reason.splitlines()[0]}", file=sys.stderr)
+
+
+@cache
 def installed(module: str, name: str) -> Any:
-    """A peer's function or class, None where its package is not installed or lacks it."""
+    """A peer's function or class. None where it can't be imported; the first call prints why."""
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+    except Exception as error:  # a peer may raise anything while it is imported
+        _leave_out(f"{module}.{name}", error)
         return None
 
 
@@ -115,7 +123,7 @@ def runs(name: str, call: Callable[[], Any]) -> bool:
         call()
         torch.cuda.synchronize()
     except Exception as error:  # a peer may raise anything
-        print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+        _leave_out(name, error)
         return False
     return True
 

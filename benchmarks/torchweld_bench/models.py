@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 import torchweld
 from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.common import free, peak_memory
+from torchweld_bench.common import free, installed, peak_memory
 from torchweld_bench.results import Row, make_row
 
 _ROUNDS = 7
@@ -86,14 +85,13 @@ def twin(model: nn.Module) -> nn.Module:
 
 def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
     """A model on Liger's kernels, and a context with the functions that it replaces, or None."""
-    try:
-        from liger_kernel import transformers as liger
-    except ImportError:
-        return None
     name = family.lower()
+    apply_liger = installed("liger_kernel.transformers", f"apply_liger_kernel_to_{name}")
+    if apply_liger is None:
+        return None
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     stock = dict(vars(module))
-    getattr(liger, f"apply_liger_kernel_to_{name}")(model=model)
+    apply_liger(model=model)
     patched = {key: value for key, value in vars(module).items() if stock.get(key) is not value}
     vars(module).update(stock)
 
@@ -174,8 +172,7 @@ def _peak(step: Callable[[], Tensor]) -> Timing:
 def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Rows of times in microseconds and of peak memory in MiB, optimizer and weights included."""
     for case in _CASES:
-        if case.lora is not None and importlib.util.find_spec("peft") is None:
-            print(f"{case.name} LoRA: left out, because peft is not installed", file=sys.stderr)
+        if case.lora is not None and installed("peft", "get_peft_model") is None:
             continue
         steps = _variants(case)
         losses = {name: step().item() for name, step in steps.items()}
