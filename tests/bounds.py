@@ -1518,11 +1518,22 @@ class CrossEntropy(LossRows):
             return bound
         return Bound(bound.ref[..., :-1], bound.terms.map(lambda t: t[..., :-1]), bound.dtype)
 
-    def dz(self, dloss: Tensor, dlse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def mean(self) -> Bound:
+        """The mean of z."""
+        n = self.z.shape[-1]
+        terms = self.terms.map(lambda t: t.mean(-1)) + Terms([(n, self.z.abs().mean(-1))])
+        return self.cut(self.bound(self.z.mean(-1), terms))
+
+    def dz(
+        self, dloss: Tensor, dlse: Tensor | None = None, dmean: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradient of z, the factor of p in it, and its magnitude."""
+        if dmean is not None:
+            of_mean = self.live_rows(dmean) / self.z.shape[-1]
+            dz, p_size, size = self.dz(dloss, dlse)
+            return dz + of_mean, p_size, size + of_mean.abs()
         if dlse is not None:
-            of_lse = torch.cat([up(dlse), up(dlse)[..., :1] * 0], -1) if self.shift else up(dlse)
-            of_lse = of_lse[self.live][:, None]
+            of_lse = self.live_rows(dlse)
             dz, p_size, size = self.dz(dloss)
             p_size, size = p_size + of_lse.abs(), size + of_lse.abs() * self.p
             return dz + of_lse * self.p, p_size, size
@@ -1536,19 +1547,28 @@ class CrossEntropy(LossRows):
 
     def dloss_of_rows(self, dloss: Tensor) -> Tensor:
         """The gradient of each live row's loss, (rows, 1)."""
-        d = up(dloss)
         if self.reduction == "none":
-            d = torch.cat([d, d.new_zeros(d[..., :1].shape)], -1) if self.shift else d
-            d = d[self.live]
-        elif self.reduction == "mean":
-            d = d / self.live.sum()
+            return self.live_rows(dloss)
+        d = up(dloss) / (self.live.sum() if self.reduction == "mean" else 1)
         return d.expand(self.lse.shape)[:, None]
 
+    def live_rows(self, d: Tensor) -> Tensor:
+        """A value of each live row, (rows, 1)."""
+        d = up(d)
+        d = torch.cat([d, d.new_zeros(d[..., :1].shape)], -1) if self.shift else d
+        return d[self.live][:, None]
+
     def backward(
-        self, dloss: Tensor, stored: bool = False, dlse: Tensor | None = None
+        self,
+        dloss: Tensor,
+        stored: bool = False,
+        dlse: Tensor | None = None,
+        dmean: Tensor | None = None,
     ) -> list[Bound]:
-        uniform = self.dloss_of_rows(dloss).abs() * (self.eps / self.z.shape[-1])
-        return self.gradients(*self.dz(dloss, dlse), stored, uniform)
+        uniform = self.dloss_of_rows(dloss).abs() * self.eps
+        if dmean is not None:
+            uniform = uniform + self.live_rows(dmean).abs()
+        return self.gradients(*self.dz(dloss, dlse, dmean), stored, uniform / self.z.shape[-1])
 
     def logits_backward(self, dloss: Tensor, stored: bool = False) -> Bound:
         return self.logit_gradient(*self.dz(dloss), stored)
@@ -1572,10 +1592,10 @@ def cross_entropy_grads(dloss, x, weight, target, bias=None, **kwargs) -> list[B
 
 
 def cross_entropy_backward_bounds(
-    dloss, x, weight, target, lse, bias=None, *, dlse=None, output_mask, **kwargs
+    dloss, x, weight, target, lse, bias=None, *, dlse=None, dmean=None, output_mask, **kwargs
 ):  # fmt: skip
     rows = CrossEntropy(x, weight, target, bias, **kwargs)
-    return masked_out(rows.backward(dloss, dlse=dlse), output_mask, x.dtype)
+    return masked_out(rows.backward(dloss, dlse=dlse, dmean=dmean), output_mask, x.dtype)
 
 
 def cross_entropy_gradients_bounds(x, weight, target, bias=None, *, output_mask, **kwargs):
@@ -1589,12 +1609,16 @@ def cross_entropy_exponentials_bounds(x, weight, target, bias=None, **kwargs) ->
 
     Torch's ops compute it. With keep="auto" the CPU stores nothing.
     """
-    keep = kwargs.pop("keep", "exponentials")
+    keep, mean = kwargs.pop("keep", "exponentials"), kwargs.pop("mean", False)
     rows = CrossEntropy(x, weight, target, bias, **kwargs)
-    if keep == "auto":
-        empty = [(x.dtype, 0), (acc_dtype(x.dtype), 0)]
-        nothing = [Bound(torch.zeros(n, dtype=torch.float64), Terms(), dtype) for dtype, n in empty]
-        return [*rows.results(), *nothing]
+
+    def empty(dtype: torch.dtype) -> Bound:
+        return Bound(torch.zeros(0, dtype=torch.float64), Terms(), dtype)
+
+    wide = acc_dtype(x.dtype)
+    mean_of_z = rows.mean() if mean else empty(wide)
+    if keep != "exponentials":
+        return [*rows.results(), empty(x.dtype), empty(wide), mean_of_z]
     factor = 1 + 2 * rows.z_loss * rows.lse
     factor_terms = rows.lse_terms.map(lambda t: 2 * abs(rows.z_loss) * t) + Terms([(4, factor)])
     hit = torch.nn.functional.one_hot(rows.target, rows.z.shape[-1]) / factor[:, None]
@@ -1611,6 +1635,7 @@ def cross_entropy_exponentials_bounds(x, weight, target, bias=None, **kwargs) ->
         *rows.results(),
         Bound(filled(y), terms.map(filled), x.dtype),
         rows.bound(factor, factor_terms),
+        mean_of_z,
     ]
 
 

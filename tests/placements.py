@@ -221,13 +221,16 @@ def _builds() -> dict[str, dict[str, Build]]:
         add(name + end, **losses)
     backward = {n: cross_entropy_backward_call(c, [True] * 3) for n, c in losses.items()}
     add(name + "_backward", **backward)
-    add(name + "_backward", lse=cross_entropy_backward_call(losses["none"], [True] * 3, dlse=True))
+    others = cross_entropy_backward_call(losses["none"], [True] * 3, ["dlse", "dmean"])
+    add(name + "_backward", others=others)
     for n in ("sum", "mean"):
         add(name + "_gradients_forward", **{n: without(losses[n], output_mask=[True] * 3)})
     for n, mask in (("plain", [True] * 3), ("x", [True, False, False])):
         add(name + "_gradients_backward", **{n: scaled_gradients_call(lead, 8, 4, mask)})
     kept = {n: without(c, "softcap") for n, c in losses.items()}
-    add(name + "_exponentials_forward", **kept)
+    add(name + "_exponentials_forward", **kept, mean_of_z=without(kept["none"], mean=True))
+    mean_alone = without(losses["shift"], keep="nothing", mean=True)
+    add(name + "_exponentials_forward", mean_alone=mean_alone)
     backward = {n: exponentials_backward_call(c, [True] * 3) for n, c in losses.items()}
     add(name + "_exponentials_backward", **backward)
     logits = {

@@ -323,15 +323,17 @@ def without(call: Callable[[Maker], Call], *names: str, **more: Any) -> Callable
 
 
 def cross_entropy_backward_call(
-    forward, mask: Sequence[bool], dlse: bool = False
+    forward, mask: Sequence[bool], others: Sequence[str] = ()
 ) -> Callable[[Maker], Call]:
+    """others: of "dlse" and "dmean", the gradients that are given beside dloss."""
+
     def build(m: Maker) -> Call:
         (x, weight, target, bias), kwargs = without(forward, "keep")(m)
         loss, lse = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
         saved = [m.saved(R.up(m.randn(*loss.shape)), stat=True), m.saved(lse, stat=True)]
         args = [saved[0], x, weight, target, saved[1], bias]
-        if dlse:
-            kwargs = {**kwargs, "dlse": m.saved(R.up(m.randn(*lse.shape)), stat=True)}
+        for name in others:
+            kwargs = {**kwargs, name: m.saved(R.up(m.randn(*lse.shape)), stat=True)}
         return args, {**kwargs, "output_mask": list(mask)}
 
     return build
@@ -729,6 +731,8 @@ def _listed() -> dict[str, list[Sample]]:
         name + "_exponentials_forward",
         **{n: without(c, "keep", refused[n]) for n, (c, _) in losses.items()},
         auto=without(losses["plain"][0], keep="auto"),
+        mean_of_z=without(losses["options"][0], "softcap", mean=True),
+        mean_alone=without(losses["options"][0], keep="nothing", mean=True),
     )
     add(
         name + "_exponentials_backward",

@@ -24,9 +24,18 @@ OPTIONS: list[dict[str, Any]] = [
     {"reduction": "none", "softcap": 3.0, "temperature": 0.7},
     {"shift": 1, "z_loss": 0.05},
     {"reduction": "none", "shift": 1, "ignore_index": 3},
+    {"label_smoothing": 0.1, "z_loss": 0.1, "temperature": 0.7, "shift": 1},
+    {"label_smoothing": 1.0, "reduction": "sum"},
+    {"label_smoothing": 0.2, "softcap": 3.0, "z_loss": 0.1, "temperature": 0.7},
 ]
 
 KEEPS: list[dict[str, Any]] = [{"keep": "nothing"}, {"keep": "exponentials"}]
+
+
+def stored(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options with every keep that they allow."""
+    keeps = KEEPS[:1] if "softcap" in options and "label_smoothing" in options else KEEPS
+    return [{**options, **keep} for keep in keeps]
 
 
 def drawn(n: int, k: int, dtype: torch.dtype, ignore_index: int) -> list[Tensor]:
@@ -62,9 +71,9 @@ def both(
 
 
 def equals_one_process(mesh: DeviceMesh) -> None:
-    for options, keep in product(OPTIONS, KEEPS):
+    for case in [case for options in OPTIONS for case in stored(options)]:
         for n, biased in ((64, True), (131, False)):  # the last shard of 131 is smaller
-            for got, want in zip(*both(mesh, n, WIDE, biased, {**options, **keep}), strict=True):
+            for got, want in zip(*both(mesh, n, WIDE, biased, case), strict=True):
                 assert_close(got, want, **TIGHT)
 
 
@@ -72,16 +81,19 @@ def shards_far_apart(mesh: DeviceMesh) -> None:
     """The target's shard has nearly no probability, or the other shards have none at all."""
     n = 64 * mesh.size()
     limits = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2.0**-6}
-    for dtype, far, keep in product((WIDE, torch.bfloat16), (-50.0, -300.0, -torch.inf), KEEPS):
+    fars, smoothings = (-50.0, -300.0, -torch.inf), (0.0, 0.1)
+    for dtype, far, eps, keep in product((WIDE, torch.bfloat16), fars, smoothings, KEEPS):
         x, weight, bias, target = drawn(n, 16, dtype, -100)
         bias[64:] += far
         if far == -torch.inf:
             target = torch.where(target < 0, target, target % 64)
         leaves = [x.requires_grad_(), sharded(weight, mesh), sharded(bias, mesh)]
-        loss = vocab_parallel_linear_cross_entropy(*leaves[:2], target, leaves[2], **keep)
+        loss = vocab_parallel_linear_cross_entropy(
+            *leaves[:2], target, leaves[2], label_smoothing=eps, **keep
+        )
         exact = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
         logits = F.linear(*exact)
-        want = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+        want = F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=eps)
         assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
         loss.backward()
         for leaf, ref in zip(leaves, torch.autograd.grad(want, exact), strict=True):
@@ -92,8 +104,7 @@ def shards_far_apart(mesh: DeviceMesh) -> None:
 def sixteen_bits(mesh: DeviceMesh) -> None:
     """As far from one process as the rounding of dlogits and of the partial sums of dx allows."""
     unit = torch.finfo(torch.bfloat16).eps
-    for options, keep in product(OPTIONS[:2], KEEPS):
-        case = {**options, **keep}
+    for case in [case for i in (0, 1, 5, 7) for case in stored(OPTIONS[i])]:
         (loss, *grads), (want, *want_grads) = both(mesh, 131, torch.bfloat16, True, case)
         assert loss.dtype == torch.float32
         assert_close(loss, want, rtol=1e-5, atol=1e-5)
@@ -103,13 +114,13 @@ def sixteen_bits(mesh: DeviceMesh) -> None:
 
 def ignored_rows_may_hold_nan(mesh: DeviceMesh) -> None:
     x, weight, _, target = drawn(64, 16, WIDE, -100)
-    for keep in KEEPS:
+    for options in stored({}) + stored({"label_smoothing": 0.1}):
         found = []
         for dirty in (x.clone(), x.clone()):
             if found:
                 dirty[0, :2] = float("nan")
             leaf, words = dirty.requires_grad_(), sharded(weight, mesh)
-            loss = vocab_parallel_linear_cross_entropy(leaf, words, target, **keep)
+            loss = vocab_parallel_linear_cross_entropy(leaf, words, target, **options)
             loss.backward()
             found.append((loss.detach(), leaf.grad, words.grad.full_tensor()))
         for got, want in zip(*found, strict=True):
@@ -118,8 +129,9 @@ def ignored_rows_may_hold_nan(mesh: DeviceMesh) -> None:
 
 def style(mesh: DeviceMesh) -> None:
     """The style of LinearCrossEntropy: the loss, the gradients and a step."""
-    stock = torchweld.nn.LinearCrossEntropy(16, 64, bias=True, shift=1, z_loss=0.1).to(DEVICE, WIDE)
-    ours = torchweld.nn.LinearCrossEntropy(16, 64, bias=True, shift=1, z_loss=0.1).to(DEVICE, WIDE)
+    options = {"shift": 1, "z_loss": 0.1, "label_smoothing": 0.1}
+    stock = torchweld.nn.LinearCrossEntropy(16, 64, bias=True, **options).to(DEVICE, WIDE)
+    ours = torchweld.nn.LinearCrossEntropy(16, 64, bias=True, **options).to(DEVICE, WIDE)
     ours.load_state_dict(stock.state_dict())
     ours = parallelize_module(ours, mesh, VocabParallel())
     x, _, _, target = drawn(64, 16, WIDE, -100)
@@ -176,14 +188,15 @@ def refusals(mesh: DeviceMesh) -> None:
         loss_of(x, words, target, reduction="average")
     with refused(ValueError, "keep must be 'auto', 'exponentials' or 'nothing'"):
         loss_of(x, words, target, keep="gradients")
+    with refused(ValueError, "label_smoothing must be from 0 to 1, but got 1.5"):
+        loss_of(x, words, target, label_smoothing=1.5)
+    with refused(ValueError, "keep='exponentials' must have label_smoothing 0 with a softcap"):
+        loss_of(x, words, target, label_smoothing=0.1, softcap=2.0, keep="exponentials")
     if DEVICE == "cpu":
         with refused(ValueError, "target must be from 0 to N - 1 = 63 or ignore_index, but got 64"):
             loss_of(x, words, torch.full_like(target, 64))
     with refused(TypeError, "module must be LinearCrossEntropy"):
         parallelize_module(nn.Linear(4, 4), mesh, VocabParallel())
-    smooth = torchweld.nn.LinearCrossEntropy(16, 64, label_smoothing=0.1).to(DEVICE)
-    with refused(ValueError, "label_smoothing must be 0, but got 0.1"):
-        parallelize_module(smooth, mesh, VocabParallel())
     stored = torchweld.nn.LinearCrossEntropy(16, 64, keep="gradients").to(DEVICE)
     with refused(ValueError, "keep must be 'auto', 'exponentials' or 'nothing'"):
         parallelize_module(stored, mesh, VocabParallel())

@@ -198,14 +198,14 @@ SCHEMAS = [
     f'linear_cross_entropy({LOSS}, str keep="auto") -> Tensor',
     f"linear_cross_entropy_forward({LOSS}) -> (Tensor loss, Tensor lse)",
     "linear_cross_entropy_backward(Tensor dloss, "
-    f"{LOSS.replace('target,', 'target, Tensor lse,')}, Tensor? dlse=None, bool[3] output_mask) -> "
-    "(Tensor dx, Tensor dweight, Tensor dbias)",
+    f"{LOSS.replace('target,', 'target, Tensor lse,')}, Tensor? dlse=None, Tensor? dmean=None, "
+    "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     f"linear_cross_entropy_gradients_forward({LOSS}, bool[3] output_mask) -> "
     "(Tensor loss, Tensor dx, Tensor dweight, Tensor dbias)",
     "linear_cross_entropy_gradients_backward(Tensor dloss, Tensor unit_dx, Tensor unit_dweight, "
     "Tensor unit_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    f'linear_cross_entropy_exponentials_forward({LOSS}, str keep="exponentials") -> '
-    "(Tensor loss, Tensor lse, Tensor y, Tensor factor)",
+    f'linear_cross_entropy_exponentials_forward({LOSS}, str keep="exponentials", '
+    "bool mean=False) -> (Tensor loss, Tensor lse, Tensor y, Tensor factor, Tensor mean)",
     "linear_cross_entropy_exponentials_backward(Tensor dloss, Tensor x, Tensor weight, "
     'Tensor target, Tensor y, Tensor factor, *, str reduction="mean", int ignore_index=-100, '
     "float label_smoothing=0, int shift=0, float temperature=1.0, bool[3] output_mask) -> "

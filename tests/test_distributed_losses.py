@@ -17,7 +17,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
 
 import sharded_losses
 from meshes import said_by
-from torchweld.distributed import vocabulary
+from torchweld.distributed.vocabulary_rows import Statistics, Terms, completed_factor
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +32,11 @@ def test_sharded_vocabulary_equals_one_process(said, mesh, case):
     assert not complaint, complaint
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("far", "softcap"), [(0.0, None), (0.0, 4.0), (-60.0, None), (-400.0, None), (-torch.inf, None)]
 )
-def test_exponentials_of_any_scale(far, softcap):
+def test_exponentials_of_any_scale(far, softcap, eps):
     """y and factor as Hopper's kernels store them: y = 2^(l - k), k near the local target's l."""
     rows, classes, temperature, z_loss = 12, 20, 0.8, 0.05
     torch.manual_seed(0)
@@ -47,7 +48,10 @@ def test_exponentials_of_any_scale(far, softcap):
     lse = z.logsumexp(-1)
     loss = lse - z.gather(1, target[:, None])[:, 0]
     ignored = torch.arange(rows) < 2
-    (want,) = torch.autograd.grad((loss + z_loss * lse.square())[~ignored].sum(), z)
+    # y has the terms of lse and z_t; backward adds that of mean(z).
+    z_target = lse - loss
+    found = lse - (1 - eps) * z_target + z_loss * lse.square()
+    (want,) = torch.autograd.grad(found[~ignored].sum(), z)
     slope = torch.ones_like(z) if softcap is None else 1 - (capped / softcap).square()
     want = want * slope / temperature
     for shard in range(2):
@@ -66,11 +70,10 @@ def test_exponentials_of_any_scale(far, softcap):
         targets = SimpleNamespace(
             local=local.masked_fill(ignored, -100), inside=inside, ignored=ignored
         )
-        found = vocabulary._Statistics(
-            local_lse - at_target, local_lse, loss.detach(), lse.detach()
-        )
+        found = Statistics(local_lse - at_target, local_lse, loss.detach(), lse.detach())
         options = {"shift": 0, "softcap": softcap, "temperature": temperature}
-        whole = vocabulary._complete(y, factor, targets, found, z_loss, options)
+        whole = completed_factor(y, factor, targets, found, Terms(z_loss, eps), options)
+        assert torch.equal(whole == 0, ignored) or not eps
         got = torch.where(whole[:, None] == 0, 0, whole[:, None] * y)
         assert y.isfinite().all()
         torch.testing.assert_close(got, want[:, part], rtol=1e-9, atol=1e-12)

@@ -229,7 +229,7 @@ def _further() -> dict[str, list[Sample]]:
         add("linear_cross_entropy_forward", **{name: loss})
         backward = cross_entropy_backward_call(loss, [True] * 3)
         add("linear_cross_entropy_backward", **{name: backward})
-        backward = cross_entropy_backward_call(loss, [True] * 3, dlse=True)
+        backward = cross_entropy_backward_call(loss, [True] * 3, ["dlse", "dmean"])
         add("linear_cross_entropy_backward", **{f"{name}_and_lse": backward})
         logits = logits_call((2, 37), 300, ignored=9, reduction=reduction, softcap=3.0, z_loss=0.1)
         for end in ("", "_forward"):

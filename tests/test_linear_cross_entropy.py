@@ -75,18 +75,19 @@ def test_several_chunks(device, dtype):
 
 
 @pytest.mark.parametrize("options", ["plain", "ignore_index", "shift", "together"])
-def test_gradient_of_lse(device, options):
-    """backward's dlse, beside dloss and alone, as where a shard lacks the target."""
+def test_gradients_of_lse_and_mean(device, options):
+    """backward's dlse and dmean, beside dloss and alone, as where a shard lacks the target."""
     backward = torch.ops.torchweld.linear_cross_entropy_backward
     for dtype, reduction in product(dtypes(device), ("none", "mean")):
         loss = loss_call((2, 9), 257, 64, ignored=3, reduction=reduction, **OPTIONS[options])
-        build = cross_entropy_backward_call(loss, [True] * 3, dlse=True)
-        args, kwargs = build(Maker(device, dtype, 0))
-        for dloss in (args[0], torch.zeros_like(args[0])):
-            args[0] = dloss
-            bounds = REFERENCES[OP + "_backward"](*args, **kwargs)
-            for got, bound in zip(backward(*args, **kwargs), bounds, strict=True):
-                check(got, bound, label="linear_cross_entropy dlse", device=device)
+        for others in (["dlse"], ["dmean"], ["dlse", "dmean"]):
+            build = cross_entropy_backward_call(loss, [True] * 3, others)
+            args, kwargs = build(Maker(device, dtype, 0))
+            for dloss in (args[0], torch.zeros_like(args[0])):
+                args[0] = dloss
+                bounds = REFERENCES[OP + "_backward"](*args, **kwargs)
+                for got, bound in zip(backward(*args, **kwargs), bounds, strict=True):
+                    check(got, bound, label=f"linear_cross_entropy {others}", device=device)
 
 
 @pytest.mark.parametrize("size", [*SIZES, ((3, 5), 131, 65)], ids=str)
@@ -375,7 +376,12 @@ def test_backward_ops_refuse_bad_gradients(device):
         ops.linear_token_logprobs_backward(lse, x, weight, target, lse, None, None, lse, **wanted)
     with pytest.raises(RuntimeError, match="reduction must be 'mean' or 'sum', but got 'none'"):
         ops.linear_cross_entropy_gradients_forward(x, weight, target, reduction="none", **wanted)
-    with pytest.raises(RuntimeError, match="keep must be 'exponentials' or 'auto', but got 'all'"):
-        ops.linear_cross_entropy_exponentials_forward(x, weight, target, keep="all")
+    with pytest.raises(RuntimeError, match="dmean must be the shape of a result per token"):
+        ops.linear_cross_entropy_backward(lse[0], x, weight, target, lse, dmean=lse[:2], **wanted)
+    exponentials = ops.linear_cross_entropy_exponentials_forward
+    with pytest.raises(RuntimeError, match="'exponentials', 'auto' or 'nothing', but got 'all'"):
+        exponentials(x, weight, target, keep="all")
+    with pytest.raises(RuntimeError, match="must have mean False with a softcap, but got True"):
+        exponentials(x, weight, target, softcap=2.0, mean=True)
     with pytest.raises(RuntimeError, match="dloss must be a scalar"):
         ops.linear_cross_entropy_gradients_backward(lse, x, weight, lse)

@@ -21,8 +21,8 @@ bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossO
   const DeviceFacts device = device_facts();
   const auto k = weight.sym_size(1).maybe_as_int();
   return (x.is_cuda() || is_dry_run()) && device.wgmma && device.tma &&
-         x.scalar_type() == at::kBFloat16 && (options.label_smoothing == 0 || !options.softcap) &&
-         k && *k > 0 && *k % 8 == 0;
+         x.scalar_type() == at::kBFloat16 && !(options.needs_mean() && options.softcap) && k &&
+         *k > 0 && *k % 8 == 0;
 #else
   return false;
 #endif
@@ -74,6 +74,7 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
   };
   store(results.loss, loss);
   store(results.lse, lse);
+  if (results.mean.defined()) store(results.mean, z.mean(1));
   // Here k is the lse of the row. Then y is the softmax, and factor is the derivative of the loss
   // with respect to the lse.
   // NOTE: if all logits of a row are -inf, its probabilities are NaN: factor is NaN, and y is 0.

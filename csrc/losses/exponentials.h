@@ -51,8 +51,8 @@ inline double uniform_gradient(const LossOptions& options, int64_t n) {
          (static_cast<double>(std::max<int64_t>(n, 1)) * options.temperature);
 }
 
-// Computes the loss and the lse of every row, and stores y and factor in `kept`. If label_smoothing
-// is not 0, there must be no softcap.
+// Computes the loss and the lse of every row, and stores y and factor in `kept`. If
+// options.needs_mean(), there must be no softcap.
 void exponentials_forward(const LossInputs& in, const LossRows& results, const Exponentials& kept);
 void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
                            const Tensor& weight, double uniform, const LossGradients& grads);
@@ -66,9 +66,9 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
 void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
                                 const Tensor& weight, double uniform, const LossGradients& grads);
 // Computes the gradients for a forward that has stored the lse, but not y. The function computes y
-// again, some columns at a time. dlse may be undefined.
-void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const Tensor& dloss,
-                                 const Tensor& dlse, const LossGradients& grads);
+// again, some columns at a time. upstream.dentropy must be undefined.
+void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
+                                 const LossUpstream& upstream, const LossGradients& grads);
 #endif
 
 }  // namespace torchweld

@@ -58,7 +58,7 @@ struct Operands {
       : x(chunked_rows(in.x)), weight(chunked_rows(in.weight)), bias(in.bias) {
     const int64_t m = x.size(0);
     vectors = at::empty({6, m}, x.options().dtype(at::kFloat));
-    if (in.options.label_smoothing != 0) {
+    if (in.options.needs_mean()) {
       mean_weight = weight.mean(0, /*keepdim=*/false, at::kFloat);
       if (is_given(in.bias)) mean_bias = in.bias->mean(at::kFloat);
     }
@@ -162,10 +162,19 @@ void vector_product_into(const Tensor& to, const Tensor& vector, const Matrix& m
 
 // The term of the gradient that is the same for all logits of a row.
 struct UniformTerm {
-  Tensor each;  // (rows,): -uniform * dloss, 0 for an ignored row; undefined if uniform is 0
+  Tensor each;  // (rows,): -uniform * dloss, 0 for an ignored row; undefined if there is no term
 
   UniformTerm(double uniform, const Tensor& factor, const Tensor& dloss) {
     if (uniform != 0) each = (dloss * -uniform).masked_fill_(factor.eq(0), 0);
+  }
+  // The term of a gradient dmean with respect to the mean of the row's n scaled logits.
+  UniformTerm(const LossInputs& in, const Tensor& factor, const LossUpstream& upstream)
+      : UniformTerm(uniform_gradient(in.options, in.weight.size(0)), factor, upstream.dloss) {
+    if (!upstream.dmean.defined()) return;
+    const double n = static_cast<double>(in.weight.size(0));
+    const Tensor of_mean =
+        upstream.dmean.div(n * in.options.temperature).masked_fill_(factor.eq(0), 0);
+    each = each.defined() ? each + of_mean : of_mean;
   }
 
   // Returns the sum (K,) of the rows of weight, which times `each` is the term of dx.
@@ -204,7 +213,7 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                const Exponentials* kept) {
   const OnDevice on(in.x.device());
   if (in.targets.numel() == 0) return;
-  const Operands operands(in);
+  Operands operands(in);
   const int64_t m = operands.rows.rows, n = operands.rows.n;
   const int columns = tile_columns(operands.rows.k);
   if (kept != nullptr && kept->y.size(1) > n) {
@@ -220,6 +229,7 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                   kept != nullptr ? kept->y.stride(0) : 0,
                                   0,
                                   kept != nullptr ? mutable_data<float>(kept->factor) : nullptr};
+  if (results.mean.defined()) operands.rows.mean_logit = mutable_data<float>(results.mean);
   launch_target_logits(operands.rows, current_stream());
   // If y is not stored, the loop below processes a limited number of tiles at a time, so that the
   // sums of these tiles fit in 16 MiB of workspace. The next tiles overwrite the sums.
@@ -263,30 +273,32 @@ void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, c
   if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss, term);
 }
 
-// The factors of the gradient with respect to a row's logits if there is a gradient dlse. The
-// gradient is total * p, where p are the probabilities. At the target it is total * (p - share).
+// The factors of the gradient with respect to a row's logits if there is a gradient dlse or dmean.
+// Without the uniform term, the gradient is total * p, where p are the probabilities. At the target
+// it is total * (p - share).
 struct RowFactors {
   Tensor total;  // (rows,): the sum of exponentials of each row
   Tensor share;  // (rows,); 1 if undefined
 
-  RowFactors(const Tensor& dloss, const Tensor& dlse, const Tensor& lse, double z_loss)
-      : total(dloss) {
-    if (!dlse.defined()) return;
-    total = dloss * (lse * (2 * z_loss) + 1) + dlse;
-    // NOTE: a total of 0 would make the term of the target 0 too. Therefore it is replaced by 2^-24
-    // of dloss, which is less than the rounding error of y.
-    total = at::where(total.eq(0), dloss * 0x1p-24, total);
+  RowFactors(const LossUpstream& up, const Tensor& lse, double z_loss) : total(up.dloss) {
+    const Tensor& dloss = up.dloss;
+    if (!up.dlse.defined() && !up.dmean.defined()) return;
+    total = dloss * (lse * (2 * z_loss) + 1);
+    if (up.dlse.defined()) total = total + up.dlse;
+    // NOTE: a total of 0 would make the other terms 0 too. Therefore it is replaced by 2^-24 of
+    // these terms, which is less than the rounding error of y.
+    const Tensor others = up.dmean.defined() ? dloss - up.dmean : dloss;
+    total = at::where(total.eq(0), others * 0x1p-24, total);
     share = at::where(total.eq(0), at::zeros({}, total.options()), dloss / total);
   }
 };
 
-void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const Tensor& dloss_rows,
-                                 const Tensor& dlse, const LossGradients& grads) {
+void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
+                                 const LossUpstream& upstream, const LossGradients& grads) {
   Operands operands(in);
-  const RowFactors factors(dloss_rows, dlse, lse, in.options.z_loss);
+  const RowFactors factors(upstream, lse, in.options.z_loss);
   const Tensor& dloss = factors.total;
   if (factors.share.defined()) operands.rows.z_loss = 0;  // total has its term
-  const double uniform = uniform_gradient(in.options, in.weight.size(0));
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
   // The limit of the total memory of three tensors: y for a block of columns, dx in fp32, and the
@@ -319,7 +331,7 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse, const 
     scaled = grads.wanted[0] ? grads.dx.view({m, k}) : at::empty({m, k}, operands.x.options());
     scale_rows(operands.x, scaled, factor, dloss);
   }
-  const UniformTerm term(uniform, factor, dloss_rows);
+  const UniformTerm term(in, factor, upstream);
   OptionalTensor dweight_row;
   if (grads.wanted[1]) dweight_row = term.row_of_dweight(scaled, factor, dloss);
   for (int64_t first = 0; first < n; first += tiles * columns) {

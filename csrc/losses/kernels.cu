@@ -124,6 +124,7 @@ __global__ __launch_bounds__(kThreads) void loss_statistics_kernel(const LossChu
   c.loss[row] = c.cross_entropy ? c.terms.loss(found) : found.logprob();
   c.lse[row] = found.lse();
   if (c.entropy != nullptr) c.entropy[row] = found.entropy();
+  if (c.mean != nullptr) c.mean[row] = found.row_mean();
 }
 
 template <typename T>
@@ -138,7 +139,8 @@ __global__ __launch_bounds__(kThreads) void loss_gradient_kernel(const LossGradi
     const float d = p.dloss[row * p.dloss_stride], lse = c.lse[row];
     if (c.cross_entropy) {
       gradient =
-          RowGradient<float>::of_loss(d, lse, c.terms, c.n, p.dlse == nullptr ? 0.f : p.dlse[row]);
+          RowGradient<float>::of_loss(d, lse, c.terms, c.n, p.dlse == nullptr ? 0.f : p.dlse[row],
+                                      p.dmean == nullptr ? 0.f : p.dmean[row]);
     } else {
       const bool entropy = p.dentropy != nullptr;
       gradient = RowGradient<float>::of_logprob(d, entropy ? p.dentropy[row] : 0.f, lse,

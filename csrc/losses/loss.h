@@ -25,9 +25,10 @@ struct LossInputs {
 // The results of a loss. Each tensor has one element per row of x, in the accumulation dtype. The
 // engine does not write the elements of ignored rows.
 struct LossRows {
-  Tensor loss;     // the loss or log-probability; if undefined, lse and entropy are inputs
-  Tensor lse;      // logsumexp of the scaled logits
-  Tensor entropy;  // undefined if not requested
+  Tensor loss;       // the loss or log-probability; if undefined, lse and entropy are inputs
+  Tensor lse;        // logsumexp of the scaled logits
+  Tensor entropy;    // undefined if not requested
+  Tensor mean = {};  // mean of the scaled logits; undefined if not requested
 };
 
 // The gradients with respect to the tensors of LossRows. dloss may have stride 0. If the call must
@@ -37,6 +38,8 @@ struct LossUpstream {
   Tensor dentropy;  // if undefined, the gradient is 0
   // The gradient with respect to lse; if undefined, the gradient is 0; only for a cross entropy.
   Tensor dlse = {};
+  // The gradient with respect to LossRows::mean, as dlse.
+  Tensor dmean = {};
 };
 
 // The gradients that an engine computes. dx is contiguous. A gradient that is passed as a tensor of

@@ -55,19 +55,21 @@ struct RowVectors {
   CrossEntropyTerms<T> terms;
   WantedStatistics wanted;
   const T* bias;
-  T *loss, *lse, *entropy;
-  const T *dloss, *dentropy, *dlse;
+  T *loss, *lse, *entropy, *mean;
+  const T *dloss, *dentropy, *dlse, *dmean;
   int64_t dloss_stride;
 
   void store(int64_t row, const LogitStatistics<T>& found) const {
     loss[row] = kind == LossKind::kCrossEntropy ? terms.loss(found) : found.logprob();
     lse[row] = found.lse();
     if (entropy != nullptr) entropy[row] = found.entropy();
+    if (mean != nullptr) mean[row] = found.row_mean();
   }
   RowGradient<T> gradient(int64_t row, int64_t n) const {
     const T d = dloss[row * dloss_stride];
     if (kind == LossKind::kCrossEntropy) {
-      return RowGradient<T>::of_loss(d, lse[row], terms, n, dlse == nullptr ? T(0) : dlse[row]);
+      return RowGradient<T>::of_loss(d, lse[row], terms, n, dlse == nullptr ? T(0) : dlse[row],
+                                     dmean == nullptr ? T(0) : dmean[row]);
     }
     return RowGradient<T>::of_logprob(d, dentropy == nullptr ? T(0) : dentropy[row], lse[row],
                                       dentropy == nullptr ? T(0) : entropy[row]);
@@ -94,14 +96,16 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
   const RowVectors<T> vectors = {in.kind,
                                  in.options.logit_scale<T>(),
                                  in.options.terms<T>(),
-                                 {in.options.label_smoothing != 0, results.entropy.defined()},
+                                 {in.options.needs_mean(), results.entropy.defined()},
                                  const_data_of<T>(bias),
                                  data_of<T>(results.loss),
                                  data_of<T>(results.lse),
                                  data_of<T>(results.entropy),
+                                 data_of<T>(results.mean),
                                  const_data_of<T>(upstream.dloss),
                                  const_data_of<T>(upstream.dentropy),
                                  const_data_of<T>(upstream.dlse),
+                                 const_data_of<T>(upstream.dmean),
                                  upstream.dloss.defined() ? upstream.dloss.stride(0) : 0};
   const int64_t chunk = rows.count == 0 ? 1 : loss_chunk_rows(rows.count, n, sizeof(T));
   ParameterGradients<E, T> parameters(grads.dweight, grads.dbias,

@@ -124,14 +124,17 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
                               in.options.terms<float>(),
                               optional_data(from_first(results.loss)),
                               optional_data(from_first(results.lse)),
-                              optional_data(from_first(results.entropy))};
+                              optional_data(from_first(results.entropy)),
+                              optional_data(from_first(results.mean))};
     if (results.loss.defined()) launch_loss_statistics(params, stream);
     if (!grads.any()) continue;
     const Tensor dloss = from_first(upstream.dloss);
+    const auto optional_gradient = [&](const Tensor& t) {
+      return t.defined() ? const_data<float>(from_first(t)) : nullptr;
+    };
     launch_loss_gradient(
-        {params, const_data<float>(dloss), dloss.stride(0),
-         upstream.dentropy.defined() ? const_data<float>(from_first(upstream.dentropy)) : nullptr,
-         upstream.dlse.defined() ? const_data<float>(from_first(upstream.dlse)) : nullptr},
+        {params, const_data<float>(dloss), dloss.stride(0), optional_gradient(upstream.dentropy),
+         optional_gradient(upstream.dlse), optional_gradient(upstream.dmean)},
         stream);
     const int64_t halves = static_cast<int64_t>(sizeof(float)) / in.x.element_size();
     const Tensor dz =
@@ -161,7 +164,8 @@ void loss_rows_cuda(const char*, const LossInputs& in, const LossRows& results,
   if (exponentials && !results.loss.defined() && !upstream.dentropy.defined()) {
     const bool negative = in.kind == LossKind::kLogprob;
     const Tensor dloss = negative ? -upstream.dloss : upstream.dloss;
-    return exponentials_recompute_sm90(in, results.lse, dloss, upstream.dlse, grads);
+    return exponentials_recompute_sm90(in, results.lse, {dloss, {}, upstream.dlse, upstream.dmean},
+                                       grads);
   }
   loss_rows_any_gpu(in, results, upstream, grads);
 }

@@ -34,7 +34,9 @@ struct LossOptions {
   double z_loss = 0;
   int64_t shift = 0;
   double temperature = 1;
+  bool mean = false;  // whether mean(z) of each row is a result, or has a gradient
 
+  bool needs_mean() const { return mean || label_smoothing != 0; }
   template <typename T>
   LogitScale<T> logit_scale() const {
     return {static_cast<T>(softcap.value_or(0)), static_cast<T>(temperature)};

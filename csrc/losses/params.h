@@ -28,6 +28,7 @@ struct LossChunk {
   float* loss;  // the losses of a cross entropy, or the log-probabilities
   float* lse;
   float* entropy;  // nullptr if not requested
+  float* mean;     // nullptr if not requested
 };
 
 // Launches the kernel that computes loss, lse and entropy of every row that is not ignored.
@@ -35,13 +36,14 @@ void launch_loss_statistics(const LossChunk& chunk, cudaStream_t stream);
 
 // The parameters of the kernel that overwrites each row of logits by its gradient. The gradient has
 // the dtype chunk.dtype and starts at the first byte of the row. The gradient of an ignored row is
-// 0. The kernel reads lse and entropy. dloss has stride 0 or 1. dentropy and dlse may be nullptr.
+// 0. The kernel reads lse and entropy. dloss has stride 0 or 1. The other gradients may be nullptr.
 struct LossGradientParams {
   LossChunk chunk;
   const float* dloss;
   int64_t dloss_stride;
   const float* dentropy;
   const float* dlse;
+  const float* dmean;
 };
 void launch_loss_gradient(const LossGradientParams& params, cudaStream_t stream);
 

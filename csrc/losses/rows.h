@@ -33,11 +33,12 @@ struct LogitStatistics {
   T max;          // max(z)
   T log_sum;      // lse - max
   T target;       // z_t - max
-  T mean;         // mean(z) - max; used only with label smoothing
+  T mean;         // mean(z) - max; used only with label smoothing or if it is a result
   T expectation;  // sum(p z) - max; used only for the entropy
 
   // NOTE: if all logits are -inf, max + log_sum may be NaN.
   TW_HOST_DEVICE T lse() const { return max == -T(INFINITY) ? max : max + log_sum; }
+  TW_HOST_DEVICE T row_mean() const { return max == -T(INFINITY) ? max : max + mean; }
   TW_HOST_DEVICE T logprob() const { return target - log_sum; }
   TW_HOST_DEVICE T entropy() const { return log_sum - expectation; }
 };
@@ -62,15 +63,12 @@ template <typename T>
 struct RowGradient {
   T lse, scale, entropy_scale, expectation, uniform, target;
 
+  // dlse and dmean are the gradients with respect to lse and mean(z) as results of their own.
   TW_HOST_DEVICE static RowGradient of_loss(T dloss, T lse, const CrossEntropyTerms<T>& terms,
-                                            int64_t n, T dlse = T(0)) {
-    const T eps = terms.label_smoothing;
-    return {lse,
-            dloss * (T(1) + T(2) * terms.z_loss * lse) + dlse,
-            T(0),
-            T(0),
-            -dloss * eps / static_cast<T>(n),
-            -dloss * (T(1) - eps)};
+                                            int64_t n, T dlse = T(0), T dmean = T(0)) {
+    const T eps = terms.label_smoothing, scale = dloss * (T(1) + T(2) * terms.z_loss * lse) + dlse;
+    const T uniform = (dmean - dloss * eps) / static_cast<T>(n);
+    return {lse, scale, T(0), T(0), uniform, -dloss * (T(1) - eps)};
   }
   // `entropy` is the entropy of the row. If dentropy is 0, the function ignores `entropy`.
   TW_HOST_DEVICE static RowGradient of_logprob(T dlogprob, T dentropy, T lse, T entropy) {

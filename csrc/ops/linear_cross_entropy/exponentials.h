@@ -1,5 +1,7 @@
 // The ops behind keep="exponentials". In addition to loss and lse, the forward returns y and factor
-// (losses/exponentials.h). The backward computes the gradients from y and factor.
+// (losses/exponentials.h). The backward computes the gradients from y and factor. With mean=True,
+// the forward also returns mean(z) of each row, which the loss of a sharded vocabulary needs for
+// label smoothing.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -11,28 +13,33 @@
 namespace torchweld::linear_cross_entropy_op {
 
 // Returns true if the forward stores y and factor. With keep="auto", it stores them only if the
-// Hopper kernels support the loss; else y and factor are (0,).
+// Hopper kernels support the loss. If it does not store them, y and factor are (0,).
 inline bool stores_exponentials(const char* op, c10::string_view keep, const LossOptions& options,
                                 const Tensor& x, const Tensor& weight) {
-  TW_CHECK(keep == "exponentials" || keep == "auto", op,
-           "keep must be 'exponentials' or 'auto', but got '", std::string(keep), "'");
+  TW_CHECK(keep == "exponentials" || keep == "auto" || keep == "nothing", op,
+           "keep must be 'exponentials', 'auto' or 'nothing', but got '", std::string(keep), "'");
   return parse_keep(op, keep, options, x, weight) == Keep::kExponentials;
 }
 
-inline std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_forward_meta(
+using LossAndExponentials = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+inline LossAndExponentials linear_cross_entropy_exponentials_forward_meta(
     const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
     c10::string_view reduction, int64_t ignore_index, double label_smoothing,
     std::optional<double> softcap, double z_loss, int64_t shift, double temperature,
-    c10::string_view keep) {
+    c10::string_view keep, bool mean) {
   const char* op = "linear_cross_entropy_exponentials_forward";
-  const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
-                                                    softcap, z_loss, shift, temperature);
+  LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap,
+                                              z_loss, shift, temperature);
+  options.mean = mean;
   const auto sizes = check_loss_inputs(op, x, weight, target, bias, shift);
   const bool stores = stores_exponentials(op, keep, options, x, weight);
   const Exponentials kept =
       stores ? empty_exponentials(x, weight)
              : Exponentials{at::empty({0}, x.options()), empty_per_token(x, {c10::SymInt(0)})};
-  return {empty_loss(x, sizes, options), empty_per_token(x, sizes), kept.y, kept.factor};
+  const std::vector<c10::SymInt> none = {c10::SymInt(0)};
+  return {empty_loss(x, sizes, options), empty_per_token(x, sizes), kept.y, kept.factor,
+          empty_per_token(x, mean ? sizes : none)};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_backward_meta(
@@ -53,24 +60,26 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_back
 
 // The engine computes the loss if y and factor are not stored.
 template <LossEngine engine>
-std::tuple<Tensor, Tensor, Tensor, Tensor> exponentials_forward_on(
-    const Tensor& x, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
-    c10::string_view reduction, int64_t ignore_index, double label_smoothing,
-    std::optional<double> softcap, double z_loss, int64_t shift, double temperature,
-    c10::string_view keep) {
+LossAndExponentials exponentials_forward_on(const Tensor& x, const Tensor& weight,
+                                            const Tensor& target, const OptionalTensor& bias,
+                                            c10::string_view reduction, int64_t ignore_index,
+                                            double label_smoothing, std::optional<double> softcap,
+                                            double z_loss, int64_t shift, double temperature,
+                                            c10::string_view keep, bool with_mean) {
   const char* op = "linear_cross_entropy_exponentials_forward";
-  auto [loss, lse, y, factor] = linear_cross_entropy_exponentials_forward_meta(
+  auto [loss, lse, y, factor, mean] = linear_cross_entropy_exponentials_forward_meta(
       x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
-      temperature, keep);
-  const LossInputs in = {LossKind::kCrossEntropy,
-                         x,
-                         weight,
-                         bias,
-                         target,
-                         cross_entropy_options(op, reduction, ignore_index, label_smoothing,
-                                               softcap, z_loss, shift, temperature)};
+      temperature, keep, with_mean);
+  LossInputs in = {LossKind::kCrossEntropy,
+                   x,
+                   weight,
+                   bias,
+                   target,
+                   cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap,
+                                         z_loss, shift, temperature)};
+  in.options.mean = with_mean;
   const auto zeros = [&] { return at::zeros({in.targets.numel()}, loss.options()); };
-  const LossRows rows = {zeros(), zeros(), {}};
+  const LossRows rows = {zeros(), zeros(), {}, with_mean ? zeros() : Tensor()};
   if (stores_exponentials(op, keep, in.options, x, weight)) {
     exponentials_forward(in, rows, Exponentials{y, factor}.rows(in.targets.numel()));
   } else {
@@ -78,7 +87,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> exponentials_forward_on(
   }
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
   copy_from_rows(lse, rows.lse, target, in.options);
-  return {loss, lse, y, factor};
+  if (with_mean) copy_from_rows(mean, rows.mean, target, in.options);
+  return {loss, lse, y, factor, mean};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_backward_any(

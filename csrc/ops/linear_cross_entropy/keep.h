@@ -23,6 +23,9 @@ inline Keep parse_keep(const char* op, c10::string_view name, const LossOptions&
     TW_CHECK(options.label_smoothing == 0 || !options.softcap, op,
              "keep='exponentials' must have label_smoothing 0 with a softcap, but got ",
              options.label_smoothing, "; use keep='auto'");
+    TW_CHECK(!options.mean || !options.softcap, op,
+             "keep='exponentials' must have mean False with a softcap, but got True; use "
+             "keep='auto'");
     return Keep::kExponentials;
   }
   TW_CHECK(name == "gradients", op,

@@ -4,9 +4,9 @@
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
 // keep="nothing": linear_cross_entropy_forward also returns lse of each row (0 if the row is
-// ignored). linear_cross_entropy_backward computes the logits again and uses lse. Argument dlse of
-// linear_cross_entropy_backward is the gradient with respect to lse. It is needed, for example, for
-// a row whose target is in another shard of the vocabulary.
+// ignored). linear_cross_entropy_backward computes the logits again and uses lse. Arguments dlse
+// and dmean of linear_cross_entropy_backward are the gradients with respect to lse and mean(z).
+// They are needed for a shard of a vocabulary, where another shard may have the target of the row.
 //
 // keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for dloss =
 // 1. linear_cross_entropy_gradients_backward multiplies these gradients by dloss.
@@ -52,11 +52,14 @@ Tensor linear_cross_entropy_meta(const Tensor& x, const Tensor& weight, const Te
   return empty_loss(x, sizes, options);
 }
 
-Grads3 linear_cross_entropy_backward_meta(
-    const Tensor& dloss, const Tensor& x, const Tensor& weight, const Tensor& target,
-    const Tensor& lse, const OptionalTensor& bias, c10::string_view reduction, int64_t ignore_index,
-    double label_smoothing, std::optional<double> softcap, double z_loss, int64_t shift,
-    double temperature, const OptionalTensor& dlse, std::array<bool, 3> output_mask) {
+Grads3 linear_cross_entropy_backward_meta(const Tensor& dloss, const Tensor& x,
+                                          const Tensor& weight, const Tensor& target,
+                                          const Tensor& lse, const OptionalTensor& bias,
+                                          c10::string_view reduction, int64_t ignore_index,
+                                          double label_smoothing, std::optional<double> softcap,
+                                          double z_loss, int64_t shift, double temperature,
+                                          const OptionalTensor& dlse, const OptionalTensor& dmean,
+                                          std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_backward";
   const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                     softcap, z_loss, shift, temperature);
@@ -64,6 +67,7 @@ Grads3 linear_cross_entropy_backward_meta(
   check_dloss(op, dloss, x, sizes, options);
   check_per_token(op, "lse", lse, x, sizes);
   if (is_given(dlse)) check_per_token(op, "dlse", *dlse, x, sizes);
+  if (is_given(dmean)) check_per_token(op, "dmean", *dmean, x, sizes);
   const LossGradients grads = empty_loss_gradients(x, weight, output_mask);
   return {grads.dx, grads.dweight, grads.dbias};
 }
@@ -150,21 +154,25 @@ Grads3 backward_on(const Tensor& dloss, const Tensor& x, const Tensor& weight, c
                    const Tensor& lse, const OptionalTensor& bias, c10::string_view reduction,
                    int64_t ignore_index, double label_smoothing, std::optional<double> softcap,
                    double z_loss, int64_t shift, double temperature, const OptionalTensor& dlse,
-                   std::array<bool, 3> output_mask) {
+                   const OptionalTensor& dmean, std::array<bool, 3> output_mask) {
   const char* op = "linear_cross_entropy_backward";
   auto [dx, dweight, dbias] = linear_cross_entropy_backward_meta(
       dloss, x, weight, target, lse, bias, reduction, ignore_index, label_smoothing, softcap,
-      z_loss, shift, temperature, dlse, output_mask);
-  const LossInputs in =
-      inputs_of(x, weight, bias, target,
-                cross_entropy_options(op, reduction, ignore_index, label_smoothing, softcap, z_loss,
-                                      shift, temperature));
+      z_loss, shift, temperature, dlse, dmean, output_mask);
+  LossInputs in = inputs_of(x, weight, bias, target,
+                            cross_entropy_options(op, reduction, ignore_index, label_smoothing,
+                                                  softcap, z_loss, shift, temperature));
+  in.options.mean = is_given(dmean);
   const LossGradients grads = {dx, dweight, dbias, output_mask};
   if (grads.any()) {
+    const auto optional_rows = [&](const OptionalTensor& t) {
+      return is_given(t) ? rows_of_result(*t, target, in.options) : Tensor();
+    };
     engine("linear_cross_entropy", in, {{}, rows_of_result(lse, target, in.options), {}},
            {dloss_of_rows(dloss, target, in.targets, in.options),
             {},
-            is_given(dlse) ? rows_of_result(*dlse, target, in.options) : Tensor()},
+            optional_rows(dlse),
+            optional_rows(dmean)},
            grads);
   }
   return {dx, dweight, dbias};
@@ -246,9 +254,9 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     data["label_smoothing"] = label_smoothing;
     data["temperature"] = temperature;
     if (kept == Keep::kExponentials) {
-      auto [loss, lse, y, factor] = call_linear_cross_entropy_exponentials_forward.below(
+      auto [loss, lse, y, factor, mean] = call_linear_cross_entropy_exponentials_forward.below(
           x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
-          temperature, "exponentials");
+          temperature, "exponentials", false);
       ctx->save_for_backward({x, weight, target, y, factor});
       return {loss};
     }
@@ -286,7 +294,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     return call_linear_cross_entropy_backward(
         dloss, saved[0], saved[1], saved[2], saved[3], optional(saved[4]), reduction, ignore_index,
         label_smoothing, data["softcap"].template toOptional<double>(), data["z_loss"].toDouble(),
-        shift, temperature, std::nullopt, wanted);
+        shift, temperature, std::nullopt, std::nullopt, wanted);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -335,11 +343,11 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
       recorded_by<CrossEntropyFunction>(call_linear_cross_entropy, linear_cross_entropy_checks));
   define_op(m, name + "_forward(" + inputs + options + ") -> (Tensor loss, Tensor lse)",
             TW_KERNELS(linear_cross_entropy_forward), no_gradient_function());
-  define_op(
-      m,
-      name + "_backward(Tensor dloss, " + inputs + "Tensor lse, " + options +
-          ", Tensor? dlse=None, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-      TW_KERNELS(linear_cross_entropy_backward), no_gradient_function());
+  define_op(m,
+            name + "_backward(Tensor dloss, " + inputs + "Tensor lse, " + options +
+                ", Tensor? dlse=None, Tensor? dmean=None, bool[3] output_mask) -> "
+                "(Tensor dx, Tensor dweight, Tensor dbias)",
+            TW_KERNELS(linear_cross_entropy_backward), no_gradient_function());
   define_op(m,
             name + "_gradients_forward(" + inputs + options +
                 ", bool[3] output_mask) -> "
@@ -352,8 +360,8 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
             TW_KERNELS(linear_cross_entropy_gradients_backward), no_gradient_function());
   define_op(m,
             name + "_exponentials_forward(" + inputs + options +
-                ", str keep=\"exponentials\") -> "
-                "(Tensor loss, Tensor lse, Tensor y, Tensor factor)",
+                ", str keep=\"exponentials\", bool mean=False) -> "
+                "(Tensor loss, Tensor lse, Tensor y, Tensor factor, Tensor mean)",
             TW_KERNELS(linear_cross_entropy_exponentials_forward), no_gradient_function());
   define_op(m,
             name + "_exponentials_backward(Tensor dloss, " + inputs +

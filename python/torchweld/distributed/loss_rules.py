@@ -14,6 +14,8 @@ _TOKENS = (
     "row_entropy",
     "lse",
     "dlse",
+    "mean",
+    "dmean",
     "dlogprob",
     "dentropy",
     "factor",

@@ -59,6 +59,10 @@ class Call:
             return True
         if result in ("entropy", "row_entropy"):
             return not self.values["entropy"]
+        if result == "mean" and "mean" in self.values:
+            return not self.values["mean"]
+        if result in ("y", "factor") and self.values.get("keep") == "nothing":
+            return True
         mask = self.values.get("output_mask")
         if mask is None or not result.startswith("d"):
             return False
