@@ -69,9 +69,12 @@ def test_sizes(device, dtype, size):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_several_chunks(device, dtype):
-    """A chunk is at least 32 MiB of logits: 9 rows of a million classes take two."""
-    check_op(OP, made(device, dtype, (9,), 1_000_003, 3, ignored=1), {"reduction": "sum"})
-    check_op("linear_token_logprobs", made(device, dtype, (9,), 1_000_003, 3), {})
+    """A chunk is at least 32 MiB of logits: 12 rows of a million classes take two, 9 rows of a
+    16-bit weight on the CPU one.
+    """
+    for rows in (9, 12):
+        check_op(OP, made(device, dtype, (rows,), 1_000_003, 3, ignored=1), {"reduction": "sum"})
+    check_op("linear_token_logprobs", made(device, dtype, (12,), 1_000_003, 3), {})
 
 
 @pytest.mark.parametrize("options", ["plain", "ignore_index", "shift", "together"])

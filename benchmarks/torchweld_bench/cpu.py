@@ -130,6 +130,15 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Function, Function, list[T
             lambda x, w=dense: F.linear(x, w.to(x.dtype)),
             [random(m, k)],
         )
+    heads = [(512, 1024, 32000)] + [(1024, 768, 50257)] * (dtype != torch.float32)
+    for m, k, n in heads:
+        target = torch.randint(0, n, (m,))
+        yield (
+            f"linear_cross_entropy ({m}, {k}, {n})",
+            lambda x, w, t=target: ops.linear_cross_entropy(x, w, t),
+            lambda x, w, t=target: F.cross_entropy(F.linear(x, w), t),
+            [random(m, k), random(n, k) * k**-0.5],
+        )
     yield (
         "scalar_attention (4096,)",
         ops.scalar_attention,
@@ -238,7 +247,9 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
                 reference = eager(*[t.double() for t in tensors])
                 errors = judged(ours(*tensors), eager(*tensors), reference)
                 errors["allowed_error"] += 4 * errors["eager_error"]
-                dy = torch.randn_like(reference).to(dtype)
+                # The gradient of a scalar loss is 1.
+                dy = torch.randn_like(reference) if reference.dim() else torch.ones_like(reference)
+                dy = dy.to(dtype)
                 kinds = {
                     "forward": lambda f, t, dy: lambda: f(*t),
                     "with gradient": _with_gradient,

@@ -84,6 +84,18 @@ Tensor dlogits_of(const Tensor& z) {
   return z.view(c10::CppTypeToScalarType<E>()).narrow(1, 0, z.size(1));
 }
 
+// Returns the number of rows per chunk. If `sums_dweight`, several chunks need a sum (n, k) of
+// dweight in the accumulation dtype, and every chunk reads and writes all of it. Therefore a chunk
+// has at least k / 2 rows, which is half the memory of the sum. One chunk needs no sum, so it may
+// have k rows more.
+int64_t chunk_rows(int64_t rows, int64_t n, int64_t k, int64_t bytes_per_logit, bool sums_dweight) {
+  if (rows == 0) return 1;
+  const int64_t chunk = loss_chunk_rows(rows, n, bytes_per_logit);
+  if (!sums_dweight) return chunk;
+  const int64_t limit = std::max(chunk, k / 2);
+  return rows <= limit + k ? rows : divide_up(rows, divide_up(rows, limit));
+}
+
 // Processes all rows, one chunk at a time. E is the element type of the operands of the matmuls. It
 // is scalar_t or the accumulation dtype.
 template <typename scalar_t, typename E>
@@ -107,7 +119,8 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
                                  const_data_of<T>(upstream.dlse),
                                  const_data_of<T>(upstream.dmean),
                                  upstream.dloss.defined() ? upstream.dloss.stride(0) : 0};
-  const int64_t chunk = rows.count == 0 ? 1 : loss_chunk_rows(rows.count, n, sizeof(T));
+  const int64_t chunk =
+      chunk_rows(rows.count, n, k, sizeof(T), grads.wanted[1] && !std::is_same_v<scalar_t, T>);
   ParameterGradients<E, T> parameters(grads.dweight, grads.dbias,
                                       {grads.wanted[1], grads.wanted[2]},
                                       divide_up(rows.count, chunk), sums);
