@@ -85,8 +85,12 @@ SENTENCES = [
     *[("linear_cross_entropy", [X, WEIGHT, TARGET], {name: 1.0}, "arguments must be x, weight, "
        "target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, "
        f"temperature, keep, but got {name}; use {ours}=")
-      for name, ours in (("linear_weight", "weight"), ("linear_bias", "bias"),
+      for name, ours in (("input", "x"), ("labels", "target"),
+                         ("linear_weight", "weight"), ("linear_bias", "bias"),
                          ("lse_square_scale", "z_loss"), ("logit_softcapping", "softcap"))],
+    ("cross_entropy", [X, TARGET], {"class_weights": X}, "arguments must be logits, target, "
+     "reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature, but got "
+     "class_weights; use reduction='none' and multiply by class_weights[target]"),
     ("bmm", [Q[0], Q[0]], {"dim": 1}, "arguments must be a, b, but got dim"),
     # Lists, arrays, callables, None.
     ("softmax", [[1.0, 2.0]], {}, "x must be a Tensor, but got list; use torch.as_tensor(x)"),

@@ -65,6 +65,12 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
         ("logits_soft_cap", "logit_cap", "logit_softcapping"), [("softcap", "use softcap=")]
     ),
     "linear_weight": [("weight", "use weight=")],
+    **dict.fromkeys(("input", "hidden_states"), [("x", "use x="), ("logits", "use logits=")]),
+    "labels": [("target", "use target=")],
+    **dict.fromkeys(
+        ("class_weights", "ce_weight"),
+        [("target", "use reduction='none' and multiply by class_weights[target]")],
+    ),
     "linear_bias": [("bias", "use bias=")],
     **dict.fromkeys(("lse_square_scale", "z_loss_multiplier"), [("z_loss", "use z_loss=")]),
     **dict.fromkeys(("sinks", "s_aux"), [("sink", "use sink=")]),
