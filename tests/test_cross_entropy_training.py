@@ -50,6 +50,16 @@ def test_backward_twice(device, reduction, n):
         assert_same_bits(logits.detach(), before)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_penalty_on_the_gradient_raises(device, reduction):
+    """The gradient of the loss is 1, a constant; the stored gradient is none."""
+    logits, target = leaves_of(made(device, F32, (6,), 33))
+    loss = loss_of(logits, target, reduction=reduction).sum()
+    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        grad.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_gradient_of_the_loss_that_is_not_one(device, dtype, reduction):

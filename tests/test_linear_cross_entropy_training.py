@@ -75,6 +75,17 @@ def test_backward_twice(device, keep):
         assert_same_bits(a, 4 * b)
 
 
+@pytest.mark.parametrize("keep", ["gradients", "exponentials", "nothing"])
+def test_a_penalty_on_the_gradient_raises(device, keep):
+    """The gradient of the loss is 1, a constant; the stored gradients are none."""
+    args = leaves_of(made(device, F32, (4,), 9, 3))
+    leaves = [a for a in args if a.requires_grad]
+    grads = torch.autograd.grad(loss_of(*args, keep=keep), leaves, create_graph=True)
+    for grad in grads:
+        with pytest.raises(RuntimeError, match="not implemented"):
+            grad.sum().backward(retain_graph=True)
+
+
 @pytest.mark.parametrize("keep", ["gradients", "nothing"])
 def test_batched_gradients(device, keep):
     args = leaves_of(made(device, F32, (4,), 9, 3))

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/ops/mul.h>
+#include <c10/core/GradMode.h>
 
 #include "core/check.h"
 
@@ -13,6 +14,14 @@
 #endif
 
 namespace torchweld {
+
+// Returns the dloss by which a backward multiplies gradients that the forward has stored. If the
+// backward is recorded (create_graph), the result requires a gradient. A second backward then
+// raises an error. Otherwise it would take the stored gradients for constants.
+inline Tensor recorded_dloss(const Tensor& dloss) {
+  if (!at::GradMode::is_enabled() || dloss.requires_grad()) return dloss;
+  return dloss.detach().requires_grad_();
+}
 
 using ScaleInto = void (*)(Tensor& to, const Tensor& t, const Tensor& factor);
 

@@ -244,7 +244,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     auto& data = ctx->saved_data;
     if (data["keeps_gradient"].toBool()) {
       const Donation unit_dlogits(ctx, saved[0], dloss);
-      all[0] = call_cross_entropy_gradients_backward(dloss, saved[0]);
+      all[0] = call_cross_entropy_gradients_backward(recorded_dloss(dloss), saved[0]);
       return all;
     }
     all[0] = call_cross_entropy_backward(

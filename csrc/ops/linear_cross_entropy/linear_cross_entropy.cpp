@@ -280,7 +280,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   static Grads3 gradients(Keep kept, Data& data, const Tensor& dloss, const variable_list& saved,
                           const std::array<bool, 3>& wanted) {
     if (kept == Keep::kGradients) {
-      return call_linear_cross_entropy_gradients_backward(dloss, saved[0], saved[1], saved[2]);
+      return call_linear_cross_entropy_gradients_backward(recorded_dloss(dloss), saved[0], saved[1],
+                                                          saved[2]);
     }
     const auto reduction = data["reduction"].toStringRef();
     const int64_t ignore_index = data["ignore_index"].toInt(), shift = data["shift"].toInt();
