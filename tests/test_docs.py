@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -73,6 +73,32 @@ def test_python_of_a_page_runs(page, tmp_path):
     if any("import peft" in block.code for block in plain_blocks(page)):
         pytest.importorskip("peft")
     run(plain_blocks(page), tmp_path)
+
+
+def test_grpo_of_the_losses_page_equals_plain_torch():
+    names: dict[str, Any] = {}
+    exec("".join(block.code for block in plain_blocks("losses.md")), names)
+    hidden, weight = (torch.randn(*s, dtype=torch.float64) for s in ((2, 16, 8), (50, 8)))
+    tokens, mask = torch.randint(0, 50, (2, 16)), torch.ones(2, 15, dtype=torch.float64)
+    mask[1, 9:] = 0
+    old, advantages = torch.randn(2, 15).double() - 4, torch.tensor([1.5, -0.5]).double()
+
+    def plain(hidden, weight):
+        z = torch.log_softmax(hidden[:, :-1] @ weight.t() / 0.7, -1)
+        ratio = (z.gather(-1, tokens[:, 1:, None])[..., 0] - old).exp()
+        worst = torch.minimum(
+            ratio * advantages[:, None], ratio.clip(0.8, 1.2) * advantages[:, None]
+        )
+        loss = -worst + 0.01 * (z.exp() * z).sum(-1)
+        return (loss * mask).sum() / mask.sum()
+
+    found = []
+    for loss in (lambda h, w: names["grpo_loss"](h, w, tokens, old, advantages, mask), plain):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        value = loss(*leaves)
+        found.append([value, *torch.autograd.grad(value, leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", MARKED, ids=lambda block: f"{block.page}:{block.line}")
