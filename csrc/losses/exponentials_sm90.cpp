@@ -54,11 +54,12 @@ struct Operands {
   ExponentialRows rows;
   float *row_reference, *row_sum, *row_moment;
 
-  explicit Operands(const LossInputs& in)
+  // `with_mean` is true if the mean of each row's logits is needed. A backward does not need it.
+  Operands(const LossInputs& in, bool with_mean)
       : x(chunked_rows(in.x)), weight(chunked_rows(in.weight)), bias(in.bias) {
     const int64_t m = x.size(0);
     vectors = at::empty({6, m}, x.options().dtype(at::kFloat));
-    if (in.options.needs_mean()) {
+    if (with_mean) {
       mean_weight = weight.mean(0, /*keepdim=*/false, at::kFloat);
       if (is_given(in.bias)) mean_bias = in.bias->mean(at::kFloat);
     }
@@ -213,7 +214,7 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                const Exponentials* kept) {
   const OnDevice on(in.x.device());
   if (in.targets.numel() == 0) return;
-  Operands operands(in);
+  Operands operands(in, in.options.needs_mean());
   const int64_t m = operands.rows.rows, n = operands.rows.n;
   const int columns = tile_columns(operands.rows.k);
   if (kept != nullptr && kept->y.size(1) > n) {
@@ -295,7 +296,7 @@ struct RowFactors {
 
 void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
                                  const LossUpstream& upstream, const LossGradients& grads) {
-  Operands operands(in);
+  Operands operands(in, /*with_mean=*/false);
   const RowFactors factors(upstream, lse, in.options.z_loss);
   const Tensor& dloss = factors.total;
   if (factors.share.defined()) operands.rows.z_loss = 0;  // total has its term
