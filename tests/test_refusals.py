@@ -85,7 +85,7 @@ SENTENCES = [
     *[("linear_cross_entropy", [X, WEIGHT, TARGET], {name: 1.0}, "arguments must be x, weight, "
        "target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, "
        f"temperature, keep, but got {name}; use {ours}=")
-      for name, ours in (("input", "x"), ("labels", "target"),
+      for name, ours in (("input", "x"), ("labels", "target"), ("options", "keep"),
                          ("linear_weight", "weight"), ("linear_bias", "bias"),
                          ("lse_square_scale", "z_loss"), ("logit_softcapping", "softcap"))],
     ("cross_entropy", [X, TARGET], {"class_weights": X}, "arguments must be logits, target, "

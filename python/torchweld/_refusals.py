@@ -67,6 +67,7 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     "linear_weight": [("weight", "use weight=")],
     **dict.fromkeys(("input", "hidden_states"), [("x", "use x="), ("logits", "use logits=")]),
     "labels": [("target", "use target=")],
+    "options": [("keep", "use keep=")],
     **dict.fromkeys(
         ("class_weights", "ce_weight"),
         [("target", "use reduction='none' and multiply by class_weights[target]")],
