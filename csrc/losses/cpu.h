@@ -4,7 +4,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "core/simd_cpu.h"
@@ -47,36 +49,52 @@ struct WantedStatistics {
   bool mean, expectation;
 };
 
-// Computes the statistics of a row of z. `max` is the maximum of the row.
-// NOTE: the row is summed in blocks of 2048 values, and the sums of the blocks are added in fp64.
-// If the whole vocabulary were summed in fp32, the lse would lose one decimal digit.
+// Replaces a row of logits by z, as scale_row does, and returns the statistics of z.
+// NOTE: the row is read once, in blocks of 2048 values. Sums within a block are relative to the
+// largest value so far. The sums of the blocks are added in fp64. If the whole vocabulary were
+// summed in fp32, the lse would lose one decimal digit.
 template <typename T>
-LogitStatistics<T> row_statistics(const T* z, int64_t n, T max, int64_t target,
-                                  const WantedStatistics& wanted) {
+LogitStatistics<T> row_statistics(T* row, const T* bias, int64_t n, const LogitScale<T>& scale,
+                                  int64_t target, const WantedStatistics& wanted) {
   constexpr int64_t kBlock = 2048;
+  constexpr T kInfinity = std::numeric_limits<T>::infinity();
+  T max = -kInfinity;
   double sum = 0, mean = 0, expectation = 0;
-  with_vectors([&] {
-    for (int64_t first = 0; first < n; first += kBlock) {
+  for (int64_t first = 0; first < n; first += kBlock) {
+    const int64_t size = std::min(kBlock, n - first);
+    T* const z = row + first;
+    const T block_max = scale_row(z, bias == nullptr ? nullptr : bias + first, size, scale);
+    if (block_max > max) {
+      if (max != -kInfinity) {
+        const double down = static_cast<double>(max) - block_max, factor = std::exp(down);
+        expectation = factor == 0 ? 0 * sum : factor * (expectation + sum * down);
+        sum *= factor;
+        mean += static_cast<double>(first) * down;
+      }
+      max = block_max;
+    }
+    // If the maximum is -inf, subtract 0 instead, because -inf - (-inf) is NaN.
+    const T shift = max == -kInfinity ? T(0) : max;
+    with_vectors([&] {
       constexpr int kLanes = LaneSums<T>::kLanes;
       LaneSums<T> sums, means, expectations;
       const auto add = [&](int64_t j, int lane) {
-        const T shifted = z[j] - max, e = exp_in_vectors(shifted);
+        const T shifted = z[j] - shift, e = exp_in_vectors(shifted);
         sums.lanes[lane] += e;
         if (wanted.mean) means.lanes[lane] += shifted;
         if (wanted.expectation) expectations.lanes[lane] += e == T(0) ? T(0) : e * shifted;
       };
-      const int64_t end = std::min(n, first + kBlock);
-      int64_t j = first;
-      for (; j + kLanes <= end; j += kLanes) {
+      int64_t j = 0;
+      for (; j + kLanes <= size; j += kLanes) {
         for (int lane = 0; lane < kLanes; ++lane) add(j + lane, lane);
       }
-      for (; j < end; ++j) add(j, 0);
+      for (; j < size; ++j) add(j, 0);
       sum += sums.total();
       mean += means.total();
       expectation += expectations.total();
-    }
-  });
-  return {max, static_cast<T>(std::log(sum)), z[target] - max,
+    });
+  }
+  return {max, static_cast<T>(std::log(sum)), row[target] - max,
           static_cast<T>(mean / static_cast<double>(n)), static_cast<T>(expectation / sum)};
 }
 

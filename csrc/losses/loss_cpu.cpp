@@ -138,9 +138,11 @@ void loss_chunks(const TargetRows& rows, const LossInputs& in, const LossRows& r
     parallel_tasks(count, [&](int64_t i) {
       const int64_t row = rows.row(first + i), target = rows.target(first + i);
       T* const z_row = z.data_ptr<T>() + i * n;
-      const T max = scale_row(z_row, vectors.bias, n, vectors.scale);
       if (results.loss.defined()) {
-        vectors.store(row, row_statistics(z_row, n, max, target, vectors.wanted));
+        vectors.store(
+            row, row_statistics(z_row, vectors.bias, n, vectors.scale, target, vectors.wanted));
+      } else {
+        scale_row(z_row, vectors.bias, n, vectors.scale);
       }
       if (grads.any()) {
         row_gradient<scalar_t, E>(z_row, n, target, vectors.gradient(row, n), vectors.scale);
