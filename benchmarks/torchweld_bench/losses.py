@@ -208,8 +208,9 @@ def _given_logits(m: int, n: int, targets: dict[str, float]) -> Iterator[Row]:
         # Liger writes the gradient over the logits.
         own = logits.detach().clone().requires_grad_() if name == "Liger" else logits
         call = gradient(peer, own)
-        if runs(name, call):
-            calls[name] = call
+        one = {name: call}
+        if runs(name, call) and runs(name, partial(_captured, one, but=("Liger",))):
+            calls |= one
 
     def dlogits(loss: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
         some = logits[:_CHECKED_ROWS].detach().to(dtype).requires_grad_()
