@@ -65,6 +65,7 @@ def test_two_processes_write_one_file(tmp_path):
     against = {
         **{each: "alone" for each in (*steps, blocks, *attention, loss)},
         f"{loss} over alone, nothing kept": "alone, nothing kept",
+        f"{loss}, label_smoothing, over without": "without",
         **{f"{each} over {peer}": peer for each in steps for peer in ("stock", "plan")},
         linear: "matmul alone",
         f"{linear} over stock": "stock",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +30,26 @@ def vocab_parallel(setup: Setup) -> Iterator[Row]:
     def gradients(loss: Callable[[], Tensor], weight: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         return lambda: torch.autograd.grad(loss(), (x, weight))
 
+    def sharded(**options: float) -> Callable[[], tuple[Tensor, ...]]:
+        return gradients(
+            lambda: vocab_parallel_linear_cross_entropy(x, part, target, **options), part
+        )
+
+    def alone(**options: Any) -> Callable[[], tuple[Tensor, ...]]:
+        return gradients(lambda: ops.linear_cross_entropy(x, whole, target, **options), whole)
+
     calls = {
-        "ours": gradients(lambda: vocab_parallel_linear_cross_entropy(x, part, target), part),
-        "alone": gradients(lambda: ops.linear_cross_entropy(x, whole, target), whole),
-        "alone, nothing kept": gradients(
-            lambda: ops.linear_cross_entropy(x, whole, target, keep="nothing"), whole
-        ),
+        "ours": sharded(),
+        "alone": alone(),
+        "alone, nothing kept": alone(keep="nothing"),
+        "label_smoothing": sharded(label_smoothing=0.1),
     }
-    ours, want = calls["ours"](), calls["alone"]()
     errors = [
         ((got.float() - ref.float()).norm() / ref.float().norm()).item()
+        for ours, want in (
+            (calls["ours"](), calls["alone"]()),
+            (calls["label_smoothing"](), alone(label_smoothing=0.1)()),
+        )
         for got, ref in zip(
             (ours[0], ours[1].full_tensor() if isinstance(ours[1], DTensor) else ours[1]),
             want,
@@ -47,14 +58,20 @@ def vocab_parallel(setup: Setup) -> Iterator[Row]:
     ]
     times = measured(calls, rounds=_ROUNDS)
     case = setup.cases.vocab_parallel(setup.size)
+    judged = {
+        "error": highest(max(errors)),
+        "eager_error": 0.0,
+        "allowed_error": setup.cases.rtol,
+    }
     row = make_row(
         case,
         {**times, "ideal": divided(times["alone"], setup.size)},
         against="alone",
         target=setup.targets.get(case),
-        error=highest(max(errors)),
-        eager_error=0.0,
-        allowed_error=setup.cases.rtol,
+        **judged,
     )
     yield row
     yield row.over("alone, nothing kept", setup.targets)
+    case += ", label_smoothing, over without"
+    smooth = {"ours": times["label_smoothing"], "without": times["ours"]}
+    yield make_row(case, smooth, against="without", target=setup.targets.get(case), **judged)
