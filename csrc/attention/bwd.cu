@@ -6,7 +6,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "attention/bwd_work_tile.cuh"
+#include "attention/bwd_args.cuh"
 #include "attention/sm90/bwd.h"
 #include "attention/sync/bwd_parts.cuh"
 #include "core/device.h"
@@ -78,11 +78,9 @@ __device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t
 
 // Writes lse and delta of every row to the scratch memory, with eight lanes per row. If a row sees
 // no key, the kernel writes dQ = 0 and lse = 0 for the row and does not read the row's inputs.
-// Under a general mask, the kernel also writes the KeyTileRanges.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
     const __grid_constant__ Args args, bool vector) {
-  if constexpr (kIsMasked<Args>) find_key_tiles(args);
   const AttentionBackwardParams& p = args.params;
   const int64_t row_of_all =
       static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanesPerRow;
@@ -163,23 +161,18 @@ int64_t group_of(const AttentionSizes& sizes) {
 }
 
 // The division of a launch into blocks, and the layout of the scratch memory. The fields in the
-// last row are offsets of arrays, in floats. Only general masks use `groups`, `live` and
-// `key_tiles`.
+// last row are offsets of arrays, in floats. Only general masks use `groups` and `live`.
 struct Scratch {
   int64_t wave = 0;  // number of blocks or clusters that run at once on Hopper, else 0
   int64_t group_parts = 1;
   int64_t rows;
-  int64_t tile_keys = 0;  // the number of keys of a block, 0 for the general kernels
-  int64_t delta, dq, turns, groups, live, key_tiles, parts, bytes;
+  int64_t delta, dq, turns, groups, live, parts, bytes;
 
   explicit Scratch(const AttentionBackwardParams& params) {
     const AttentionSizes& sizes = params.sizes;
     const AttentionChoice& choice = params.choice;
     const int64_t kv_heads = sizes.batch * sizes.nheads_kv;
-    if (choice.engine == AttentionEngine::kSync) {
-      tile_keys = kAttentionBackwardTiles[choice.tile].keys;
-    } else if (choice.engine == AttentionEngine::kSm90) {
-      tile_keys = kAttentionBackwardSm90Keys;
+    if (choice.engine == AttentionEngine::kSm90) {
       wave = device_facts().sms / kAttentionBackwardSm90Tiles[choice.tile].blocks;
       group_parts = attention_backward_group_parts(kv_heads, group_of(sizes), sizes.seqlen_q,
                                                    sizes.seqlen_k, wave, params.mask.causal);
@@ -198,14 +191,9 @@ struct Scratch {
     const int64_t all_rows = params.mask.is_general() ? sizes.batch * rows : 0;
     constexpr int64_t kGroupFloats = sizeof(BlockMask) / 4, kRangeFloats = sizeof(KeyRange32) / 4;
     live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
-    key_tiles = (live + all_rows * kRangeFloats + 3) / 4 * 4;
-    const int64_t ranges = params.mask.is_general() ? sizes.batch * key_tiles_of(sizes) : 0;
-    parts = key_tiles + ranges * int64_t{sizeof(KeyTileRange) / 4};
+    parts = (live + all_rows * kRangeFloats + 3) / 4 * 4;
     const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
     bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
-  }
-  int64_t key_tiles_of(const AttentionSizes& sizes) const {
-    return tile_keys > 0 ? divide_up(sizes.seqlen_k, tile_keys) : 0;
   }
   // The scratch memory holds the tickets first, then the counters.
   int64_t turns_bytes() const {
@@ -275,9 +263,6 @@ MaskedBackwardArgs make_masked_args(const AttentionBackwardParams& params, const
   float* const g_scratch = static_cast<float*>(params.scratch);
   args.g_groups = reinterpret_cast<BlockMask*>(g_scratch + scratch.groups);
   args.g_live = reinterpret_cast<KeyRange32*>(g_scratch + scratch.live);
-  args.g_key_tiles = reinterpret_cast<KeyTileRange*>(g_scratch + scratch.key_tiles);
-  args.tile_keys = static_cast<int>(scratch.tile_keys);
-  args.key_tiles = static_cast<int>(scratch.key_tiles_of(params.sizes));
   return args;
 }
 

@@ -44,22 +44,13 @@ struct BackwardArgs {
 
 static_assert(kAttentionBackwardRowPad == BlockMask::kRows);
 
-// The query rows that see a key of a key tile, and the keys that they see. A key tile has the keys
-// of a block of the backward. The rows are given as groups of kAttentionBackwardRowPad rows.
-struct alignas(16) KeyTileRange {
-  int begin, end;  // the keys that the rows see; end is 0 if there are no rows
-  int first_group, last_group;
-};
-
 // The arguments of the kernels for a general mask.
 struct MaskedBackwardArgs : BackwardArgs {
   // cap is scale / softcap. A logit is softcap * tanh(score * cap), and score_factor multiplies the
   // logit.
   float cap;
-  BlockMask* g_groups;        // (batch, rows / kAttentionBackwardRowPad)
-  KeyRange32* g_live;         // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
-  KeyTileRange* g_key_tiles;  // (batch, key_tiles)
-  int tile_keys, key_tiles;
+  BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
+  KeyRange32* g_live;   // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
 
   // NOTE: these functions multiply in 32 bits, because the kernels have no registers for 64-bit
   // values.

@@ -49,11 +49,9 @@ struct alignas(8) BackwardWorkTile {
 
   // Draws a ticket and fills the work tile. One thread calls this function. The parts run in sets
   // of parts_at_once parts. Within a set, tickets ascend with the key tile: the first tickets are
-  // for key tile 0 of all parts, the next tickets for key tile 1 of all parts. Under a
-  // general mask, first_tile and last_tile are the first and the last query tile in which some row
-  // sees a key of the block.
+  // for key tile 0 of all parts, the next tickets for key tile 1 of all parts.
   template <typename Config>
-  __device__ __forceinline__ void get_work(const typename Config::Args& args, unsigned* g_ticket) {
+  __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
     const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
     const unsigned parts = args.group_parts, all_parts = sizes.batch * sizes.nheads_kv * parts;
@@ -78,18 +76,9 @@ struct alignas(8) BackwardWorkTile {
     tile_steps = args.params.mask.is_uneven() ? end_head - first_head : 1;
     direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
     if constexpr (Config::kMasked) {
-      constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
-      KeyTileRange range = {0, 0, 0, 0};
-      if (args.rows > 0) {
-        range = args.g_key_tiles[int64_t{sequence} * args.key_tiles + key_tile];
-      }
       dq_order = key_tile;
-      span = {range.begin, range.end};
-      if (range.end == 0) end_head = first_head;
-      first_tile = range.first_group * kGroupTiles;
-      last_tile = min((range.last_group + 1) * kGroupTiles,
-                      static_cast<int>((sizes.seqlen_q + Config::kRows - 1) / Config::kRows)) -
-                  1;
+      span.begin = first_tile = INT_MAX;
+      span.end = last_tile = 0;
     } else {
       span = SequenceSpan(args, sequence);
       dq_order = key_tile - span.pad / Config::kKeys;
@@ -101,38 +90,42 @@ struct alignas(8) BackwardWorkTile {
       last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
     }
   }
-};
 
-// Writes the KeyTileRanges. All threads of a grid of one-dimensional blocks call this function, and
-// the first warp of each block works.
-inline __device__ void find_key_tiles(const MaskedBackwardArgs& args) {
-  if (threadIdx.x >= kWarp) return;
-  const int groups = static_cast<int>(args.rows) / kAttentionBackwardRowPad;
-  const int64_t tiles = args.params.sizes.batch * args.key_tiles;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const int64_t sequence = tile / args.key_tiles;
-    const int first_key = static_cast<int>(tile - sequence * args.key_tiles) * args.tile_keys;
-    const BlockMask* const g_groups = args.g_groups + sequence * groups;
-    int begin = INT_MAX, end = 0, first_group = INT_MAX, last_group = 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < groups; i += kWarp) {
-      const int2 keys = *reinterpret_cast<const int2*>(&g_groups[i]);  // begin and end
-      if (keys.x >= first_key + args.tile_keys || keys.y <= first_key) continue;
-      begin = min(begin, keys.x);
-      end = max(end, keys.y);
-      first_group = min(first_group, i);
-      last_group = max(last_group, i);
+  // The version of get_work for a general mask. kThreads threads call this function: the block, or
+  // one warp. dq_order is the index of the key tile. first_tile and last_tile are the first and the
+  // last query tile in which some row sees a key of the block.
+  template <typename Config, int kThreads = Config::kThreads>
+  __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
+                                                  unsigned* g_ticket) {
+    constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
+    const auto sync = [] {
+      if constexpr (kThreads == kWarp) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
+    };
+    if (threadIdx.x == 0) get_work<Config>(args, g_ticket);
+    sync();
+    if (is_end()) return;
+    const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
+    for (int i = threadIdx.x; i < groups; i += kThreads) {
+      const BlockMask& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
+      if (group.begin >= first_key + Config::kKeys || group.end <= first_key) continue;
+      atomicMin(&span.begin, group.begin);
+      atomicMax(&span.end, group.end);
+      atomicMin(&first_tile, i * kGroupTiles);
+      atomicMax(&last_tile, (i + 1) * kGroupTiles - 1);
     }
-    begin = __reduce_min_sync(~0u, begin);
-    end = __reduce_max_sync(~0u, end);
-    first_group = __reduce_min_sync(~0u, first_group);
-    last_group = __reduce_max_sync(~0u, last_group);
+    sync();
     if (threadIdx.x == 0) {
-      args.g_key_tiles[tile] =
-          end > 0 ? KeyTileRange{begin, end, first_group, last_group} : KeyTileRange{0, 0, 0, 0};
+      const int rows = static_cast<int>(args.params.sizes.seqlen_q);
+      if (span.end == 0) end_head = first_head;
+      last_tile = min(last_tile, (rows - 1) / Config::kRows);
     }
+    sync();
   }
-}
+};
 
 // Loads rows [begin, end) of a tile. If kBits is true, loads the rows whose bit is set in `rows`
 // instead. Sets the other rows, and columns from `cols` on, to zero.

@@ -27,8 +27,12 @@ namespace torchweld {
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_get_work(const typename Config::Params& p,
                                                        typename Config::Shared& s) {
-  if (Config::cta_rank() == 0 && threadIdx.x == 0) {
-    s.work.template get_work<Config>(p.args, p.args.g_tickets);
+  if (Config::cta_rank() == 0) {
+    if constexpr (Config::kMasked) {
+      s.work.template get_work_masked<Config>(p.args, p.args.g_tickets);
+    } else if (threadIdx.x == 0) {
+      s.work.template get_work<Config>(p.args, p.args.g_tickets);
+    }
   }
   cluster_arrive();
   cluster_wait();

@@ -56,17 +56,15 @@ __device__ __forceinline__ uint4 stat_slice_row(float score_offset, float delta)
 }
 
 // Computes lse and delta = sum(dout * out) - dlse of every query row, including the padding rows of
-// scratch memory: (batch, nheads, rows). Under a general mask, also writes the KeyTileRanges. dlse
-// is the gradient of lse: it adds dlse * d lse / d score = dlse * p to dS, and dS = p * (dP -
-// delta). Also zeroes `counters` counters: the ticket counters and the dQ semaphores behind them.
-// kDim / 8 lanes compute a row together. A thread handles kRowsPerThread rows. Source: preprocess
-// of FlashAttention-2's backward.
+// scratch memory: (batch, nheads, rows). dlse is the gradient of lse: it adds dlse * d lse / d
+// score = dlse * p to dS, and dS = p * (dP - delta). Also zeroes `counters` counters: the ticket
+// counters and the dQ semaphores behind them. kDim / 8 lanes compute a row together. A thread
+// handles kRowsPerThread rows. Source: preprocess of FlashAttention-2's backward.
 template <typename T, int kDim, bool kStatSlice, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_preprocess_kernel(const __grid_constant__ Args args, int64_t counters) {
   constexpr int kLanes = kDim / 8, kRowsAtOnce = kSm90RowThreads / kLanes, kRowsPerThread = 4;
   const AttentionBackwardParams& p = args.params;
-  if constexpr (kIsMasked<Args>) find_key_tiles(args);
   const int64_t thread = int64_t{blockIdx.x} * kSm90RowThreads + threadIdx.x;
   for (int64_t i = thread; i < counters; i += int64_t{gridDim.x} * kSm90RowThreads) {
     args.g_tickets[i] = 0;

@@ -100,12 +100,16 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
     const auto work_state = pipeline_state_of<kWorkStages>(counts.work_tiles);
     typename Config::WorkTile& work = s.work[work_state.stage];
     mbarrier_wait(&s.work_pipeline.empty[work_state.stage], work_state.parity ^ 1);
+    if constexpr (Config::kMasked) {
+      work.template get_work_masked<Config, kWarp>(p.args, p.args.g_tickets);
+    } else {
+      if (threadIdx.x == 0) work.template get_work<Config>(p.args, p.args.g_tickets);
+      __syncwarp();
+    }
     if (leads) {
-      work.template get_work<Config>(p.args, p.args.g_tickets);
       work.first_step = counts.steps;
       mbarrier_arrive(&s.work_pipeline.full[work_state.stage]);
     }
-    __syncwarp();
     if (work.is_end()) break;
     if (leads) {
       backward_sm90_load_tiles(p, s, work, counts.steps, backward_sm90_kv_state(work_state));
