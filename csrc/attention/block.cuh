@@ -141,10 +141,9 @@ struct MaskedAttentionBlock : AttentionBlock {
     constexpr int kLaneRows = kRows <= 64 ? 2 : kRows <= 128 ? 4 : 8;
     constexpr int kWarpLanes = kWarpRows / kLaneRows, kStep = kLaneRows <= 4 ? kLaneRows : 1;
     static_assert(kRows % kLaneRows == 0 && kRows <= 32 * kLaneRows);
-    const int lane_row = lane * kLaneRows, last_row = rows - 1;
+    // Lanes behind the last row have the last rows, too.
+    const int lane_row = min(lane * kLaneRows, kRows - kLaneRows), last_row = rows - 1;
     const int first_pos = mask.position(first_row, sequence.end);
-    const auto reach = mask.reach(sequence);
-    const bool has_rows = lane_row < kRows;
     int first = kSeesNothing, last = 0;
     int begins[kStep], ends[kStep];
 #pragma unroll 1
@@ -165,15 +164,13 @@ struct MaskedAttentionBlock : AttentionBlock {
       }
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
-        const KeyRange32 live = MaskParams::row_keys(positions[i], starts[i], sequence, reach);
+        const KeyRange32 live = mask.row_keys_32(positions[i], starts[i], sequence);
         const bool sees = row + i <= last_row && !live.empty();
         begins[i] = sees ? live.begin : kSeesNothing;
         ends[i] = sees ? live.end : 0;
         first = min(first, begins[i]);
         last = max(last, ends[i]);
-        if constexpr (kStep < kLaneRows) {
-          if (has_rows) begin[row + i] = begins[i], end[row + i] = ends[i];
-        }
+        if constexpr (kStep < kLaneRows) begin[row + i] = begins[i], end[row + i] = ends[i];
       }
     }
     first = __reduce_min_sync(~0u, first);
@@ -188,11 +185,18 @@ struct MaskedAttentionBlock : AttentionBlock {
     int max_begin = 0, min_end = INT_MAX;
     bool may_have = false;
 #pragma unroll 1
-    for (int step = 0; step < kLaneRows && has_rows; step += kStep) {
+    for (int step = 0; step < kLaneRows; step += kStep) {
+      if constexpr (kStep < kLaneRows) {
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) {
+          begins[i] = begin[lane_row + step + i];
+          ends[i] = end[lane_row + step + i];
+        }
+        __syncwarp();  // the lanes behind the last row read what another lane writes
+      }
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         const int row = lane_row + step + i;
-        if constexpr (kStep < kLaneRows) begins[i] = begin[row], ends[i] = end[row];
         const bool sees = ends[i] != 0;
         const int key = first_pos + row - first;
         may_have |= !sees && key > 0 && key < last - first;
@@ -207,9 +211,9 @@ struct MaskedAttentionBlock : AttentionBlock {
       max_begin = max(max_begin, __shfl_xor_sync(~0u, max_begin, lanes));
       min_end = min(min_end, __shfl_xor_sync(~0u, min_end, lanes));
     }
-    if (has_rows && lane % kWarpLanes == 0) {
-      last_begin[lane / kWarpLanes] = max_begin;
-      first_end[lane / kWarpLanes] = min_end;
+    if (lane % kWarpLanes == 0 && lane * kLaneRows < kRows) {
+      last_begin[lane_row / kWarpRows] = max_begin;
+      first_end[lane_row / kWarpRows] = min_end;
     }
     __syncwarp();
     if (mask.may_have_gaps()) {

@@ -120,43 +120,35 @@ struct MaskParams {
     return {pad, end};
   }
 
-  // A row at position pos >= first sees keys of [pos - before, pos + after). Other rows see no key.
-  template <typename Int>
-  struct Reach {
-    Int first, before, after;
-  };
-  template <typename Int>
-  TW_HOST_DEVICE Reach<Int> reach(const SequenceMaskOf<Int>& sequence) const {
-    // NOTE: kAll is beyond every position, and two of it fit in Int. The window may be wider.
-    constexpr Int kAll = Int{1} << (sizeof(Int) == 4 ? 30 : 41);
-    const Int width = window < kAll ? static_cast<Int>(window) : kAll;
-    return {padded ? sequence.pad : -kAll, window > 0 ? width - 1 : kAll,
-            causal || sequence.row_ends ? 1
-            : window > 0                ? width
-                                        : kAll};
-  }
-
-  // The keys that a query row at position `pos` sees. `key_start` is the row's key_start, or 0.
-  template <typename Int>
-  static TW_HOST_DEVICE KeyRangeOf<Int> row_keys(Int pos, Int key_start,
-                                                 const SequenceMaskOf<Int>& sequence,
-                                                 const Reach<Int>& reach) {
-    if (pos < reach.first) return {0, 0};
-    KeyRangeOf<Int> keys = {pos - reach.before, pos + reach.after};
-    if (keys.begin < sequence.pad) keys.begin = sequence.pad;
-    if (keys.begin < key_start) keys.begin = key_start;
-    if (keys.end > sequence.end) keys.end = sequence.end;
+  // The keys that query row i sees under any mask.
+  TW_HOST_DEVICE KeyRange row_keys(int64_t i, const SequenceMask& sequence) const {
+    const int64_t pos =
+        sequence.row_ends ? clamp_key(sequence.row_ends[i]) - 1 : position(i, sequence.end);
+    if (padded && pos < sequence.pad) return {0, 0};
+    KeyRange keys = {sequence.pad, sequence.end};
+    if (sequence.key_start && sequence.key_start[i] > keys.begin)
+      keys.begin = sequence.key_start[i];
+    if (window > 0 && pos - window + 1 > keys.begin) keys.begin = pos - window + 1;
+    const int64_t end = causal || sequence.row_ends ? pos + 1
+                        : window > 0                ? pos + window
+                                                    : keys.end;
+    if (end < keys.end) keys.end = end;
     return keys;
   }
 
-  // The keys that query row i sees under any mask.
-  template <typename Int>
-  TW_HOST_DEVICE KeyRangeOf<Int> row_keys(typename SequenceMaskOf<Int>::Int i,
-                                          const SequenceMaskOf<Int>& sequence) const {
-    const Int pos = sequence.row_ends ? static_cast<Int>(clamp_key(sequence.row_ends[i])) - 1
-                                      : position(i, sequence.end);
-    const Int key_start = sequence.key_start ? sequence.key_start[i] : 0;
-    return row_keys<Int>(pos, key_start, sequence, reach(sequence));
+  // The keys that a query row at position `pos` sees, for kernels that load the values of several
+  // rows before they use them. `key_start` is the row's key_start, or 0.
+  TW_HOST_DEVICE KeyRange32 row_keys_32(int pos, int key_start,
+                                        const SequenceMask32& sequence) const {
+    constexpr int64_t kMaxWidth = int64_t{1} << 30;  // beyond every position
+    const int width = static_cast<int>(window < kMaxWidth ? window : kMaxWidth);
+    if (padded && pos < sequence.pad) return {0, 0};
+    KeyRange32 keys = {sequence.pad, sequence.end};
+    if (key_start > keys.begin) keys.begin = key_start;
+    if (window > 0 && pos - width + 1 > keys.begin) keys.begin = pos - width + 1;
+    const int end = causal || sequence.row_ends ? pos + 1 : window > 0 ? pos + width : keys.end;
+    if (end < keys.end) keys.end = end;
+    return keys;
   }
 
   // The first query row that is not padding. The result is at least 0.
