@@ -267,13 +267,13 @@ static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 // A wave is one block per SM. Under causal, the blocks of a wave start together and end one after
 // the other. The blocks of the last keys end first. If all blocks loop over the query tiles
 // downwards, the blocks of the next wave start with the same tile at different times, so they share
-// no loads. If instead every second wave loops upwards, a block that starts later also starts with
-// a later tile. Earlier blocks process this tile at that time. The blocks of an upward wave end
-// together, just when the next wave has to start. Alternating directions are faster if a kv head
-// has many query heads. Measured on an H100, relative to downwards only: (1, 64/8, 8192, 128) 0.89,
-// (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192,
-// 64) 0.97. If every kv head has only one query head, alternating directions take up to 1.2 times
-// as long.
+// no loads. If instead every second wave loops upwards, the blocks of that wave start one after the
+// other with later and later tiles, which the blocks that started before them process at the same
+// time. They end together, just when the next wave has to start. Alternating directions are faster
+// if a kv head has many query heads. Measured on an H100, relative to downwards only: (1, 64/8,
+// 8192, 128) 0.89, (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93,
+// (1, 64/8, 8192, 64) 0.97. If every kv head has only one query head, alternating directions take
+// up to 1.2 times as long.
 struct AttentionBackwardOrder {
   int64_t at_once;  // the number of parts whose blocks run at the same time
   // Number of blocks between two changes of the loop direction; 0 if all blocks loop downwards.

@@ -8,7 +8,7 @@
 // Both return one flat list, because DTensor supports no list beside other results.
 //
 // The backward computes the normalised rows again. Their gradient is the sum of dy_i @ weight_i,
-// which is one product with a concatenated K, so no pass adds gradients.
+// which is one product of the concatenated dy_i and weight_i, so no pass adds gradients.
 #pragma once
 
 #include <ATen/ops/cat.h>

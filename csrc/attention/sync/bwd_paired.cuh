@@ -67,8 +67,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     return threadIdx.x / kWarp >= kStripWarps;
   }
 
-  // For every tile, a value warp waits at the barrier, computes, and adds dQ of the previous tile.
-  // A key warp computes, waits at the barrier of the next tile, and adds dQ of the current tile.
+  // Value warps compute P and dV, key warps dS and dK. There is one barrier per query tile. A value
+  // warp waits at the barrier of tile i, computes tile i and adds dQ of tile i - 1. A key warp
+  // computes tile i, waits at the barrier of tile i + 1 and adds dQ of tile i.
   __device__ __forceinline__ void loop_tiles() {
     QueryTile tile = {work().first_head, work().last_tile};
     this->load_rows(tile, 0);

@@ -70,7 +70,8 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
     for (int pair = 0; pair < kPairs; ++pair) load(place, pair);
   }
 
-  // NOTE: each pair is used twice per tile, so the parity of its barrier is the same in every tile.
+  // NOTE: every tile loads into each pair of buffers twice, so the parity of the pair's barrier is
+  // the same at the start of every tile.
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
     const Place place = Base::place_of(work, rank);
     const Flat& sums = reinterpret_cast<const Flat&>(acc);

@@ -12,8 +12,8 @@ namespace torchweld {
 
 constexpr int64_t kInt4FewGradientRows = 8;
 
-// Holds 16 words of each of four rows of W, and a factor for each pair of one of these rows and a
-// row of dy. The factor multiplies the codes of the row of W. NOTE: there are no loops over arrays,
+// Holds 16 words of each of four rows of W. factors[i][j] multiplies the codes of row i of W in the
+// sums of row j of dy. NOTE: there are no loops over arrays,
 // for the reason given in Int4Sums.
 template <int kRows>
 struct Int4FourRows {

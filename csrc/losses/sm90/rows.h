@@ -53,8 +53,8 @@ struct ExponentialResults {
   int64_t y_row_stride;
   int64_t first_column;  // the column of the logits that is the first column of y
   float* factor;         // (rows,)
-  // (rows,), the ratio of the target's term to the factor of the gradient. If nullptr, the ratio is
-  // 1.
+  // (rows,). The gradient of the target's logit contains the term -factor * (1 - label_smoothing) *
+  // target_share. If nullptr, target_share is 1.
   const float* target_share = nullptr;
 };
 
