@@ -109,9 +109,9 @@ struct Operands {
 };
 
 // The operands of m16n8k8 in TF32, loaded from fp32 tiles.
-// NOTE: a thread's results have k = 2t and 2t + 1, but a left operand needs k = t and t + 4. Any
-// order of k gives the same product. Therefore MN-major operands are loaded in the k order of the
-// results.
+// NOTE: the results of one mma are the left operand of the next. A thread has columns 2t and 2t + 1
+// of the results, but the operand has k = t and t + 4. Any order of k gives the same product.
+// Therefore the other operand, which is MN-major, is loaded in the order of the results' columns.
 template <>
 struct Operands<float> {
   static constexpr int kDepth = 8;

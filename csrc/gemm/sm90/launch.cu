@@ -144,7 +144,7 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
     params.stores_y = p.y != nullptr && map_result(params.y, maps.result(p.y, p.n, p.y_row_stride,
                                                                          1, p.y_batch_stride));
     if (e.preact != nullptr) {
-      // The number of matrices that hold the halves.
+      // The number of matrices that hold the halves of the pre-activation.
       const int apart = pairs ? 1 : halves;
       const TensorBox box =
           maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, p.y_batch_stride);

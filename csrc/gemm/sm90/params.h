@@ -15,8 +15,9 @@ struct Sm90Params {
   // bf16x3 they are (K, M, terms, batch).
   TensorMap a;
   // The tensor map of b. Its dims are (K, N, halves, batch), or (N, K, halves, batch) if b is
-  // MN-major. For bf16x3 they are (K, N, terms * halves, batch). If b is a pair concatenated along
-  // K, each of its halves has b_k_half columns.
+  // MN-major. For bf16x3 they are (K, N, terms * halves, batch). The halves of b are the left and
+  // the right matrix of a gated product, or two matrices of b_k_half columns each that are
+  // concatenated along K.
   TensorMap b;
   TensorMap y, preact;  // the dims are (N, M, halves, batch); `halves` is 1 for y
   // Whether TMA stores y and the pre-activation. TMA can't store a matrix whose rows don't start on

@@ -184,7 +184,8 @@ struct WeightTable {
     for (int i = 0; i < kPerThread; ++i) s_weights[threadIdx.x + i * kCellsThreads] = r_weights[i];
   }
   // Reads the lane's words of the band matrices. r_band[d][i] maps a pair of columns of x to a pair
-  // of columns of z. The pair of x is d cells below the pair of z and i pairs beside it.
+  // of columns of z. The pair of x is in the cell that is d cells below the cell of z, i pairs to
+  // the right (to the left if kFlipped).
   __device__ __forceinline__ void read(uint32_t (&r_band)[Config::kDown][Config::kBands]) const {
     const int lane = threadIdx.x % kWarp;
     const int down = lane % 4 - lane / 8;  // the distance from a row of z to a row of x
