@@ -52,8 +52,7 @@ struct Sm90Tile {
   int boxes;  // the number of boxes per warp for TMA stores; 0 for swap_ab tiles
   // Times in microseconds. k_block_us is the time of one k-block. tile_us is the time of a tile in
   // addition to its k-blocks. The times of 16-bit tiles of 128 columns or more are fitted to 474
-  // products on an H200 and 30 on an H100, of the sizes of common models. The chosen tiles then
-  // need 1.007 and 1.011 times as long as the fastest ones (geometric means). An activation adds
+  // short products on an H200 and 30 on an H100, of the sizes of common models. An activation adds
   // pointwise_us to tile_us; in ping-pong tiles this is only the part that the other warpgroup's
   // mainloop does not hide. Stream-K adds stream_us once, and partial_us for each partial of a
   // tile.
@@ -249,11 +248,11 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     // for it only if its operands don't fit in L2. If there are more tiles than workers, the CTAs
     // drift further apart the longer K is: (8192, 16384) x (16384, 4096) needs 1507 us with
     // stream-K and 1403 us with whole tiles.
-    constexpr double kL2Bytes = 50e6, kDrift = 0.0004, kShortSum = 64, kMaxDrift = 0.25;
+    constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
     const double drift = tile.tiles(p) > stream.workers
                              ? std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift)
                              : 0.0;
-    const double kBeyondL2 = tile.fp32 ? 1.45 : 1.075 + drift;
+    const double kBeyondL2 = tile.fp32 ? 1.45 : 1.12 + drift;
     const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
     const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : 1);
     // The factor (k_blocks - 1) / k_blocks is 0 if K is a single k-block, because no tile then has
@@ -276,6 +275,14 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   if (draws_power && tile.pingpong && sm90_k_blocks(p) >= kLongSum &&
       tile.tiles(p) >= p.device.max_active_clusters(tile.cluster)) {
     us *= kPingPongLonger;
+  }
+  // NOTE: short measurements do not show the power of products beyond kSustainedUs. On an H100, 20
+  // to 50 ms of products of size (4096, 4096, 4096) need 201 us each with ping-pong tiles and 183
+  // us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and 1397 us. A Llama step of
+  // 1.2 B parameters on an H200 became 2.8 % slower with other tiles.
+  constexpr double kSustainedUs = 100, kSustainedPingPong = 1.15, kSustained192 = 1.08;
+  if (draws_power && us > kSustainedUs && tile.block_n < 256) {
+    us *= tile.pingpong ? kSustainedPingPong : kSustained192;
   }
   const double written =
       columns * static_cast<double>((sm90_writes(p.math, p.a_k_major) ? p.m : 0) +
