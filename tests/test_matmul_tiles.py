@@ -6,7 +6,20 @@ import itertools
 
 import pytest
 
-from choices_helpers import _C, H200, LINEAR, MATHS, NO_WGMMA, SMALL, chosen, problem, refusal
+from choices_helpers import (
+    _C,
+    H200,
+    LINEAR,
+    MATHS,
+    NO_WGMMA,
+    SMALL,
+    chosen,
+    dry_records,
+    meta,
+    problem,
+    refusal,
+)
+from torchweld._library import build_facts
 
 SIZES = [1, 2, 7, 16, 17, 63, 64, 65, 512, 1000, 4096, 16385]
 SHAPES = list(itertools.product(SIZES, repeat=3))
@@ -128,3 +141,57 @@ def test_reasons_of_a_matmul():
 def test_a_name_of_no_configuration_is_refused(name):
     with pytest.raises(ValueError, match=f"matmul has no configuration called '{name}'"):
         _C.candidate("matmul", LINEAR, name)
+
+
+# (m, n, k), and microseconds in bfloat16 by tile. One product at a time on an H200.
+SHORT_TIMES = {
+    (8192, 768, 3072): {
+        "128x192 cluster 2": 53.8, "128x128 ping-pong cluster 2": 54.0, "128x256 cluster 2": 66.2,
+    },
+    (8192, 2304, 768): {
+        "128x128 ping-pong cluster 2": 41.3, "128x192 cluster 2": 46.1, "128x256 cluster 2": 49.8,
+    },
+    (768, 768, 16384): {
+        "128x192 cluster 2 stream-K": 42.5, "128x128 ping-pong stream-K": 46.9,
+        "128x256 cluster 2 stream-K": 53.1,
+    },
+    (512, 2048, 16384): {
+        "128x128 ping-pong stream-K": 50.9, "128x128 ping-pong cluster 2 stream-K": 52.3,
+        "128x256 cluster 2 stream-K": 57.9,
+    },
+    (1600, 1600, 4096): {
+        "128x192 cluster 2": 38.5, "128x256 cluster 2": 44.3,
+        "128x128 ping-pong cluster 2 stream-K": 49.4,
+    },
+    (2048, 768, 3072): {
+        "128x128 ping-pong": 19.7, "128x128 ping-pong stream-K": 21.6,
+        "128x192 cluster 2 stream-K": 22.0,
+    },
+    (896, 4864, 2048): {
+        "128x128 ping-pong stream-K": 28.1, "128x128 ping-pong": 33.6, "128x192 cluster 2": 36.4,
+    },
+    (8192, 768, 768): {
+        "128x128 ping-pong": 15.6, "128x128 ping-pong cluster 2": 16.4, "128x192 cluster 2": 18.3,
+    },
+}  # fmt: skip
+# 20 to 50 ms of products on an H100, which power then holds.
+LONG_TIMES = {
+    (4096, 4096, 4096): {"128x256 cluster 2": 183.0, "128x128 ping-pong cluster 2": 201.0},
+    (8192, 16384, 4096): {
+        "128x256 cluster 2": 1397.0, "128x256 cluster 2 stream-K": 1397.0,
+        "128x128 ping-pong cluster 2": 1637.0,
+    },
+    (8192, 4096, 16384): {"128x256 cluster 2": 1403.0, "128x256 cluster 2 stream-K": 1507.0},
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
+)
+@pytest.mark.parametrize("times", [SHORT_TIMES, LONG_TIMES], ids=["short", "long"])
+def test_what_was_fastest_is_taken(times):
+    for (m, n, k), by_tile in times.items():
+        (record,) = dry_records("bmm", meta(1, m, k), meta(1, n, k).transpose(1, 2))
+        taken = record["choice"].removeprefix("sm90 ")
+        assert taken in by_tile, (m, n, k, taken)
+        assert by_tile[taken] <= 1.06 * min(by_tile.values()), (m, n, k, taken)
