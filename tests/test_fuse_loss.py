@@ -132,6 +132,25 @@ def test_a_model_without_a_head_says_so():
     assert none in report.notes
 
 
+@pytest.mark.parametrize("keep", ["gradients", "nothing"])
+def test_what_the_loss_stores_is_chosen(keep):
+    model, stock = pair()
+    fuse(model, loss=keep)
+    inputs = labelled("cpu")
+    with Calls() as calls:
+        loss = copy.deepcopy(model)(**inputs).loss
+    stores_gradients = any("linear_cross_entropy_gradients" in name for name in calls.names)
+    assert losses(calls) == 1 and stores_gradients == (keep == "gradients")
+    assert_close(loss, stock(**inputs).loss)
+    unfuse(model)
+    assert vars(model).keys() == vars(stock).keys()
+
+
+def test_a_loss_of_another_name_is_refused():
+    with pytest.raises(ValueError, match="loss must be a bool or one of .*, but got 'none'"):
+        fuse(gpt2(), loss="none")
+
+
 def test_unfuse_copies_and_files(tmp_path):
     model, stock = pair()
     twin = copy.deepcopy(model)

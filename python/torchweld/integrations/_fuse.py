@@ -14,6 +14,7 @@ from .probes import Probes
 from .report import NOT_RUN, FuseReport
 
 KINDS = ("attention", "norm", "mlp", "rotary", "lora")
+_KEEPS = ("auto", "exponentials", "gradients", "nothing")  # of linear_cross_entropy
 
 
 def fuse(
@@ -21,7 +22,7 @@ def fuse(
     *,
     sample: Any = None,
     check: bool = True,
-    loss: bool = False,
+    loss: bool | str = False,
     only: Collection[str] | None = None,
 ) -> FuseReport:
     """Rewires a Hugging Face model in place to run torchweld's ops.
@@ -58,7 +59,8 @@ def fuse(
         loss: Whether a language model of these families, or one recognised likewise, computes its
             head and loss as one op (:func:`torchweld.linear_cross_entropy`): in training mode with
             labels it then returns a loss and no logits. Evaluation and generation stay as they
-            were.
+            were. A string is the op's ``keep``: "nothing" needs the least memory and a product
+            more, where blocks are recomputed too; True is "auto".
         only: What to replace: some of "attention", "norm", "mlp", "rotary", "lora". By default all.
             (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation "mlp".)
 
@@ -68,7 +70,7 @@ def fuse(
     Raises:
         ImportError: transformers is missing or too old.
         TypeError: It contains no model of transformers.
-        ValueError: ``only`` has an unknown name.
+        ValueError: ``only`` or ``loss`` has an unknown name.
         RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
             the stock model did not; the model is stock again then.
 
@@ -81,7 +83,7 @@ def fuse(
     """
     _library.require()
     _check_model(model, "torchweld.fuse")
-    kinds = _kinds(only)
+    kinds, keep = _kinds(only), _keep(loss)
     check_version("torchweld.fuse")
     from . import fuse_gpt2, fuse_other
 
@@ -89,18 +91,19 @@ def fuse(
     if not fuse_gpt2.fuse(model, sample, check, kinds, report):
         fuse_other.fuse(model, sample, check, kinds, report)
     if loss:
-        _fuse_losses(model, report)
+        _fuse_losses(model, report, keep)
     return report
 
 
-def _fuse_losses(model: nn.Module, report: FuseReport) -> None:
+def _fuse_losses(model: nn.Module, report: FuseReport, keep: str) -> None:
     """Switches the losses of a model, which the sample batch, without labels, does not run."""
-    from . import parts
+    from . import causal_lm, parts
 
     for place in parts.plan_losses(model, Probes(), report):
         parts.fuse(place)
         report.replaced.append(place.where)
         report.ops[place.where] += NOT_RUN
+    causal_lm.set_keep(model, keep)
 
 
 def unfuse(model: nn.Module) -> list[str]:
@@ -132,6 +135,15 @@ def _kinds(only: Collection[str] | None) -> Collection[str]:
             known = ", ".join(f'"{kind}"' for kind in KINDS)
             raise ValueError(f"torchweld.fuse: only must be some of {known}, but got {name!r}")
     return given
+
+
+def _keep(loss: bool | str) -> str:
+    if isinstance(loss, bool):
+        return "auto"
+    if loss not in _KEEPS:
+        known = ", ".join(f'"{keep}"' for keep in _KEEPS)
+        raise ValueError(f"torchweld.fuse: loss must be a bool or one of {known}, but got {loss!r}")
+    return loss
 
 
 def _check_model(model: Any, asker: str) -> None:

@@ -19,7 +19,7 @@ from torchweld import _library
 from torchweld.ops.stock import is_plain
 
 from . import measure
-from .part import ROW, Part, Place, below, is_fused, stock_forward
+from .part import KEEP, ROW, Part, Place, below, is_fused, stock_forward
 from .probes import Probes
 from .sharded_linears import has_classes, sharded_loss
 
@@ -75,6 +75,7 @@ def causal_loss(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
     *,
+    keep: str = "auto",
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tensor:
@@ -87,6 +88,7 @@ def causal_loss(
         num_items_in_batch: The sum of the losses is divided by it; None: their mean.
         ignore_index: Labels without a loss.
         shift_labels: ``(batch, seqlen)`` labels of the next positions, in place of ``labels``.
+        keep: Of the op: what its forward stores.
         options: Of the op: what the model does to the logits.
         **kwargs: What transformers ignores too.
     """
@@ -100,6 +102,7 @@ def causal_loss(
         reduction="mean" if num_items_in_batch is None else "sum",
         ignore_index=ignore_index,
         shift=int(shift_labels is None),
+        keep=keep,
         **(options or {}),
     )
     if measure.seen is not None:
@@ -109,6 +112,18 @@ def causal_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss / num_items_in_batch
+
+
+def set_keep(model: nn.Module, keep: str) -> None:
+    """Sets what the fused losses of a model store."""
+    for module in model.modules():
+        if is_fused(module) and issubclass(type(module), FusedHead):
+            vars(module)[KEEP] = keep
+
+
+def keep_of(model: nn.Module) -> str:
+    """What the fused loss of a model stores."""
+    return getattr(model, KEEP, "auto")
 
 
 class FusedHead(Part):
@@ -171,7 +186,12 @@ class FusedCausalLM(FusedHead):
         options = getattr(self, ROW).options(self.config)
         return CausalLMOutputWithPast(
             loss=causal_loss(
-                self.lm_head, outputs.last_hidden_state, labels, **kwargs, options=options
+                self.lm_head,
+                outputs.last_hidden_state,
+                labels,
+                **kwargs,
+                keep=keep_of(self),
+                options=options,
             ),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

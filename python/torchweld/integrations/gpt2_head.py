@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
-from .causal_lm import FusedHead, causal_loss, returns_loss_alone
+from .causal_lm import FusedHead, causal_loss, keep_of, returns_loss_alone
 from .part import stock_forward
 
 
@@ -48,7 +48,13 @@ class FusedGPT2LMHead(FusedHead):
             )
         outputs = self.transformer(input_ids, **inputs)
         return CausalLMOutputWithCrossAttentions(
-            loss=causal_loss(self.lm_head, outputs.last_hidden_state, labels, **kwargs),
+            loss=causal_loss(
+                self.lm_head,
+                outputs.last_hidden_state,
+                labels,
+                **kwargs,
+                keep=keep_of(self),
+            ),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

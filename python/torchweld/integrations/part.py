@@ -15,6 +15,7 @@ from .fsdp import class_before
 from .probes import Probes
 
 STOCK, ROW = "_torchweld_stock", "_torchweld_row"
+KEEP = "_torchweld_keep"  # of a model with a fused loss: what the loss stores
 _PLAIN = (Tensor, nn.Parameter)
 
 

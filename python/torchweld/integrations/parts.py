@@ -11,7 +11,7 @@ from . import fsdp, recognised
 from .decoder import FusedLayer, projection_layers
 from .families import find_part, fused_class, part_of
 from .modules import hooked
-from .part import Place, is_fused, parameter_refusal, stock_class
+from .part import KEEP, Place, is_fused, parameter_refusal, stock_class
 from .probes import Probes
 from .report import FuseReport
 from .sharded_linears import why_called
@@ -121,4 +121,5 @@ def unfuse(model: nn.Module) -> list[str]:
         parent, row = part_of(module)
         restored[parent.place(path, module, row).where] = None
         fsdp.set_class(module, stock_class(module))
+        vars(module).pop(KEEP, None)
     return list(restored)
