@@ -175,8 +175,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   }
 
   // Store dS to shared memory, after the dS of the previous tile has arrived at the peer.
-  // NOTE: the buffer may be overwritten. Both warpgroups have passed a barrier after the products
-  // that read the previous tile's dS.
+  // NOTE: no wgmma still reads the buffer, because both warpgroups have passed a barrier after the
+  // products that read the previous tile's dS.
   __device__ __forceinline__ void store_ds(const ScoreOperand& ds16, const DoutState& dout_state) {
     mbarrier_wait(&s.ds_sent, dout_state.parity ^ 1);
     store_scores(s_ds, ds16);

@@ -33,8 +33,8 @@ struct BackwardSm90Config {
   static constexpr int kDim = kShape.dim, kKeys = kShape.keys;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
   static constexpr int kScoreRows = kRows;  // number of query rows in a warpgroup's scores
-  // Whether lse and delta are a k-slice of the products for S and dP (StatSlice). If not, consumers
-  // load them from shared memory.
+  // Whether an additional k-slice of the products for S and dP subtracts lse and delta
+  // (StatSliceTile). If not, consumers load lse and delta from shared memory.
   static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked);
   // Whether lse is loaded before S is complete. An early load of lse needs registers.
   static constexpr bool kEarlyLse = !kStatSlice && !kMasked;
@@ -87,9 +87,9 @@ struct RowStatsTile {
 };
 // lse and delta of the rows of a query tile as operand B of a wgmma: a row has the bfloat16 values
 // {a0, a1, a2, d0, d1, d2, 0, 0}. The sum of the first three values is (shift - lse * lse_factor) /
-// score_factor, and the sum of the next three values is -delta. Operand A is 1 for three of these
-// values and 0 for the others. Therefore S - lse and dP - delta come out of the products. Three
-// bfloat16 values hold all 24 bits of a float.
+// score_factor, and the sum of the next three values is -delta. Every row of operand A is {1, 1, 1,
+// 0, 0, 0, 0, 0} in the product for S and {0, 0, 0, 1, 1, 1, 0, 0} in the product for dP. Therefore
+// the products give S - lse and dP - delta. Three bfloat16 values hold all 24 bits of a float.
 template <int kRows>
 struct StatSliceTile {
   alignas(128) uint4 values[kRows];
@@ -199,8 +199,8 @@ inline constexpr int kBackwardConsumerWarps = kBackwardConsumerThreads / 32;
 inline constexpr int kBackwardDqThreads = 128 + 32;
 
 #if TW_HAS_WGMMA
-// Every work tile fills K and V once, also if it has no query tile. Returns the position of K and V
-// of the work tile at `work_state`.
+// Returns the state of the K and V pipelines for the work tile at `work_state`. Every work tile
+// fills each of these pipelines once, even if it has no query tile.
 __device__ __forceinline__ PipelineState<1> backward_sm90_kv_state(
     const PipelineState<kWorkStages>& work_state) {
   static_assert(kWorkStages == 2);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void backward_sm90_open_dq_buffer(int store_warp) {
   named_barrier_arrive(kDqEmptyWg0 + 2 * store_warp, kBackwardDqThreads);
   named_barrier_arrive(kDqEmptyWg0 + 2 * store_warp + 1, kBackwardDqThreads);
 }
-// A consumer warpgroup waits until a store warp has read its last dQ.
+// A consumer warpgroup waits until a store warp has read the warpgroup's last dQ.
 __device__ __forceinline__ void backward_sm90_close_dq_buffer(int store_warp, int warpgroup) {
   named_barrier_wait(kDqEmptyWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
 }

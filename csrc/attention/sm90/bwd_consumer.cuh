@@ -93,8 +93,8 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     }
   }
 
-  // Release the buffers of dS that held dS of the last query tiles of the last work tile, and then
-  // its dK. `step` is the next query tile.
+  // Release the dS buffers that the previous work tile used for dS of its last query tiles and then
+  // for dK. `step` is the next query tile.
   __device__ __forceinline__ void release_ds_buffers(int step) {
     if (leads()) {
       tma_wait_read<0>();
@@ -105,7 +105,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     }
   }
 
-  // Process `left` query tiles, the first of which is `step`.
+  // Process `left` query tiles, starting with query tile `step`.
   __device__ __forceinline__ void mainloop(DkvAcc& acc_dk, DkvAcc& acc_dv, int step, int left) {
     ScoreAcc acc_s, acc_dp;
     DqAcc acc_dq;
@@ -114,7 +114,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     s.k_pipeline.wait(kv_state);
     zero_unseen_keys();
     release_ds_buffers(step);
-    // The first two query tiles have no earlier dS to multiply.
+    // From the third query tile on, each iteration also computes dQ of the tile two steps before.
     const bool has_two = left > 1;
     left -= 2;
 #pragma unroll 1
@@ -190,7 +190,7 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     }
     s_to_p(p16, acc_s, r_lse, state, is_edge);
     mma_dv(acc_dv, p16, state);
-    // NOTE: before the product, ptxas would move the arrival to before the exponentials.
+    // NOTE: if the arrival came before the product, ptxas would move it to before the exponentials.
     if (warpgroup == 0) {
       named_barrier_arrive<kExpWg0 + 1, kBackwardConsumerThreads>();
     } else {
@@ -275,8 +275,9 @@ struct BackwardSm90Consumer : BackwardSm90Scores<Config> {
     named_barrier_arrive(kDqFullWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
   }
 
-  // Issue acc = A B^T - lse (kOfS) or acc += A B^T (kOfDp). A is the warpgroup's 64 keys in s_keys.
-  // B is kRows query rows in the stage of s_rows. With a stat slice, acc = A B^T - delta (kOfDp).
+  // Issue acc = A B^T (kOfS) or acc += A B^T (kOfDp). With a stat slice, issue acc = A B^T - lse
+  // (kOfS) or acc = A B^T - delta (kOfDp). A is the warpgroup's 64 keys in s_keys. B is kRows query
+  // rows in the stage of s_rows.
   enum ScoreProduct { kOfS, kOfDp };
   template <ScoreProduct kOf>
   __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows,

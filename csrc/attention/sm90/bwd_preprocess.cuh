@@ -56,10 +56,10 @@ __device__ __forceinline__ uint4 stat_slice_row(float score_offset, float delta)
 }
 
 // Computes lse and delta = sum(dout * out) - dlse of every query row, including the padding rows of
-// scratch memory: (batch, nheads, rows). dlse is the gradient of lse: it adds dlse * d lse / d
-// score = dlse * p to dS, and dS = p * (dP - delta). Also zeroes `counters` counters: the ticket
-// counters and the dQ semaphores behind them. kDim / 8 lanes compute a row together. A thread
-// handles kRowsPerThread rows. Source: preprocess of FlashAttention-2's backward.
+// scratch memory: (batch, nheads, rows). dlse is the gradient of lse. Because d lse / d score = p,
+// dS = p * (dP - sum(dout * out)) + p * dlse = p * (dP - delta). Also zeroes `counters` counters:
+// the ticket counters and the dQ semaphores behind them. kDim / 8 lanes compute a row together. A
+// thread handles kRowsPerThread rows. Source: preprocess of FlashAttention-2's backward.
 template <typename T, int kDim, bool kStatSlice, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_preprocess_kernel(const __grid_constant__ Args args, int64_t counters) {

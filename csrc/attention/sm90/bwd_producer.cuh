@@ -137,12 +137,12 @@ __device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Arg
   }
 }
 
-// A dQ store warp stores this CTA's dQ of the query tiles of a work tile: it waits until all
-// earlier CTAs have added to dQ of the tile, then it adds this CTA's slices to global memory. The
-// first CTA in the order stores instead of adding. Each CTA of a cluster adds to its own columns
-// and has its own semaphores. Two store warps alternate over the query tiles. `step` is the warp's
-// first tile. NOTE: with two store warps, each warp handles every second tile. One addition takes
-// as long as a step of the mainloop, because the warp waits for the semaphore and the sums must be
+// A dQ store warp runs this function for a work tile. For each of its query tiles, it waits until
+// all earlier CTAs have added to dQ of the query tile. It then adds this CTA's slices to global
+// memory. The first CTA in the order stores instead of adding. Each CTA of a cluster adds to its
+// own columns and has its own semaphores. `step` is the warp's first query tile.
+// NOTE: kernels with two store warps alternate them over the query tiles, because one addition
+// takes as long as a step of the mainloop: the warp waits for the semaphore, and the sums must be
 // visible before the next CTA adds.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,

@@ -32,8 +32,8 @@ struct TileDescriptor {
 };
 
 // The scores of a warpgroup. S^T has 64 keys, starting at first_key(), and kScoreRows query rows,
-// starting at first_row(). A thread's registers hold the scores of 2 keys (8 apart) and of 2 of
-// every 8 rows.
+// starting at first_row(). In every 8 rows, a thread's registers hold 4 scores: 2 adjacent rows
+// times 2 keys, which are 8 apart.
 template <typename Config>
 struct BackwardSm90Scores {
   using T = typename Config::T;
@@ -110,9 +110,9 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse), or P = 0 for hidden
-  // scores. p16 receives P in 16 bits. acc_s receives the factor by which dP - delta is multiplied
-  // to give dS: P, or with a soft cap P * (1 - tanh^2).
+  // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse) * 2^kProbabilityShift, or P
+  // = 0 for hidden scores. p16 receives P in 16 bits. acc_s receives dS / (dP - delta), which is P,
+  // or P * (1 - tanh^2) with a soft cap.
   __device__ __forceinline__ void s_to_p(ScoreOperand& p16, ScoreAcc& acc_s, RowStats& r_lse,
                                          const State& state, bool is_edge) const {
     wgmma_wait<1>();
@@ -131,8 +131,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Initialise acc_dp with -delta of each score's query row. s_delta holds delta * 2^-shift, and
-  // kScale removes the shift. mma_dp later adds dP^T.
+  // Initialise acc_dp with -delta of each score's query row. s_delta holds delta *
+  // 2^-kProbabilityShift, and kScale removes this factor. mma_dp later adds dP^T.
   __device__ __forceinline__ void init_dp(ScoreAcc& acc_dp, const float* s_delta) const {
     constexpr float kScale = -(1 << kProbabilityShift<T>);
     RowStats delta;
@@ -143,7 +143,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Compute dS = P * (dP - delta). acc_s holds P, and acc_dp holds dP - delta.
+  // Compute dS = P * (dP - delta). acc_s holds the factor that s_to_p computed, and kUnshift
+  // removes its 2^kProbabilityShift. acc_dp holds dP - delta.
   static __device__ __forceinline__ void dp_to_ds(ScoreOperand& ds16, const ScoreAcc& acc_s,
                                                   ScoreAcc& acc_dp, bool is_edge) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
@@ -276,8 +277,7 @@ struct BackwardSm90Scores {
     }
   }
 
-  // For soft-capped scores. p16 receives P^T, and P^T * (1 - tanh^2)
-  // replaces S^T in acc_s.
+  // Convert S^T with a soft cap: p16 receives P^T, and acc_s receives P^T * (1 - tanh^2).
   __device__ __forceinline__ void exponentiate_capped(ScoreOperand& p16, ScoreAcc& acc_s,
                                                       const State& state, bool is_edge) const {
     if constexpr (Config::kMasked) {
@@ -314,8 +314,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Returns the key ranges of two rows: [x, y) and [z, w). They are the thread's two rows among
-  // rows 8 n to 8 n + 7.
+  // Returns the key ranges [x, y) and [z, w) that the thread's two rows among rows 8 n to 8 n + 7
+  // see.
   __device__ __forceinline__ int4 live_of(const State& state, int n) const {
     return *reinterpret_cast<const int4*>(
         &s.seen[state.stage].live[first_row() + n * 8 + lane() % 4 * 2]);

@@ -35,8 +35,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kValueBytes = kBoxesV * kKeyBoxBytes;
   // The epilogue writes the output of a warpgroup over its query rows in shared memory.
   static constexpr int kQueryOutBytes = std::max(kBoxes, kBoxesV) * kQueryBoxBytes;
-  // Whether O is rescaled only if the maximum of a row has risen by much. This is used for wide
-  // accumulators of O.
+  // Whether O is rescaled only if the maximum of a row has risen by much (kLazy of online_softmax).
+  // Kernels with wide accumulators of O use this.
   static constexpr bool kLazyRescale = kDimV > 128;
   static constexpr bool kCapped = kCapped_;
   // Whether the kernel has a second code path for small capped scores, whose softmax needs no
