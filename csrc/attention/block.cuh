@@ -74,7 +74,8 @@ struct AttentionBlock {
 // The work tile under a general mask. Key indices count from `pad`, a multiple of kPadMultiple. A
 // row of the block sees the keys [begin[row], end[row]), and no row sees the first `unseen` keys.
 // last_begin[warp] is the largest begin of the warp's kWarpRows rows, and first_end[warp] is the
-// smallest end. The mask hides no key between these two from any of these rows.
+// smallest end. Every row of the warp that sees any key sees all keys of [last_begin[warp],
+// first_end[warp]).
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
@@ -141,7 +142,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     constexpr int kLaneRows = kRows <= 64 ? 2 : kRows <= 128 ? 4 : 8;
     constexpr int kWarpLanes = kWarpRows / kLaneRows, kStep = kLaneRows <= 4 ? kLaneRows : 1;
     static_assert(kRows % kLaneRows == 0 && kRows <= 32 * kLaneRows);
-    // Lanes behind the last row have the last rows, too.
+    // Lanes without rows of their own process the last kLaneRows rows, too.
     const int lane_row = min(lane * kLaneRows, kRows - kLaneRows), last_row = rows - 1;
     const int first_pos = mask.position(first_row, sequence.end);
     int first = kSeesNothing, last = 0;
@@ -239,7 +240,8 @@ struct MaskedAttentionBlock : AttentionBlock {
                                            int last) {
     pad = first;
     keys = last - first;
-    // Only used for first_position(), which needs causal. The rows' ends replace all_keys.
+    // `shift` is only used by first_position(), which needs causal. Nothing reads all_keys after
+    // this, because each row has its own end.
     shift = mask.position(0, sequence_end) - first + 1;
     gaps.first_position = kSeesNothing;
   }

@@ -121,8 +121,8 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
   }
 }
 
-// Subtracts dlse from delta. The gradient of lse adds dlse * d lse / d score = dlse * p to dS, and
-// dS = p * (dP - delta).
+// Subtracts dlse, the gradient of lse, from delta. Because d lse / d score = p, dS is
+// p * (dP - delta) + p * dlse = p * (dP - (delta - dlse)).
 __global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
     const __grid_constant__ BackwardArgs args, const float* g_dlse) {
   const AttentionSizes& sizes = args.params.sizes;
@@ -160,8 +160,8 @@ int64_t group_of(const AttentionSizes& sizes) {
   return sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
 }
 
-// The division of a launch into blocks, and the layout of the scratch memory. The fields in the
-// last row are offsets of arrays, in floats. Only general masks use `groups` and `live`.
+// The division of a launch into blocks, and the layout of the scratch memory. The fields `delta` to
+// `parts` are offsets of arrays, in floats. Only general masks use `groups` and `live`.
 struct Scratch {
   int64_t wave = 0;  // number of blocks or clusters that run at once on Hopper, else 0
   int64_t group_parts = 1;
@@ -236,7 +236,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   args.wave = static_cast<unsigned>(order.wave);
   args.lse_factor = base_2 ? kLog2e : 1.f;
   // NOTE: the stat slice holds lse / score_factor, so the factor must not be 0. A score times
-  // kMinFactor is 0 in all but name.
+  // kMinFactor is practically 0.
   constexpr float kMinFactor = 1e-30f;
   args.score_factor = base_2 ? params.scale * kLog2e : params.scale;
   if (std::fabs(args.score_factor) < kMinFactor) {

@@ -13,11 +13,12 @@ namespace torchweld {
 // dQ. A query tile has at most one counter per kAttentionBackwardRowsPerCounter rows.
 inline constexpr int kAttentionBackwardRowsPerCounter = 4;
 
-// A block has `warps` warps and `keys` keys. It loops over the query rows, `rows` at a time. Each
-// strip of keys belongs to a group of `groups` warps. A warp of the group computes the scores of
-// the strip for `cols` rows at a time and accumulates its slice of the head dims. If `paired` is
-// true, half of the warps compute P and accumulate dV, and the other half compute dS and accumulate
-// dK. The warps of a group then also divide the rows among themselves.
+// A block has `warps` warps and `keys` keys. It loops over the query rows, `rows` at a time. The
+// keys are divided into strips of 16. Each strip belongs to a group of `groups` warps. A warp of
+// the group computes the scores of the strip for `cols` rows at a time and accumulates its slice of
+// the head dims. If `paired` is true, half of the warps compute P and accumulate dV, and the other
+// half compute dS and accumulate dK. The warps of a group then also divide the rows among
+// themselves.
 struct AttentionBackwardTile {
   AttentionMath math;
   int head_dim;  // the maximum of head_dim and head_dim_v
@@ -241,8 +242,9 @@ TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k)
 // has its own blocks. Without causal, the number is chosen so that an SM gets at most one block.
 // With causal, an SM gets at most two blocks, and the longer block runs first. A part has at least
 // kPartRows query rows on average. The partial dK and dV of the parts need up to 35 MB of fp32
-// scratch memory on 132 SMs. Measured on an H100, relative to one part: (1, 32/1, 8192, 128) 0.28,
-// (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128) 0.73.
+// scratch memory on 132 SMs. Times on an H100 relative to one part, for (batch, nheads/nheads_kv,
+// seqlen, head_dim): (1, 32/1, 8192, 128) 0.28, (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128)
+// 0.73.
 constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,
                                                  int64_t seqlen_k, int64_t wave, bool causal) {
   constexpr int64_t kPartRows = 512;
@@ -269,11 +271,11 @@ static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 // downwards, the blocks of the next wave start with the same tile at different times, so they share
 // no loads. If instead every second wave loops upwards, the blocks of that wave start one after the
 // other with later and later tiles, which the blocks that started before them process at the same
-// time. They end together, just when the next wave has to start. Alternating directions are faster
-// if a kv head has many query heads. Measured on an H100, relative to downwards only: (1, 64/8,
-// 8192, 128) 0.89, (4, 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93,
-// (1, 64/8, 8192, 64) 0.97. If every kv head has only one query head, alternating directions take
-// up to 1.2 times as long.
+// time. All blocks of such a wave end together, just when the next wave has to start. Alternating
+// directions are faster if a kv head has many query heads. Times on an H100 relative to downwards
+// only, in the notation of attention_backward_group_parts: (1, 64/8, 8192, 128) 0.89, (4, 64/8,
+// 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192, 64) 0.97.
+// If every kv head has only one query head, alternating directions take up to 1.2 times as long.
 struct AttentionBackwardOrder {
   int64_t at_once;  // the number of parts whose blocks run at the same time
   // Number of blocks between two changes of the loop direction; 0 if all blocks loop downwards.
@@ -311,8 +313,8 @@ constexpr AttentionBackwardOrder attention_backward_order(const AttentionBackwar
     const int64_t sets = load.parts / even, over = load.parts % even;
     return {over > 0 && over * 4 <= even ? divide_up(load.parts, sets) : even, wave};
   }
-  // Run at least as many parts at the same time as fill all SMs. Run more parts at the same time if
-  // their data fits in the L2 cache.
+  // Run enough parts at the same time to fill all SMs, and more parts if their data fits in the L2
+  // cache.
   // NOTE: if all blocks have equal work and long loops, the blocks of 16 heads drift apart, and
   // every block reads its query rows from memory instead of the cache. On an H100, (1, 16, 16384,
   // 128) took 12.5 ms and 18 GB of memory traffic with 16 heads at the same time, and 8.8 ms and

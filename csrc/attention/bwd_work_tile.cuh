@@ -1,4 +1,5 @@
-// The work tile of a block of attention's backward, and the loads of its tiles into shared memory.
+// The work tile of a block in attention's backward, and the function that loads tiles into shared
+// memory.
 #pragma once
 
 #include <climits>

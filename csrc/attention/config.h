@@ -20,9 +20,9 @@ inline constexpr int kBf16x3Bytes = 6;  // bytes of the three bf16 terms of a va
 
 // A block has `warps` warps and `rows` query rows. It loops over the keys, `keys` at a time, with
 // `stages` stages in shared memory. Each stage has a buffer for keys and a buffer for values. In
-// fp32, a stage holds either keys or values, both as bf16 terms and as fp32 values that have just
-// arrived. If there is one stage, it holds keys and values alternately. Head dims below `dim` are
-// padded with zeros.
+// fp32, a stage holds either keys or values, in two buffers: fp32 values that are being loaded, and
+// the bf16 terms that are multiplied. If there is one stage, it holds keys and values alternately.
+// Head dims below `dim` are padded with zeros.
 struct AttentionTile {
   AttentionMath math;
   int dim;
@@ -136,9 +136,10 @@ struct AttentionSm90Tile {
   static constexpr int kSmBytes = 228 * 1024, kBlockBytes = 1024;
 };
 
-// For short rows, the start and the end of a block take most of the time. Tiles of one warpgroup
-// suit them, because a block can end while other blocks of the SM continue. Long rows need tiles
-// with many query rows per key.
+// If rows see few keys (short rows), the start and the end of a block take most of the time. Tiles
+// of one warpgroup are then faster, because a block can end while other blocks of the SM continue.
+// For long rows, tiles with many query rows are faster, because all rows of a tile share the loaded
+// keys.
 inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
     {64, 64, 3, 128, 2, 1, 510},   {64, 64, 2, 128, 2, 1, 445},   {64, 64, 1, 64, 3, 3, 440},
     {96, 96, 2, 160, 2, 1, 570},   {128, 128, 2, 160, 2, 1, 644}, {128, 128, 2, 128, 2, 1, 625},

@@ -2,11 +2,11 @@
 // the padding between packed documents. P is 0 at these keys, but V may be NaN. Therefore the
 // kernels set V to 0 at these keys before O += P V.
 //
-// Gaps occur only under causal with key_start, or with a key_end per row. With a key_end per row,
-// V must be finite in gaps. Under causal with key_start and no key_end per row, a row that sees any
-// key then sees the key at its own position. Before the position of the block's first row, there is
-// no gap after the first seen key. Therefore every key of a gap is at the position of a row that
-// sees no key, and one bit per row describes the gaps.
+// Gaps occur only under causal with key_start, or with a key_end per row. With a key_end per row, V
+// must be finite in gaps. Under causal with key_start and no key_end per row, a row that sees any
+// key also sees the key at its own position. Therefore the rows see all keys from the first seen
+// key to the position of the block's first row. Every key of a gap is then at the position of a row
+// that sees no key, and one bit per row describes the gaps.
 #pragma once
 
 #include <cstdint>

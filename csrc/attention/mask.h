@@ -7,17 +7,17 @@
 //   j < key_end[b]         later keys are padding, or cache entries that are not filled yet
 //   j <= position          if causal
 //   j > position - window  and without causal j < position + window
-// The position of row i is i + key_end[b] - seqlen_q (bottom-right aligned), because a cache ends
-// with the keys of its queries. If key_end is below seqlen_q, key_end can't describe a cache. It is
-// then the length of a sequence that is padded on the right, and row i has position i (i + seqlen_k
-// - seqlen_q if seqlen_k < seqlen_q). If the position of a row is below leftpad, the row is padding
-// and sees no key. The result of a row that sees no key is 0, its lse is -inf (or the logit of the
-// sink), and its gradients are 0. Keys that no row of a sequence sees never affect the results,
-// even if they are NaN.
+// The position of row i is i + key_end[b] - seqlen_q (bottom-right aligned), because the last
+// seqlen_q keys of a KV cache belong to the query rows. A key_end below seqlen_q can't describe a
+// cache. Such a key_end is the length of a sequence that is padded on the right, and row i has
+// position i (i + seqlen_k - seqlen_q if seqlen_k < seqlen_q). If the position of a row is below
+// leftpad, the row is padding and sees no key. The result of a row that sees no key is 0, its lse
+// is -inf (or the logit of the sink), and its gradients are 0. Keys that no row of a sequence sees
+// never affect the results, even if they are NaN.
 //
 // key_end may also have one value per row: key_end[b, i]. The position of row i is then
 // key_end[b, i] - 1, its last key. causal adds nothing, and the window ends at that key. The CUDA
-// kernels then need finite values in keys that no row sees between keys that some rows see.
+// kernels then need finite values also in keys that lie between seen keys but that no row sees.
 //
 // leftpad, key_start and key_end stay on the device, so the host never waits for their values.
 // Values below 0 count as 0. Values above seqlen_k count as seqlen_k. Without causal, leftpad = 0

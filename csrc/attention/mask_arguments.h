@@ -53,8 +53,8 @@ struct Mask {
 };
 
 // Checks the shapes and dtypes of the mask's tensors. Their values stay on the device and are not
-// checked. `like` is the first tensor of the op. Only if `allows_row_ends` is true may key_end have
-// one value per row.
+// checked. `like` is the first tensor of the op. key_end may have one value per row only if
+// `allows_row_ends` is true.
 inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batch,
                        const c10::SymInt& nheads, const c10::SymInt& seqlen_q,
                        const char* like_name, const Tensor& like, bool allows_row_ends = false) {

@@ -86,8 +86,8 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
 inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
   return attention_decode_groups(p) * (choice.splits - 1);
 }
-// The number of floats for the partial results. Every split stores them, except the last split of a
-// group: the accumulators, the maximum and the sum of probabilities of each of its rows.
+// The number of floats for the partial results. Every split except the last split of a group stores
+// the accumulators, the maximum and the sum of probabilities of each of its rows.
 inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
