@@ -56,8 +56,8 @@ struct CpuAttention : CpuScores {
   int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
   int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
   // The number of query rows in a block. Under causal, a block computes all keys that its last row
-  // sees. Its first rows don't see many of these keys, so short sequences have small blocks. Long
-  // key sequences also have small blocks, so that the scores stay in the cache.
+  // sees. Many of these keys are hidden from its first rows, so short sequences have small blocks.
+  // Long key sequences also have small blocks, so that the scores stay in the cache.
   int64_t block_rows() const {
     const bool small = seqlen_q <= 16 || seqlen_k > 8192;
     return small ? 16 : (seqlen_q <= 32 || (mask.causal && seqlen_q <= 256)) ? 32 : 64;
@@ -266,7 +266,7 @@ inline void add_sink_terms(const Tensor& dsink, const Tensor& terms) {
   if (terms.defined()) dsink.copy_(terms.sum(0));
 }
 
-// The scratch memory of a task. allocate() returns consecutive arrays of it.
+// The scratch memory of a task. Each call of allocate() returns the next `count` elements.
 template <typename acc_t>
 struct Scratch {
   Tensor tensor;

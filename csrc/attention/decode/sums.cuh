@@ -103,8 +103,8 @@ struct DecodeSums {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) store_quad(i, block_quad(i));
   }
 
-  // Stores the sums of the block in the workspace. Of the blocks that split the keys of the same
-  // rows, the one with the highest split index reads them there.
+  // Stores the sums of the block in the workspace, where the block of the group's last split reads
+  // them.
   __device__ __forceinline__ void store_partial() const {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) {
       *reinterpret_cast<float4*>(partial(work.split) + 4 * i) = block_quad(i);

@@ -43,8 +43,8 @@ struct DecodeWork {
   // The first row of the tile among the packed rows of the kv head, and the number of rows of the
   // tile.
   int first_row, rows;
-  // The rows of the tile see only keys of [pad, pad + keys). Row i sees the first min(i + shift,
-  // keys) of these keys.
+  // The rows of the tile see only keys of [pad, pad + keys). The row with index i in its head sees
+  // the first min(i + shift, keys) of these keys.
   int pad, keys, shift;
 
   // Finds the group, the split and the rows. The caller must then call find_keys().
@@ -97,7 +97,7 @@ using DecodeGaps = GapKeys<kWarp>;
 static_assert(AttentionDecodeTile::kMaxSeqlenQ <= kWarp);
 
 // The work tile under a general mask. Except for gaps, each key of [pad, pad + keys) is seen by
-// some row of the block. Each lane holds the key range of one row. Its key indices count from
+// some row of the block. Each lane holds the key range of one row, as indices that count from
 // `pad`.
 struct MaskedDecodeWork : DecodeWork {
   // The range of keys that this lane's row sees; kSeesNothing and 0 if the row sees no key.

@@ -190,8 +190,8 @@ struct BackwardTools {
   static __device__ __forceinline__ int group() { return threadIdx.x / kWarp % kGroups; }
   static __device__ __forceinline__ int first_col() { return group() * kDimTiles * 8; }
 
-  // Computes r_to += A B^T. A is the warp's strips of K or V. Its tile starts at byte `keys` of
-  // shared memory. B is kCols rows of Q or dO. Its tile starts at byte `rows`.
+  // Computes r_to += A B^T. A is the warp's strips of K or V, in the tile at byte `keys` of shared
+  // memory. B is kCols rows of Q or dO, in the tile at byte `rows`.
   __device__ __forceinline__ void multiply(Scores& r_to, int keys, uint32_t s_rows, int rows) {
 #pragma unroll Config::kUnroll
     for (int slab = 0; slab < KeyTile::kGroups / 4; ++slab) {

@@ -8,10 +8,10 @@
 // the result dQ.
 //
 // Under a general mask, a BlockMask has the first and the last key that the query tile's group of
-// rows sees. The blocks from the first to the last of these keys add to dQ of the tile. dq_order
-// counts from the first of these blocks. Other blocks may compute the tile, but all scores are
-// hidden for them, so they neither add nor wait. Therefore, under a general mask too, a block only
-// waits for blocks of lower key tiles.
+// rows sees. The blocks from the first to the last of these keys add to dQ of the tile.
+// dq_order_of() counts from the first of these blocks. Other blocks may compute the tile, but all
+// scores are hidden for them, so they neither add nor wait. Therefore, under a general mask too, a
+// block only waits for blocks of lower key tiles.
 #pragma once
 
 #include "attention/bwd_args.cuh"
@@ -108,8 +108,8 @@ struct DqAccumulator {
     loaded = false;
     const int first_row = tile.index * Config::kRows;
     int last = last_order(args, first_row, live);
-    // NOTE: the asm keeps the compiler from computing `last` behind the product. It would need
-    // registers for the address of the mask until then.
+    // NOTE: the asm keeps the compiler from computing `last` behind the product. During the
+    // product, the compiler would then need registers for the address of the mask.
     asm volatile("" : "+r"(last));
     multiply(s_scores, s_keys, handles_non_finite);
 

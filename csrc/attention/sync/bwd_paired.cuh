@@ -11,8 +11,8 @@
 // memory.
 //
 // Every warp adds its slice of dQ once per query tile. A key warp adds before it computes the next
-// tile, and a value warp adds afterwards. Therefore P is ready when a key warp needs P. While half
-// of the warps wait for the sums of dQ, the other half multiply.
+// tile, and a value warp adds after it computes the next tile. Therefore P is ready when a key warp
+// needs P. While half of the warps wait for the sums of dQ, the other half multiply.
 #pragma once
 
 #include "attention/sync/bwd_block.cuh"

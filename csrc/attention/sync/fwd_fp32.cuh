@@ -33,9 +33,10 @@ struct AttentionSplitConfig : AttentionVariant<kMasked> {
   static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && (kStages == 1 || kStages == 2));
 };
 
-// The results and sums of earlier key tiles, in local memory. They reduce the rounding error. If
-// the tiles of 8192 keys are all added to the same register, the register is rounded 256 times. If
-// the tiles are first added in groups of 8 tiles, a value is rounded only 40 times.
+// The results and sums of earlier key tiles, in local memory. Separate sums reduce the rounding
+// error. If all tiles of 8192 keys (256 tiles of 32 keys) are added to the same register, it is
+// rounded 256 times. If the tiles are first added in groups of 8, a value is rounded only 8 + 32
+// times.
 //
 // NOTE: the code accesses local memory by address. Otherwise the compiler would keep these values
 // in registers and spill values that every tile needs.

@@ -36,8 +36,8 @@ struct SplitTile {
   }
 };
 
-// Stores the terms of four neighbouring values. Without kHandlesNonFinite, the terms of an inf, of
-// a NaN and of a value that rounds to inf are wrong. Such a value sets `check` to NaN.
+// Stores the terms of four neighbouring values. Without kHandlesNonFinite, the terms are wrong for
+// inf, for NaN and for a value that rounds to inf. Such a value sets `check` to NaN.
 template <bool kHandlesNonFinite, typename Tile>
 __device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const Vec<float, 4>& x,
                                             float& check) {
