@@ -133,7 +133,8 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
 }
 
 // dsink of a head is a sum over its sequences. A block computes the term of one sequence and head,
-// -sum(exp(sink - lse) * delta) over the query rows. A row that sees no key has lse = sink.
+// -sum(exp(sink - lse) * delta) over the query rows. A row that sees no key has lse = sink, so its
+// term is dlse.
 __global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
     const __grid_constant__ MaskedBackwardArgs args, const float* g_dlse, float* g_dsink) {
   __shared__ BlockExchange<kRowThreads> s_exchange;

@@ -56,7 +56,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     const int steps = s.work.steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
     // Both warpgroups have passed kDsWritten after their last reads of V, so dV may overwrite V.
-    // Wgmmas may still read K.
+    // The other warpgroup's wgmmas may still read K, so dK waits for another barrier.
     const int dk_box = warpgroup * kDkBoxes, dv_box = warpgroup * kDvBoxes;
     Base::template epilogue_dkv<true>(acc_dv, s_v + dv_box * Config::kKeyBoxBytes, 0, dv_box,
                                       p.dvalue, 1.f / (1 << kProbabilityShift<T>));
@@ -182,8 +182,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     store_scores(s_ds, ds16);
   }
 
-  // This warpgroup has read P. Expect the peer's dS in the buffer of P, and let the sender warp
-  // send this CTA's dS.
+  // Expect the peer's dS, and signal to the peer that this warpgroup has read P, which that dS
+  // overwrites. Let the sender warp send this CTA's dS.
   __device__ __forceinline__ void signal_ds_send() {
     if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kScoreBytes);
     __syncwarp();

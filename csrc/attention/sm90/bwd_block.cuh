@@ -116,7 +116,7 @@ struct BackwardSm90Shared {
   int2 query_tiles[kStages];  // see BackwardQueryTile
   PipelineBarriers<kStages> q_pipeline, dout_pipeline;
   BackwardProducerCounts producer_counts;
-  // The number of dS buffers that a warpgroup still uses for dK of the last work tile. Only one
+  // The number of dS buffers that a warpgroup still uses for dK of the previous work tile. Only one
   // thread of the warpgroup accesses it.
   int held_ds_buffers[2];
   PipelineBarriers<kStages> ds_pipeline;  // from each warpgroup to both warpgroups
@@ -156,11 +156,11 @@ __device__ __forceinline__ BackwardQueryTile unpack_query_tile(int2 packed, int 
   return {packed.x, packed.y >> 2, (packed.y >> warpgroup & 1) != 0};
 }
 
-// Iterates over the heads and query tiles of a work tile. In one order, all heads process a query
-// tile before the next query tile. In the other order, a head processes all its query tiles, in
+// Iterates over the heads and query tiles of a work tile. If work.tile_steps > 1, all heads process
+// a query tile before the next query tile. Otherwise, a head processes all its query tiles, in
 // descending order, before the next head.
-// NOTE: the combination of ascending query tiles and head by head does not occur for a CTA with
-// several heads (attention_backward_order).
+// NOTE: a CTA that processes several heads one after the other never has ascending query tiles
+// (attention_backward_order).
 template <typename WorkTile>
 struct BackwardTileIterator {
   const WorkTile& work;
