@@ -57,7 +57,7 @@ __global__ __launch_bounds__(kAttentionBackwardRowPad) void attention_backward_r
   }
 }
 
-// Returns this lane's partial sum of the dot product of two rows of n elements. If `vector` is
+// Returns this lane's part of the dot product of two rows with n elements each. If `vector` is
 // true, the lane loads 16 bytes at a time.
 template <typename T>
 __device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t n, bool vector) {

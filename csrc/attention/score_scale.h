@@ -89,8 +89,8 @@ struct FinishedRow {
 };
 
 // Computes the last step of the softmax of a row. `sink` is the logit of the sink, or -inf if there
-// is no sink. It is added to the sum of the row here. The result is exact for any sink, and also
-// for a row that sees only scores of -inf.
+// is no sink. The function adds the exponential of the sink to the sum of the row. The result is
+// exact for any sink, and also for a row that sees only scores of -inf.
 __device__ __forceinline__ FinishedRow finish_row(const ScoreScale& scale, float max, float sum,
                                                   float sink) {
   if (sink > max * scale.size) {

@@ -85,7 +85,7 @@ struct RowStatsTile {
   alignas(128) float lse[kRows], delta[kRows];
   static constexpr int kLseBytes = kRows * 4, kDeltaBytes = kRows * 4;
 };
-// lse and delta of the rows of a query tile as operand B of a wgmma: a row has the bfloat16 values
+// Operand B of a wgmma with lse and delta of a query tile: each query row has the bfloat16 values
 // {a0, a1, a2, d0, d1, d2, 0, 0}. The sum of the first three values is (shift - lse * lse_factor) /
 // score_factor, and the sum of the next three values is -delta. Every row of operand A is {1, 1, 1,
 // 0, 0, 0, 0, 0} in the product for S and {0, 0, 0, 1, 1, 1, 0, 0} in the product for dP. Therefore
