@@ -16,8 +16,8 @@ namespace torchweld {
 // products with up to 16 rows of a.
 enum class GemmEngine : int8_t { kSync, kSm90, kRows };
 
-// The number of floats in one row of a split-K partial in the workspace. It is the number of
-// columns of y rounded up to a multiple of 8. A gated product has twice as many.
+// Returns the number of floats per row of a split-K partial in the workspace: n, the number of
+// columns of y, rounded up to a multiple of 8, or twice that number in a gated product.
 constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
   return (n + 7) / 8 * 8 * (gated ? 2 : 1);
 }

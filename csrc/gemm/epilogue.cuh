@@ -72,10 +72,9 @@ class GroupWriter {
   __device__ __forceinline__ GroupWriter(const GemmParams& p, int64_t batch, int64_t column)
       : p_(p), batch_(batch), column_(column), columns_(int(min(int64_t{kGroup}, p.n - column))) {}
 
-  // v holds kGroups groups of 8 columns. Consecutive groups belong to rows `row`, row + row_step,
-  // and so on. In a gated product, the first kGroups / 2 groups are the left halves of these rows,
-  // and the other groups are the right halves. Only the first `rows` of these rows exist in y; the
-  // others are not stored.
+  // v holds kGroups groups of 8 columns. Without a gate, group i belongs to row r(i) = row + i *
+  // row_step. In a gated product, groups i and kGroups / 2 + i hold the left and the right values
+  // of row r(i). Only the first `rows` of these rows exist in y; the others are not stored.
   // NOTE: the function processes several rows at once to hide the latency of their loads.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
@@ -107,8 +106,8 @@ class GroupWriter {
     return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
   }
 
-  // Adds the 8 elements of the bias from element `at` on to groups kFirst to kLast - 1. If the left
-  // and right halves are interleaved, reads every second element of the bias instead.
+  // Adds bias[at + i] to column i of groups kFirst to kLast - 1, or bias[at + 2 * i] if the left
+  // and right halves are interleaved.
   template <int kFirst, int kLast, int kGroups>
   __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
     const GemmEpilogue& e = p_.epilogue;

@@ -53,8 +53,8 @@ struct GemmFamily {
     return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // Lists a tile that can't run the problem once, with splits = 1. Lists every other tile once for
-  // each number of splits of K that it supports.
+  // Lists every tile with splits = 1, even if the tile can't run the problem, and with every other
+  // number of splits of K that the tile supports for the problem.
   static std::vector<Encoded> candidates(const GemmProblem& p) {
     std::vector<Encoded> all;
     for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {

@@ -33,14 +33,15 @@ struct GemmOperand {
   // for b, and only if b is MN-major and a is K-major.
   int64_t k_half = 0;
 
-  // For a pair concatenated along K: column k lies at offset k * k_stride in the first matrix. In
-  // the second matrix it lies at k * k_stride + half_jump().
+  // For a pair concatenated along K: column k of the concatenation lies at offset k * k_stride if k
+  // < k_half, and at offset k * k_stride + half_jump() otherwise.
   TW_HOST_DEVICE int64_t half_jump() const { return half_stride - k_half * k_stride; }
 };
 
-// The matrices of a product whose K is concatenated from up to kMaxKSegments matrices. Segment i of
-// the product is a (M, k) times b (N, k)^T, with k a multiple of the k-block. Only Hopper's 16-bit
-// kernels support segments, and only if a is K-major and b is MN-major.
+// The operands of a product whose K is concatenated from up to kMaxKSegments segments. Segment i
+// adds a[i] @ b[i]^T to the product; a[i] is (M, k[i]), b[i] is (N, k[i]), and k[i] is a multiple
+// of the k-block. Only Hopper's 16-bit kernels support segments, and only if a is K-major and b is
+// MN-major.
 inline constexpr int kMaxKSegments = 3;
 struct GemmSegments {
   int count;
@@ -61,8 +62,9 @@ struct GemmEpilogue {
 };
 
 // A norm (norm/norm.h) that is applied to the rows of a before the product. Only the engine for few
-// rows supports it. scale_offset is 0 without a scale. scale and shift have the dtype of the
-// operands. K elements must be a multiple of 16 bytes.
+// rows supports it. The kernel multiplies by scale + scale_offset; scale_offset must be 0 if scale
+// is nullptr. scale and shift have the dtype of the operands. The size of a row of K elements must
+// be a multiple of 16 bytes.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0, scale_offset = 0;
@@ -89,8 +91,8 @@ struct GemmParams {
   // The fp32 partial sums of each row of a, of shape (choice.dbias_partials(...), M), or nullptr if
   // the sums are not requested.
   float* dbias_partials;
-  // If not null, K is concatenated from these matrices in host memory; a and b are those of the
-  // first segment.
+  // If not null, K is concatenated from these segments, and a and b are the operands of the first
+  // segment. The struct itself lies in host memory.
   const GemmSegments* segments = nullptr;
 };
 

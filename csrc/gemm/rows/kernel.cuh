@@ -149,8 +149,8 @@ class RowsLoader {
   int left_, rows_left_;
 };
 
-// Computes the norm's statistics of all rows of a. Each warp handles kOf rows, which it holds in
-// registers.
+// Computes the mean and rstd of every row of a for the norm. Each warp handles kOf rows, which it
+// holds in registers.
 template <typename Config>
 class RowsStatistics {
   using T = typename Config::T;

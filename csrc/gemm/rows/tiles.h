@@ -22,7 +22,7 @@ struct RowsTile {
   static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
   // The kernel can normalise the rows of a only if K is at most kMaxNormed.
   static constexpr int kMaxNormed = 1536;
-  // The number of bytes that a k-block of b, of a, and of the norm's scale and shift has in total.
+  // The number of bytes of one stage: a k-block each of b, a, the norm's scale and its shift.
   constexpr int stage_bytes() const { return (columns + kRows + 2) * kKBlockBytes; }
   // The number of bytes of shared memory: all stages of all warps, and the statistics of 16 rows.
   constexpr int shared_bytes() const { return kWarps * stages * stage_bytes() + kRows * 16; }
@@ -55,10 +55,11 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
                                                                       : "more than 2^31 - 1 tiles";
 }
 
-// Estimates the time of the kernel without its launch and its first loads. Two times are computed:
-// the time to read all operands from memory (b may be in L2), and the time in which the busiest SM
-// reads its operands. The estimate is the longer of the two. A norm adds a constant for every block
-// that an SM runs. The constants were fitted on an H200, together with those of sm90_seconds.
+// Estimates the time of the kernel without its launch and its first loads. The estimate begins with
+// the longer of two times: to read b once from memory or L2, at kMemoryBytes per second, and to
+// read all operands of the blocks of the busiest SM. A norm adds kNormUs, and kBlockNormUs for
+// every block that this SM runs. The constants were fitted on an H200, together with those of
+// sm90_seconds.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;

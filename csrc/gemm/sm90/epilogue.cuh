@@ -21,8 +21,8 @@ namespace torchweld {
 
 #if TW_HAS_WGMMA
 // A box is divided into groups of 8 columns. With t = lane % 4 and g = lane / 4, a thread holds
-// columns 2t and 2t + 1 of every group, in rows g and g + 8 of the box. Its values of group j are
-// v[4 j] and v[4 j + 1] of row g, and v[4 j + 2] and v[4 j + 3] of row g + 8.
+// columns 2t and 2t + 1 of every group, in rows g and g + 8 of the box. In group j its values are
+// v[4 j] and v[4 j + 1] in row g, and v[4 j + 2] and v[4 j + 3] in row g + 8.
 template <typename T, int kTile, bool kGated>
 class Sm90Epilogue {
  protected:
@@ -110,7 +110,7 @@ class Sm90Epilogue {
 
  protected:
   using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
-  static constexpr int kAcross = kTileColumns / kColumns;  // boxes in a row of boxes
+  static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side in a tile
   // The number of boxes that are stored for a part of y with 16 rows and kColumns columns. One box
   // is for y; the pre-activation, if stored, has one box, or two in a gated product.
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
@@ -166,7 +166,8 @@ class Sm90Epilogue {
   }
 
   // Each iteration of the loop in finish_boxes handles kIterationValues accumulators of a thread.
-  // They belong to one box. In a gated product they belong to 16 rows and all columns of the tile.
+  // These are its values of one box, or, in a gated product, its values of 16 rows and all columns
+  // of the tile.
   static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
   static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
   static constexpr int kIterations = kAccumulators / kIterationValues,

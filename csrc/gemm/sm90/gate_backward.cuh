@@ -1,7 +1,7 @@
 // The epilogue that computes the gradient of a gate, and the result of the gate if requested. TMA
-// loads boxes of the left and the right values into shared memory. A warp overwrites them with
-// their gradients, and TMA stores them. Then the warp writes the result into the box of the left
-// values.
+// loads boxes of the left and the right values into shared memory. A warp overwrites the values
+// with their gradients, and TMA stores the gradients. If the result of the gate is requested, the
+// warp then writes it into the box of the left values, and TMA stores that box again.
 //
 // A pair of boxes holds the left and the right values of 16 rows and 64 columns. The first two
 // pairs of a tile are loaded during its mainloop. Each further pair is loaded while the warp
@@ -78,7 +78,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
 #pragma unroll 1
     for (int iteration = 0; iteration < Base::kIterations; ++iteration) {
       if (iteration + 1 >= kPairs && iteration + 1 < Base::kIterations) {
-        // The pair of the next iteration is free when TMA has read its gradients.
+        // The next iteration's pair of boxes is free when TMA has read the gradients from it.
         this->template wait_for_slots<0>();
         load(place, iteration + 1);
       }

@@ -12,9 +12,10 @@
 namespace torchweld {
 
 // act = gate(left, right) is an operand of a product, and a @ b^T is the gradient of act. The
-// kernel computes a @ b^T but does not store it. From the accumulators, left and right it computes
-// the gradients of left and right. z (M, 2N) holds left and right side by side. dz (M, 2N) receives
-// their gradients; it may be z itself. act (M, N) receives the result of the gate.
+// kernel computes a @ b^T but does not store it. From the accumulators and the values of left and
+// right, it computes the gradients of left and right. z (M, 2N) holds left and right side by side.
+// dz (M, 2N) receives their gradients; it may be z itself. act (M, N) receives the result of the
+// gate.
 struct GateBackwardMatmulParams {
   GemmParams gemm;  // 16-bit operands, a K-major and b MN-major; no bias and no y
   Gate gate;

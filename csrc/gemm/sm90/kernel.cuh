@@ -190,8 +190,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
     }
   };
-  // Returns the index of the workspace slot for this warpgroup's rows in the partial of worker
-  // `of`.
+  // Returns the workspace slot in which worker `of` stores the partial of this warpgroup's rows.
   const auto slot = [&](uint32_t of) {
     return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
            (kT.pingpong ? 0 : warpgroup);

@@ -38,9 +38,10 @@ struct Sm90Config {
   static constexpr int kSwizzleRowElems = kBlockK, kLeadingBytes = kBlockK * kSwizzleRowBytes;
 };
 
-// bf16x3 computes six products of a term of a and a term of b. The mainloop multiplies kTermKBlocks
-// k-blocks of one pair of terms, then the same k-blocks of the next pair. Bits 2i and 2i + 1 of
-// kTermOfA hold the index of a's term in pair i; kTermOfB holds the index of b's term.
+// bf16x3 computes six products, each of one term of `a` and one term of `b`. The mainloop
+// multiplies kTermKBlocks k-blocks of one pair of terms, then the same k-blocks of the next pair.
+// kTermOfA >> 2 * i & 3 is the index of a's term in pair i; kTermOfB encodes b's terms in the same
+// way.
 inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
@@ -147,9 +148,9 @@ __device__ __forceinline__ void sm90_dbias_mainloop(
     Sm90DbiasSums<Config>& dbias, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
-  // NOTE: the accumulators are set to 0 here, before the three mainloops. Any of these may be
-  // empty. If each mainloop decided at run time whether to clear the accumulators, ptxas would copy
-  // the accumulators and wait for every wgmma.
+  // NOTE: the accumulators are set to 0 here, before the three calls of sm90_mainloop, any of which
+  // may be skipped. If each call decided at run time whether to clear the accumulators, ptxas would
+  // copy the accumulators and wait for every wgmma.
 #pragma unroll
   for (auto& tile : dbias.sums) {
     tile[0] = tile[1] = tile[2] = tile[3] = 0.f;

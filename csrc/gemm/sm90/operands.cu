@@ -26,7 +26,7 @@ struct Source {
   int64_t half_rows, k_half;  // the row or the column at which the second matrix of a pair begins
   int64_t second_half;        // what `at` adds to the offset of a value in a pair's second matrix
   void* to;                   // (batch, terms, rows, padded_k(k))
-  // The number of blocks that copy one slice of K of one batch, or 0 if the operand needs no copy.
+  // The number of blocks per batch and slice of K, or 0 if the operand needs no copy.
   uint32_t blocks;
 
   // If `gated` is true, the operand is a pair of matrices with rows / 2 rows each.
@@ -114,8 +114,8 @@ __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constan
   };
   const bool k_major = from.k_stride == 1;
   if (!k_major) {
-    // The source is contiguous along the rows, so a thread loads the values of four rows at once.
-    // The number of rows is a multiple of four.
+    // The source is MN-major, so a thread loads the values of four adjacent rows at once. The
+    // number of rows is a multiple of four.
 #pragma unroll
     for (int i = threadIdx.x; i < kTile * kTile / 4; i += kThreads) {
       const int row = i % (kTile / 4) * 4, k = i / (kTile / 4);

@@ -11,13 +11,13 @@
 namespace torchweld {
 
 struct Sm90Params {
-  // The tensor map of a. Its dims are (K, M, 1, batch), or (M, K, 1, batch) if a is MN-major. For
-  // bf16x3 they are (K, M, terms, batch).
+  // The tensor map of a (in a swap_ab tile: of b). For a, the dims are (K, M, 1, batch), or (M, K,
+  // 1, batch) if a is MN-major. For bf16x3 they are (K, M, terms, batch).
   TensorMap a;
-  // The tensor map of b. Its dims are (K, N, halves, batch), or (N, K, halves, batch) if b is
-  // MN-major. For bf16x3 they are (K, N, terms * halves, batch). The halves of b are the left and
-  // the right matrix of a gated product, or two matrices of b_k_half columns each that are
-  // concatenated along K.
+  // The tensor map of b (in a swap_ab tile: of a). For b, the dims are (K, N, halves, batch), or
+  // (N, K, halves, batch) if b is MN-major. For bf16x3 they are (K, N, terms * halves, batch). The
+  // halves of b are the left and the right matrix of a gated product, or two matrices of b_k_half
+  // columns each that are concatenated along K.
   TensorMap b;
   TensorMap y, preact;  // the dims are (N, M, halves, batch); `halves` is 1 for y
   // Whether TMA stores y and the pre-activation. TMA can't store a matrix whose rows don't start on
@@ -26,7 +26,7 @@ struct Sm90Params {
   bool a_batched, b_batched;  // false if all batches read the same matrix
   // 1 if the second half of b has a lower address than the first half, else 0. A tensor map can't
   // have negative strides. Therefore, if b_reversed is 1, the first half of the tensor map is the
-  // second half of b. In a swap_ab tile, the member `a` holds the tensor map of b.
+  // second half of b.
   int b_reversed;
   int b_k_half;           // INT_MAX if b is not a pair along K
   GemmSchedule schedule;  // the order of the tiles; all tiles of a cluster count as one

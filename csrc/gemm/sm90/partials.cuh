@@ -56,8 +56,8 @@ struct Sm90Partials {
 };
 
 #if TW_HAS_CLUSTERS
-// The range [first, first + count) of the values of each thread. This CTA of the cluster computes
-// the final sums of these values and stores them.
+// The part of a tile whose final sums this CTA of the cluster computes and stores: of each thread's
+// values, the values with indices in [first, first + count).
 struct Sm90OutputSlice {
   int first, count;
 };

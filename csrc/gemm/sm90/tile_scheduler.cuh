@@ -101,7 +101,7 @@ class Sm90TileScheduler {
 
  private:
   const StreamKSchedule& stream_k_;
-  uint32_t end_;   // the end of those k-blocks of the worker's range that are not computed yet
+  uint32_t end_;   // the end of the k-blocks that remain in the worker's range
   uint32_t next_;  // the next whole tile
 };
 

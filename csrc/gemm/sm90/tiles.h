@@ -51,8 +51,8 @@ struct Sm90Tile {
   bool pingpong;
   int boxes;  // the number of boxes per warp for TMA stores; 0 for swap_ab tiles
   // Times in microseconds. k_block_us is the time of one k-block. tile_us is the time of a tile in
-  // addition to its k-blocks. The times of 16-bit tiles of 128 columns or more are fitted to 474
-  // short products on an H200 and 30 on an H100, of the sizes of common models. An activation adds
+  // addition to its k-blocks. The times of 16-bit tiles of 128 columns or more are fitted to short
+  // products with sizes from common models, 474 on an H200 and 30 on an H100. An activation adds
   // pointwise_us to tile_us; in ping-pong tiles this is only the part that the other warpgroup's
   // mainloop does not hide. Stream-K adds stream_us once, and partial_us for each partial of a
   // tile.
@@ -244,8 +244,8 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   if (stream.tiles > 0) {
     const double share = static_cast<double>(stream.tiles) / static_cast<double>(stream.workers);
     const double partials = std::max(1.0, 1 / share);
-    // In stream-K the CTAs work on different k-blocks, so they share no loads. A product is slower
-    // for it only if its operands don't fit in L2. If there are more tiles than workers, the CTAs
+    // In stream-K the CTAs work on different k-blocks, so they share no loads. This slows a product
+    // down only if its operands don't fit in L2. If there are more tiles than workers, the CTAs
     // drift further apart the longer K is: (8192, 16384) x (16384, 4096) needs 1507 us with
     // stream-K and 1403 us with whole tiles.
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
@@ -276,10 +276,10 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
       tile.tiles(p) >= p.device.max_active_clusters(tile.cluster)) {
     us *= kPingPongLonger;
   }
-  // NOTE: short measurements do not show the power of products beyond kSustainedUs. On an H100, 20
-  // to 50 ms of products of size (4096, 4096, 4096) need 201 us each with ping-pong tiles and 183
-  // us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and 1397 us. A Llama step of
-  // 1.2 B parameters on an H200 became 2.8 % slower with other tiles.
+  // NOTE: short measurements do not show how much power slows products beyond kSustainedUs down.
+  // Repeated for 20 to 50 ms on an H100, (4096, 4096, 4096) needs 201 us with ping-pong tiles and
+  // 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and 1397 us. On an H200,
+  // ping-pong tiles make a Llama step of 1.2 B parameters 2.8 % slower.
   constexpr double kSustainedUs = 100, kSustainedPingPong = 1.15, kSustained192 = 1.08;
   if (draws_power && us > kSustainedUs && tile.block_n < 256) {
     us *= tile.pingpong ? kSustainedPingPong : kSustained192;

@@ -148,7 +148,7 @@ class FragmentReader {
     return reader;
   }
 
-  // Loads the fragment of slice `slice` of the 16 rows that start at row 16 * i of the warp.
+  // Loads the fragment of rows 16 * i to 16 * i + 15 of the warp in slice `slice`.
   template <bool kForA>
   __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t s_tile, int i, int slice) const {
     if constexpr (kKMajor) {
