@@ -55,11 +55,11 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
                                                                       : "more than 2^31 - 1 tiles";
 }
 
-// Estimates the time of the kernel without its launch and its first loads. The estimate begins with
-// the longer of two times: to read b once from memory or L2, at kMemoryBytes per second, and to
-// read all operands of the blocks of the busiest SM. A norm adds kNormUs, and kBlockNormUs for
-// every block that this SM runs. The constants were fitted on an H200, together with those of
-// sm90_seconds.
+// Estimates the time of the kernel without its launch and its first loads. The main part is the
+// longer of two times: the time to read b once from memory or L2, at kMemoryBytes per second, and
+// the time in which the busiest SM reads the operands of its blocks. A norm adds kNormUs, and
+// kBlockNormUs for every block that this SM runs. The constants were fitted on an H200, together
+// with those of sm90_seconds.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;

@@ -1,7 +1,7 @@
 // The epilogue that computes the gradient of a gate, and the result of the gate if requested. TMA
 // loads boxes of the left and the right values into shared memory. A warp overwrites the values
 // with their gradients, and TMA stores the gradients. If the result of the gate is requested, the
-// warp then writes it into the box of the left values, and TMA stores that box again.
+// warp then writes it into the box of the left values, and TMA stores it in act.
 //
 // A pair of boxes holds the left and the right values of 16 rows and 64 columns. The first two
 // pairs of a tile are loaded during its mainloop. Each further pair is loaded while the warp

@@ -276,10 +276,10 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
       tile.tiles(p) >= p.device.max_active_clusters(tile.cluster)) {
     us *= kPingPongLonger;
   }
-  // NOTE: short measurements do not show how much power slows products beyond kSustainedUs down.
-  // Repeated for 20 to 50 ms on an H100, (4096, 4096, 4096) needs 201 us with ping-pong tiles and
-  // 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and 1397 us. On an H200,
-  // ping-pong tiles make a Llama step of 1.2 B parameters 2.8 % slower.
+  // NOTE: short measurements do not show that the power limit slows products of more than
+  // kSustainedUs. Repeated for 20 to 50 ms on an H100, (4096, 4096, 4096) needs 201 us with
+  // ping-pong tiles and 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and
+  // 1397 us. On an H200, ping-pong tiles make a Llama step of 1.2 B parameters 2.8 % slower.
   constexpr double kSustainedUs = 100, kSustainedPingPong = 1.15, kSustained192 = 1.08;
   if (draws_power && us > kSustainedUs && tile.block_n < 256) {
     us *= tile.pingpong ? kSustainedPingPong : kSustained192;
