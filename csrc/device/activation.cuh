@@ -32,8 +32,8 @@ __device__ __forceinline__ float sigmoid(float x) {
 __device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
 
 // gelu(x) = x Phi(x) = max(x, 0) - |x| Phi(-|x|). Phi(-|x|) is computed as e^(-x^2 / 2) times a
-// polynomial in 1 / (1 + p |x|). The coefficients were fitted so that the relative error is below
-// 2^-15.
+// polynomial in 1 / (1 + 0.37 |x|). The coefficients were fitted so that the relative error is
+// below 2^-15.
 // Source: the form is 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical Functions".
 template <bool kExact>
 __device__ __forceinline__ float gelu(float x) {
@@ -183,8 +183,8 @@ __device__ __forceinline__ void apply_gate(float (&left)[kCount], const float (&
   }
 }
 
-// Overwrites `left` and `right` by their gradients, and dy, the gradient of the result, by the
-// result gate(left, right).
+// dy is the gradient of gate(left, right). Overwrites `left` and `right` with their gradients, and
+// dy with gate(left, right).
 template <bool kExact, int kCount>
 __device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[kCount],
                                           float (&dy)[kCount], Gate gate) {

@@ -87,8 +87,8 @@ __device__ __forceinline__ void mma_16816<__nv_bfloat16>(float (&d)[4], const ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Computes d += a @ b for one m16n8k8 tile. a0, a1 and b are the first half of the registers of an
-// m16n8k16 fragment.
+// Computes d += a @ b for one m16n8k8 tile. a0 and a1 are the first two registers of an m16n8k16
+// fragment of A; b is the first register of a fragment of B.
 template <typename T>
 __device__ __forceinline__ void mma_1688(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b);
 template <>
@@ -241,7 +241,7 @@ struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
 
   __device__ __forceinline__ void set(int pair, float x, float y) {
-    float check = 0.f;  // SplitBf16<false> does not set it
+    float check = 0.f;  // set by SplitBf16<false>, but not used here
     const SplitBf16<false> split(x, y, check);
     high[pair] = split.high;
     middle[pair] = split.middle;

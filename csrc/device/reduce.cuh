@@ -70,8 +70,8 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
 
 // Reduces one value per warp over a block of at most kThreads threads. If kGroups > 0, the block
 // consists of groups of kThreads threads; the reduction is over each group, and each group has its
-// own barrier. Every thread receives the result. The result has the same bits in every run. An
-// object may be used for one call only, so a loop must alternate between two objects.
+// own barrier. Every thread receives the result. The result has the same bits in every run.
+// Consecutive calls must not use the same object, so a loop must alternate between two objects.
 template <int kThreads, int kGroups = 0>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;

@@ -33,9 +33,10 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "memory");
 }
 
-// bulk_store copies shared memory to global memory; bulk_add adds it. Both addresses and `bytes`
-// must be multiples of 16. There must be an async_fence between earlier stores to the source and
-// this call. The next tma_commit of this thread commits the operation.
+// bulk_store copies fp32 values from shared to global memory; bulk_add adds them to the values
+// there. Both addresses and `bytes` must be multiples of 16. There must be an async_fence between
+// earlier stores to the source and this call. The next tma_commit of this thread commits the
+// operation.
 __device__ __forceinline__ void bulk_store(float* g_to, const float* s_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :

@@ -5,8 +5,8 @@
 // A tile consists of swizzle rows of 128 bytes. Eight swizzle rows form a swizzle atom of 1024
 // bytes, which must start on a 1024-byte boundary.
 //   K-major   a swizzle row is a row (M or N) of one k-block; rows follow one another
-//   MN-major  a swizzle row is a column (K) of 128 bytes of M or N; columns follow one another, and
-//             the next 128 bytes of M or N lie `leading_bytes` further on
+//   MN-major  a swizzle row is 128 bytes (M or N) of one column (K); columns follow one another,
+//             and the next 128 bytes of M or N lie `leading_bytes` further on
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout".
 #pragma once
 
@@ -44,9 +44,9 @@ TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t 
   return matrix_descriptor(s_tile, leading_bytes);
 }
 
-// Returns the descriptor of a K-major operand without swizzle, of which each row has eight 16-bit
-// values. wgmma reads 16 values along K: it reads the eight values twice. Operand A must be zero
-// for the second eight values.
+// Returns the descriptor of a K-major operand without swizzle, whose rows have eight 16-bit values
+// each. wgmma needs 16 values along K, so it reads the eight values of a row twice. In operand A,
+// values 8 to 15 along K must be 0.
 TW_HOST_DEVICE constexpr uint64_t half_slice_descriptor(uint32_t s_tile) {
   constexpr uint64_t kAtom = uint64_t{8 * 16 >> 4} << 32;  // eight rows of 16 bytes
   return kAtom | (s_tile & 0x3ffff) >> 4;

@@ -76,9 +76,9 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t
                : "memory");
 }
 
-// Orders this thread's earlier accesses to shared memory before its later bulk copies. After a
-// following barrier, they are also ordered before the wgmmas of other threads. Earlier accesses are
-// stores and finished asynchronous copies.
+// Orders this thread's earlier accesses to shared memory (stores and finished asynchronous copies)
+// before its later bulk copies and, if a barrier follows, before the wgmmas of other threads after
+// that barrier.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
