@@ -45,8 +45,8 @@ typename KernelFamily::Choice pick(const typename KernelFamily::Problem& problem
   return chosen == heuristic_encoded ? heuristic : KernelFamily::make(problem, chosen);
 }
 
-// While it lives, labels every choice that is picked with the name of a part of the call, e.g.
-// "dx".
+// While an object of this class exists, every choice that this thread picks is labelled with
+// `name`, the name of a part of the call, e.g. "dx".
 class CallScope {
  public:
   explicit CallScope(const char* name) : before_(exchange(name)) {}

@@ -85,8 +85,8 @@ inline std::optional<int64_t> row_stride_of(const at::Tensor& t) {
   return stride;
 }
 
-// A tensor (..., n) as a matrix (rows, n). The elements of a row are contiguous, and all rows have
-// the same distance. The constructor copies the tensor only if its strides don't allow this.
+// A tensor (..., n) as a matrix (rows, n). The elements of a row are contiguous, and row i starts
+// at offset i * row_stride. The constructor copies the tensor only if its strides don't allow this.
 struct Rows {
   at::Tensor tensor;
   int64_t rows = 0;

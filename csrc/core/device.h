@@ -15,7 +15,7 @@ struct DeviceFacts {
   bool wgmma = false;           // whether warpgroup matrix multiply is supported
   // active_clusters[size] is the number of clusters of `size` blocks that can run at once with one
   // block per SM. It is 0 if this size was not queried.
-  // NOTE: this is less than sms / size, because all blocks of a cluster run on one GPC, and the
+  // NOTE: this can be less than sms / size, because all blocks of a cluster run on one GPC, and the
   // GPCs of a GPU have different numbers of usable SMs.
   int active_clusters[17] = {};
 

@@ -9,8 +9,9 @@
 namespace torchweld {
 
 // The reason why a choice does not support a problem. It is empty if the choice supports the
-// problem. Each {} in `sentence` stands for the next of `values`. Only text_of() in core/family.h
-// builds the full string, so it costs nothing that choose() tests many choices.
+// problem. The first {} in `sentence` stands for values[0], the second {} for values[1]. Only
+// text_of() in core/family.h builds the full string, so choose() can test many choices without
+// building strings.
 struct Refusal {
   const char* sentence = nullptr;
   int64_t values[2] = {};
