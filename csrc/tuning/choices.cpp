@@ -310,7 +310,8 @@ void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes) {
     (void)cudaGetLastError();  // the launch will report the error
     return;
   }
-  // The offset of the kernel's host function in the library finds its name in the symbol table.
+  // With the offset of the kernel's host function in the library, the kernel can be looked up in
+  // the symbol table.
   Dl_info library = {};
   (void)dladdr(kernel, &library);
   const int64_t offset =
