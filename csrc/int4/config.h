@@ -63,8 +63,8 @@ struct Int4Tile {
   }
 };
 
-// NOTE: small batches have two row tiles per warp and two chunks per k-block. The issue of their
-// instructions then needs half of the time in which an SM reads its slice of the weight.
+// NOTE: the tiles for up to 32 tokens have two row tiles per warp and two chunks per k-block. An SM
+// then issues its instructions in half of the time in which it reads its slice of the weight.
 inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5500, 50}},
                                           {128, 16, 4, 2, 3, 5, true, {800, 360, 7500, 100}},
                                           {128, 32, 4, 2, 3, 4, true, {750, 540, 8300, 255}},

@@ -82,7 +82,7 @@ class Int4XCopies {
     asm volatile("" : "+r"(valid_));
   }
 
-  // The index in the k-block of the chunk that the thread loads first.
+  // The index (within the k-block) of the first chunk that the thread loads.
   __device__ __forceinline__ int first_chunk() const { return chunk_; }
 
   // Loads the next k-block. valid(i) must return whether the split includes chunk first_chunk() + i

@@ -1,6 +1,6 @@
 // Split-K and the time model of matmuls with a 4-bit weight. This is pure host code.
 //
-// The model adds up three times: the time of a tile's k-blocks (alone on an SM or with other
+// The model is a sum of three terms: the time of a tile's k-blocks (alone on an SM or with other
 // blocks), the time to fill the pipeline, and the time to reduce the splits. It predicts
 // measurements within a few percent. A simpler model with a fraction of the peak rates was wrong by
 // a factor of two, because splits are not free.
@@ -37,7 +37,7 @@ constexpr bool int4_allows_splits(int64_t splits) {
 // Times in nanoseconds, fitted to 16-bit products on an H200 (K = 4096, groups of 128).
 struct Int4Times {
   double k_block;  // the time of a k-block, with one block on the SM
-  double busy;     // the time of a k-block, divided by the number of blocks on the SM
+  double busy;     // b blocks on an SM need max(k_block, b * busy) for one k-block of each block
   double fill;     // the time of filling the ring and of the epilogue
   double reduce;   // the time of adding the partials of two splits in a cluster
 };

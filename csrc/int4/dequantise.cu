@@ -1,7 +1,7 @@
-// Dequantises the repacked weight for the matmul engine. Every gradient uses this kernel. Products
-// that no 4-bit tile supports (kInt4DenseTokens) also use it. A thread writes one unit, that is,
-// eight values. Consecutive threads write the eight units of a chunk of a row. Therefore a warp
-// writes whole cache lines, for four rows.
+// Dequantises the repacked weight for the matmul engine. Every gradient uses this kernel, and so
+// does every product with the engine kDense. A thread writes one unit, that is, eight values. Eight
+// consecutive threads write one chunk of a row. Therefore a warp writes whole cache lines, for four
+// rows.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "int4/params.h"

@@ -4,11 +4,11 @@
 // Portable: words of eight codes along K, called units, lowest nibble first.
 //
 // Repacked: tiles of 16 rows. A tile is a sequence of chunks of 64 columns, and a chunk has 32
-// lanes of four words. Word s of lane l holds eight codes of columns [16 s, 16 s + 16). Their order
-// is the order of lane l's values in the 16 x 16 register operand of mma.sync or wgmma. With g = l
-// / 4 and t = l % 4, nibbles i and i + 4 are columns 2t and 2t + 1 of row g + 8 * (i % 2) and unit
-// i / 2. One shift and one mask unpack nibbles i and i + 4 into the two halves of a register. Rows
-// and units behind the end of the weight are 0. All kernels read this layout.
+// lanes of four words. Word s of lane l holds eight codes of columns [16 s, 16 s + 16), in the
+// order of lane l's values in the 16 x 16 register operand of mma.sync or wgmma. With g = l / 4 and
+// t = l % 4, nibbles i and i + 4 are codes 2t and 2t + 1 of unit 2 s + i / 2 of the chunk, in row
+// g + 8 * (i % 2). One shift and one mask unpack nibbles i and i + 4 into the two halves of a
+// register. Rows and units behind the end of the weight are 0. All kernels read this layout.
 //   packed        (tiles, chunks, 128) words, the four words of a lane together
 //   packed_scale  (tiles, groups, 16), rows in the order 0, 8, 1, 9, ...: one load reads both
 //                 rows of a lane

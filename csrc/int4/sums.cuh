@@ -46,8 +46,8 @@ __device__ __forceinline__ void int4_load_bias(float (&bias)[kCount], const void
 }
 
 #if TW_HAS_CLUSTERS
-// Adds up 8 contiguous partials of every split, in the order of the cluster's ranks. s_from is the
-// address of the partials. It is the same in the shared memory of every block.
+// Computes v[i], the sum of partial i of every split, in the order of the cluster's ranks. Every
+// block stores its 8 partials at the same shared memory address, s_from.
 template <int kSplits>
 __device__ __forceinline__ void int4_reduce_splits(float (&v)[kGroup], const float4* s_from) {
   float4 partials[kSplits][2];

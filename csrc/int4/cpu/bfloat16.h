@@ -289,7 +289,7 @@ void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
   }
   // The number of weight rows per task, and the maximum number of x rows per tile.
   constexpr int64_t kTaskRows = 64, kMaxRows = 8;
-  std::vector<Tensor> x_tiles;  // (steps, vectors, 1 to kMax, 32)
+  std::vector<Tensor> x_tiles;  // (steps, vectors, 1, 2, 4 or 8 rows, 32)
   for (int64_t first = 0; first < rows; first += kMaxRows) {
     const int64_t count = std::min(kMaxRows, rows - first);
     x_tiles.push_back(

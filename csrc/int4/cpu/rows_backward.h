@@ -13,8 +13,7 @@ namespace torchweld {
 constexpr int64_t kInt4FewGradientRows = 8;
 
 // Holds 16 words of each of four rows of W. factors[i][j] multiplies the codes of row i of W in the
-// sums of row j of dy. NOTE: there are no loops over arrays,
-// for the reason given in Int4Sums.
+// sums of row j of dy. NOTE: there are no loops over arrays, for the reason given in Int4Sums.
 template <int kRows>
 struct Int4FourRows {
   using Floats = typename Int4Sums<kRows>::Floats;

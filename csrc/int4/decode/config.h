@@ -57,7 +57,7 @@ inline constexpr Int4DecodeTile kInt4DecodeTiles[] = {
 inline constexpr int kInt4DecodeTileCount = sizeof(kInt4DecodeTiles) / sizeof(kInt4DecodeTiles[0]);
 
 struct Int4DecodePlan {
-  // Number of owners: clusters, or blocks without clusters, that compute different row tiles.
+  // Number of owners (see the head of this file). Each owner computes its own row tiles.
   int owners;
   int k_blocks, split_k_blocks;  // the number of k-blocks in K, and in a split
   int base_tiles, extra_tiles;   // tiles per owner; the first extra_tiles owners have one more

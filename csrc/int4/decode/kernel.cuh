@@ -9,16 +9,15 @@
 // slice of a k-block lies in one group, and the scale of the group multiplies the accumulators of
 // the slice.
 //
-// The speed of the kernel is limited by the latency of a warp, not by memory bandwidth. Therefore
-// the weight bypasses shared memory, and k-blocks are long and have no branch
-// (int4/decode/config.h).
+// The latency of a warp limits the speed of this read, not memory bandwidth. Therefore the weight
+// bypasses shared memory, and k-blocks are long and have no branch (int4/decode/config.h).
 //
 // With PDL the kernel starts before the previous kernel ends. The previous kernel may write the
 // weight. Therefore the kernel only prefetches the weight to L2, which is coherent, before
 // griddep_wait. More loads in flight make the kernel slower, because they delay x. With a pipeline
 // of bulk or asynchronous copies, or with prefetches in the loop, int4 (1, 4096, 14336) bfloat16
-// took 10.1 us instead of 9.1. Two blocks load x for each other by multicast. When all SMs read, a
-// byte from L2 costs as much as a byte from memory.
+// took 10.1 us instead of 9.1. Two blocks load x for each other by multicast, because a byte from
+// L2 costs as much as a byte from memory while all SMs read.
 //
 // Rounding: code - zero is exact, accumulators are fp32, and only y is rounded.
 #pragma once
@@ -141,9 +140,8 @@ struct Int4DecodeRange {
     const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
-    // A later warp never begins at an earlier tile. Therefore the sum of the warp index and the
-    // tile index is different for each pair of a warp and a tile, and serves as the slot of their
-    // sums.
+    // A later warp never begins at an earlier tile. Therefore no two pairs of a warp and a tile
+    // that it computes have the same warp + tile, and warp + tile serves as the slot of the pair.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.split_k_blocks;
     k_block = (work.first_tile + begin_tile) * plan.k_blocks +

@@ -91,7 +91,7 @@ class Int4LargeMLoader {
   }
 
   const char* g_weight_;
-  int64_t tile_stride_;  // the distance between two loads of the thread
+  int64_t tile_stride_;  // the distance between two loads of the thread, in bytes
   // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
   int chunk_, chunks_left_;
   Int4XCopies<kInt4LargeMTiles, kTile, kElem> x_;

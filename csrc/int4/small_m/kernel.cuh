@@ -53,8 +53,8 @@ class Int4SmallMWarp {
     }
   }
 
-  // Loads the words of chunk i of the next k-block into stage d. Does nothing if chunk i is behind
-  // the end of the split.
+  // Loads the words of chunk i of the next k-block into words_[d][i]. Does nothing if chunk i is
+  // behind the end of the split.
   __device__ __forceinline__ void read_words(int d, int i) {
     if (i < left_) words_[d][i] = load_words_once(g_words_ + i * kChunkBytes);
   }
@@ -160,8 +160,7 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
         for (int slice = 0; slice < 4; ++slice) {
           w.multiply(acc, s_x + i * kXChunk, slice);
           if (i == 0 && slice == 0) {
-            // Load into the stage of the k-block before the previous one. Every warp has multiplied
-            // that k-block.
+            // Load into the stage of k-block k_block + d - 2, which every warp has multiplied.
             if (left > 0) loader.load(s_free, p.group_chunks, thread);
             copy_async_commit();
             --left;

@@ -117,7 +117,7 @@ class Int4Loader {
   }
 
   const char *g_weight_, *g_scale_ = nullptr;
-  int64_t tile_stride_;  // the distance between two loads of the thread
+  int64_t tile_stride_;  // the distance between two loads of the thread, in bytes
   // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
   int chunk_, chunks_left_;
   Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
