@@ -56,8 +56,8 @@ struct SoftmaxTile {
 
 // The tiles in order of preference. The first legal tile is chosen.
 // NOTE: a causal row loads half of its scores on average, but stores all of them. With fewer
-// threads per row and more accesses per thread, more rows are in flight. In 16 bits on an H200,
-// relative to a copy of the matrix: n = 2048, 64 threads with 4 accesses 0.78, 128 threads with 2
+// threads per row and more accesses per thread, more rows are in flight. In 16 bits on an H200, the
+// times in copies of the matrix are: n = 2048, 64 threads with 4 accesses 0.78, 128 threads with 2
 // accesses 0.93; n = 8192, 128 threads with 8 accesses 0.80, 256 threads with 4 accesses 0.88. fp32
 // does not gain.
 inline constexpr SoftmaxTile kSoftmaxTiles[] = {
@@ -74,8 +74,8 @@ inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxT
 // holds a chunk of y and a chunk of dy.
 struct SoftmaxRing {
   int cluster;
-  // The maximum length of the rows that prefer this ring, in units of 1024 columns. The first index
-  // is 1 for the backward. The second index is 1 for 4-byte elements.
+  // The ring is preferred for rows of up to 1024 * preferred[backward][elem_size == 4] columns, if
+  // no earlier ring is preferred for them.
   int preferred[2][2];
 
   static constexpr int kGroups = 3;
@@ -118,13 +118,13 @@ struct SoftmaxRing {
 };
 
 // The rings in order of preference. choose_softmax_ring() has the rule. For rows of 16384 to 262144
-// columns, no other cluster size was faster on an H200. Up to the largest cluster size, a block
-// holds at most 80 KiB of a row, and the backward uses at least two blocks. Limits between the
-// measured row lengths, and longer rows, were not measured.
+// columns, no other cluster size was faster on an H200. In clusters of up to four blocks, a block
+// holds at most 80 KiB (in the backward, of y and dy together), and the backward uses at least two
+// blocks. Limits between the measured row lengths, and longer rows, were not measured.
 // NOTE: 7 clusters of 16 leave 20 of 132 SMs idle. Clusters of 16 blocks are faster only for rows
-// that don't fit in 8 blocks. A cluster of 8 blocks reads some chunks of such rows twice. The
-// backward of fp32 rows of 262144 columns needs 1.04 times the time to move three tensors with 16
-// blocks, and 1.13 times with 8 blocks.
+// that don't fit in 8 blocks. A cluster of 8 blocks reads some chunks of such rows twice. With 16
+// blocks, the backward of 262144 fp32 columns needs 1.04 times the time to move its three tensors.
+// With 8 blocks, it needs 1.13 times this time.
 inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {0, 0}}},
                                                 {2, {{80, 40}, {40, 20}}},
                                                 {4, {{160, 80}, {80, 40}}},

@@ -42,8 +42,8 @@ struct RingState {
   }
 };
 
-// The slice of a row that a block processes. The blocks of a cluster divide the row's accesses
-// among themselves, without accesses that have no live column.
+// The slice of a row that a block processes. The blocks of a cluster divide among themselves the
+// accesses of the row that have a live column.
 template <int kElems, int kCluster, int kChunkAccesses>
 struct RingSlice {
   int begin, end;  // the range of the row's live columns
@@ -138,9 +138,9 @@ struct RingExchange {
   __device__ __forceinline__ void gather(float2 (&partials)[kCluster], float2 local,
                                          int iteration) {
     const int i = iteration % 2, thread = threadIdx.x % kThreads;
-    // NOTE: two buffers suffice. A block sends its value of iteration i + 2 only after it has
-    // received all values of iteration i + 1. The other blocks send their values of iteration i + 1
-    // only after they have read the values of iteration i.
+    // NOTE: two buffers suffice. A block sends its value of iteration n + 2 only after all blocks
+    // have sent theirs of iteration n + 1. Each block has read the values of iteration n before it
+    // sends its value of iteration n + 1.
     if (thread == 0) mbarrier_arrive_expect_tx(&s_arrived[i], sizeof(float2) * kCluster);
     if (thread < kCluster) {
       send_to_block(&s_partials[i][blockIdx.x % kCluster], local, &s_arrived[i], thread);

@@ -46,7 +46,7 @@ struct RowSlice {
   int n;
   int lane;
   int head = 0;   // number of columns before the first aligned access
-  int edge = -1;  // the column outside of the aligned accesses that this thread holds, or -1
+  int edge = -1;  // this thread's column outside of the aligned accesses, or -1
 
   __device__ __forceinline__ RowSlice(const KeyRange32& range, const T* g_result, int64_t n)
       : live(range),
