@@ -8,9 +8,9 @@ namespace torchweld {
 
 // The constants of an fma that converts a code to a 16-bit float. A code in the lowest bits of a
 // 16-bit float is a subnormal number, or a number of the first normal binade, which has the same
-// spacing. So the float is code * 2^-24 (fp16) or code * 2^-133 (bf16). The exponent range has no
-// factor 2^24 or 2^133, so the fma multiplies by the smaller kInt4Lift0. The result, code /
-// kInt4Lift, is called lifted. The final sums are multiplied by kInt4Lift.
+// spacing. So the float is code * 2^-24 (fp16) or code * 2^-133 (bf16). 2^24 and 2^133 exceed the
+// exponent range, so the fma multiplies by the smaller kInt4Lift0. The result, code / kInt4Lift, is
+// called lifted. The final sums are multiplied by kInt4Lift.
 template <typename U>
 inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
 template <typename U>
