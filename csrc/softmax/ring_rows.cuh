@@ -269,8 +269,8 @@ struct RingRows {
   }
 
   // NOTE: the slot may still wait for an earlier chunk, of another group. The parity repeats after
-  // two phases, so a wait for s_full alone could return while the slot is empty. Therefore the
-  // thread first waits until the other group has released the earlier chunk.
+  // two phases, so a wait for s_full alone could return too early. Therefore the thread first waits
+  // until the other group has released the earlier chunk.
   __device__ __forceinline__ void wait_for(const State& state) const {
     mbarrier_wait(&s.s_empty[state.slot()], state.parity() ^ 1);
     mbarrier_wait(&s.s_full[state.slot()], state.parity());
