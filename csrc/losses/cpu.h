@@ -1,6 +1,6 @@
 // CPU loops over a row of logits. One loop computes the statistics of the row. Another loop
-// replaces the logits by their gradient. The two loops need about a hundredth of the time of the
-// loss's matmuls.
+// replaces the logits by their gradient. The matmuls of the loss need about a hundred times as long
+// as the two loops.
 #pragma once
 
 #include <algorithm>
@@ -100,7 +100,7 @@ LogitStatistics<T> row_statistics(T* row, const T* bias, int64_t n, const LogitS
 
 // Replaces a row of z by the gradient with respect to the row's logits. The gradient is rounded to
 // scalar_t, the dtype of the inputs, and stored as elements of type E from the start of the row on.
-// E is scalar_t or T. If E is bf16, a zero follows the last element of an odd number of elements.
+// E is scalar_t or T. If E is bf16 and n is odd, a zero follows the last element.
 template <typename scalar_t, typename E, typename T>
 void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
                   const LogitScale<T>& scale) {

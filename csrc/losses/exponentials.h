@@ -23,10 +23,10 @@
 namespace torchweld {
 
 // With label smoothing, the gradient has one more term, -uniform * dloss, which is the same for all
-// logits of a row. y does not contain this term. The backward adds its contribution to dx, a
-// multiple of the sum of the rows of `weight`, and its contribution to dweight, which is the same
-// for all rows of dweight. In the forward, the mean of a row's logits is x times the mean of the
-// rows of `weight`. This requires that there is no softcap.
+// logits of a row. y does not contain this term. To each row of dx, the backward adds a multiple of
+// sum(rows of `weight`) for this term. To all rows of dweight, it adds the same vector. In the
+// forward, the mean of a row's logits is x @ mean(rows of `weight`), which requires that there is
+// no softcap.
 struct Exponentials {
   Tensor y;       // (..., N rounded up to 64), in x's dtype; columns from N on are 0
   Tensor factor;  // (...), in the accumulation dtype; 0 for an ignored row
@@ -44,8 +44,8 @@ bool has_exponentials_kernels(const Tensor& x, const Tensor& weight, const LossO
 std::vector<c10::SymInt> exponentials_sizes(const Tensor& x, const Tensor& weight);
 Exponentials empty_exponentials(const Tensor& x, const Tensor& weight);
 
-// Returns the `uniform` of a row's gradient: the gradient with respect to each of the row's logits
-// has a term -uniform * dloss.
+// Returns `uniform`. With label smoothing, the gradient with respect to every logit has a term
+// -uniform * dloss.
 inline double uniform_gradient(const LossOptions& options, int64_t n) {
   return options.label_smoothing /
          (static_cast<double>(std::max<int64_t>(n, 1)) * options.temperature);

@@ -168,7 +168,7 @@ struct UniformTerm {
   UniformTerm(double uniform, const Tensor& factor, const Tensor& dloss) {
     if (uniform != 0) each = (dloss * -uniform).masked_fill_(factor.eq(0), 0);
   }
-  // The term of a gradient dmean with respect to the mean of the row's n scaled logits.
+  // Adds the term of upstream.dmean, the gradient with respect to the mean of n scaled logits.
   UniformTerm(const LossInputs& in, const Tensor& factor, const LossUpstream& upstream)
       : UniformTerm(uniform_gradient(in.options, in.weight.size(0)), factor, upstream.dloss) {
     if (!upstream.dmean.defined()) return;
@@ -178,14 +178,15 @@ struct UniformTerm {
     each = each.defined() ? each + of_mean : of_mean;
   }
 
-  // Returns the sum (K,) of the rows of weight, which times `each` is the term of dx.
+  // Returns the sum (K,) of the rows of weight. each[i] * sum is the term of row i of dx.
   Tensor sum_of_rows(const Tensor& weight) const {
     if (!each.defined()) return {};
     return weight.sum(0, /*keepdim=*/false, at::kFloat);
   }
-  // Returns the row (K,) that is added to all rows of dweight. `scaled` is factor * dloss * x.
-  // NOTE: the sum divides by factor * dloss again, because x may hold NaN in ignored rows, where
-  // `scaled` is 0.
+  // Returns the sum (K,) of each[i] * x[i], which is added to all rows of dweight. `scaled` is
+  // factor * dloss * x.
+  // NOTE: the sum reads scaled / (factor * dloss) instead of x, because x may hold NaN in ignored
+  // rows, where `scaled` is 0.
   OptionalTensor row_of_dweight(const Tensor& scaled, const Tensor& factor,
                                 const Tensor& dloss) const {
     if (!each.defined()) return std::nullopt;
@@ -274,11 +275,11 @@ void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, c
   if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss, term);
 }
 
-// The factors of the gradient with respect to a row's logits if there is a gradient dlse or dmean.
-// Without the uniform term, the gradient is total * p, where p are the probabilities. At the target
-// it is total * (p - share).
+// The factors of the gradient with respect to a row's logits. If there is a gradient dlse or dmean,
+// the gradient without the uniform term is total * p, where p are the row's probabilities. At the
+// target it is total * (p - share). Otherwise total is dloss.
 struct RowFactors {
-  Tensor total;  // (rows,): the sum of exponentials of each row
+  Tensor total;  // (rows,); the factor of p
   Tensor share;  // (rows,); 1 if undefined
 
   RowFactors(const LossUpstream& up, const Tensor& lse, double z_loss) : total(up.dloss) {
@@ -286,8 +287,8 @@ struct RowFactors {
     if (!up.dlse.defined() && !up.dmean.defined()) return;
     total = dloss * (lse * (2 * z_loss) + 1);
     if (up.dlse.defined()) total = total + up.dlse;
-    // NOTE: a total of 0 would make the other terms 0 too. Therefore it is replaced by 2^-24 of
-    // these terms, which is less than the rounding error of y.
+    // NOTE: a total of 0 would make the other terms 0 too. Therefore others * 2^-24, which is less
+    // than the rounding error of y, replaces a total of 0.
     const Tensor others = up.dmean.defined() ? dloss - up.dmean : dloss;
     total = at::where(total.eq(0), others * 0x1p-24, total);
     share = at::where(total.eq(0), at::zeros({}, total.options()), dloss / total);
@@ -299,7 +300,7 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
   Operands operands(in, /*with_mean=*/false);
   const RowFactors factors(upstream, lse, in.options.z_loss);
   const Tensor& dloss = factors.total;
-  if (factors.share.defined()) operands.rows.z_loss = 0;  // total has its term
+  if (factors.share.defined()) operands.rows.z_loss = 0;  // total has the term of z_loss
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
   // The limit of the total memory of three tensors: y for a block of columns, dx in fp32, and the
@@ -348,8 +349,8 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
     const Matrix exponentials = exponentials_of(y, count);
     if (grads.wanted[0]) {
       const Tensor words = operands.weight.narrow(0, first, count);
-      // NOTE: for a K that is not a multiple of 16 bytes, cuBLAS may choose a much slower kernel.
-      // A second product adds the last columns.
+      // NOTE: the columns of y are the K of this product. If K is not a multiple of 16 bytes,
+      // cuBLAS may choose a much slower kernel. Therefore a second product adds the last columns.
       const int64_t whole = count / kChunkElems * kChunkElems;
       bool add = first > 0;
       if (whole > 0) {

@@ -85,9 +85,9 @@ Tensor dlogits_of(const Tensor& z) {
 }
 
 // Returns the number of rows per chunk. If `sums_dweight`, several chunks need a sum (n, k) of
-// dweight in the accumulation dtype, and every chunk reads and writes all of it. Therefore a chunk
-// has at least k / 2 rows, which is half the memory of the sum. One chunk needs no sum, so it may
-// have k rows more.
+// dweight in the accumulation dtype, and every chunk reads and writes all of it. Therefore the
+// limit of the rows per chunk is at least k / 2. The logits of k / 2 rows need half the memory of
+// the sum. A single chunk needs no sum, so it may have k rows more than the limit.
 int64_t chunk_rows(int64_t rows, int64_t n, int64_t k, int64_t bytes_per_logit, bool sums_dweight) {
   if (rows == 0) return 1;
   const int64_t chunk = loss_chunk_rows(rows, n, bytes_per_logit);

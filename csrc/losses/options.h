@@ -84,8 +84,8 @@ inline LossOptions cross_entropy_options(const char* op, c10::string_view reduct
   return options;
 }
 
-// Checks `target`. x has the shape (..., size); it is the x or the logits of the op. Returns the
-// shape of a per-token result.
+// Checks `target`. x (..., size) is the x or the logits of the op. Returns the shape of a per-token
+// result.
 inline std::vector<c10::SymInt> check_target(const char* op, const Tensor& target, const char* name,
                                              const Tensor& x, const char* size, int64_t shift) {
   check_device(op, "target", target, name, x);

@@ -158,8 +158,9 @@ __global__ void __launch_bounds__(kRows* kGroups)
   if (!differs) out.row_reference[row] = NAN;
 }
 
-// If y contains the column of the row's target, sets y in this column to (slope * p - share) /
-// factor, times the slope of the softcap. p is the probability of the target.
+// If y contains the column of the row's target, sets y in this column so that factor * y is
+// (lse_slope * p - share) / temperature, times 1 - tanh^2 with a softcap. p is the probability of
+// the target.
 __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
                                                   const ExponentialResults& out, int64_t row) {
   const int64_t target = p.target[row], column = target - out.first_column;

@@ -21,15 +21,15 @@ struct ExponentialRows {
   int64_t ignore_index;
   float temperature, softcap, z_loss;  // softcap 0 means no softcap
   float label_smoothing;               // if not 0, softcap must be 0
-  const float* mean_weight;  // (k,), the mean of the rows of weight; nullptr: no smoothing
-  const float* mean_bias;    // (), the mean of the bias, or nullptr
-  float* target_logit;       // (rows,), the target's logit after softcap and temperature
-  float* reference;          // (rows,), the reference exponent; inf for an ignored row
-  float* mean_logit;  // (rows,), the mean of a row's logits; not written without label smoothing
+  const float* mean_weight;            // (k,), the mean of the rows of weight, or nullptr
+  const float* mean_bias;              // (), the mean of the bias, or nullptr
+  float* target_logit;                 // (rows,), the target's logit after softcap and temperature
+  float* reference;                    // (rows,), the reference exponent; inf for an ignored row
+  float* mean_logit;  // (rows,), the mean of a row's logits; not written if mean_weight is nullptr
 };
 
 // Computes the logit of each row's target in fp32, and from this logit the row's reference
-// exponent. With label smoothing, also computes the mean of each row's logits.
+// exponent. If mean_weight is not nullptr, also computes the mean of each row's logits.
 void launch_target_logits(const ExponentialRows& p, cudaStream_t stream);
 
 // The sums that the matmul has stored for a range of tiles. losses/sm90/exponentials.h defines
