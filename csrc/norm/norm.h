@@ -67,7 +67,7 @@ struct NormBackwardParams {
   void* dx;      // nullptr if not requested
   void* dscale;  // nullptr if not requested
   void* dshift;  // nullptr if not requested
-  // Plan_norm_backward(params).partials values, or nullptr without dscale and dshift.
+  // A workspace of plan_norm_backward(params).partials values; nullptr without dscale and dshift.
   float* partials;
   int64_t rows;
   int64_t n;

@@ -2,7 +2,7 @@
 //
 // A sum over a row is computed in blocks of 2048 values. Each block is summed in fp32 (fp64 for
 // fp64 inputs), and the sums of the blocks are added in fp64. For dscale and dshift, a task sums
-// groups of 64 rows in fp32 and adds the sums of the groups in fp64. The division of the rows into
+// groups of 16 rows in fp32 and adds the sums of the groups in fp64. The division of the rows into
 // tasks depends only on the shape, so the results have the same bits with any number of threads.
 #include <ATen/Dispatch.h>
 #include <ATen/TensorOperators.h>
