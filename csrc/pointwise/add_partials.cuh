@@ -23,8 +23,8 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
   const int64_t width = num_sums * n;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   float sum = 0.f;
-  // NOTE: kLoads loads are in flight together, because the kernel is short and their latency is
-  // most of its time. The additions keep the order of the chunks.
+  // NOTE: kLoads loads are in flight together, because this short kernel spends most of its time on
+  // the latency of loads. The additions keep the order of the chunks.
   constexpr int kLoads = 16;
   for (int64_t first = threadIdx.y; i < width && first < chunks; first += kLoads * kPartialGroups) {
     float parts[kLoads];

@@ -12,8 +12,8 @@ struct ColumnSplit {
   int64_t chunks;
 };
 
-// NOTE: the number of chunks must not grow with n. Callers of a pass over 2n columns allocate
-// scratch memory for twice column_partials(rows, n).
+// NOTE: the number of chunks must not grow with n, because callers of a pass over 2n columns
+// allocate scratch memory for 2 * column_partials(rows, n) values.
 constexpr ColumnSplit split_rows(int64_t rows, int64_t n) {
   constexpr int64_t kTileColumns = 256;  // the number of columns per block if elements have 16 bits
   constexpr int64_t kTargetBlocks = 2112;

@@ -99,7 +99,7 @@ struct MatrixWork {
   float* s_columns;
   int lanes, lane, group, groups;
   int batch;             // the number of rows in a batch
-  int64_t column;        // the column of the thread's access, for a row without a head
+  int64_t column;        // the column of the thread's access in a row whose head() is 0
   int last_head;         // the access lies within a row if the head of the row is at most this
   int kept_head;         // if kKeepsColumns is true: the head of all rows of the block
   int64_t waiting_from;  // the first row whose sum is still in shared memory
@@ -226,7 +226,7 @@ struct MatrixWork {
     const int64_t first = row_of(base + group), step = groups * args.plan.phases;
     T* g_out = F::kWrites ? args.g_out + first * args.plan.n + column : nullptr;
     // The rows of a batch are added up first, and their sum is then added to the compensated column
-    // sum. An addition to a compensated sum needs six operations.
+    // sum, because an addition to a compensated sum needs six operations.
     float r_batch[kElems] = {}, r_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

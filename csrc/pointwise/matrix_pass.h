@@ -5,7 +5,8 @@
 // An op is a functor that computes a Cell. Its base class MatrixPass says what the op reads and
 // writes. The kernel may also call the op for cells outside of the matrix. In such a cell `in` is
 // zero, x is zero if the column does not exist, and y is zero if the row does not exist. If only
-// the row or only the column exists, the op must add 0 to its sum, whatever the value of y or x.
+// the row exists, the op must add 0 to the row's sum for any y. If only the column exists, the op
+// must add 0 to the column's sum for any x.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +49,7 @@ struct MatrixPass {
 };
 
 struct MatrixPassParams {
-  const void* in[2];  // (rows, n) with contiguous columns; nullptr if not read
+  const void* in[2];  // (rows, n), the elements of a row are contiguous; nullptr if not read
   int64_t in_row_stride[2];
   const void* x;      // (n,)
   const void* y;      // (rows,)
@@ -193,7 +194,8 @@ struct MatrixAlignment {
 };
 
 // Returns the number of lanes per row, a power of two. It is large enough for all accesses of the
-// row, up to kMatrixThreads. Fewer lanes are chosen if far fewer of them are then idle.
+// row, up to kMatrixThreads. Fewer lanes are chosen if the row's tiles then have at most 4/5 of the
+// accesses, including those of idle lanes.
 inline int choose_matrix_lanes(int64_t accesses) {
   constexpr int kMin = 64;
   int lanes = 1;
@@ -206,9 +208,9 @@ inline int choose_matrix_lanes(int64_t accesses) {
 }
 
 // Returns the number of chunks into which the batches of a phase are split. The candidates are the
-// numbers with which the blocks fill whole rounds. The function returns the candidate with the
-// shortest time by a model in which the start and the end of a block together last as long as two
-// batches.
+// numbers with which the blocks fill 1 to kMaxRounds whole rounds. The function returns the
+// candidate with the shortest modelled time. In the model, a block lasts as long as its batches and
+// kStart more batches, for its start and its end.
 inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t blocks_at_once) {
   constexpr int kStart = 2, kMaxRounds = 8;
   int64_t chosen = 1, least = -1;

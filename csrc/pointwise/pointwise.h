@@ -11,8 +11,8 @@
 
 namespace torchweld {
 
-// dz = dy * activation'(z), and dbias = the sum of dz over the rows. All matrices are (rows, n)
-// with contiguous columns.
+// dz = dy * activation'(z), and dbias = the sum of dz over the rows. All matrices are (rows, n),
+// and the elements of a row are contiguous.
 struct ActivationBackwardParams {
   const void* dy;
   const void* z;    // z, or y for relu; nullptr without an activation
