@@ -100,8 +100,8 @@ inline Tensor int4_scale_nibbles(const Tensor& x, int64_t rows, const std::vecto
 }
 
 // Adds the bias to the sums of a weight row and stores them in a column of y. NOTE: the scales are
-// converted to float before, so that the kernels are compiled once. Compiled once per dtype, the
-// kernels would be 1 MB of machine code, and 17 s of a build.
+// converted to float before, so that the kernels need no instance per dtype. Such instances would
+// be 1 MB of machine code, and 17 s of a build.
 struct Int4Result {
   const float* scales;
   FloatWriter y;

@@ -9,7 +9,7 @@
 // slice of a k-block lies in one group, and the scale of the group multiplies the accumulators of
 // the slice.
 //
-// The latency of a warp limits the speed of this read, not memory bandwidth. Therefore the weight
+// The latency of a warp limits the speed of the kernel, not memory bandwidth. Therefore the weight
 // bypasses shared memory, and k-blocks are long and have no branch (int4/decode/config.h).
 //
 // With PDL the kernel starts before the previous kernel ends. The previous kernel may write the
