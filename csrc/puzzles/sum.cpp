@@ -15,9 +15,9 @@ void sum_into(const Tensor& to, const Tensor& x, int64_t dim) {
     at::sum_out(out, x, dim);
     return;
   }
-  // NOTE: the sum is computed in chunks with fp32 partials. If several threads compute a 16-bit
-  // sum, ATen rounds the partial sum of each thread to 16 bits.
-  // the number of elements per chunk; an fp32 copy of a chunk fits into the cache
+  // NOTE: the sum is computed in chunks with fp32 partials, because ATen would round the partial
+  // sum of each thread to 16 bits if several threads computed a 16-bit sum. A chunk has kChunk
+  // elements, and an fp32 copy of a chunk fits into the cache.
   constexpr int64_t kChunk = 1 << 16;
   const Tensor values = x.reshape({x.numel()});
   const Tensor partials =

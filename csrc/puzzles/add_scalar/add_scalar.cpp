@@ -38,8 +38,8 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
 }
 
 #ifdef TORCHWELD_CUDA
-// The width of the matrix as which a contiguous tensor is processed. Any width is possible, and
-// kWidth fits the tiles.
+// A contiguous tensor is processed as a matrix with kWidth columns, or as one row if kWidth does
+// not divide the tensor's size. Any width is possible, and kWidth fits the tiles.
 constexpr int64_t kWidth = 16384;
 
 Tensor add_scalar_cuda(const Tensor& x, double value) {

@@ -1,10 +1,10 @@
 // Convolution in 16 bits on tensor cores, for kernels too large for puzzles/conv2d/cells.cuh.
 //
 // A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0],
-// where band_p[k, n] is weight[p, k - n] if that is inside the kernel, else 0. For kernels with up
-// to 9 columns, a tile of 16 rows by 8 columns then needs kernel_height mma m16n8k16 instructions.
-// For wider kernels, it needs two or three times as many. Products are exact, and accumulators are
-// fp32.
+// where j0 is a tile's first column, and band_p[k, n] is weight[p, k - n] if k - n is a column of
+// the kernel, else 0. For kernels with up to 9 columns, a tile of 16 rows by 8 columns then needs
+// kernel_height mma m16n8k16 instructions. For wider kernels, the tile needs two or three times as
+// many. Products are exact, and accumulators are fp32.
 //
 // A block stages its rows of x, with halo and zeros, in shared memory. Images are stacked
 // (StackedRows), so that a block can process many small images. Each warp computes its own tiles.
@@ -40,8 +40,8 @@ struct BandedConfig {
 template <typename Config>
 struct BandedLayout {
   int steps;       // number of mma instructions along K per row of weights
-  int before;      // the number of a window's vectors that lie left of its first output column
-  int halo;        // the number of a window's vectors that lie left or right of its outputs
+  int before;      // number of vectors of a staged row left of the block's output columns
+  int halo;        // number of vectors of a staged row left and right of the block's output columns
   int pitch;       // number of elements from one staged row to the next
   int rows;        // the number of staged rows
   int band_words;  // number of words of all band matrices
@@ -142,7 +142,7 @@ __device__ __forceinline__ void stage_rows(const BandedShared<Config>& shared,
   copy_async_wait<0>();
 }
 
-// Recomputes every output of a tile that is not finite from its own window.
+// Recomputes the outputs of a tile that are not finite, each from its own window.
 template <typename Config>
 __device__ __forceinline__ void recompute_tile(const BandedShared<Config>& shared, int pitch,
                                                const Conv2dArgs<typename Config::T>& args, int row,
@@ -250,10 +250,10 @@ __global__ __launch_bounds__(kBandedThreads, 6) void conv2d_banded_kernel(
   const int64_t block = args.first_block + blockIdx.x;
   const int64_t row_tile = args.by_column_tiles.divide(block);
   const int64_t column_tile = block - row_tile * args.by_column_tiles.divisor();
-  // The row of the output in the stack of all images.
+  // The block's first output row, counted in the stack of all images.
   const int64_t first_row = row_tile * Config::kRows;
   const int64_t first_column = column_tile * Config::kShape.columns();
-  // The index of a window's first element in its 16-byte vector.
+  // The index of a window's first element within the 16-byte vector that holds this element.
   const int shift = args.flipped ? layout.before * kVector - (kernel_width - 1) : 0;
 
   const StackedRows<typename Config::T> stack{args};

@@ -2,10 +2,10 @@
 //
 // A cell is 4 rows by 8 columns of 16-bit elements. Each of four lanes holds a row of 16 bytes.
 // Loads of x and stores of z have this layout. Operand A of m16n8k16 has the same layout: row g of
-// A holds the even pairs of columns of a cell, and row g + 8 holds the odd pairs of columns of the
-// same cell. Operand B is a band matrix of weights. It maps a pair of columns of x (k: 2 columns by
-// 4 rows) to a pair of columns of z (n: 2 columns by 4 rows) at a fixed distance. An output is the
-// sum of the contributions of even and odd pairs. The accumulators of a lane are 16 bytes of z.
+// A holds a cell's even pairs of columns, and row g + 8 holds the odd pairs of the same cell.
+// Operand B is a band matrix of weights. B maps a pair of columns of x (k: 2 columns by 4 rows) to
+// a pair of columns of z (n: 2 columns by 4 rows) at a fixed distance. An output is the sum of the
+// contributions of even and odd pairs. The accumulators of a lane are 16 bytes of z.
 //
 // A strip is a column of cells. A warp computes several strips, which lie side by side or in
 // different images. It computes them from top to bottom, while the loads of the next cells are in
@@ -25,7 +25,7 @@
 
 namespace torchweld {
 
-constexpr int kCellTiles = 5;  // number of accumulator tiles: pairs -1 (odd pairs only) to 3
+constexpr int kCellTiles = 5;  // number of accumulator tiles; multiply_side says what they hold
 
 template <typename T_, int kTile, bool kFlipped_>
 struct CellsConfig {
@@ -184,8 +184,8 @@ struct WeightTable {
     for (int i = 0; i < kPerThread; ++i) s_weights[threadIdx.x + i * kCellsThreads] = r_weights[i];
   }
   // Reads the lane's words of the band matrices. r_band[d][i] maps a pair of columns of x to a pair
-  // of columns of z. The pair of x is in the cell that is d cells below the cell of z, i pairs to
-  // the right (to the left if kFlipped).
+  // of columns of z. Seen from the pair of z, the pair of x lies d cells below and i pairs to the
+  // right (to the left if kFlipped).
   __device__ __forceinline__ void read(uint32_t (&r_band)[Config::kDown][Config::kBands]) const {
     const int lane = threadIdx.x % kWarp;
     const int down = lane % 4 - lane / 8;  // the distance from a row of z to a row of x
@@ -204,8 +204,9 @@ struct WeightTable {
 };
 
 // Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1). In
-// accumulator tile o, rows g hold the contributions of even pairs to pair o - 1, and rows g + 8
-// hold the contributions of odd pairs to pair o.
+// accumulator tile o, rows g hold what even pairs of x add to pair o - 1 of z, and rows g + 8 hold
+// what odd pairs of x add to pair o of z. A cell of z has pairs 0 to 3, so only rows g + 8 of tile
+// 0 and only rows g of tile 4 are used.
 template <typename Config, int kSide, typename Word>
 __device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], const Word& word,
                                               const uint32_t (&r_band)[Config::kBands]) {

@@ -100,9 +100,9 @@ constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t
 
 // The narrow kernel is for images of at most two cells. It supports the first kNumNarrowTiles tiles
 // of the cells kernel.
-// NOTE: for (65536, 8, 8) on an H200, the narrow kernel needs 0.96 to 1.00 of the time of a copy
-// with convolution kernels of size 3 to 5, and 1.04 with size 7. The cells kernel needed 1.13 to
-// 1.25.
+// NOTE: for x (65536, 8, 8) on an H200, the narrow kernel needs 0.96 to 1.00 times the time of a
+// copy with convolution kernels of size 3 to 5, and 1.04 times with size 7. The cells kernel needed
+// 1.13 to 1.25 times.
 inline constexpr int kNarrowHeight = 2 * kCellRows;
 inline constexpr int kNumNarrowTiles = 3;
 
@@ -194,8 +194,9 @@ constexpr int choose_banded_tile(int64_t width) {
   return kNumBandedTiles - 1;
 }
 
-// The division of the computation of dweight. The weights are divided into `chunks` squares of taps
-// x taps weights. Each square is computed by `blocks` blocks. A block writes taps * taps partials.
+// How blocks share the computation of dweight. The weights are divided into `chunks` squares of
+// taps x taps weights. `blocks` blocks compute one square, and each of them writes taps * taps
+// partials.
 struct Conv2dWeightSplit {
   int taps;
   int64_t chunks_across;
@@ -205,7 +206,7 @@ struct Conv2dWeightSplit {
   constexpr int64_t partials() const { return chunks * blocks * taps * taps; }
 };
 inline constexpr int kWeightThreads = 256;
-inline constexpr int kWeightRows = 16;  // number of outputs, all in one column, per thread
+inline constexpr int kWeightRows = 16;  // number of outputs of a column that a thread loops over
 inline constexpr int64_t kWeightBlocks = 1056;
 inline constexpr int64_t kMinWeightBlocks = 16;
 

@@ -52,8 +52,8 @@ Grads2 conv2d_backward_meta(const Tensor& dz, const Tensor& x, const Tensor& wei
 }
 TW_OP(conv2d_backward);
 
-// Returns whether there is something to compute. If only x or weight is empty, the function fills
-// the result with zeros and returns false.
+// Returns whether there is something to compute. If x or weight is empty but the result is not, the
+// function fills the result with zeros and returns false.
 bool has_products(Tensor& result, const Tensor& x, const Tensor& weight) {
   if (result.numel() == 0) return false;
   if (x.numel() > 0 && weight.numel() > 0) return true;
@@ -78,8 +78,8 @@ Grads2 conv2d_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& weig
 }
 
 #ifdef TORCHWELD_CUDA
-// A tensor as images with contiguous columns. If a dim has only one element, its stride is not
-// used. It is set to 0, which counts as aligned.
+// A tensor as images with contiguous columns. The stride of a dim with only one element is not
+// used, so the constructor sets it to 0, which counts as aligned.
 struct Images {
   Tensor tensor;
   int64_t batch_stride, row_stride;

@@ -2,10 +2,10 @@
 //
 // A thread computes 4 contiguous columns of a strip. It reads the rows of x from top to bottom,
 // while the loads of the next rows are in flight. It adds each row of x to the `size` rows of
-// outputs that depend on this row. The windows of neighbouring threads overlap, so these loads hit
-// L1. The registers hold a few rows of windows and of sums, and the weights. A block has up to 32
-// threads side by side. The other threads of the block compute the strips below and the next
-// images, so that small images fill a block.
+// outputs that depend on this row. The windows of neighbouring threads overlap, so loads of the
+// shared columns hit L1. The registers hold the weights, and a few rows of windows and of sums. A
+// block has up to 32 threads side by side. The other threads of the block compute the strips below
+// and the next images, so that small images fill a block.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 

@@ -29,7 +29,7 @@ struct WeightArgs {
 };
 
 // Adds the products of one item to r_sums, for the kTaps x kTaps weights from (p0, q0) on. An item
-// is a column of outputs of an image.
+// is up to kWeightRows consecutive outputs in one column of an image.
 template <typename T, int kTaps>
 __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const WeightArgs<T>& args,
                                          int64_t item, int64_t p0, int64_t q0) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_item(float (&r_sums)[kTaps][kTaps], const We
   for (int first = 0; first < rows + kTaps - 1; first += kTaps) {
 #pragma unroll
     for (int u = 0; u < kTaps; ++u) {
-      // The row of x that completes the window of output step - kTaps + 1.
+      // Row `step` of x completes the window of the output in row step - (kTaps - 1).
       const int step = first + u;
 #pragma unroll
       for (int q = 0; q < kTaps; ++q) {

@@ -65,7 +65,7 @@ __global__ __launch_bounds__(kGeneralThreads,
   const int64_t block = args.first_block + blockIdx.x;
   const int64_t row_tile = args.by_column_tiles.divide(block);
   const int64_t column_tile = block - row_tile * args.by_column_tiles.divisor();
-  // The row of the output in the stack of all images.
+  // The block's first output row, counted in the stack of all images.
   const int64_t first_row = row_tile * tile.rows();
   const int64_t first_column = column_tile * tile.columns;
   const int column = threadIdx.x % tile.columns;

@@ -26,9 +26,9 @@ inline constexpr int kRowSumThreads = 256;  // the number of threads per block o
 inline constexpr int kStagedRowBytes = 2048;
 inline constexpr int kStagedBytes = 16384;
 
-// The size of a split is at least kMinSplitBytes and at most kMaxSplitBytes. Usually it is chosen
-// so that there are kSplitsPerSm splits per SM. If a split has fewer than kGoodSplitBytes bytes
-// with kFewSplitsPerSm splits per SM, kFewSplitsPerSm is used.
+// The size of a split is at least kMinSplitBytes and at most kMaxSplitBytes. Usually there are
+// kSplitsPerSm splits per SM, or fewer if a split would have fewer than kGoodSplitBytes bytes. If
+// even kFewSplitsPerSm splits per SM are smaller than kGoodSplitBytes, there are kFewSplitsPerSm.
 inline constexpr int64_t kMinSplitBytes = 16 << 10;
 inline constexpr int64_t kMaxSplitBytes = 256 << 10;
 inline constexpr int64_t kGoodSplitBytes = 128 << 10;

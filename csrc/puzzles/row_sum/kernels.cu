@@ -1,10 +1,10 @@
 // Sums over the last dim.  y[r] = sum_j x[r, j]        x (rows, n), y (rows,)
 //
-// If rows are short, some lanes of a warp sum a row. If short rows are contiguous and unaligned, a
-// block first copies several rows to shared memory. Longer rows have one block per row. If there
-// are few long rows, each row is divided into splits, with one block per split. The last block of a
-// row that finishes adds up the partials of the row's splits. Every sum is added in a fixed order,
-// so sums have the same bits in every run.
+// If rows are short, up to 32 lanes of a warp sum a row. If short rows are contiguous and
+// unaligned, a block first copies several rows to shared memory. Longer rows have one block per
+// row. If there are few long rows, each row is divided into splits, with one block per split. The
+// block that finishes last in a row adds up the partials of the row's splits. Every sum is added in
+// a fixed order, so sums have the same bits in every run.
 //
 // Error bound: the value of an element goes through 3 additions within its access, 16 additions of
 // a thread's accumulator, one addition per 16 rounds of the block, and at most 60 additions between

@@ -38,8 +38,8 @@ inline constexpr int kScalarAttentionThreads = 128;
 inline constexpr int kScalarAttentionStage = 512;  // the number of streamed elements per stage
 inline constexpr int kScalarAttentionMaxSplits = 64;
 
-// Returns a power of two by which the values are multiplied. A sum of n products of scaled values
-// and exponentials below 2 then overflows only if a value is infinite.
+// Returns the power of two that scales the values v. With scaled values, the sum of n products e v
+// with exponentials e below 2 overflows only if a value is infinite.
 constexpr float scalar_attention_value_scale(int64_t n) {
   float scale = 0.5f;
   for (int64_t reach = 1; reach < n; reach *= 2) scale *= 0.5f;

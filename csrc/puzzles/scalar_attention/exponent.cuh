@@ -44,9 +44,9 @@ __device__ __forceinline__ RowExponent row_exponent(float q, KeyRange keys) {
   return {q, 0.5f * top_key(q, keys)};
 }
 
-// Returns the factor by which the exponentials of a row must be multiplied, so that they are
-// shifted by the exact maximum. With kFast their shift is the maximum rounded to an integer, so
-// that they are up to sqrt(2) times too large or too small. Otherwise the factor is 1.
+// Returns the factor that makes a row's exponentials relative to the exact maximum. With kFast, the
+// exponentials 2^(scale * k + shift) are up to sqrt(2) times too large or too small, because -shift
+// is the maximum of scale * k rounded to an integer. Without kFast, the factor is 1.
 template <bool kFast>
 __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   if constexpr (!kFast) return 1.f;
@@ -71,7 +71,7 @@ __device__ __forceinline__ float exponential_polynomial(RowExponent row, float k
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23
   const float anchor = kRound + row.shift;
   const float rounded = fmaf(row.scale, k, anchor);
-  // The subtraction in parentheses is exact, so f has one rounding.
+  // The subtraction anchor - rounded is exact, so f has one rounding.
   const float f = fmaf(row.scale, k, anchor - rounded);
   float y = 0.0013264728477224708f;
   y = fmaf(y, f, 0.009671512991189957f);
