@@ -1,16 +1,17 @@
 // attention:  out = softmax(scale * query @ key.T) @ value over the keys that a row sees
 //   query (batch, nheads, seqlen_q, head_dim), key (batch, nheads_kv, seqlen_k, head_dim),
 //   value (batch, nheads_kv, seqlen_k, head_dim_v), out (batch, nheads, seqlen_q, head_dim_v)
-//   nheads_kv divides nheads: query heads [h * group, (h + 1) * group) share kv head h.
+//   nheads_kv divides nheads. Query heads [h * group, (h + 1) * group) share kv head h, where group
+//   is nheads / nheads_kv.
 //
-// The results have the memory order of the inputs: out and dquery of query, dkey of key, dvalue of
-// value (empty_in_order_of). A model that passes views of (batch, seqlen, nheads, head_dim) can
-// therefore reshape out to (batch, seqlen, nheads * head_dim_v) without a copy.
+// Results have the memory order of an input: out and dquery that of query, dkey that of key, dvalue
+// that of value (empty_in_order_of). Therefore a model that passes views of (batch, seqlen, nheads,
+// head_dim) can reshape out to (batch, seqlen, nheads * head_dim_v) without a copy.
 //
-// attention_forward also returns lse (batch, nheads, seqlen_q). The backward recomputes the
-// probabilities from lse. attention_with_lse also returns lse. There, lse is differentiable. The
-// CPU code holds the scores of one block of query rows at a time, so its memory is linear in the
-// sequence length.
+// attention_forward also returns lse (batch, nheads, seqlen_q), from which the backward recomputes
+// the probabilities. attention_with_lse also returns lse, as a differentiable result. The CPU code
+// holds the scores of one block of query rows at a time, so its memory is linear in the sequence
+// length.
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
@@ -68,7 +69,7 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
 constexpr auto attention_checks = mask_op<check_attention>;
 
 // Whether `t` (batch, heads, seqlen, columns) is a view of a tensor (batch, seqlen, heads, columns)
-// with contiguous rows. An expanded dim has stride 0, so a tensor with expanded heads is not.
+// with contiguous rows. An expanded dim has stride 0, so `t` with expanded heads is no such view.
 bool is_position_major(const Tensor& t) {
   const auto head_stride = t.sym_stride(1);
   return TORCH_GUARD_OR_FALSE(t.sym_stride(3).sym_eq(1)) &&
@@ -201,8 +202,8 @@ Tensor aligned_rows(const Tensor& t) {
       .copy_(t);
 }
 
-// Chooses the kernel of the backward. If there are no keys, no kernel runs, and the result is
-// arbitrary.
+// Chooses the kernel of the backward. If there are no keys, no kernel runs, and the returned choice
+// is arbitrary.
 AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32,
                                 const MaskParams& mask) {
   if (sizes.batch * sizes.nheads_kv * sizes.seqlen_k == 0) return {AttentionEngine::kSync, 0};

@@ -59,8 +59,8 @@ struct ScoresMask {
       const int i = static_cast<int>(r) - static_cast<int>(fast_seqlen_q.divide(r)) * seqlen_q;
       int pad = mask.leftpad ? mask.leftpad[fast_rows_per_batch.divide(r)] : 0;
       pad = pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
-      // Rows of padding need no test. Under causal, their range is empty, because its end is not
-      // above its begin.
+      // Rows of padding need no test. Under causal, such a row has end <= pad, so its range is
+      // empty.
       const int end = i + seqlen_k - seqlen_q + 1;
       return {pad, end < seqlen_k ? end : seqlen_k};
     } else {

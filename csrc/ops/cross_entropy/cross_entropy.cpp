@@ -1,5 +1,5 @@
 // cross_entropy computes the cross entropy of z = softcap tanh(logits / softcap) / temperature.
-//   logits (..., N), target (...), loss () or (...)
+//   logits (..., N), target t (...), loss () or (...)
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
 // For a scalar loss, training reads the logits once and writes their gradient once.

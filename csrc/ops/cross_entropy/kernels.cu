@@ -14,8 +14,8 @@ namespace {
 // The minimum row length for the ring kernel.
 constexpr int64_t kRingFrom = 16384;
 
-// Returns the index of a softmax ring that reads each row only once. Returns -1 if there is no such
-// ring or the call needs the stream kernel.
+// Returns the index, in kSoftmaxRings, of a ring that reads each row only once. Returns -1 if there
+// is no such ring or the call needs the stream kernel.
 template <typename T>
 int choose_ring(const CrossEntropyParams& p) {
   const bool reads_twice_else = p.loss != nullptr && p.dlogits != nullptr;

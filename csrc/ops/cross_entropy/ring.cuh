@@ -89,8 +89,8 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
 };
 #endif
 
-// *g_claims must be 0 before the launch. The kernel resets it to 0 at the end. The number of
-// clusters must not exceed the number of rows.
+// Clusters claim rows with the counter *g_claims, which must be 0 before the launch. The kernel
+// resets *g_claims to 0 at the end. The number of clusters must not exceed the number of rows.
 template <typename Config>
 __global__ __launch_bounds__(Config::kBlockThreads, 1) void cross_entropy_ring_kernel(
     const RowArgs<typename Config::T> args, const TargetMask mask, unsigned* g_claims) {

@@ -1,5 +1,5 @@
-// Launches gated_activation and its backward: one pass over all matrices, pointwise/column_pass.cuh
-// without sums.
+// Launches gated_activation and its backward. Each of them is one pass over all matrices with the
+// kernel of pointwise/column_pass.cuh, without column sums.
 #include "ops/gated_activation/gated_activation.h"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/gate.cuh"
@@ -7,7 +7,8 @@
 namespace torchweld {
 namespace {
 
-// A matrix with contiguous columns. Of a matrix that the kernel writes, g_base may be nullptr.
+// A matrix with contiguous columns. The kernel does not write dleft or dright if its g_base is
+// nullptr.
 template <typename T>
 struct MatrixView {
   T* g_base;

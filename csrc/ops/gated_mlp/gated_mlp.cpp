@@ -8,8 +8,9 @@
 // side. The backward computes dz, the gradient of z, from z and dact = dy @ down. Then
 //   dx = dz_left @ left + dz_right @ right,  dleft = dz_left^T @ x,  dright = dz_right^T @ x,
 //   ddown = dy^T @ act.
-// act is not kept for the backward, which computes it again from the rounded z together with dz. On
-// Hopper, the epilogue of dy @ down computes both, and dact is never stored.
+// act is not kept for the backward. The backward computes act again from the rounded z, in the step
+// that computes dz. On Hopper, the epilogue of dy @ down computes act and dz, and dact is never
+// stored.
 #include "core/dispatch.h"
 #include "layers/gated_pair.h"
 
@@ -238,7 +239,7 @@ Grads gated_mlp_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& l
   if (needs_dz) dz = gate_backward_matmul(act, z, rows, down, parsed);
   const bool fused = dz.defined();
   if (!fused && (needs_dz || needs_act)) {
-    // The pass replaces dact by act. If only act is needed, dact has no values.
+    // The pass over dact and z overwrites dact with act. If only act is needed, dact has no values.
     const Tensor dact = needs_act ? act : empty_matrix(rows.size(0), down.size(1), x);
     if (needs_dz) {
       const CallScope part("dact");
@@ -266,8 +267,8 @@ Grads gated_mlp_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& l
 }
 #endif
 
-// The ops of the recorded forward. It consists of two steps, so that the second one is not
-// recomputed (FinishFunction).
+// The two ops of the recorded forward. FinishFunction calls the second one, so that activation
+// checkpointing does not recompute it if gated_mlp is the last op of a region.
 constexpr struct PairForward
     : OpCall<PairForward, std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                      const OptionalTensor&, const OptionalTensor&,

@@ -1,5 +1,5 @@
 // int4_pack:    codes uint8 (..., cols) -> int32 words (..., ceil(cols/8)), lowest nibble first
-// int4_unpack:  the inverse; cols is the number of codes, as the last word may have unused ones
+// int4_unpack:  the inverse; the caller passes cols, because the last word may have unused nibbles
 // int4_repack:  qweight (N, K/8), scale (N, groups), zero (N, ceil(groups/8)) -> the
 //               repacked layout of int4/layout.h
 //

@@ -1,7 +1,7 @@
 // _key_ranges: the keys that each token of packed sequences sees, as key_start and key_end (1,
 // tokens) of attention. Sequence i has the query tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]) and
 // the keys [key_begin[i], key_end[i]). Without key_end, key_begin is (sequences + 1,) and sequence
-// i ends where the next one begins. varlen_attention and key_start_from_cu_seqlens call it.
+// i ends where the next one begins. varlen_attention and key_start_from_cu_seqlens call this op.
 //
 // The values stay on the device and are not checked. Lengths that don't ascend give ranges without
 // a meaning, which attention clamps to its keys.
@@ -38,8 +38,8 @@ Ranges _key_ranges_meta(const Tensor& cu_seqlens_q, const Tensor& key_begin,
     check_like(op, "key_end", *key_end, first, cu_seqlens_q);
     check_shape(op, "key_end", *key_end, {sequences}, "(sequences,)");
   } else {
-    // A slice for each of the two would have one element for one sequence, and torch.compile makes
-    // a graph of its own for that size.
+    // key_begin holds the begins and the ends. If callers passed a slice for each, the slices of a
+    // single sequence would have one element, and torch.compile makes a separate graph for size 1.
     check_shape(op, "key_begin", key_begin, {sequences + 1}, "(sequences + 1,)");
   }
   TW_CHECK(tokens >= 0 && tokens <= INT32_MAX, op, "tokens must be from 0 to 2^31 - 1, but got ",

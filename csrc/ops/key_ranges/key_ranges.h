@@ -21,9 +21,10 @@ struct KeyRangesParams {
   int64_t tokens;
   // A token sees `before` keys before its position and `after` keys behind it. -1 is no limit.
   int64_t before, after;
-  bool top_left;  // the first query is at the first key, rather than the last at the last
+  bool top_left;  // true: the first query is at the first key; false: the last is at the last key
 
-  // Returns the number of sequences that end at or before `token`. This is the token's sequence.
+  // Returns the number of sequences that end at or before `token`. This number is the index of the
+  // token's sequence.
   TW_HOST_DEVICE int64_t sequence_of(int64_t token) const {
     int64_t low = 0, high = sequences;
     while (low < high) {

@@ -1,6 +1,6 @@
 // linear_cross_entropy computes the cross entropy of z = softcap tanh(linear(x, weight, bias) /
 // softcap) / temperature.
-//   x (..., K), weight (N, K), bias (N,), target (...), loss () or (...)
+//   x (..., K), weight (N, K), bias (N,), target t (...), loss () or (...)
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
 // keep="nothing": linear_cross_entropy_forward also returns lse of each row (0 if the row is

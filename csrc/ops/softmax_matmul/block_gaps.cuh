@@ -1,5 +1,5 @@
-// Finds the gaps between the keys that a block of softmax_matmul's forward sees, and sets their
-// values to 0 in shared memory.
+// Finds the gaps between the keys that a block of softmax_matmul's forward sees, and sets the rows
+// of value in these gaps to 0 in shared memory.
 #pragma once
 
 #include "attention/gap_keys.cuh"

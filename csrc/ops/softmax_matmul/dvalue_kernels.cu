@@ -116,7 +116,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
   const int columns = clamp_int(problem.head_dim_v - first_column, 0, kBlockD);
   const auto live_of = [&](int64_t row) {
     if constexpr (Config::kMasked) {
-      // NOTE: softmax_matmul refuses a key_end per row. Without the copy the kernel would spill.
+      // NOTE: softmax_matmul refuses a key_end per row, so has_row_ends can be false at compile
+      // time. Without this copy of the mask, the kernel would spill.
       MaskParams plain = mask;
       plain.has_row_ends = false;
       const SequenceMask sequence = plain.sequence(head.batch);
@@ -137,7 +138,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     tile_begin = static_cast<int>(first_row / kBlockM);
     tile_end = first_key + keys <= head.pad ? tile_begin
                                             : static_cast<int>(divide_up(mask.seqlen_q, kBlockM));
-    // The first row of tile_begin that sees any key.
+    // The first row, counted from the start of tile `tile_begin`, that sees any key.
     seeing = clamp_int(mask.first_row_seeing(head.pad, head.pad) - int64_t{kBlockM} * tile_begin, 0,
                        kBlockM);
   }

@@ -4,8 +4,8 @@
 //
 // softmax_matmul_forward also returns lse (batch, nheads, seqlen_q), the logarithm of the
 // denominator of the softmax. The backward recomputes the probabilities from lse. No code holds all
-// probabilities: the CPU code holds those of one block of rows at a time, and the CUDA code holds
-// only those in registers.
+// probabilities: the CPU code holds the probabilities of one block of rows at a time, and the CUDA
+// code holds probabilities only in registers.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/zeros_like.h>
 
