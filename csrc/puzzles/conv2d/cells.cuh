@@ -366,7 +366,7 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
   const int64_t tile_columns = int64_t{kCellColumns} << plan.log_across;
   const int64_t column_tiles = (params.width + tile_columns - 1) / tile_columns;
   const int64_t per_image = (params.height + rows - 1) / rows;
-  const int64_t units = 8 >> plan.log_across;  // the number of units per warp
+  const int64_t units = 8 >> plan.log_across;  // number of groups of side-by-side strips per warp
   const int64_t items = (params.batch * per_image + units - 1) / units * column_tiles;
   for_each_grid(conv2d_args<T>(params, column_tiles, per_image),
                 (items + kCellsWarps - 1) / kCellsWarps,
