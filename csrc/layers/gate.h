@@ -99,10 +99,10 @@ inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
 }
 
 // Returns dz (rows, 2N), the gradient with respect to z. If z is donated (layers/donation.h), dz
-// overwrites z. dbias (N,) receives the sum over the rows of the left half of dz, and dbias_right
-// (N,) that of the right half. If interleaved, dbias (2N,) receives the sums of both halves. A
-// gradient that is passed as a tensor of size (0,) is not computed. If replaces_dy, which needs a
-// contiguous dy (rows, N) and a z that is not interleaved, y overwrites dy.
+// overwrites z. dbias (N,) receives the column sums of the left half of dz, and dbias_right (N,)
+// receives the column sums of the right half. If interleaved, dbias (2N,) receives the sums of both
+// halves. A gradient that is passed as a tensor of size (0,) is not computed. If replaces_dy is
+// true, y overwrites dy (rows, N); dy must then be contiguous, and z must not be interleaved.
 inline Tensor gate_backward_into(const Tensor& dbias, const Tensor& dbias_right, const Tensor& dy,
                                  const Tensor& z, Gate gate, bool interleaved,
                                  bool replaces_dy = false) {

@@ -32,7 +32,8 @@ inline const char* onednn_activation(Activation activation) {
   }
 }
 
-// Returns the number of chains of additions into which the K of a product with x (M, K) is split.
+// Returns the number of chains of additions per output of a product with x (M, K). Each chain adds
+// the products of one range of K.
 // NOTE: oneDNN adds up all of K in one chain, and the error of a chain grows with its length.
 // Therefore a float32 product is split into short chains. A 16-bit product has one chain: rounding
 // to 16 bits hides the error of a long chain, and each further chain would round the result again.
@@ -69,8 +70,8 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
     return std::nullopt;
   }
   const int64_t k = x.size(1), chains = onednn_chains(x);
-  // Each of several chains copies its block of the weight and calls oneDNN. If x has few rows or
-  // the result is small, this takes longer than torch's matmul.
+  // With several chains, each one costs a copy of its block of the weight and a call of oneDNN. If
+  // x has few rows or the result is small, this takes longer than torch's matmul.
   const bool pays = x.size(0) >= 32 && x.size(0) * weight.size(0) >= 1 << 14;
   if (chains > 1 && !pays) return std::nullopt;
   const bool rows = x.stride(1) == 1 && x.stride(0) >= k;

@@ -78,7 +78,7 @@ struct MatmulEpilogue {
   OptionalTensor bias = std::nullopt;  // (N,), or (2N,) if gated; in the operands' dtype or fp32
   Activation activation = Activation::kNone;
   // If true, b is a pair, and y (M, N) = gate(left, right), where left and right are the halves of
-  // z (M, 2N).
+  // z = a @ b^T + bias (M, 2N).
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
   bool interleaved = false;  // whether left and right values alternate in bias and preact

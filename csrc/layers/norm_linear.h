@@ -232,10 +232,10 @@ inline void matmul_backward_into(const Tensor& dx, const Tensor& dweight, const 
 }
 
 // Computes the gradients of z_i = norm(x) @ weight_i.T with respect to x, the weights, scale and
-// shift. dz_i (rows, N_i) is the gradient with respect to z_i. dweights is empty if the gradients
-// of the weights are not requested, and so is dbiases. Another gradient that is passed as a tensor
-// of size (0,) is not computed. The normalised rows and, later, their gradient are in the same
-// memory.
+// shift. dz_i (rows, N_i) is the gradient with respect to z_i. dweights is empty if the weight
+// gradients are not requested, and dbiases is empty if this function shall not compute the bias
+// gradients. Any other gradient that is passed as a tensor of size (0,) is not computed. The
+// gradient of the normalised rows overwrites the normalised rows.
 inline void norm_matmuls_backward_into(const Tensor& dx, at::TensorList dweights,
                                        at::TensorList dbiases, const Tensor& dscale,
                                        const Tensor& dshift, bool wants_x, const RowNorm& norm,

@@ -2,8 +2,8 @@
 //   y = activation(norm(x) @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
-// <op>_forward also returns what the gradient needs. This is the pre-activation (a tensor of size
-// (0,) if the gradient does not need it, as in linear) and the statistics of the rows. The
+// <op>_forward also returns the pre-activation and the statistics of the rows, for the gradient. If
+// the gradient does not need the pre-activation (none, relu), it is a tensor of size (0,). The
 // statistics have shape (...) and are fp32, or fp64 for fp64 inputs. The backward computes the
 // normalised rows again from the statistics, so the normalised rows are not kept in memory. An RMS
 // op also has weight_offset, which is added to the scale.

@@ -1,7 +1,7 @@
-// The norms of the ops that normalise rows in front of matmuls: their arguments, and the CPU code
-// of the normalised rows, of the statistics and of the gradients. LayerNorm has the vectors scale
-// and shift and the statistics mean and rstd, in these orders. RMSNorm has only scale and rstd, and
-// multiplies by scale + weight_offset.
+// The norms that ops apply to rows before a matmul: their arguments, and the CPU code that computes
+// the normalised rows, the statistics and the gradients. LayerNorm has the vectors (scale, shift)
+// and the statistics (mean, rstd), in this order. RMSNorm has only scale and rstd, and multiplies
+// by scale + weight_offset.
 #pragma once
 
 #include <ATen/TensorOperators.h>
