@@ -213,9 +213,9 @@ inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring)
   return softmax_row_refusal(p, ring.capacity(p.elem_size, p.backward, p.aligned));
 }
 
-// Returns the index of the first ring that prefers the row length and reads the row only once. If
-// there is none, returns the index of the first ring that supports the row. If there is none
-// either, returns -1.
+// Returns the index of the first ring that supports the row, prefers its length and reads it only
+// once. If there is none, returns the index of the first ring that supports the row and prefers its
+// length. If there is none either, returns -1.
 inline int choose_softmax_ring(const SoftmaxProblem& p) {
   int found = -1;
   for (int i = 0; i < kNumSoftmaxRings; ++i) {

@@ -121,8 +121,9 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
-  // The CTAs of the grid draw one ticket per work tile. The CTA that draws the last ticket resets
-  // the counter for the next call.
+  // The first work tile of a CTA is its block index. After each work tile, a CTA draws a ticket for
+  // its next one, so all CTAs together draw one ticket per work tile. The CTA that draws the last
+  // ticket resets the counter for the next call.
   const auto next_ticket = [&] {
     uint32_t drawn = 0;
     if (leader) {

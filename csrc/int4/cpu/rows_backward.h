@@ -66,8 +66,8 @@ struct Int4FourRows {
 };
 
 // The portable layout. words() returns the words of a row in a block of columns. add() adds
-// products to the sums, which are in the order of the vectors. columns() reorders the sums to
-// columns of dx.
+// products to the sums, a vector of kInt4Lanes sums per row of dy for each of the kVectors
+// positions of a code in its word. columns() reorders the sums to columns of dx.
 struct PortableInt4Columns {
   static constexpr int64_t kColumns = PortableInt4Rows::kColumns, kVectors = 8;
   const PortableInt4& weight;

@@ -6,10 +6,11 @@
 // block that finishes last in a row adds up the partials of the row's splits. Every sum is added in
 // a fixed order, so sums have the same bits in every run.
 //
-// Error bound: the value of an element goes through 3 additions within its access, 16 additions of
-// a thread's accumulator, one addition per 16 rounds of the block, and at most 60 additions between
-// accumulators, threads and splits. Therefore the error is at most (80 + n / 65536) * 2^-24 * sum
-// |x|, plus the rounding of the result.
+// Error bound: a thread loads 16 bytes per access and kLoads accesses per round. The value of an
+// element goes through 3 additions within its access, 16 additions of a thread's accumulator, one
+// addition for every 16 rounds, and at most 60 additions between accumulators, threads and splits.
+// Therefore the error is at most (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the
+// result.
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
