@@ -165,9 +165,8 @@ class Sm90Epilogue {
     return result++ % kSlots;
   }
 
-  // Each iteration of the loop in finish_boxes handles kIterationValues accumulators of a thread.
-  // These are its values of one box, or, in a gated product, its values of 16 rows and all columns
-  // of the tile.
+  // Each iteration of the loop in finish_boxes handles kIterationValues accumulators of a thread:
+  // its values of one box or, in a gated product, of 16 rows and all columns of the tile.
   static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
   static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
   static constexpr int kIterations = kAccumulators / kIterationValues,

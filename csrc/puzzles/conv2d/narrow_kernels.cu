@@ -6,7 +6,7 @@
 // of its lower cell.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
 // NaN. Therefore an output that is not finite is recomputed. The kernel does not multiply weights
-// by the zeros of the padding, which an inf or NaN weight turns into NaN. Therefore, if a weight is
+// by the zeros of the padding, but 0 times a weight of inf or NaN is NaN. Therefore, if a weight is
 // not finite, every output is recomputed.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/cells.cuh"

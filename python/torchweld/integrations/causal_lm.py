@@ -117,7 +117,7 @@ def causal_loss(
 def set_keep(model: nn.Module, keep: str) -> None:
     """Sets what the fused losses of a model store."""
     for module in model.modules():
-        if is_fused(module) and issubclass(type(module), FusedHead):
+        if isinstance(module, FusedHead):
             vars(module)[KEEP] = keep
 
 

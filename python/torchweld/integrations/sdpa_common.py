@@ -15,6 +15,7 @@ from torch import Tensor
 from torchweld._library import build_facts
 from torchweld.info import recorded_archs
 
+FLASH_DTYPES = (torch.float16, torch.bfloat16)  # of torch's flash back end
 MAX_HEAD_DIM = 256  # the largest head dim of torch's flash back end
 
 

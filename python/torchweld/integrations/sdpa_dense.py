@@ -11,6 +11,7 @@ from torchweld._library import ops
 
 from . import sdpa_common
 from .sdpa_common import (
+    FLASH_DTYPES,
     Pair,
     gradient_refusal,
     head_dim_refusal,
@@ -18,8 +19,6 @@ from .sdpa_common import (
     runs_on,
     unused_random_state,
 )
-
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def refusal(
@@ -41,7 +40,7 @@ def refusal(
         return "dropout_p is above 0"
     if return_debug_mask:
         return "return_debug_mask is set"
-    reason = sdpa_common.refusal(tensors, DTYPES, 4, 1, scale) or head_dim_refusal(tensors)
+    reason = sdpa_common.refusal(tensors, FLASH_DTYPES, 4, 1, scale) or head_dim_refusal(tensors)
     if reason is not None:
         return reason
     if key.shape[0] != query.shape[0]:

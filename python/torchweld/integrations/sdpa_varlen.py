@@ -20,6 +20,7 @@ from torchweld.ops.varlen import packed_mask
 
 from . import sdpa_common
 from .sdpa_common import (
+    FLASH_DTYPES,
     Pair,
     gradient_refusal,
     head_dim_refusal,
@@ -27,8 +28,6 @@ from .sdpa_common import (
     runs_on,
     unused_random_state,
 )
-
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def refusal(
@@ -55,7 +54,7 @@ def refusal(
     if alibi_slopes is not None:
         return "alibi_slopes is given"
     tensors = (query, key, value)
-    reason = sdpa_common.refusal(tensors, DTYPES, 3, 1, scale) or head_dim_refusal(tensors)
+    reason = sdpa_common.refusal(tensors, FLASH_DTYPES, 3, 1, scale) or head_dim_refusal(tensors)
     if reason is not None:
         return reason
     lengths = (cum_seq_q, cum_seq_k)
