@@ -24,11 +24,11 @@ struct AttentionBackwardParams {
   DType dtype;
   AttentionChoice choice;
   const float* dlse;  // gradient with respect to lse, in the layout of lse, or nullptr
-  float* dsink;       // (batch, nheads): the term of each sequence in the sum dsink; or nullptr
+  float* dsink;       // (batch, nheads) or nullptr: the caller sums it over the batch to get dsink
 };
 
 // Returns the size of the scratch memory in bytes. The size depends on the tensor sizes, the
-// choice, causal, whether the mask is general, and the current device. The memory needs no
+// choice, `causal`, the current device, and on whether the mask is general. The memory needs no
 // initialisation.
 int64_t attention_backward_scratch_bytes(const AttentionBackwardParams& params);
 

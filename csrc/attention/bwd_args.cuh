@@ -10,7 +10,7 @@ namespace torchweld {
 
 struct BackwardArgs {
   AttentionBackwardParams params;
-  int64_t rows;  // seqlen_q rounded up to a multiple of attention_backward_row_pad
+  int64_t rows;  // seqlen_q rounded up to a multiple of attention_backward_row_pad(choice)
   // The number of parts into which the query heads of a kv head are divided. Each part has its own
   // blocks and its own partial dK and dV. Only Hopper's kernels use more than one part.
   unsigned group_parts;
@@ -21,19 +21,24 @@ struct BackwardArgs {
   unsigned wave;
   float lse_factor;  // the exponent of P is score * score_factor - lse * lse_factor
   float score_factor;
-  float shift;          // the kernels compute probabilities times 2^shift
-  float* g_lse;         // (batch, nheads, rows): shift - lse * lse_factor
-  float* g_delta;       // (batch, nheads, rows): sum(dout * out) * 2^-shift
-  uint4* g_stat_slice;  // (batch, nheads, rows): replaces g_lse and g_delta; see StatSliceTile
-  float* g_dq;  // (batch, nheads, rows, the tile's head_dim), in the order of the warps' registers
-  float4* g_parts;  // partial dK and dV if group_parts > 1; see part_sums
-  // Counters: the number of blocks that have added to a dQ tile, or to a warp's slice of a dQ tile.
+  float shift;     // the kernels compute probabilities times 2^shift
+  float* g_lse;    // (batch, nheads, rows): shift - lse * lse_factor
+  float* g_delta;  // (batch, nheads, rows): sum(dout * out) * 2^-shift
+  // (batch, nheads, rows): kernels with a StatSliceTile use this array instead of g_lse and
+  // g_delta.
+  uint4* g_stat_slice;
+  // (batch, nheads, rows, the tile's head_dim): the fp32 sums of dQ, in the order in which the
+  // warps hold them in registers.
+  float* g_dq;
+  float4* g_parts;  // partials of dK and dV if group_parts > 1 (see part_sums)
+  // Counters. Each counter belongs to a dQ tile, or to one warp's slice of a dQ tile. It counts the
+  // blocks that have added to this tile or slice.
   int* g_dq_semaphore;
-  unsigned* g_tickets;  // one counter per launch: the number of blocks that have started
+  unsigned* g_tickets;  // one counter per launch: the number of tickets that blocks have drawn
 
-  // Returns the address of the partial dK or dV that part `part` computes for the 64 keys of tile
-  // `tile`, with `columns` columns. The partial dK or dV has the layout of wgmma's accumulators:
-  // (columns / 8, 128 threads) float4 values.
+  // Returns the address of the partial that part `part` computes for the 64 keys of key tile
+  // `tile`. The partial is for dV if of_dv is true, else for dK. It has `columns` columns and the
+  // layout of wgmma's accumulators: (columns / 8, 128 threads) float4 values.
   __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
     const AttentionSizes& sizes = params.sizes;
     const int64_t parts = sizes.batch * sizes.nheads_kv * group_parts;
@@ -52,8 +57,8 @@ struct MaskedBackwardArgs : BackwardArgs {
   BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
   KeyRange32* g_live;   // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
 
-  // NOTE: these functions multiply in 32 bits, because the kernels have no registers for 64-bit
-  // values.
+  // NOTE: group_of() and live_of() multiply 32-bit values, because the kernels have no registers
+  // for 64-bit operands.
   __device__ __forceinline__ const BlockMask& group_of(int sequence, int row) const {
     constexpr int kPad = kAttentionBackwardRowPad;
     const int groups = static_cast<int>(rows) / kPad;
@@ -65,15 +70,16 @@ struct MaskedBackwardArgs : BackwardArgs {
 };
 
 // The number of ticket counters in scratch memory. The kernels use two of them. The others are
-// padding, so that the semaphores lie in another cache line.
+// padding, so that tickets and semaphores lie in different cache lines.
 inline constexpr int kBackwardTickets = 32;
 
-// The maximum number of rows, keys or heads for the tiled kernels. They count in 32 bits, because
-// they have no registers for 64-bit values. Larger problems use the general kernels.
+// The maximum of seqlen_q, of seqlen_k and of batch * nheads in the backward. The kernels count in
+// 32 bits, because they have no registers for 64-bit values. launch_attention_backward refuses
+// larger problems.
 inline constexpr int64_t kBackwardMaxSize = (int64_t{1} << 31) - 1024;
 
-// The keys and the query rows of one sequence that the kernels read, if the mask consists of causal
-// and leftpad only. All sizes fit in 32 bits (kBackwardMaxSize).
+// Describes which keys and query rows of one sequence the kernels read. It is used if the mask has
+// only `causal` and `leftpad`. All sizes fit in 32 bits (kBackwardMaxSize).
 struct SequenceSpan {
   int pad;        // the first key that is not padding
   int first_row;  // the first query row that sees a key, or seqlen_q if no row does

@@ -1,5 +1,5 @@
-// The work tile of a block in attention's backward, and the function that loads tiles into shared
-// memory.
+// Defines BackwardWorkTile, the part of attention's backward that one block computes, and
+// load_tile, which copies rows of a tensor into shared memory.
 #pragma once
 
 #include <climits>
@@ -12,45 +12,49 @@
 
 namespace torchweld {
 
-// The work tile of a block. It stays in shared memory to save registers. Span is SequenceSpan.
-// Under a general mask, Span is KeyRange32, and `span` is the range of keys that the rows of the
-// block's query tiles see.
+// The work tile of a block. It stays in shared memory to save registers. Without a general mask,
+// Span is SequenceSpan. Under a general mask, Span is KeyRange32, and `span` is the range of keys
+// that the rows of the block's query tiles see.
 template <typename Span>
 struct alignas(8) BackwardWorkTile {
-  int sequence;  // kNoWork if all work tiles have been drawn
+  int sequence;  // index of the sequence, or kNoWork if no work tile was left to draw
   int head_kv;
   int first_key;
-  int dq_order;  // this block's position in the order in which blocks add to a dQ tile
+  // The number of blocks that add to a dQ tile before this block. Under a general mask, dq_order is
+  // the index of the key tile instead.
+  int dq_order;
   Span span;
   int first_head;  // query heads [first_head, end_head), counted over all batch * nheads heads
   int end_head;
   int first_tile;  // query tiles [first_tile, last_tile] of each head
   int last_tile;
-  // Only for Hopper's kernels: the number of query heads that the loop processes with a tile index
-  // before it moves to the next tile index.
+  // Only for Hopper's kernels: the number of query heads for which the loop processes one query
+  // tile before it goes on to the next query tile.
   // NOTE: tile_steps is 1 if all blocks have the same query tiles. Otherwise the blocks of later
-  // keys have fewer query tiles. With tile_steps = 1 they would wait for the blocks of earlier keys
-  // at the end of every head.
+  // keys have fewer query tiles. With tile_steps = 1, the blocks of later keys would wait for the
+  // blocks of earlier keys at the end of every head.
   int tile_steps;
-  int direction;   // only for Hopper: 1 if the loop visits the tiles in ascending order, else -1
-  int first_step;  // only for the persistent kernel: the iterations of the CTA's earlier work tiles
-  int part;        // index of the part among all batch * nheads_kv * group_parts parts
+  int direction;   // only for Hopper: 1 if the loop visits query tiles in ascending order, else -1
+  int first_step;  // persistent kernel only: number of loop steps in the CTA's earlier work tiles
+  // The index of the block's part of the query heads, from 0 to
+  // batch * nheads_kv * group_parts - 1.
+  int part;
 
   static constexpr int kNoWork = -1;
   __device__ __forceinline__ bool is_end() const { return sequence == kNoWork; }
 
-  // Only for Hopper's kernels: the number of iterations of the loop over the tiles of all heads.
+  // Only for Hopper's kernels: the number of loop steps, one for each query tile of each head.
   __device__ __forceinline__ int steps() const {
     return (end_head - first_head) * (last_tile - first_tile + 1);
   }
-  // The tile with which the loop starts.
+  // Returns the query tile with which the loop starts.
   __device__ __forceinline__ int start_tile() const {
     return direction > 0 ? first_tile : last_tile;
   }
 
-  // Draws a ticket and fills the work tile. One thread calls this function. The parts run in sets
-  // of parts_at_once parts. Within a set, tickets ascend with the key tile: the first tickets are
-  // for key tile 0 of all parts, the next tickets for key tile 1 of all parts.
+  // Draws a ticket and fills the work tile. One thread calls this function. A part consists of some
+  // query heads of one kv head. The parts run in sets of parts_at_once parts. In a set, the first
+  // tickets are for key tile 0 of all parts, and the next tickets are for key tile 1 of all parts.
   template <typename Config>
   __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
@@ -92,9 +96,11 @@ struct alignas(8) BackwardWorkTile {
     }
   }
 
-  // The version of get_work for a general mask. kThreads threads call this function: the block, or
-  // one warp. dq_order is the index of the key tile. first_tile and last_tile are the first and the
-  // last query tile in which some row sees a key of the block.
+  // The version of get_work for a general mask. The kThreads threads that call this function are
+  // the whole block or one warp. dq_order is the index of the key tile. A group has
+  // kAttentionBackwardRowPad query rows. first_tile is the first query tile of the first group
+  // whose key range overlaps the block's keys. last_tile is the last query tile of the last such
+  // group.
   template <typename Config, int kThreads = Config::kThreads>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
                                                   unsigned* g_ticket) {
@@ -128,8 +134,9 @@ struct alignas(8) BackwardWorkTile {
   }
 };
 
-// Loads rows [begin, end) of a tile. If kBits is true, loads the rows whose bit is set in `rows`
-// instead. Sets the other rows, and columns from `cols` on, to zero.
+// Copies rows of a matrix to s_tile. If kBits is false, copies the rows [begin, end) of the tile.
+// If kBits is true, copies row i of the tile if bit i of `rows` is set. Sets all other rows of
+// s_tile to zero, and also the columns from column `cols` on.
 template <typename Config, bool kBits = false, typename Tile, typename T>
 __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,
                                           int first_row, int begin, int end, int64_t cols,

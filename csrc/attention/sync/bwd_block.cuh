@@ -45,7 +45,7 @@ struct BackwardTools {
 
   __device__ __forceinline__ const typename Config::WorkTile& work() const { return shared.work; }
 
-  // The keys [first_live, end_live) that the block reads.
+  // The block reads only the keys [first_live, end_live).
   __device__ __forceinline__ int first_live() const {
     if constexpr (Config::kMasked) {
       return work().span.begin;
@@ -140,14 +140,15 @@ struct BackwardTools {
     return {tile.head - 1, work().first_tile};
   }
 
-  // The keys that the rows of a query tile see. Only used under a general mask.
+  // Returns the BlockMask of the group of rows that contains a query tile. Only used under a
+  // general mask.
   __device__ __forceinline__ const BlockMask& group_of(const QueryTile& tile) const {
     return args.group_of(work().sequence, tile.index * kRows);
   }
 
-  // Returns this block's position in the order in which blocks add to dQ of a query tile. Under a
-  // general mask, position 0 is the block with the first key that the tile's rows see. If these
-  // rows see no key of this block, the function returns kAddsNothing.
+  // Returns the number of blocks that add to dQ of a query tile before this block. Under a general
+  // mask, the first block to add is the block of the first key that the tile's group of rows sees.
+  // If this group sees no key of this block, the function returns kAddsNothing.
   static constexpr int kAddsNothing = -1;
   __device__ __forceinline__ int dq_order_of(const QueryTile& tile) const {
     if constexpr (Config::kMasked) {
@@ -190,8 +191,8 @@ struct BackwardTools {
   static __device__ __forceinline__ int group() { return threadIdx.x / kWarp % kGroups; }
   static __device__ __forceinline__ int first_col() { return group() * kDimTiles * 8; }
 
-  // Computes r_to += A B^T. A is the warp's strips of K or V, in the tile at byte `keys` of shared
-  // memory. B is kCols rows of Q or dO, in the tile at byte `rows`.
+  // Computes r_to += A B^T. A consists of the warp's strips of K or V, in the tile at byte `keys`
+  // of shared memory. B consists of kCols rows of Q or dO, in the tile at byte `rows`.
   __device__ __forceinline__ void multiply(Scores& r_to, int keys, uint32_t s_rows, int rows) {
 #pragma unroll Config::kUnroll
     for (int slab = 0; slab < KeyTile::kGroups / 4; ++slab) {
@@ -300,7 +301,7 @@ struct BackwardTools {
     }
   }
 
-  // Zeroes the accumulators of keys that no row sees, in the warp's strips.
+  // Zeroes the accumulators of those keys in the warp's strips that no row sees.
   __device__ __forceinline__ void clear_unseen(float (&r_sum)[kStrips][kDimTiles][4]) const {
     const int key = work().first_key + first_strip_row() + threadIdx.x % kWarp / 4;
 #pragma unroll

@@ -1,17 +1,17 @@
 // Computes a deterministic dQ. Several blocks add to dQ of a query tile. The blocks add one after
-// the other, in the order of their keys, so every run gives the same bits. This needs no extra
-// pass. It is as fast as atomic additions: attention_backward (4, 16, 4096, 128) bfloat16 causal
-// was compared with SDPA flash, which adds to dQ atomically.
+// the other, in the order of their keys, so every run gives the same bits. The fixed order needs no
+// extra pass. It is as fast as atomic additions: attention_backward (4, 16, 4096, 128) bfloat16
+// causal was compared with SDPA flash, which adds to dQ atomically.
 //
 // A warp has the same slice of a query tile in every block, and each slice has its own semaphore.
-// The first block stores its slice without reading the sums. The last block converts the sums into
-// the result dQ.
+// The first block stores its slice without reading earlier sums. The last block converts the sums
+// into the result dQ.
 //
 // Under a general mask, a BlockMask has the first and the last key that the query tile's group of
 // rows sees. The blocks from the first to the last of these keys add to dQ of the tile.
-// dq_order_of() counts from the first of these blocks. Other blocks may compute the tile, but all
-// scores are hidden for them, so they neither add nor wait. Therefore, under a general mask too, a
-// block only waits for blocks of lower key tiles.
+// dq_order_of() counts from the first of these blocks. For any other block, all scores of the tile
+// are hidden. Such a block may compute the tile, but it neither adds nor waits. Therefore, under a
+// general mask too, a block only waits for blocks of lower key tiles.
 #pragma once
 
 #include "attention/bwd_args.cuh"
@@ -19,8 +19,8 @@
 
 namespace torchweld {
 
-// A query tile: tile number `index` of the query rows of head `head`. `head` counts over all batch
-// * nheads heads.
+// A query tile. `index` is its number among the query tiles of head `head`. `head` counts over all
+// batch * nheads heads.
 struct QueryTile {
   int head;
   int index;
@@ -108,8 +108,8 @@ struct DqAccumulator {
     loaded = false;
     const int first_row = tile.index * Config::kRows;
     int last = last_order(args, first_row, live);
-    // NOTE: the asm keeps the compiler from computing `last` behind the product. During the
-    // product, the compiler would then need registers for the address of the mask.
+    // NOTE: the asm makes the compiler compute `last` before the product. If the compiler computed
+    // `last` after the product, the mask's address would occupy registers during the product.
     asm volatile("" : "+r"(last));
     multiply(s_scores, s_keys, handles_non_finite);
 
@@ -126,11 +126,11 @@ struct DqAccumulator {
     must_signal = true;
   }
 
-  // Lets the next block add. Callers call this function some time after add(). The release then
-  // waits only a short time for the stores of add().
+  // Lets the next block add. Callers call this function some time after add(). The release of the
+  // semaphore then waits only a short time for the stores of add().
   // NOTE: under a general mask, `order` changes from tile to tile, and no register is free to keep
-  // it. The function reads the order from the semaphore instead. No other block writes to the
-  // semaphore at this time.
+  // `order`. The function increments the semaphore instead. No other block writes to the semaphore
+  // at this time.
   __device__ __forceinline__ void signal(const BackwardArgs& args, const QueryTile& tile,
                                          int order) {
     if (!must_signal) return;

@@ -7,7 +7,7 @@
 namespace torchweld {
 
 // The operands of exact fp32 matmuls. If the number of pairs of right operands is a multiple of
-// kAtOnce, kAtOnce pairs are multiplied at the same time.
+// kAtOnce, kAtOnce pairs are multiplied at the same time, otherwise one pair.
 template <int kAtOnce>
 struct SplitOperands {
   using Plane = Operands<__nv_bfloat16>;

@@ -2,13 +2,13 @@
 // of only dV or only dK, not for both.
 //
 // Half of the warps are value warps: they compute P^T of a strip of keys and accumulate dV. The
-// others are key warps: they compute dP^T of the same strips, read P from shared memory, compute
-// dS^T, and accumulate dK. Therefore a warp can have twice as many keys as a warp that accumulates
-// both dV and dK. Every fragment of Q and dO that it loads is an operand of twice as many mma
-// instructions. This matters because shared memory, not the tensor cores, is the bottleneck. P^T
-// and dS^T are left operands in registers. If several warps have the same strip, each of these
-// warps computes the scores of some of the rows. It reads the scores of the other rows from shared
-// memory.
+// other warps are key warps: they compute dP^T of the same strips, read P from shared memory,
+// compute dS^T, and accumulate dK. Therefore a warp can have twice as many keys as a warp that
+// accumulates both dV and dK. Every fragment of Q and dO that a warp loads is an operand of twice
+// as many mma instructions. This matters because shared memory, not the tensor cores, is the
+// bottleneck. P^T and dS^T are left operands in registers. If several warps have the same strip,
+// each of these warps computes the scores of some of the rows. It reads the scores of the other
+// rows from shared memory.
 //
 // Every warp adds its slice of dQ once per query tile. A key warp adds before it computes the next
 // tile, and a value warp adds after it computes the next tile. Therefore P is ready when a key warp
@@ -57,9 +57,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
  private:
-  // Whether this warp is a key warp. NOTE: fresh_thread() makes the compiler recompute the result
-  // at every use. With a general mask and several warps per strip, a Hopper kernel has no register
-  // left to keep it.
+  // Whether this warp is a key warp.
+  // NOTE: fresh_thread() makes the compiler recompute the result at every use. With a general mask
+  // and several warps per strip, a Hopper kernel has no register left to keep the result.
   static __device__ __forceinline__ bool sums_keys() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (Config::kMasked && kGroups > 1) return fresh_thread() / kWarp >= kStripWarps;
@@ -67,9 +67,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     return threadIdx.x / kWarp >= kStripWarps;
   }
 
-  // Value warps compute P and dV, key warps dS and dK. There is one barrier per query tile. A value
-  // warp waits at the barrier of tile i, computes tile i and adds dQ of tile i - 1. A key warp
-  // computes tile i, waits at the barrier of tile i + 1 and adds dQ of tile i.
+  // Value warps compute P and dV, and key warps compute dS and dK. There is one barrier per query
+  // tile. A value warp waits at the barrier of tile i, computes tile i and adds dQ of tile i - 1. A
+  // key warp computes tile i, waits at the barrier of tile i + 1 and adds dQ of tile i.
   __device__ __forceinline__ void loop_tiles() {
     QueryTile tile = {work().first_head, work().last_tile};
     this->load_rows(tile, 0);
@@ -99,15 +99,15 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // After this warp has computed `tile`, it adds its slice of dQ of the returned tile.
+  // Returns the query tile to whose dQ this warp adds after it has computed `tile`.
   __device__ __forceinline__ QueryTile dq_tile(const QueryTile& tile) const {
     if (sums_keys()) return {tile.head, tile.index};
     return this->tile_before(tile);
   }
 
   // Waits for a tile and starts to load the next one. After the barrier, all warps have finished
-  // the scores of the previous tile, and dS of the previous tile is complete. No warp reads the dS
-  // of any earlier tile.
+  // the scores of the previous tile, and dS of the previous tile is complete. No warp still reads
+  // dS of a tile before the previous one.
   __device__ __forceinline__ void load_and_wait(const QueryTile& tile, int stage) {
     copy_async_wait<0>();
     __syncthreads();
@@ -192,8 +192,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
   // The version of exponentiate() for soft-capped scores. The function also stores P times the
-  // slope of the cap, 1 - tanh^2, in the memory for dS. The key warp with the same scores reads
-  // this product there and applies the mask.
+  // slope of the cap, 1 - tanh^2, in the memory for dS. The key warp that has the same strip and
+  // the same rows reads this product there and applies the mask.
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
     const float factor = args.params.mask.softcap * args.score_factor;
@@ -217,7 +217,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     this->store_scores(shared.ds[stage], r_held, col);
   }
 
-  // Converts dP into dS. P comes from the value warp with the same scores.
+  // Converts dP into dS. The value warp that has the same strip and the same rows has stored P, or
+  // P times the slope of the soft cap, in shared memory.
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
@@ -248,8 +249,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += S @ B. S is the scores of the warp's strips for all rows of the tile, and B
-  // is the rows at s_rows. The scores of kCols rows are in r_scores. The warp reads the scores of
+  // Computes r_sum += S @ B. S consists of P^T or dS^T of the warp's strips, for all rows of the
+  // tile. B consists of the rows at s_rows. r_scores holds S for kCols rows. The warp reads S for
   // the other rows from s_scores. The function calls late() as soon as registers of r_scores are
   // free again.
   template <typename Late>
@@ -274,8 +275,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += S @ B over the kCols rows of one group. load(a, strip, row) loads the scores
-  // S. B is the group's rows of the tile at s_rows.
+  // Computes r_sum += S @ B over the kCols rows of one group. load(a, strip, row) loads a left
+  // operand of S. B consists of the group's rows of the tile at s_rows.
   template <typename Load>
   __device__ __forceinline__ void add_rows(uint32_t s_rows, int group, const Load& load) {
     const uint32_t s_slice = s_rows + group * kCols * QTile::kRowBytes;
@@ -293,9 +294,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Named barriers. Every strip and group of rows has two barriers: "P is stored" and "dS is
-  // stored". Value warps with the same strip wait for P, and key warps with the same strip wait for
-  // dS. The key warp with the same scores also waits for P.
+  // Returns the number of a named barrier. Each pair of a strip and a group of rows has two
+  // barriers, for "P is stored" and for "dS is stored". Value warps of the strip wait for P, and
+  // key warps of the strip wait for dS. The key warp of the strip and the group also waits for P.
   __device__ __forceinline__ int barrier_of(bool ds, int group) const {
     return 1 + (ds ? kStripWarps : 0) + this->strip_warp() / kGroups * kGroups + group;
   }

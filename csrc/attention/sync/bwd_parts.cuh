@@ -26,7 +26,7 @@ __device__ __forceinline__ void multiply_operands(const typename Ops::Left (&a)[
 #pragma unroll
       for (int j = 0; j < kN; ++j) Ops::mma(to(i, group * kN + j), a[i], b[j]);
     }
-    // NOTE: without this barrier the compiler interleaves the iterations and registers spill.
+    // NOTE: without this barrier, the compiler interleaves the iterations, and registers spill.
     if constexpr (kN == 1) __syncwarp();
   }
 }
@@ -64,8 +64,8 @@ struct Operands {
   static __device__ __forceinline__ uint32_t mn_right_lane(uint32_t s_tile, int col) {
     return left_lane<Tile>(s_tile, 0, col / kDepth);
   }
-  // Loads the transpose of columns [16 * tile, 16 * tile + 16) of the shared-memory tile as a left
-  // operand. `bytes` is the offset of the first row of the tile to load.
+  // Loads a left operand: the transpose of columns [16 * tile, 16 * tile + 16) of the tile in
+  // shared memory. `bytes` is the offset of the first row to load.
   template <typename Tile>
   static __device__ __forceinline__ void load_mn_left(Left& to, uint32_t s_lane, int bytes,
                                                       int tile) {
@@ -109,9 +109,10 @@ struct Operands {
 };
 
 // The operands of m16n8k8 in TF32, loaded from fp32 tiles.
-// NOTE: the results of one mma are the left operand of the next. A thread has columns 2t and 2t + 1
-// of the results, but the operand has k = t and t + 4. Any order of k gives the same product.
-// Therefore the other operand, which is MN-major, is loaded in the order of the results' columns.
+// NOTE: the results of one mma are the left operand of the next mma. A thread holds two
+// neighbouring columns, 2t and 2t + 1, of the results, but as the left operand it needs k = t and
+// k = t + 4. Any order of k gives the same product. Therefore the right operand, which is MN-major,
+// is loaded in the order of the results' columns.
 template <>
 struct Operands<float> {
   static constexpr int kDepth = 8;
@@ -189,8 +190,8 @@ struct Operands<float> {
     for (int i = 0; i < 4; ++i) to.r[i] = round_to_tf32(r_tile->r[kOrder[i]]);
   }
 
-  // NOTE: tensor cores truncate when they add. Therefore each mma starts from 0, and its result is
-  // added with rounding, so that long sums have the error of fp32.
+  // NOTE: tensor cores truncate when they add. Therefore each mma starts from 0, and an fp32
+  // addition, which rounds, adds its result to `d`. Long sums then have the error of fp32.
   static __device__ __forceinline__ void mma(float (&d)[4], const Left& a, const Right& b) {
     float r_product[4] = {};
     mma_1688(r_product, a.r, b.r[0], b.r[1]);
@@ -205,11 +206,11 @@ struct Operands<float> {
   }
 };
 
-// Scales the result tiles from tile kFrom on. Stores them to g_to (rows, cols), with row_stride
-// elements between rows, as strips of 16 rows. The first element is at row `row` and column `col`.
-// Rows before `first` become 0, and rows from `end` on are not written. NOTE: the function is
-// recursive over the tiles. With nested loops, the compiler would not unroll all loops and would
-// put the accumulators in local memory.
+// Multiplies the result tiles from tile kFrom on by `scale` and stores them, in strips of 16 rows,
+// to the matrix g_to with row stride row_stride and `cols` columns. Tile 0 starts at row `row` and
+// column `col` of the matrix. Rows before `first` become 0, and rows from `end` on are not written.
+// NOTE: the function is recursive over the tiles. With nested loops, the compiler would not unroll
+// all loops and would put the accumulators in local memory.
 template <int kFrom, typename T, int kStrips, int kTiles>
 __device__ __forceinline__ void store_results(T* g_to, int64_t row_stride,
                                               const float (&r_tiles)[kStrips][kTiles][4],
@@ -239,23 +240,23 @@ __device__ __forceinline__ void store_results(T* g_to, int64_t row_stride,
   }
 }
 
-// fp16 probabilities are stored times 2^kProbabilityShift, so that small probabilities stay normal
-// numbers.
+// For fp16, the kernels store a probability times 2^kProbabilityShift, so that small probabilities
+// stay normal numbers.
 template <typename T>
 constexpr int kProbabilityShift = std::is_same_v<T, __half> ? 15 : 0;
 
-// Returns the probability for an exponent that was computed with the factors in BackwardArgs. For
-// 16-bit results the exponent is to base 2 and includes kProbabilityShift.
+// Returns the probability for an exponent that was computed with the factors in BackwardArgs. If T
+// has 16 bits, the exponent is to base 2 and includes kProbabilityShift.
 // NOTE: in fp32, the subtraction of lse precedes the change to base 2, so that the value multiplied
-// by kLog2e is small. In the other order, the rounding error of the factor would be multiplied by
-// |lse|. Probabilities are clamped to 1, because the rounding of a score of 1e30 could give inf.
+// by kLog2e is small. In the other order, |lse| would multiply the rounding error of kLog2e.
+// Probabilities are clamped to 1, because the rounding of a score of 1e30 could give inf.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));
   return exp2_approx(min_or_nan(x, 0.f) * kLog2e);
 }
 
-// Load and store of semaphores that synchronise the blocks of a grid.
+// These functions load and store semaphores that synchronise the blocks of a grid.
 __device__ __forceinline__ int load_acquire(const int* g_from) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(g_from) : "memory");

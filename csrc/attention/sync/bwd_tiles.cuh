@@ -7,12 +7,13 @@
 // Every warp has a strip of the keys and computes S^T and dP^T of its strip, so that P^T and dS^T
 // are already in its registers as the left operands of dV and dK. Only dS goes through shared
 // memory, for dQ. Blocks add to dQ in a fixed order (attention/sync/bwd_dq.cuh). A block loops over
-// the query heads of its kv head. For each head, it loops over the query tiles that see its keys,
-// from the last tile to the first. The next tile loads during the computation of a tile. In fp32
-// the values of a tile are split into bf16 terms once for all warps (attention/sync/terms.cuh).
-// Blocks draw tickets in ascending order of their key tiles. Therefore a block only waits for
-// blocks that have started, and under causal the longest blocks start first. All blocks of a head
-// start with the last query rows, so that no block waits for a block at the diagonal.
+// the query heads of its kv head. For each query head, the block loops over the query tiles that
+// see the block's keys, from the last tile to the first. While a block computes a query tile, it
+// loads the next one. In fp32 the values of a tile are split into bf16 terms once for all warps
+// (attention/sync/terms.cuh). Blocks draw tickets in ascending order of their key tiles. Therefore
+// a block only waits for blocks that have started, and under `causal` the longest blocks start
+// first. All blocks of a head start with the last query rows, so that no block waits for a block at
+// the diagonal.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2. The fixed order of dQ is new.
 #pragma once
 
@@ -21,7 +22,7 @@
 
 namespace torchweld {
 
-// The work of one block.
+// Computes dV, dK and dQ for the tile of keys of one block.
 template <typename Config>
 struct BackwardBlock : BackwardTools<Config> {
   using Base = BackwardTools<Config>;
@@ -64,8 +65,8 @@ struct BackwardBlock : BackwardTools<Config> {
     int stage = 0;
     while (true) {
       const QueryTile next = this->tile_after(tile);
-      // After this barrier, no warp reads Q and dO of the previous tile, and dS of the previous
-      // tile is complete.
+      // After this barrier, no warp still reads Q and dO of the previous tile, and dS of the
+      // previous tile is complete.
       copy_async_wait<0>();
       __syncthreads();
       bool non_finite = this->non_finite_keys;
@@ -183,8 +184,8 @@ struct BackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += r_scores @ B. r_scores holds the scores of the warp's strips for kCols query
-  // rows. B is these kCols rows of the tile at byte `rows`.
+  // Computes r_sum += r_scores @ B. r_scores holds P^T or dS^T of the warp's strips, for kCols
+  // query rows. B holds these kCols rows of dO or Q, in the tile at byte `rows` of shared memory.
   __device__ __forceinline__ void accumulate(float (&r_sum)[kStrips][kDimTiles][4],
                                              const HeldScores& r_scores, uint32_t s_rows,
                                              int rows) {

@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// The gradients that a launch computes: kBoth is dV, dK and dQ, kValue is dV, kKey is dK and dQ.
+// The gradients that a launch computes. kBoth: dV, dK and dQ. kValue: only dV. kKey: dK and dQ.
 enum class BackwardPart { kBoth, kValue, kKey };
 
 template <typename T_, int kTile, BackwardPart kPart, bool kMasked_>
@@ -50,7 +50,8 @@ template <typename Config, bool kSplit = Config::kSplit>
 struct BackwardShared {
   typename Config::KeyTile k, v;
   typename Config::QueryTileOf q[2], dout[2];
-  // With kPaired, the third buffer holds P. The value warps write P, and the key warps read P.
+  // If kPaired is true, the third buffer holds P. The value warps write P, and the key warps read
+  // P.
   typename Config::ScoreTile ds[Config::kPaired ? 3 : 2];
   float lse[2][Config::kRows];
   float delta[2][Config::kRows];

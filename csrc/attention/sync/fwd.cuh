@@ -2,15 +2,15 @@
 //   out = softmax(scale * Q K^T) V, lse = log sum exp
 //   Q (seqlen_q, head_dim), K (seqlen_k, head_dim), V (seqlen_k, head_dim_v) of each batch and head
 //
-// A block has kRows query rows of one head and loops over the keys that any of them sees, kKeys at
-// a time. The loop starts with the first key that is not padding, so only the last steps need a
-// mask. A warp has kRows / 4 rows. It computes the scores of its rows, converts the scores to
-// probabilities relative to a running maximum, and multiplies the probabilities by V. Scores and
-// probabilities stay in registers. The keys and values of the next step arrive at the same time.
-// Blocks are ordered by the section of their head (AttentionSchedule), then by work, with the
-// longest rows first. The keys and values of a section fit in the L2 cache. Under a general mask,
-// the loop runs from the first to the last key that any of the rows sees, and its first steps need
-// a mask, too. The soft cap precedes the mask. A sink is added to the sum of a row at the end.
+// A block has kRows query rows of one head and loops over the keys that any of these rows sees,
+// kKeys keys at a time. The loop starts with the first key that is not padding, so only the last
+// steps need a mask. A warp has kRows / 4 rows. It computes the scores of its rows, converts the
+// scores to probabilities relative to a running maximum, and multiplies the probabilities by V.
+// Scores and probabilities stay in registers. During a step, the keys and values of the next step
+// arrive. Blocks are ordered by the section of their head (AttentionSchedule), then by work, with
+// the longest rows first. The keys and values of a section fit in the L2 cache. Under a general
+// mask, the loop runs from the first to the last key that any of the rows sees, and its first steps
+// need a mask, too. The soft cap precedes the mask. A sink is added to the sum of a row at the end.
 // Source: Dao, "FlashAttention-2", 2023.
 #pragma once
 
@@ -88,7 +88,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     copy_async_commit();
   };
 
-  // Load Q and multiply it by the sign of the scale. The size of the scale is part of the exponent.
+  // Load Q and multiply it by the sign of the scale. The absolute value of the scale is part of the
+  // exponent.
   if (keys > 0) {
     AttentionLoader<Layout, kRows, Config::kThreads> load_query(
         matrix_of<T>(params.query, block.batch, block.head, block.first_row),
@@ -136,8 +137,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     if (kStages == 2) stage ^= 1;
   }
 
-  // Store the results through shared memory. They overwrite the warp's query rows, which are no
-  // longer needed.
+  // Store the results through shared memory. The results overwrite the warp's query rows, which are
+  // no longer needed.
   __syncwarp();
   const int warp_row = threadIdx.x / 32 * Config::kWarpRows;
   store_block<Config>(params, scale, s.block,

@@ -1,5 +1,5 @@
-// The forward of attention on tensor cores in exact fp32. The blocks and their order are those of
-// attention/sync/fwd.cuh.
+// The forward of attention on tensor cores in exact fp32. Blocks have the same work and the same
+// order as in attention/sync/fwd.cuh.
 //
 // Keys and values arrive in fp32 during the matmuls of the previous step and are then split into
 // bf16 terms. With two stages, the keys and values of a step are split together. With one stage,
@@ -34,8 +34,8 @@ struct AttentionSplitConfig : AttentionVariant<kMasked> {
 };
 
 // The results and sums of earlier key tiles, in local memory. Separate sums reduce the rounding
-// error. If all tiles of 8192 keys (256 tiles of 32 keys) are added to the same register, it is
-// rounded 256 times. If the tiles are first added in groups of 8, a value is rounded only 8 + 32
+// error. If all tiles of 8192 keys (256 tiles of 32 keys) are added to the same register, its value
+// is rounded 256 times. If the tiles are first added in groups of 8, a value is rounded only 8 + 32
 // times.
 //
 // NOTE: the code accesses local memory by address. Otherwise the compiler would keep these values
@@ -45,7 +45,7 @@ class EarlierTiles {
  public:
   static constexpr int kTilesAtOnce = 8;
 
-  // Multiplies l_scale by the factors that rescale r_out for a tile.
+  // Multiplies l_scale by `factor`, the factors by which a new tile of keys rescales r_out.
   __device__ __forceinline__ void rescale(const float (&factor)[kTiles][2]) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -122,7 +122,7 @@ class EarlierTiles {
 template <typename Config>
 struct AttentionSplitShared {
   typename Config::QueryTile query;
-  // The bf16 terms of the keys or values that are multiplied.
+  // The bf16 terms of the keys or values that the current matmul reads.
   typename Config::KeyTile terms[Config::kStages];
   // The fp32 keys or values that are being loaded.
   typename Config::RawTile arriving[Config::kStages];
@@ -166,7 +166,8 @@ __global__ __launch_bounds__(
     values_loader.load(fresh_thread(), shared_address(s_arriving_values.s_data), keys_left);
   };
 
-  // Load Q and multiply it by the sign of the scale. The size of the scale is part of the exponent.
+  // Load Q and multiply it by the sign of the scale. The absolute value of the scale is part of the
+  // exponent.
   bool non_finite_query = false;
   if (keys > 0) {
     load_keys(keys);

@@ -16,8 +16,8 @@ namespace torchweld {
 
 inline constexpr int kTerms = 3;
 
-// A tile as kTerms planes of bf16, with the largest terms first. The functions below expect
-// addresses in the first plane.
+// A tile that is stored as kTerms planes of bf16. The first plane has the largest terms. The
+// functions below expect addresses in the first plane.
 template <int kTileRows, int kTileCols>
 struct SplitTile {
   using Plane = SharedTile<__nv_bfloat16, kTileRows, kTileCols>;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_terms(Tile& s_to, int row, int quad, const
   *reinterpret_cast<uint2*>(s_quad + 2 * Tile::kPlaneBytes) = {first.low, second.low};
 }
 
-// Splits the values of a tile that this thread has copied in AttentionLoader or load_tile.
+// Splits those values of a tile that this thread has copied through AttentionLoader or load_tile.
 // read(row, quad) must return four of these values. The function returns true if a value is not
 // finite.
 template <int kThreads, typename Tile, typename Read>
@@ -83,7 +83,8 @@ __device__ __forceinline__ bool split_tile(Tile& s_to, const RawTile& s_from) {
 }
 
 // Multiplies rows [begin, end) of a strided matrix by `factor` and splits them. Other rows, and
-// columns from `cols` on, become 0 and are not read. Used for tiles that a block loads only once.
+// columns from `cols` on, become 0 and are not read. This function is for tiles that a block loads
+// only once.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ bool split_rows(Tile& s_to, const float* g_first, int64_t row_stride,
                                            int begin, int end, int cols, float factor) {

@@ -3,8 +3,8 @@
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
 //
-// `cols` is the number of columns that are not padding. It is unused here: skipping the padding
-// would take longer than multiplying it.
+// `cols` is the number of columns that are not padding. This file does not use it, because skipping
+// the padding columns would take longer than multiplying them.
 #pragma once
 
 #include "attention/tile.cuh"
@@ -51,7 +51,8 @@ struct WarpMatmul16 {
     }
   }
 
-  // Two neighbouring score tiles in the layout of mma's C are one tile in the layout of A.
+  // Computes out += P V. Two neighbouring score tiles in the layout of mma's C form one tile in the
+  // layout of A.
   __device__ __forceinline__ void attend(Out& r_out, const Scores& r_p, const char* s_v,
                                          int /*cols*/) const {
     const uint32_t v = shared_address(s_v) + v_offset;
@@ -79,8 +80,8 @@ struct WarpMatmul16 {
     }
   }
 
-  // Multiplies row `half` * 8 + g of a result tile by `factor` and stores it to shared memory. If
-  // `live` is false, stores zeros instead.
+  // Multiplies row `half` * 8 + g of a result tile by `factor` and stores this row to shared
+  // memory. If `live` is false, stores zeros instead.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

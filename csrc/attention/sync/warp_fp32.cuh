@@ -1,4 +1,5 @@
-// The matmuls of one warp in exact fp32, from tiles of bf16 terms: m16n8k16 of bf16.
+// The matmuls of one warp in exact fp32. The tiles hold bf16 terms, and mma m16n8k16 multiplies
+// these terms.
 //
 //   scores = Q K^T    Q (kTiles * 16, kDim), K (kKeys, kDim) in shared memory
 //   out += P V        P (kTiles * 16, kKeys) in the registers of the scores, V (kKeys, kDim)
@@ -45,7 +46,8 @@ struct WarpMatmulSplit {
     }
   }
 
-  // Two neighbouring score tiles in the layout of mma's C are one tile in the layout of A.
+  // Computes out += P V. Two neighbouring score tiles in the layout of mma's C form one tile in the
+  // layout of A.
   static __device__ __forceinline__ void attend(Out& r_out, const Scores& r_p, const KeyTile& s_v,
                                                 bool handles_non_finite) {
     const uint32_t v = left_lane<KeyTile>(shared_address(s_v.s_data), 0, 0);
@@ -70,8 +72,8 @@ struct WarpMatmulSplit {
     }
   }
 
-  // Multiplies row `half` * 8 + g of a result tile by `factor` and stores it to shared memory. If
-  // `live` is false, stores zeros instead.
+  // Multiplies row `half` * 8 + g of a result tile by `factor` and stores this row to shared
+  // memory. If `live` is false, stores zeros instead.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
