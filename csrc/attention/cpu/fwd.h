@@ -3,10 +3,10 @@
 //
 // A tile of scores is transposed: (keys, rows). Each query row is a vector lane, so its softmax
 // needs no sum across lanes. dkey and dvalue are plain matmuls of the tiles. Keys and values are
-// packed once, in the dtype of the statistics, from the first to the last key that the sequence
-// sees. Padding is not read. A task of the forward computes a block of query rows. A task of the
-// backward computes a kv head with all its query heads, so the order of every sum does not depend
-// on the number of threads.
+// packed once, in the dtype of the statistics, from the first to the last key that a row of the
+// sequence sees. Padding is not read. A task of the forward computes a block of query rows. A task
+// of the backward computes a kv head with all its query heads, so the order of every sum does not
+// depend on the number of threads.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -15,8 +15,8 @@
 
 namespace torchweld {
 
-// The maximum number of query rows for the forward that does not pack keys. Packing takes longer
-// than it saves for so few rows.
+// Calls with at most kFewRows query rows use attention_forward_rows, which does not pack keys. For
+// so few rows, packing takes longer than it saves.
 constexpr int64_t kFewRows = 8;
 
 // Overwrites scores (tiles, 64, width) with exp(scores - max) of each row, and computes the sums of
@@ -110,8 +110,8 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
 }
 
 // The forward for few query rows, as in decoding. It reads keys and values once and does not pack
-// them. A task computes a kv head with all its query heads. Key and value must have contiguous
-// rows.
+// them. A task computes a kv head with all its query heads. `key` and `value` must have stride 1
+// along the last dimension.
 template <typename T>
 void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                             const Tensor& query, const Tensor& key, const Tensor& value) {

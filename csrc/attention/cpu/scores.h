@@ -11,7 +11,7 @@
 namespace torchweld {
 
 struct CpuScores {
-  MaskParams mask;  // softcap and sink are unset; they are separate members
+  MaskParams mask;  // its softcap and sink are unset; the members below replace them
   double scale;
   double softcap;  // 0 if the call has no softcap
   Tensor sinks;    // (nheads,) in the dtype of the statistics, or undefined
@@ -23,8 +23,8 @@ struct CpuScores {
     if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
   }
 
-  // Returns the smallest range of keys that contains the keys of all rows [row, row + rows) of
-  // sequence b. The keys of a row are the keys that it sees.
+  // Returns the smallest range that contains every key that some row of the rows [row, row + rows)
+  // of sequence b sees.
   KeyRange keys_of_rows(int64_t b, int64_t row, int64_t rows) const {
     const SequenceMask sequence = mask.sequence(b);
     KeyRange all = {mask.seqlen_k, 0};

@@ -1,5 +1,5 @@
 // CPU: blocks of query rows and packed tiles of 64 keys, for attention and softmax_matmul. The
-// tiles start at the first key that a sequence sees.
+// first tile of a sequence starts at the first key that a row of the sequence sees.
 #pragma once
 
 #include <ATen/OpMathType.h>
@@ -143,7 +143,7 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
 // Packs keys or values into tiles (batch, nheads_kv, tiles, 64, columns). If `transposed` is true,
 // the tiles are (batch, nheads_kv, tiles, columns, 64). The tiles of a sequence hold its keys, from
 // the first to the last key that any row sees. Keys in a gap become zeros, because 0 * NaN would
-// make the results of other keys NaN.
+// make the results of rows that see other keys NaN.
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const int64_t columns = t.size(3), tiles = a.tiles();
@@ -176,11 +176,11 @@ Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
 struct QueryBlock {
   static constexpr int64_t kMaxRows = 64;
   int64_t row, rows;
-  int64_t first_key;  // the first key that the sequence sees
+  int64_t first_key;  // the first key that any row of the sequence sees
   int64_t tile_begin, tile_end;
-  int32_t begin[kMaxRows];  // the keys that each row sees, or 0 and 0 if none
+  int32_t begin[kMaxRows];  // row r sees the keys [begin[r], end[r]); both are 0 if it sees no key
   int32_t end[kMaxRows];
-  int32_t last_begin, first_end;  // a row that sees any key sees all keys between these two
+  int32_t last_begin, first_end;  // a row that sees a key sees all keys of [last_begin, first_end)
 
   QueryBlock(const CpuAttention& a, int64_t b, int64_t index)
       : row(index * a.block_rows()),
@@ -244,7 +244,7 @@ void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
   });
 }
 
-// Returns the contribution of a block of rows to dsink of a head. `deltas` must come from
+// Returns the term of one block of rows in the sum dsink of a head. `deltas` must come from
 // row_deltas.
 template <typename acc_t>
 acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
@@ -255,7 +255,7 @@ acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
     if (block.sees(r)) {
       sum -= std::exp(sink - *lse.row(b, h, i)) * deltas[r];
     } else if (dlse) {
-      sum += *dlse->row(b, h, i);  // a row that sees no key has the sink as its lse
+      sum += *dlse->row(b, h, i);  // the lse of a row that sees no key is the sink
     }
   }
   return sum;

@@ -1,18 +1,18 @@
-// The forward of attention for few query rows, as in a decode step. Its time is the time of one
-// read of all keys and values.
+// The forward of attention for few query rows, as in a decode step. The kernel takes about as long
+// as one read of all keys and values.
 //
-// The query heads that share a kv head have their rows packed into one tile. The keys of a
-// sequence, without its padding, are divided into equal splits, so that every SM has a block. The
+// The rows of the query heads that share a kv head are packed into tiles of kRows rows. The keys of
+// a sequence, without its padding, are divided into equal splits, so that every SM has a block. The
 // warps of a block alternate over the tiles of the block's split. Each warp fills its own ring of
 // kStages buffers with cp.async, so no warp waits for another. At the end the block adds up the
 // sums of its warps in shared memory. The block of the last split then waits for the blocks of the
 // other splits and adds their sums from global memory. It adds them in a fixed order, so every run
 // gives the same bits.
 //
-// The warps of a block read the same two streams, one of keys and one of values. This gives more
-// memory throughput than a separate range of keys for every warp. With separate ranges, attention
-// decode (batch 16, 32 heads, 8 kv heads, seqlen_k 8192, head_dim 128) in bfloat16 took 141 us
-// instead of 134 us, and (1, 32, 8, 65536, 128) 76 us instead of 72 us.
+// The warps of a block read the same two streams, one of keys and one of values. Separate ranges of
+// keys for the warps would give less memory throughput. With separate ranges, attention decode
+// (batch 16, 32 heads, 8 kv heads, seqlen_k 8192, head_dim 128) in bfloat16 took 141 us instead of
+// 134 us, and (1, 32, 8, 65536, 128) took 76 us instead of 72 us.
 //
 // On Hopper the kernel starts while the previous kernel ends (PDL). When the kernel has read its
 // keys, it lets the next kernel start. An earlier start of the next kernel does not help: with it,
@@ -21,8 +21,9 @@
 // warp nothing was gained. With 16 prefetched tiles per warp, (64, 32, 8, 2048, 128) took 205 us
 // instead of 137 us.
 //
-// A flag says that the partial results of a split are stored. Flags need no reset. Counters would
-// need a reset, which cost up to 4 us per call in a captured graph.
+// A flag says that the partial results of a split are stored. The block that waits for a flag also
+// clears it, so flags need no reset before a launch. Counters would need a reset, which cost up to
+// 4 us per call in a captured graph.
 // Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 #pragma once
 
@@ -55,7 +56,9 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
       T rings[kWarps][kStages][2][kKeys * kDim];
       DecodeSumsShared<kRows, kDim, kWarps> sums;
     };
-    MaxSum warp_sums[kWarps][kRows];  // a warp's rescaling factor later overwrites its maximum
+    // The maxima and sums of each warp. The rescaling factor of a warp later overwrites the warp's
+    // maximum.
+    MaxSum warp_sums[kWarps][kRows];
     MaxSum block_sums[kRows];
     float factor[kRows];  // normalises the sums of a row; negative if the row sees no key
     DecodeGaps gaps;      // only used under a general mask
@@ -101,8 +104,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
   griddep_wait();
   work.find_keys(p);
 
-  // NOTE: with threadIdx.x, the compiler would recompute values that depend on warp and lane in
-  // every step of the loop. This would cost 27 instructions per step.
+  // NOTE: if this code used threadIdx.x, the compiler would recompute the values that depend on
+  // `warp` and `lane`. Every step of the loop would then have 27 more instructions.
   const int thread = fresh_thread(), warp = thread / kWarp, lane = thread % kWarp;
   const KeyRange32 split_keys = work.split_keys(kKeys);
   const int first_key = split_keys.begin + warp * kKeys;

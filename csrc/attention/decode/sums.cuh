@@ -1,6 +1,6 @@
 // The epilogue of attention's decode kernel. A block adds up the sums of its warps. If there is one
-// split, the block stores the results. Otherwise it stores partial results, and the block of the
-// last split reduces the partial results of all splits.
+// split, the block stores the results. Otherwise the blocks of all splits but the last one store
+// partial results, and the block of the last split reduces the partial results of all splits.
 #pragma once
 
 #include "attention/decode/work.cuh"
@@ -13,7 +13,7 @@ __device__ __forceinline__ float decode_factor(float max, float to, float c) {
   return max == -INFINITY ? 0.f : exp2_approx((max - to) * c);
 }
 
-// Stores lse of a row and returns the factor that normalises the sums of the row, or a negative
+// Stores the lse of a row. Returns the factor that normalises the sums of the row, or a negative
 // number if the row sees no key.
 __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const DecodeWork& work,
                                                 const ScoreScale& scale, int row, MaxSum sums) {
@@ -38,10 +38,10 @@ __device__ __forceinline__ float finish_decoded(const AttentionParams& p, const 
   return live ? finished.factor : -1.f;
 }
 
-// The shared memory for the sums. It overlaps the rings.
+// The shared memory for the sums. It overlaps the rings of keys and values.
 template <int kRows, int kDim, int kWarps>
 struct DecodeSumsShared {
-  // Padded so that the rows of a fragment lie in different banks.
+  // NOTE: a row has 8 floats of padding, so that the rows of a fragment lie in different banks.
   float out[kWarps][kRows][kDim + 8];
   float split_factors[AttentionDecodeTile::kMaxSplits][kRows];
 };
@@ -103,8 +103,8 @@ struct DecodeSums {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) store_quad(i, block_quad(i));
   }
 
-  // Stores the sums of the block in the workspace, where the block of the group's last split reads
-  // them.
+  // Stores the sums of the block in the workspace. The block of the group's last split reads the
+  // sums there.
   __device__ __forceinline__ void store_partial() const {
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) {
       *reinterpret_cast<float4*>(partial(work.split) + 4 * i) = block_quad(i);
@@ -120,7 +120,7 @@ struct DecodeSums {
   // group's last split calls this function.
   // NOTE: blocks start in the order of their indices. Therefore the blocks of the other splits have
   // started before this block waits for them.
-  // NOTE: the first loads start before the rescaling factors are known.
+  // NOTE: the first loads of partial sums start before find_factors(), so that both overlap.
   __device__ __forceinline__ void reduce_partials() const {
     for (int i = threadIdx.x; i < others(); i += Config::kThreads) {
       work.plan.flags.wait(first_partial() + i);
@@ -155,7 +155,7 @@ struct DecodeSums {
     return static_cast<int>(work.plan.splits.divisor());
   }
   __device__ __forceinline__ int others() const { return splits() - 1; }
-  // The number of groups of four contiguous values in all rows.
+  // The number of quads in all rows of the tile. A quad is four contiguous values of a row.
   __device__ __forceinline__ int quads() const { return work.rows * kDim / 4; }
 
   static __device__ __forceinline__ void add(float4& to, const float4& x, float factor) {
@@ -200,8 +200,9 @@ struct DecodeSums {
     }
   }
 
-  // The partial results of a group, for all its splits but the last one. A group first stores the
-  // accumulators of these splits, then the maxima and sums of their rows.
+  // These functions find the partial results of a group, that is, of all its splits but the last
+  // one. The memory of a group first holds the accumulators of these splits, then the maxima and
+  // sums of their rows.
   __device__ __forceinline__ int64_t first_partial() const { return work.group * others(); }
   __device__ __forceinline__ float* partial(int split) const {
     return p.partials + first_partial() * (kPartialFloats + 2 * kRows) + split * kPartialFloats;

@@ -13,9 +13,10 @@ namespace torchweld {
 // then by tile of rows.
 struct DecodePlan {
   FastDivisor row_tiles, splits, nheads_kv, seqlen_q;
-  // The number of query heads of a kv head, and the number of query rows of all these heads.
+  // `heads` is the number of query heads of a kv head. `rows` is the number of query rows of these
+  // heads together.
   int heads, rows;
-  BlockFlags flags;  // one flag per split: the split has stored its partial results
+  BlockFlags flags;  // one flag per split, raised when the split has stored its partial results
 
   static DecodePlan make(const AttentionParams& p) {
     const AttentionSizes& s = p.sizes;
@@ -37,11 +38,11 @@ struct DecodePlan {
 // The work tile of a block.
 struct DecodeWork {
   const DecodePlan& plan;
-  int64_t group;  // the index of (batch, kv head, tile of rows)
+  int64_t group;  // the index of the group, that is, of (batch, kv head, tile of rows)
   int64_t batch, kv_head;
   int split;
-  // The first row of the tile among the packed rows of the kv head, and the number of rows of the
-  // tile.
+  // first_row is the index of the tile's first row among the packed rows of the kv head. `rows` is
+  // the number of rows in the tile.
   int first_row, rows;
   // The rows of the tile see only keys of [pad, pad + keys). The row with index i in its head sees
   // the first min(i + shift, keys) of these keys.
@@ -76,12 +77,13 @@ struct DecodeWork {
     const uint32_t packed = first_row + row, head = plan.seqlen_q.divide(packed);
     return {kv_head * plan.heads + head, static_cast<int>(packed - head * plan.seqlen_q.divisor())};
   }
-  // Returns the index in lse of the tile's first row. The packed rows are consecutive in lse.
+  // Returns the index of the tile's first row in `lse`. The packed rows are consecutive in `lse`.
   __device__ __forceinline__ int64_t first_lse_row(const AttentionSizes& sizes) const {
     return (batch * sizes.nheads + kv_head * plan.heads) * sizes.seqlen_q + first_row;
   }
 
-  // The range of keys of this split. It consists of whole tiles.
+  // Returns the range of keys of this split, as indices that count from `pad`. The range consists
+  // of whole tiles, but the last tile of the sequence may have fewer keys.
   __device__ __forceinline__ KeyRange32 split_keys(int tile_keys) const {
     const int tiles = (keys + tile_keys - 1) / tile_keys;
     const int each = static_cast<int>(plan.splits.divide(tiles));
@@ -96,13 +98,13 @@ struct DecodeWork {
 using DecodeGaps = GapKeys<kWarp>;
 static_assert(AttentionDecodeTile::kMaxSeqlenQ <= kWarp);
 
-// The work tile under a general mask. Except for gaps, each key of [pad, pad + keys) is seen by
-// some row of the block. Each lane holds the key range of one row, as indices that count from
-// `pad`.
+// The work tile under a general mask. Every key of [pad, pad + keys) lies in a gap (GapKeys) or is
+// seen by some row of the block. Each lane holds the key range of one row, as indices that count
+// from `pad`.
 struct MaskedDecodeWork : DecodeWork {
   // The range of keys that this lane's row sees; kSeesNothing and 0 if the row sees no key.
   int begin, end;
-  int last_begin, first_end;  // every row that sees any key sees all keys between these two
+  int last_begin, first_end;  // every row that sees a key sees all keys of [last_begin, first_end)
 
   using DecodeWork::DecodeWork;
   __device__ __forceinline__ void find_keys(const AttentionParams& p) {
@@ -121,8 +123,8 @@ struct MaskedDecodeWork : DecodeWork {
     first_end = __reduce_min_sync(~0u, sees ? end : INT_MAX);
   }
 
-  // Finds the gaps between the keys. One warp calls this function. Bit i of the gaps stands for row
-  // i of every head, because the tile may hold rows of several heads.
+  // Finds the gaps between the keys (GapKeys). One warp calls this function. The tile may hold rows
+  // of several heads, so bit i of s_gaps.rows stands for row i of every head.
   __device__ __forceinline__ void find_gaps(const AttentionParams& p, DecodeGaps& s_gaps) const {
     const int lane = threadIdx.x % kWarp;
     const MaskParams mask = p.mask;
@@ -147,10 +149,11 @@ struct MaskedDecodeWork : DecodeWork {
 // The keys that the rows in a thread's fragments see.
 template <int kTiles, bool kMasked>
 struct DecodeFragmentKeys {
-  // The first keys of the rows. Only used with kMasked; otherwise the keys of every row begin at 0.
+  // The first key that each row sees. It is only used if kMasked is true. Otherwise every row sees
+  // the keys from 0 on.
   int begins[kTiles][2];
   int ends[kTiles][2];
-  int all_begin, all_end;  // every row that sees any key sees all keys between these two
+  int all_begin, all_end;  // every row that sees a key sees all keys of [all_begin, all_end)
 
   __device__ __forceinline__ DecodeFragmentKeys(const AttentionParams& p, const DecodeWork& work)
       : all_begin(0), all_end(p.mask.causal ? work.shift : work.keys) {

@@ -113,8 +113,8 @@ __global__ __launch_bounds__(kBackwardThreads) void attention_backward_general_r
   }
 }
 
-// NOTE: three blocks per SM leave 80 registers per thread. Without the bound, the compiler would
-// use 64 and spill.
+// NOTE: three blocks per SM leave 80 registers per thread. Without the bound of three blocks, the
+// compiler would use 64 registers and spill.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kBackwardThreads, 3) void attention_backward_general_keys_kernel(
     const __grid_constant__ Args args) {
@@ -129,7 +129,7 @@ __global__ __launch_bounds__(kBackwardThreads, 3) void attention_backward_genera
                    nheads_kv = static_cast<uint32_t>(p.sizes.nheads_kv);
     const int key = static_cast<int>(item - head_of_all * p.sizes.seqlen_k);
     const int64_t sequence = head_of_all / nheads_kv, head_kv = head_of_all % nheads_kv;
-    // begin is the first row that sees the key. Under a general mask, begin is 0, and the loop
+    // `begin` is the first row that sees the key. Under a general mask, `begin` is 0, and the loop
     // skips rows that don't see the key.
     int64_t begin = 0;
     if constexpr (!kIsMasked<Args>) {

@@ -1,9 +1,10 @@
 // The forward of attention for any head dim, in fp32 arithmetic. It is used for calls that no
 // tensor-core kernel supports.
 //
-// A block computes one query row. It loops over the keys that the row sees, kThreads at a time. In
-// each step the warps compute the scores, and then every thread sums kCols columns of the result.
-// If the result has more than kThreads * kCols columns, the loop runs again for the next columns.
+// A block computes the output of one query row. It loops over the keys that the row sees, kThreads
+// keys at a time. In each step the warps compute the scores, and then every thread sums kCols
+// columns of the output. If the output has more than kThreads * kCols columns, the loop runs again
+// for the next columns.
 #include "attention/fwd.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -17,8 +18,8 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kCols = 4;
 
-// Computes the scores of `keys` keys, times `sign`. Each warp computes the score of one key at a
-// time.
+// Computes the scores of `keys` keys and multiplies them by `sign`. Each warp computes the score of
+// one key at a time.
 template <typename T>
 __device__ __forceinline__ void make_scores(float (&s_scores)[kThreads], const T* g_query,
                                             const T* g_key, int64_t key_stride, int keys,

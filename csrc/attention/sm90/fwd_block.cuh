@@ -11,22 +11,23 @@
 
 namespace torchweld {
 
-// NOTE: calls with a soft cap have separate kernels. In a common kernel, the code of the cap made
-// calls without a cap 5 % slower.
+// NOTE: calls with a soft cap have separate kernels. When both kinds of calls shared a kernel, the
+// code of the cap made calls without a cap 5 % slower.
 template <typename T_, int kTile, bool kMasked, bool kCapped_>
 struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
-  // NOTE: a mask needs registers. With wide accumulators, enough registers are free only if the
-  // tile has fewer keys.
+  // NOTE: a mask needs registers. If the accumulators of O are wide, enough registers are free only
+  // if the tile has fewer keys.
   static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
   static constexpr int kThreads = kShape.threads(), kStages = kShape.stages;
   static constexpr int kCtasPerSm = kShape.blocks;
   static constexpr int kQueryStages = kShape.query_stages();
   static constexpr int kWarpRows = 16;
-  // A TMA box has 64 columns and the query rows of a warpgroup, or the keys of a tile of K or V.
+  // A TMA box has 64 columns. Its rows are the 64 query rows of a warpgroup, or the kKeys keys of a
+  // tile of K or V.
   static constexpr int kBoxes = AttentionSm90Tile::boxes(kDim),
                        kBoxesV = AttentionSm90Tile::boxes(kDimV);
   static constexpr int kQueryBoxBytes = 64 * kSwizzleRowBytes,
@@ -35,14 +36,15 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kValueBytes = kBoxesV * kKeyBoxBytes;
   // The epilogue writes the output of a warpgroup over its query rows in shared memory.
   static constexpr int kQueryOutBytes = std::max(kBoxes, kBoxesV) * kQueryBoxBytes;
-  // Whether O is rescaled only if the maximum of a row has risen by much (kLazy of online_softmax).
-  // Kernels with wide accumulators of O use this.
+  // Whether O is rescaled only after the maximum of a row has risen by a lot (kLazy of
+  // online_softmax). Kernels with wide accumulators of O do this.
   static constexpr bool kLazyRescale = kDimV > 128;
   static constexpr bool kCapped = kCapped_;
   // Whether the kernel has a second code path for small capped scores, whose softmax needs no
   // maximum.
-  // NOTE: float16 does not use the second path, because probabilities up to 2^(c / 2) would
-  // overflow. Wide accumulators do not use it, because they leave no registers for two code paths.
+  // NOTE: float16 kernels lack the second path, because probabilities up to 2^(c / 2) would
+  // overflow. Kernels with wide accumulators lack it, because no registers are free for two code
+  // paths.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;
@@ -84,7 +86,7 @@ __device__ __forceinline__ AttentionBlock attention_sm90_block(
   return block;
 }
 
-// Writes out and lse of a work tile in which no row sees a key. One warp calls this function.
+// Writes `out` and `lse` of a work tile in which no row sees a key. One warp calls this function.
 template <class Config>
 __device__ __forceinline__ void attention_sm90_store_empty(const typename Config::Params& p,
                                                            const AttentionBlock& block) {
@@ -110,9 +112,9 @@ __device__ __forceinline__ void attention_sm90_store_empty(const typename Config
 }
 
 // Runs the producer warp. In a loop, the warp draws a work tile by ticket, finds the keys of the
-// work tile and publishes it to the consumers. One lane then loads Q, K and V. If the work tile has
-// no keys, the producer warp itself writes the results of the work tile, while the consumers
-// compute other work tiles.
+// work tile and publishes the work tile to the consumers. One lane then loads Q, K and V. If the
+// work tile has no keys, the producer warp itself writes the results of the work tile, while the
+// consumers compute other work tiles.
 template <class Config>
 __device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
                                                     AttentionSm90Shared<Config>& s) {
@@ -121,9 +123,9 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
-  // The first work tile of a CTA is its block index. After each work tile, a CTA draws a ticket for
-  // its next one, so all CTAs together draw one ticket per work tile. The CTA that draws the last
-  // ticket resets the counter for the next call.
+  // The first work tile of a CTA has the index of the CTA. After each work tile, a CTA draws a
+  // ticket for its next work tile, so all CTAs together draw one ticket per work tile. The CTA that
+  // draws the last ticket resets the counter for the next call.
   const auto next_ticket = [&] {
     uint32_t drawn = 0;
     if (leader) {
@@ -206,8 +208,8 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
         }
         query_state.advance();
       }
-      // Load K of key tile j + 1 before V of key tile j, because the consumers compute S of tile j
-      // + 1 before O += P V of tile j.
+      // Load K of key tile j + 1 before V of key tile j. The consumers need them in this order,
+      // because they compute S of key tile j + 1 before they compute O += P V of key tile j.
       for (int key = kKeys; key < block.keys; key += kKeys) {
         load_k(key);
         load_v(key - kKeys);

@@ -11,7 +11,7 @@
 namespace torchweld {
 
 enum AttentionSm90Barrier : int {
-  kWarpSchedulerWg0 = 1,  // 1 to 3: a warpgroup may issue its wgmmas (ping-pong)
+  kWarpSchedulerWg0 = 1,  // barriers 1 to 3 let one warpgroup each issue its wgmmas (ping-pong)
   kWarpgroupWg0 = 4       // barriers 4 to 6 synchronise the threads of one warpgroup each
 };
 
@@ -92,8 +92,8 @@ struct AttentionSm90Consumer {
     consumer_release(&s.key_pipeline.empty[key_state.stage]);
     key_state.advance();
   }
-  // Wait for V of the tile of keys that starts at `key`, then issue O += P V. The product of the
-  // warpgroup's first tile of keys, which starts at `first_key`, overwrites O.
+  // Wait for V of the tile of keys that starts at `key`, then issue O += P V. If key == first_key,
+  // this is the first tile of keys of the warpgroup, and the product overwrites O.
   __device__ __forceinline__ void mma_o(const AttentionBlock& block, int key, int first_key = 0) {
     s.value_pipeline.wait(value_state);
     if constexpr (Config::kMasked) {
@@ -111,8 +111,8 @@ struct AttentionSm90Consumer {
     value_state.advance();
   }
 
-  // Zero rows [begin, end) of V, which no query row of the work tile sees. Their P is 0, but their
-  // values may be NaN.
+  // Zero rows [begin, end) of V, which no query row of the work tile sees. P is 0 for these rows,
+  // but V may be NaN.
   // NOTE: each warpgroup zeroes these rows itself, which avoids a barrier across warpgroups.
   __device__ __forceinline__ void zero_v(int begin, int end) const {
     if (begin >= end) return;
@@ -191,8 +191,8 @@ struct AttentionSm90Consumer {
            __any_sync(~0u, r.o_scale[0][0] != 1.f || r.o_scale[0][1] != 1.f);
   }
 
-  // The end of the keys that the warpgroup's rows see, or 0 if they see no key. The mainloop
-  // computes at least one tile of keys, even if the end is 0.
+  // Returns the end of the range of keys that the warpgroup's rows see, or 0 if these rows see no
+  // key. The mainloop computes at least one tile of keys, even if the end is 0.
   __device__ __forceinline__ int last_key_end(const AttentionBlock& block) const {
     if constexpr (Config::kMasked) {
       const int* s_end = s.work[work_state.stage].end + warpgroup * 64 + thread % 32;
@@ -203,8 +203,8 @@ struct AttentionSm90Consumer {
       return min(block.end_of(block.first_row + first_row + rows - 1), block.keys);
     }
   }
-  // The start of the first tile with a key that the warpgroup's rows see. The function returns 0 if
-  // the rows see no key before `end`.
+  // Returns the start of the first tile of keys in which a row of the warpgroup sees a key. Returns
+  // 0 if these rows see no key before `end`.
   __device__ __forceinline__ int first_key_block(const AttentionBlock& block, int end) const {
     const int* s_begin = s.work[work_state.stage].begin + warpgroup * 64 + thread % 32;
     const int begin = __reduce_min_sync(~0u, min(s_begin[0], s_begin[32]));
@@ -222,8 +222,8 @@ struct AttentionSm90Consumer {
     value_state.advance();
   }
 
-  // Compute O = softmax(Q K^T) V of a work tile. S of key tile j + 1 is issued together with O += P
-  // V of key tile j. The softmax of tile j + 1 then overlaps with O += P V of tile j.
+  // Compute O = softmax(Q K^T) V of a work tile. S of key tile j + 1 is issued together with P V of
+  // key tile j. The softmax of key tile j + 1 then overlaps with P V of key tile j.
   __device__ __forceinline__ void mainloop(const AttentionBlock& block) {
     int first_key = 0, end = block.keys;
     if constexpr (kSkipsLast) end = last_key_end(block);
@@ -336,9 +336,9 @@ struct AttentionSm90Consumer {
     }
   }
 
-  // Store out. Each warp overwrites its 16 query rows in shared memory with its rows of out, then
-  // stores them to global memory, 128 contiguous bytes at a time. Rows of out that see no key
-  // become zeros.
+  // Store `out`. Each warp writes its 16 rows of `out` over its query rows in shared memory, then
+  // copies them to global memory, 128 contiguous bytes at a time. Rows that see no key become
+  // zeros.
   __device__ __forceinline__ void epilogue(const AttentionBlock& block) {
     const int lane = thread % 32, lane_row = lane % 16, chunk = lane % 8;
     char* const s_warp =
@@ -388,7 +388,7 @@ struct AttentionSm90Consumer {
     query_state.advance();
   }
 
-  // The index that row `row` of the work tile has in lse.
+  // Returns the index in `lse` of row `row` of the work tile.
   __device__ __forceinline__ int64_t lse_row(const AttentionBlock& block, int row) const {
     const int nheads = p.attention.sizes.nheads, seqlen_q = p.attention.sizes.seqlen_q;
     const int head = static_cast<int>(block.batch) * nheads + static_cast<int>(block.head);

@@ -9,9 +9,9 @@
 // time of the exponentials: the softmax of a tile of keys runs during P V of the previous tile, and
 // the warpgroups issue wgmma in ping-pong order. The longest work tiles come first, and heads whose
 // keys fit in the L2 cache run together (AttentionSchedule). The loop over the keys starts behind
-// the padding, so only the last tiles need a mask. Short sequences spend most of their time at the
-// start and the end of work tiles, so their CTAs have one warpgroup and share an SM. TMA fills rows
-// and columns that don't exist with zeros.
+// the padding, so only the last tiles of keys need a mask. Short sequences spend most of their time
+// at the start and the end of work tiles. Therefore their CTAs have one consumer warpgroup and
+// share an SM. TMA writes zeros for rows and columns that don't exist.
 // Source: Shah et al., "FlashAttention-3", 2024.
 #pragma once
 
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   __syncthreads();
   if constexpr (Config::kCtasPerSm == 1) {
     // NOTE: the registers of all warpgroups must add up to the number of registers that the CTA has
-    // at launch, which follows from the launch bounds.
+    // at launch. The launch bounds determine this number.
     constexpr int kProducerRegisters = Config::kWarpgroups == 3 ? 32 : 40,
                   kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
     if (warp < 4) {

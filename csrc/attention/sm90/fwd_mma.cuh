@@ -1,4 +1,4 @@
-// The registers of a consumer thread in attention's forward on Hopper, S = Q K^T, and O += P V.
+// Attention forward on Hopper: a consumer thread's registers, and the products Q K^T and P V.
 #pragma once
 
 #include "attention/softmax.cuh"
@@ -23,7 +23,7 @@ struct AttentionSm90Registers {
   uint32_t p16[kSlices][4];
   float acc_o[Config::kDimV / 2];
   OnlineRow rows[1][2];
-  float o_scale[1][2];  // per row: factor for O if the maximum rises; at the end 1 / sum
+  float o_scale[1][2];  // per row: factor that rescales O if the maximum rises; at the end 1 / sum
   bool live[2];         // per row: whether the row sees a key
 
   __device__ __forceinline__ Scores& scores() { return reinterpret_cast<Scores&>(acc_s); }
@@ -43,7 +43,8 @@ struct AttentionSm90Registers {
     wgmma_commit();
   }
 
-  // Load S of a warp's 16 rows, which start at `row` of a tile of scores in shared memory.
+  // Load S of the warp's 16 rows from a tile of scores in shared memory. The rows start at row
+  // `row` of the tile.
   __device__ __forceinline__ void load_s(uint32_t s_scores, int row) {
     const int lane = threadIdx.x % 32, lane_row = row + lane % 16;
 #pragma unroll
