@@ -1,5 +1,5 @@
-// Parts of the forward kernels of attention on tensor cores: the work tile of a block, the epilogue
-// and the launch.
+// The tensor-core kernels of attention's forward share this code: the work tile of a block, the
+// epilogue and the launch.
 #pragma once
 
 #include <type_traits>
@@ -13,9 +13,10 @@
 
 namespace torchweld {
 
-// The work tile of a block: query rows [first_row, first_row + rows) of one head, and keys [pad,
-// pad + keys). Each of these keys is seen by at least one of these rows. Key indices count from
-// `pad`, the end of the padding. Row i sees the keys with an index below min(i + shift, all_keys).
+// The work tile of a block: query rows [first_row, first_row + rows) of one head, and keys
+// [pad, pad + keys). Each of these keys is seen by at least one of these rows. Key indices count
+// from `pad`, the end of the padding. Row i of the head sees the keys with an index below
+// min(i + shift, all_keys).
 struct AttentionBlock {
   int64_t batch;
   int64_t head;
@@ -25,7 +26,7 @@ struct AttentionBlock {
   int keys;
   int shift;
   int all_keys;
-  int first_live;  // earlier rows are padding or see no key
+  int first_live;  // rows of the head before this row are padding or see no key
 
   // Finds the rows of this block's work tile. The caller must then call find_keys().
   template <int kRows>
@@ -73,13 +74,13 @@ struct AttentionBlock {
 
 // The work tile under a general mask. Key indices count from `pad`, a multiple of kPadMultiple. A
 // row of the block sees the keys [begin[row], end[row]), and no row sees the first `unseen` keys.
-// last_begin[warp] is the largest begin of the warp's kWarpRows rows, and first_end[warp] is the
-// smallest end. Every row of the warp that sees any key sees all keys of [last_begin[warp],
-// first_end[warp]).
+// last_begin[warp] is the largest `begin` of the warp's kWarpRows rows, and first_end[warp] is the
+// smallest `end` of these rows. Every row of the warp that sees any key sees all keys of
+// [last_begin[warp], first_end[warp]).
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
-  int last_begin[kRows / kWarpRows];  // rows that see no key don't count
+  int last_begin[kRows / kWarpRows];  // last_begin and first_end leave out rows that see no key
   int first_end[kRows / kWarpRows];
   alignas(16) int begin[kRows];  // kSeesNothing if a row sees no key
   alignas(16) int end[kRows];    // 0 if a row sees no key
@@ -138,7 +139,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     // NOTE: the code below reads the block from shared memory, because few registers are free.
     if (lane == 0) static_cast<AttentionBlock&>(*this) = block;
     __syncwarp();
-    // A lane has kLaneRows consecutive rows, so kWarpRows rows belong to neighbouring lanes.
+    // A lane has kLaneRows consecutive rows, so each set of kWarpRows rows has neighbouring lanes.
     constexpr int kLaneRows = kRows <= 64 ? 2 : kRows <= 128 ? 4 : 8;
     constexpr int kWarpLanes = kWarpRows / kLaneRows, kStep = kLaneRows <= 4 ? kLaneRows : 1;
     static_assert(kRows % kLaneRows == 0 && kRows <= 32 * kLaneRows);
@@ -193,7 +194,7 @@ struct MaskedAttentionBlock : AttentionBlock {
           begins[i] = begin[lane_row + step + i];
           ends[i] = end[lane_row + step + i];
         }
-        __syncwarp();  // the lanes behind the last row read what another lane writes
+        __syncwarp();  // lanes without rows of their own read what another lane writes
       }
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
@@ -223,25 +224,26 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
   }
 
-  // Whether the caller must call find_gaps(). Valid after find_keys().
+  // Returns whether the caller must call find_gaps(). The result is valid after find_keys().
   __device__ __forceinline__ bool may_have_gaps() const {
     return gaps.first_position != kSeesNothing;
   }
-  // Finds the gaps between the keys. `threads` threads, which form whole warps, call it together.
+  // Finds the gaps between the keys (GapKeys). The `threads` threads that call this function
+  // together form whole warps.
   __device__ __forceinline__ void find_gaps(int thread, int threads) {
     gaps.find(begin, first_position(), 0, keys, thread, threads);
   }
 
  private:
-  // Under causal, returns the index of the key at the position of the first row.
+  // Returns the index of the key at the position of the first row. Only valid under `causal`.
   __device__ __forceinline__ int first_position() const { return first_row + shift - 1; }
 
   __device__ __forceinline__ void set_keys(const MaskParams& mask, int sequence_end, int first,
                                            int last) {
     pad = first;
     keys = last - first;
-    // `shift` is only used by first_position(), which needs causal. Nothing reads all_keys after
-    // this, because each row has its own end.
+    // Only first_position() uses `shift`, and it is only valid under `causal`. No code reads
+    // all_keys from here on, because each row has its own end.
     shift = mask.position(0, sequence_end) - first + 1;
     gaps.first_position = kSeesNothing;
   }
@@ -251,8 +253,8 @@ template <bool kMasked, int kRows, int kWarpRows>
 using AttentionBlockOf =
     std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows>, AttentionBlock>;
 
-// Returns whether the mask hides some of the keys [key, key + kKeys) from some row of the warp.
-// Used under a general mask.
+// Returns whether the mask hides one of the keys [key, key + kKeys) from a row of the warp. Rows
+// that see no key at all don't count. Only used under a general mask.
 template <typename Config>
 __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block, int warp_row,
                                            int key) {
@@ -260,7 +262,7 @@ __device__ __forceinline__ bool hides_keys(const typename Config::Block& s_block
   return key + Config::kKeys > s_block.first_end[warp] || key < s_block.last_begin[warp];
 }
 
-// Applies the mask to the scores of a warp's rows, or to values computed from them.
+// Applies the mask to the scores of a warp's rows, or to values computed from these scores.
 template <typename Config, int kTiles, int kColTiles>
 __device__ __forceinline__ void hide_keys(float (&r_s)[kTiles][kColTiles][4],
                                           const typename Config::Block& s_block, int warp_row,

@@ -6,7 +6,7 @@
 
 namespace torchweld {
 
-// tanh(x) for |x| <= Series::kMax. NaN gives NaN.
+// Returns tanh(x). |x| must be at most Series::kMax. If x is NaN, the result is NaN.
 using Series = SmallTanh<4>;
 __device__ __forceinline__ float small_tanh(float x) {
   const float square = x * x;
@@ -15,7 +15,7 @@ __device__ __forceinline__ float small_tanh(float x) {
   return fmaf(square, y, Series::term(0)) * x;
 }
 
-// The largest |score|, ignoring NaN.
+// Returns the largest |score|. Scores that are NaN don't count.
 template <int kCount>
 __device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
   float largest = 0.f;
@@ -24,12 +24,12 @@ __device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
   return largest;
 }
 
-// Computes score = tanh(score * cap), with fp32 accuracy if kExact. In the backward, cap has the
-// sign of scale.
+// Replaces each score by tanh(score * cap). If kExact is true, the result has fp32 accuracy. In the
+// backward, cap has the sign of scale.
 // NOTE: tanh needs two slow instructions, and a probability needs only one. The scores of most
 // models are far below the cap. If all scores of a warp are small, the warp uses a polynomial
-// instead of tanh. If kOneWay is true, the warp always uses tanh. Kernels without registers for two
-// code paths use kOneWay.
+// instead of tanh. If kOneWay is true, the warp always uses tanh. Kernels that lack registers for
+// two code paths set kOneWay.
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {

@@ -1,5 +1,5 @@
-// Chooses the kernel and the tile of attention's forward. This is pure host code: it is tested
-// without a GPU, and explain prints its choice.
+// Chooses the kernel and the tile of attention's forward. This is pure host code. Tests run it
+// without a GPU, and `explain` prints the choice.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct AttentionTile {
   int keys;
   int stages;
   int warps;
-  int blocks_per_sm;  // blocks per SM; limits the registers per thread
+  int blocks_per_sm;  // number of blocks per SM, which limits the registers per thread
 
   constexpr int threads() const { return warps * 32; }
   constexpr int tile_bytes() const {
@@ -42,8 +42,8 @@ struct AttentionTile {
   }
 };
 
-// The shared memory limit per block, in bytes, of sm_86, sm_89 and sm_120. Other devices have a
-// higher limit.
+// The largest shared memory of a block on sm_86, sm_89 and sm_120, in bytes. Other devices allow
+// more.
 inline constexpr int kAttentionSharedBytes = 99 * 1024;
 
 // A warp has 32 query rows, that is, two m16 tiles. It uses every loaded fragment of keys and
@@ -77,13 +77,13 @@ struct AttentionDecodeTile {
 
   constexpr int threads() const { return warps * 32; }
   constexpr int step_keys() const { return warps * keys; }
-  // The bytes of 16-bit query rows, keys and values. The fp32 sums of the warps later overwrite
+  // The bytes of 16-bit query rows, keys and values. The fp32 sums of the warps later overwrite the
   // keys and values.
   constexpr int tile_bytes() const { return (kRows + 2 * stages * step_keys()) * dim * 2; }
 };
 
-// For each head dim, the tiles are in descending order of their bytes in flight and of their shared
-// memory.
+// Among the tiles of one head dim, earlier tiles have more bytes in flight and more shared memory
+// than later tiles.
 inline constexpr AttentionDecodeTile kAttentionDecodeTiles[] = {
     {64, 16, 3, 8},  {64, 32, 2, 4},  {128, 16, 3, 8}, {128, 16, 3, 4},
     {128, 16, 2, 4}, {256, 16, 3, 4}, {256, 16, 2, 2}};
@@ -103,7 +103,8 @@ struct AttentionSm90Tile {
   int speed;   // measured TFLOP/s with many long rows on an H200
 
   static constexpr int kWarpgroupRows = 64;
-  static constexpr int kBoxColumns = 64;  // columns of a TMA box: a swizzle row of 128 bytes
+  // The number of columns in a TMA box. They fill a swizzle row of 128 bytes.
+  static constexpr int kBoxColumns = 64;
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
   // If several blocks share an SM, the producer is a warp. Otherwise the producer is a warpgroup,
@@ -111,7 +112,8 @@ struct AttentionSm90Tile {
   constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
   // The number of TMA boxes that `columns` columns need in shared memory.
   static constexpr int boxes(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
-  // The output of a warpgroup overwrites its query rows in shared memory.
+  // The bytes of the buffer for the query rows of a work tile. The output of a warpgroup later
+  // overwrites its query rows, so the output must fit as well.
   constexpr int query_bytes() const {
     return 2 * kBoxColumns * rows() * std::max(boxes(dim), boxes(dim_v));
   }
@@ -119,7 +121,8 @@ struct AttentionSm90Tile {
     return stages * 2 * kBoxColumns * keys * (boxes(dim) + boxes(dim_v));
   }
   // The number of buffers for query rows. It is 2 if shared memory has space for the query rows of
-  // two work tiles, else 1. With 2, the next work tile loads while the current one is computed.
+  // two work tiles, else 1. With 2 buffers, the next work tile loads while the current one is
+  // computed.
   constexpr int query_stages() const {
     return 2 * query_bytes() + stages_bytes() + extra_bytes(rows()) <=
                    kSmBytes / blocks - kBlockBytes
@@ -167,8 +170,8 @@ struct AttentionProblem {
   DeviceFacts device;
 };
 
-// kSync uses mma.sync. kGeneral supports any sizes without tensor cores. kDecode splits the keys
-// and is for few query rows. It has no backward. kSm90 uses Hopper's wgmma and TMA.
+// kSync uses mma.sync. kGeneral supports any sizes and uses no tensor cores. kDecode is for few
+// query rows: it splits the keys and has no backward. kSm90 uses Hopper's wgmma and TMA.
 enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90 };
 
 struct AttentionChoice {
@@ -192,7 +195,7 @@ inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
 }
 
 // Returns the reason why a tile for head dims up to `dim` does not support the sizes of the
-// problem, or an empty Refusal. The dtype is not checked.
+// problem, or an empty Refusal. This function does not check the dtype.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
   if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile supports head dims up to {}", dim};
   return attention_sizes_refusal(p);
@@ -232,7 +235,7 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
   const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
                 seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
   const int64_t tiles = divide_up(seqlen_q, tile.rows());
-  double keys = 0, max_keys = 0;  // number of keys of a head, and of its longest tile
+  double keys = 0, max_keys = 0;  // costs of a head's tiles: their sum and their maximum
   const auto tile_cost = [&](int64_t seen) {
     const double cost = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
     max_keys = std::max(max_keys, cost);
@@ -263,7 +266,8 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
 // The bytes of shared memory that the decode kernel needs in addition to its tile.
 inline constexpr int kAttentionDecodeExtraBytes = 4 * 1024;
 
-// The number of blocks if the keys are not split.
+// The number of groups. A group is a tile of packed query rows of one kv head. If the keys are not
+// split, each group has one block.
 inline int64_t attention_decode_groups(const AttentionProblem& p) {
   return p.load.heads / p.load.group *
          divide_up(p.load.group * p.seqlen_q, AttentionDecodeTile::kRows);
@@ -291,7 +295,7 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
 }
 
 // Returns the number of splits for which the grid has about one block per SM. Each block has at
-// least kMinSteps steps. More splits would only cost more partial sums.
+// least kMinSteps steps of the loop over the keys. More splits would only cost more partial sums.
 inline int attention_decode_splits(const AttentionProblem& p, const AttentionDecodeTile& tile) {
   constexpr int64_t kMinSteps = 2;
   const int64_t groups = std::max<int64_t>(1, attention_decode_groups(p));

@@ -1,4 +1,5 @@
-// Lists the configurations of attention's forward and backward for tune. This is pure host code.
+// Lists the configurations of attention's forward and backward from which `tune` chooses. All of it
+// is host code.
 #pragma once
 
 #include "attention/bwd_config.h"
@@ -100,7 +101,7 @@ struct AttentionFamily : AttentionNumbers {
     return "the fastest tile, by estimate, of those that support " + dims_text(p);
   }
   // Lists all tiles. Each decode tile is listed several times: once with the number of splits that
-  // fills the GPU, and with numbers of splits that are powers of two.
+  // fills the GPU, and once with each power of two as its number of splits.
   static std::vector<Encoded> candidates(const AttentionProblem& p) {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
@@ -133,7 +134,7 @@ struct AttentionFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
            std::to_string(tile.dim);
   }
-  // The general kernel has no tile, so its columns are zeros.
+  // The general kernel has no tile, so all its columns are 0.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     const auto row = [&](const auto& tile, int rows, int stages, int warps) -> Columns {
       return {{"rows", rows},
@@ -192,7 +193,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
            std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
   }
-  // The general kernels have no tile, so their columns are zeros.
+  // The general kernels have no tile, so all their columns are 0.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];

@@ -1,4 +1,4 @@
-// The launcher of attention's forward, which runs the chosen kernel.
+// Launches the chosen kernel of attention's forward.
 #include "attention/fwd.h"
 
 #include "attention/sm90/fwd.h"

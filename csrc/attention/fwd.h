@@ -9,8 +9,8 @@
 
 namespace torchweld {
 
-// The variant of a kernel: Scale is the type that scales the scores. If kMasked is true, the kernel
-// supports a general mask, otherwise only causal and leftpad.
+// The variant of a kernel. Scale is the type that scales the scores. If kMasked is true, the kernel
+// supports a general mask. Otherwise it supports only `causal` and `leftpad`.
 template <bool>
 struct AttentionVariant {
   static constexpr bool kMasked = false;
@@ -29,8 +29,8 @@ struct AttentionVariant<true> {
 // The order of the blocks. The heads are divided into sections. Blocks are ordered by section, then
 // by tile of query rows (the last rows first), then by head. The keys and values of a section stay
 // in the L2 cache. Even short sequences have several sections, so that the first blocks need not
-// wait for the keys of all heads. If a head has few tiles, their order matters less, so a section
-// may have fewer heads.
+// wait for the keys of all heads. If a head has few tiles, the order of the tiles matters less, so
+// a section may have fewer heads.
 struct AttentionSchedule {
   int64_t section;  // the number of heads in a section
   int64_t tiles;    // the number of query tiles of a head

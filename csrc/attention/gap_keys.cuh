@@ -1,12 +1,13 @@
-// Gaps: keys between the first and the last key of a block that no row of the block sees. They are
-// the padding between packed documents. P is 0 at these keys, but V may be NaN. Therefore the
-// kernels set V to 0 at these keys before O += P V.
+// A gap consists of keys that no row of a block sees, although they lie between the first and the
+// last key that rows of the block see. Gaps are the padding between packed documents. P is 0 at the
+// keys of a gap, but V may be NaN there. Therefore the kernels set V to 0 at these keys before the
+// product P V.
 //
-// Gaps occur only under causal with key_start, or with a key_end per row. With a key_end per row, V
-// must be finite in gaps. Under causal with key_start and no key_end per row, a row that sees any
-// key also sees the key at its own position. Therefore the rows see all keys from the first seen
-// key to the position of the block's first row. Every key of a gap is then at the position of a row
-// that sees no key, and one bit per row describes the gaps.
+// Gaps occur only under `causal` with key_start, or with a key_end per row. With a key_end per row,
+// V must be finite in gaps. Now assume `causal` with key_start and without a key_end per row. A row
+// that sees any key then also sees the key at its own position. Therefore the rows see all keys
+// from the first seen key to the position of the block's first row. Every key of a gap is then at
+// the position of a row that sees no key, and one bit per row describes the gaps.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,8 @@ template <int kRows>
 struct GapKeys {
   static_assert(kRows % kWarp == 0);
   int first_position;  // the key at the position of row 0, or kSeesNothing if there are no gaps
-  uint32_t rows[kRows / kWarp];  // one bit per row: the key at the row's position is in a gap
+  // One bit per row. The bit is set if the key at the row's position is in a gap.
+  uint32_t rows[kRows / kWarp];
 
   // Whether the `count` keys from `key` on may include keys of a gap.
   __device__ __forceinline__ bool may_overlap(int key, int count) const {
@@ -31,10 +33,10 @@ struct GapKeys {
     return row >= 0 && row < kRows && (rows[row / kWarp] >> row % kWarp & 1) != 0;
   }
 
-  // Finds the gaps of the block's rows. The position of row 0 is `position`. `s_begin` holds the
-  // first key of each row, or kSeesNothing if the row sees no key. All keys that the rows see lie
-  // in [first, end). All threads of `threads` / 32 warps call this function. Before the call,
-  // first_position must be kSeesNothing or `position`.
+  // Finds the gaps between the keys that the block's rows see. The position of row 0 is `position`.
+  // `s_begin` holds the first key of each row, or kSeesNothing if the row sees no key. All keys
+  // that the rows see lie in [first, end). The `threads` threads that call this function together
+  // form whole warps. Before the call, first_position must be kSeesNothing or `position`.
   __device__ __forceinline__ void find(const int* s_begin, int position, int first, int end,
                                        int thread, int threads) {
     for (int row = thread; row < kRows; row += threads) {
@@ -49,7 +51,7 @@ struct GapKeys {
   }
 
  private:
-  // Returns the smallest s_begin of row `row` and all later rows. All lanes of a warp call this
+  // Returns the minimum of s_begin over row `row` and all later rows. All lanes of a warp call this
   // function.
   static __device__ __forceinline__ int first_begin_from(const int* s_begin, int row) {
     int in_later_warps = kSeesNothing, begin = s_begin[row];

@@ -6,7 +6,7 @@
 //   j >= key_start[b, i]   the first key of the row, for packed documents or chunks
 //   j < key_end[b]         later keys are padding, or cache entries that are not filled yet
 //   j <= position          if causal
-//   j > position - window  and without causal j < position + window
+//   j > position - window  and, without causal, j < position + window
 // The position of row i is i + key_end[b] - seqlen_q (bottom-right aligned), because the last
 // seqlen_q keys of a KV cache belong to the query rows. A key_end below seqlen_q can't describe a
 // cache. Such a key_end is the length of a sequence that is padded on the right, and row i has
@@ -16,8 +16,9 @@
 // never affect the results, even if they are NaN.
 //
 // key_end may also have one value per row: key_end[b, i]. The position of row i is then
-// key_end[b, i] - 1, its last key. causal adds nothing, and the window ends at that key. The CUDA
-// kernels then need finite values also in keys that lie between seen keys but that no row sees.
+// key_end[b, i] - 1, its last key. In this case `causal` changes nothing, and the window ends at
+// that key. The CUDA kernels then require finite keys and values also at gaps, that is, at keys
+// that no row sees and that lie between keys that rows see.
 //
 // leftpad, key_start and key_end stay on the device, so the host never waits for their values.
 // Values below 0 count as 0. Values above seqlen_k count as seqlen_k. Without causal, leftpad = 0
@@ -64,7 +65,7 @@ struct MaskParams {
   const int32_t* leftpad;    // (batch,)
   const int32_t* key_start;  // (batch, seqlen_q)
   const int32_t* key_end;    // (batch,), or (batch, seqlen_q) if has_row_ends
-  // (nheads,): the attention sinks, one additional logit per head that has no value vector
+  // (nheads,): the attention sinks. A sink is one more logit of a head and has no value vector.
   const float* sink;
   float softcap;  // scores become softcap * tanh(score / softcap)
   bool causal;
@@ -74,10 +75,12 @@ struct MaskParams {
   // Whether the rows of a sequence may see different keys.
   TW_HOST_DEVICE bool is_uneven() const { return causal || window > 0 || has_row_ends; }
 
-  // Whether keys between the first and the last seen key of a block may be padding (GapKeys).
+  // Whether kernels must clear gaps (GapKeys): padding between the first and the last key that a
+  // block sees.
   TW_HOST_DEVICE bool may_have_gaps() const { return causal && key_start && !has_row_ends; }
 
-  // Whether the mask is more than causal and leftpad, so that it needs a kernel for general masks.
+  // Whether the mask has more than `causal` and `leftpad`, so that it needs a kernel for general
+  // masks.
   bool is_general() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
 
   // The position of query row i among all keys (bottom-right aligned).
@@ -111,7 +114,7 @@ struct MaskParams {
             has_row_ends ? key_end + b * seqlen_q : nullptr};
   }
 
-  // The keys that query row i sees under a mask of causal and leftpad only.
+  // Returns the keys that query row i sees if the mask has only `causal` and `leftpad`.
   TW_HOST_DEVICE KeyRange row_keys(int64_t i, int64_t pad) const {
     const int64_t pos = position(i);
     if (padded && pos < pad) return {0, 0};
@@ -120,7 +123,7 @@ struct MaskParams {
     return {pad, end};
   }
 
-  // The keys that query row i sees under any mask.
+  // Returns the keys that query row i sees under any mask.
   TW_HOST_DEVICE KeyRange row_keys(int64_t i, const SequenceMask& sequence) const {
     const int64_t pos =
         sequence.row_ends ? clamp_key(sequence.row_ends[i]) - 1 : position(i, sequence.end);
@@ -136,11 +139,11 @@ struct MaskParams {
     return keys;
   }
 
-  // The keys that a query row at position `pos` sees, for kernels that load the values of several
-  // rows before they use them. `key_start` is the row's key_start, or 0.
+  // Returns the keys that a query row at position `pos` sees. This version is for kernels that load
+  // the values of several rows before they use them. `key_start` is the row's key_start, or 0.
   TW_HOST_DEVICE KeyRange32 row_keys_32(int pos, int key_start,
                                         const SequenceMask32& sequence) const {
-    constexpr int64_t kMaxWidth = int64_t{1} << 30;  // beyond every position
+    constexpr int64_t kMaxWidth = int64_t{1} << 30;  // larger than every position
     const int width = static_cast<int>(window < kMaxWidth ? window : kMaxWidth);
     if (padded && pos < sequence.pad) return {0, 0};
     KeyRange32 keys = {sequence.pad, sequence.end};
@@ -151,14 +154,14 @@ struct MaskParams {
     return keys;
   }
 
-  // The first query row that is not padding. The result is at least 0.
+  // Returns the first query row that is not padding. The result is at least 0.
   TW_HOST_DEVICE int64_t first_row(int64_t pad) const {
     const int64_t row = padded ? pad - (seqlen_k - seqlen_q) : 0;
     return row < 0 ? 0 : row;
   }
 
-  // The first query row that sees `key`, under a mask of causal and leftpad only. `key` must not be
-  // padding.
+  // Returns the first query row that sees `key` if the mask has only `causal` and `leftpad`. `key`
+  // must not be padding.
   TW_HOST_DEVICE int64_t first_row_seeing(int64_t key, int64_t pad) const {
     int64_t row = first_row(pad);
     const int64_t diagonal = key - position(0);
@@ -167,15 +170,15 @@ struct MaskParams {
   }
 };
 
-// The keys that kRows consecutive query rows of a sequence see. Rows behind the last row of the
-// sequence see no key.
+// Describes which keys kRows consecutive query rows of a sequence see. Rows behind the last row of
+// the sequence see no key.
 struct alignas(16) BlockMask {
   static constexpr int kRows = 64;
-  int begin, end;  // contain the keys of all rows; INT_MAX and 0 if no row sees a key
-  // Every row sees all keys of [last_begin, first_end). They are INT_MAX and 0 if some row sees no
-  // key.
+  int begin, end;  // [begin, end) has the keys of all rows; INT_MAX and 0 if no row sees a key
+  // Every row sees all keys of [last_begin, first_end). The two values are INT_MAX and 0 if some
+  // row sees no key.
   int last_begin, first_end;
-  uint64_t live;  // one bit per row: the row sees a key
+  uint64_t live;  // one bit per row, set if the row sees a key
 
   TW_HOST_DEVICE bool sees(unsigned row) const { return live >> (row % kRows) & 1; }
 };

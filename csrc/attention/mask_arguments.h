@@ -18,7 +18,7 @@ struct Mask {
   OptionalTensor key_end;         // int32 (batch,), or (batch, seqlen_q): one end per row
   std::optional<int64_t> window;  // >= 1
   std::optional<double> softcap;  // > 0: scores become softcap * tanh(score / softcap)
-  // (nheads,): the attention sinks, one additional logit per head that has no value vector
+  // (nheads,): the attention sinks. A sink is one more logit of a head and has no value vector.
   OptionalTensor sink;
 
   bool has_row_ends() const { return is_given(key_end) && key_end->dim() == 2; }
@@ -31,8 +31,8 @@ struct Mask {
     return {of(leftpad), causal, of(key_start), of(key_end), window, softcap, of(sink)};
   }
 
-  // Converts the mask to MaskParams. `data(tensor)` must return the address of an int32 tensor's
-  // elements. softcap and sink stay unset, because the CPU code keeps them in another dtype.
+  // Converts the mask to MaskParams. `data(tensor)` must return the address of the elements of an
+  // int32 tensor. softcap and sink stay unset, because the CPU code keeps them in another dtype.
   template <typename Data>
   MaskParams params(int64_t seqlen_q, int64_t seqlen_k, const Data& data) const {
     const auto address = [&](const OptionalTensor& t) -> const int32_t* {

@@ -21,8 +21,8 @@ inline Mask kernel_mask(const Mask& mask) {
 inline MaskParams kernel_params(const Mask& mask, int64_t seqlen_q, int64_t seqlen_k) {
   MaskParams params =
       mask.params(seqlen_q, seqlen_k, [](const Tensor& t) { return const_data<int32_t>(t); });
-  // NOTE: the clamp keeps the cap in the range of fp32. A smaller cap would become 0 and a larger
-  // one infinite, and the scores would be lost.
+  // NOTE: the clamp keeps the cap in the range of fp32. A cap below this range would become 0, and
+  // a cap above this range would become infinite. In both cases, the scores would be lost.
   if (mask.softcap) {
     params.softcap = static_cast<float>(std::clamp<double>(*mask.softcap, FLT_MIN, 1e30));
   }

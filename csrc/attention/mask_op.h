@@ -1,5 +1,5 @@
-// Helpers to register ops with a mask. mask_op combines the mask arguments that the dispatcher
-// passes into a Mask. save_with_mask saves a Mask for the backward of an autograd function.
+// Helpers to register an op that has a mask. mask_op makes one Mask from the mask arguments of the
+// dispatcher's call. save_with_mask saves a Mask for the backward of an autograd function.
 #pragma once
 
 #include "attention/mask_arguments.h"
@@ -7,14 +7,14 @@
 
 namespace torchweld {
 
-// The last arguments of the schema of an op with a mask. leftpad, causal and scale come before
-// them.
+// The last arguments in the schema of an op that has a mask. The schema has leftpad, causal and
+// scale before these arguments.
 #define TW_MASK_SCHEMA                                                                    \
   "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
   "Tensor? sink=None"
 
 // MaskOp<f, R(), arguments of f>::call gets the mask's arguments one by one, in the order of the
-// schema. It calls f(before..., mask, scale, after...). If kCausal is true, the schema has an
+// schema, and calls f(before..., mask, scale, after...). If kCausal is true, the schema has an
 // argument `causal`. Otherwise the mask is always causal.
 template <auto f, bool kCausal, typename Before, typename... Rest>
 struct MaskOp;
@@ -50,14 +50,14 @@ constexpr auto mask_op_of(R (*)(Args...)) {
   return &MaskOp<f, kCausal, R(), Args...>::call;
 }
 
-// The function that the dispatcher calls for f: mask_op if the op has an argument `causal`,
-// causal_mask_op if it does not.
+// The function that the dispatcher calls for f. If the schema has an argument `causal`, this
+// function is mask_op, otherwise causal_mask_op.
 template <auto f>
 constexpr auto mask_op = mask_op_of<f, /*kCausal=*/true>(f);
 template <auto f>
 constexpr auto causal_mask_op = mask_op_of<f, /*kCausal=*/false>(f);
 
-// The number of tensors of a Mask. save_with_mask saves them after the tensors of the op.
+// The number of tensors in a Mask. save_with_mask saves these tensors after the tensors of the op.
 constexpr size_t kMaskTensors = 4;
 
 inline void save_with_mask(AutogradContext* ctx, variable_list tensors, const Mask& mask) {

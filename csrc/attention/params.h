@@ -13,9 +13,9 @@
 
 namespace torchweld {
 
-// A tensor (batch, heads, rows, cols) with contiguous rows. Strides are in elements. Every row
-// starts on a 16-byte boundary. The elements between the end of a row and the next 16-byte boundary
-// are zeros, so that cp.async can copy 16 bytes at a time.
+// A tensor (batch, heads, rows, cols) with stride 1 along the last dimension. Strides are in
+// elements. Every row starts on a 16-byte boundary. The elements between the end of a row and the
+// next 16-byte boundary are zeros, so that cp.async can copy 16 bytes at a time.
 struct AttentionTensor {
   const void* data;
   int64_t batch_stride;
@@ -23,8 +23,8 @@ struct AttentionTensor {
   int64_t row_stride;
 };
 
-// A result (batch, heads, rows, cols) with contiguous rows. Strides are in elements. They are
-// multiples of cols, because the tensor is dense.
+// A result (batch, heads, rows, cols) with stride 1 along the last dimension. Strides are in
+// elements. They are multiples of cols, because the tensor is dense.
 struct AttentionOutput {
   void* data;
   int64_t batch_stride;
@@ -59,9 +59,11 @@ struct AttentionParams {
   bool tf32;  // fp32 matmuls may round to TF32
   DType dtype;
   AttentionChoice choice;
-  float* partials;     // attention_partial_floats() floats; nullptr if that number is 0
-  uint64_t* flags;     // attention_flags() flags (block_flags); nullptr if that number is 0
-  unsigned* counters;  // Hopper's ticket counter, zero before and after a call; else nullptr
+  float* partials;  // attention_partial_floats() floats; nullptr if that number is 0
+  uint64_t* flags;  // attention_flags() flags (block_flags); nullptr if that number is 0
+  // The ticket counter of Hopper's kernels. It is 0 before and after a call. For other kernels,
+  // `counters` is nullptr.
+  unsigned* counters;
 };
 
 inline AttentionMath attention_math(DType dtype, bool tf32) {
@@ -81,13 +83,14 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           device_facts()};
 }
 
-// The number of flags of a call. Every split has one flag, except the last split of a group. The
-// block of the last split adds the partial results of the other splits.
+// The number of flags of a call. A group consists of the splits of one tile of query rows. Every
+// split has one flag, except the last split of a group. The block of the last split adds the
+// partial results of the other splits.
 inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
   return attention_decode_groups(p) * (choice.splits - 1);
 }
-// The number of floats for the partial results. Every split except the last split of a group stores
-// the accumulators, the maximum and the sum of probabilities of each of its rows.
+// The number of floats for the partial results. Every split, except the last split of a group,
+// stores the accumulators, the maximum and the sum of probabilities of each of its rows.
 inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
@@ -98,8 +101,8 @@ inline int64_t attention_partial_floats(const AttentionProblem& p, const Attenti
 // kernels.
 inline constexpr int64_t kAttentionMaxHeadDim = 256;
 
-// Launches the forward of attention. Sizes may be 0. If out and lse are empty, the function
-// launches nothing.
+// Launches the forward of attention. Sizes may be 0. If neither `out` nor `lse` has an element to
+// write, the function launches nothing.
 void launch_attention(const AttentionParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

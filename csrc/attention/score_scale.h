@@ -1,5 +1,5 @@
-// The scale and the soft cap that convert scores into probabilities, and the last step of the
-// softmax of a row. For host and device code.
+// Defines the scale and the soft cap, which convert scores into probabilities, and the last step of
+// the softmax of a row. This code is for host and device.
 #pragma once
 
 #include <cmath>
@@ -22,17 +22,18 @@ struct ScoreScale {
         c(size * kLog2OfE) {}
 
 #ifdef __CUDACC__
-  // lse of a row. A row that sees only scores of -inf gives NaN, as in torch.
+  // Returns the lse of a row. A row that sees only scores of -inf gives NaN, as in torch.
   __device__ __forceinline__ float lse(float max, float sum) const {
     return sum > 0.f ? fmaf(max, size, logf(sum)) : NAN;
   }
 #endif
 };
 
-// tanh(x) / x as a polynomial in x^2 with kTerms (3 or 4) terms and a relative error of 2^-20.
+// A polynomial in x^2 that approximates tanh(x) / x. It has kTerms (3 or 4) terms and a relative
+// error of 2^-20.
 template <int kTerms>
 struct SmallTanh {
-  // The largest |x| with this relative error.
+  // The largest |x| for which the relative error is at most 2^-20.
   static constexpr float kMax = kTerms == 3 ? 0.25f : 0.5f;
   // The coefficient of x^(2 i).
   static TW_HOST_DEVICE constexpr float term(int i) {
@@ -43,8 +44,8 @@ struct SmallTanh {
   }
 };
 
-// The exponent c * tanh(score * cap) for |score| <= max_score, computed as score times a polynomial
-// in score^2.
+// Computes the exponent c * tanh(score * cap) for |score| <= max_score. The exponent is `score`
+// times a polynomial in score^2.
 template <int kTerms>
 struct SmallExponent {
   float max_score;
@@ -58,7 +59,7 @@ struct SmallExponent {
   }
 
 #ifdef __CUDACC__
-  // Returns exponent(score) - shift.
+  // Returns the exponent of `score`, minus `shift`.
   __device__ __forceinline__ float operator()(float score, float shift) const {
     const float square = score * score;
     float y = terms[kTerms - 1];

@@ -1,8 +1,8 @@
 // Online softmax over the fragments of a score tile.
 //
-// Scores are (kTiles * 16, kCols * 8) in the layout of m16n8's C: a thread holds rows g and g + 8
-// of every 16 rows, and two neighbouring columns of every 8 columns. Probabilities are 2^((s - max)
-// * c).
+// The scores form a matrix of kTiles * 16 rows and kCols * 8 columns, in the layout of m16n8's C.
+// Of every 16 rows, a thread holds rows g and g + 8, where g is lane / 4. Of every 8 columns, it
+// holds two neighbouring columns. Probabilities are 2^((s - max) * c).
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #pragma once
 
@@ -23,8 +23,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The state of a row: the largest score so far, and the sum of the row's probabilities in this
-// thread.
+// The state of a row: the largest score so far, and the sum of those probabilities of the row that
+// this thread holds.
 struct OnlineRow {
   float max;
   float sum;
@@ -41,8 +41,8 @@ __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
 }
 
 // Replaces scores by probabilities. The caller must then multiply the accumulators of O by
-// `factor`. With kFtz, subnormal probabilities become 0. With kLazy, a row keeps its old maximum as
-// long as its probabilities stay below 2^8, so that `factor` is often 1.
+// `factor`. If kFtz is true, subnormal probabilities become 0. If kLazy is true, a row keeps its
+// old maximum as long as its probabilities are at most 2^8, so that `factor` is often 1.
 template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
 __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
                                                OnlineRow (&rows)[kTiles][2],
@@ -64,8 +64,9 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
       // maximum. The sum of the row stays 0.
       const float top = max == -INFINITY ? 0.f : max;
       // NOTE: s * c - shift is one FMA. All scores of the row and `factor` use the same rounded
-      // shift, so its rounding error cancels. For huge scores, however, 2^error overflows.
-      // Therefore `top` is first subtracted from huge scores. inf - inf gives NaN, as in torch.
+      // `shift`, so the rounding error of `shift` cancels. For huge scores, however, 2^error
+      // overflows. Therefore the code first subtracts `top` from huge scores. inf - inf gives NaN,
+      // as in torch.
       float shift = __fmul_rn(top, c);
       float rise = __fmul_rn(row.max, c) - shift;
       if (!(fabsf(shift) < 0x1p14f)) {
@@ -95,7 +96,8 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
 
 // Softmax without a running maximum, for small soft-capped scores. `exponent` is a SmallExponent,
 // which converts a score into its exponent. The maxima of the rows must be 0 or more, and they
-// don't change. If `hides` is true, the function calls hide() to hide exponents.
+// don't change. If `hides` is true, r_s first receives the exponents, and hide() then sets the
+// exponents of hidden keys to -inf.
 template <int kTiles, int kCols, class Exponent, class Hide>
 __device__ __forceinline__ void online_softmax_of_small(float (&r_s)[kTiles][kCols][4],
                                                         OnlineRow (&rows)[kTiles][2], float c,
@@ -143,7 +145,7 @@ __device__ __forceinline__ void rescale(float (&r_out)[kTiles][kCols][4],
   }
 }
 
-// Hides the columns of each row from column min(first_end + row, last_end) on.
+// In each row, hides column min(first_end + row, last_end) and all later columns.
 template <int kTiles, int kCols>
 __device__ __forceinline__ void hide_columns(float (&r_s)[kTiles][kCols][4], int first_end,
                                              int last_end) {

@@ -26,8 +26,8 @@ struct AttentionLayout {
   }
 };
 
-// A tile of rows with kCols elements in chunks of 16 bytes, swizzled so that the 8 rows of an
-// ldmatrix lie in different banks.
+// A tile whose rows have kCols elements, in chunks of 16 bytes. The chunks are swizzled, so that
+// the 8 rows of an ldmatrix lie in different banks.
 template <typename T, int kTileRows, int kCols>
 struct SharedTile {
   static constexpr int kRows = kTileRows;
@@ -44,8 +44,8 @@ struct SharedTile {
   }
 
   // Returns the address that is `bytes` bytes to the right of s_byte in the same row. `bytes` must
-  // be a multiple of 16 and must have no bit in common with the column of s_byte. Callers may add a
-  // multiple of 8 rows to the result.
+  // be a multiple of 16 and must have no bit in common with the byte column of s_byte. To address a
+  // row that is 8 * n rows further down, callers may add 8 * n * kRowBytes to the result.
   static __device__ __forceinline__ uint32_t right_of(uint32_t s_byte, int bytes) {
     return (s_byte ^ (bytes % 128)) + bytes / 128 * 128;
   }
@@ -56,7 +56,7 @@ struct SharedTile {
   }
 };
 
-// The address that this lane passes to ldmatrix to load a left operand (m16 x 32 bytes).
+// Returns the address that this lane passes to ldmatrix for a left operand (m16 x 32 bytes).
 template <typename Tile>
 __device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int group,
                                               unsigned thread) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t left_lane(uint32_t s_tile, int row, int grou
   return left_lane<Tile>(s_tile, row, group, threadIdx.x);
 }
 
-// The address that this lane passes to ldmatrix to load two n8 tiles of a right operand.
+// Returns the address that this lane passes to ldmatrix for two n8 tiles of a right operand.
 template <typename Tile>
 __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int group,
                                                unsigned thread) {
@@ -80,8 +80,8 @@ __device__ __forceinline__ uint32_t right_lane(uint32_t s_tile, int row, int gro
   return right_lane<Tile>(s_tile, row, group, threadIdx.x);
 }
 
-// Copies consecutive tiles of kRows rows each from a strided matrix (rows, cols). Rows from
-// `rows_left` on, and chunks from column `cols` on, become zeros and are not read.
+// Copies consecutive tiles of kRows rows each from a strided matrix (rows, cols) to shared memory.
+// Rows from `rows_left` on, and chunks from column `cols` on, become zeros and are not read.
 template <typename Layout, int kRows, int kThreads>
 class AttentionLoader {
   using T = typename Layout::T;
@@ -121,8 +121,8 @@ class AttentionLoader {
     g_next_ += step_ * (kSkipped / kRowStep);
   }
 
-  // Zeroes the rows of a tile that lie in a gap. Each thread zeroes only chunks that it has copied.
-  // The tile starts at `key`. The caller must have waited for the copies.
+  // Zeroes those rows of a tile that lie in a gap. Each thread zeroes only chunks that it has
+  // copied. The tile starts at `key`. The caller must have waited for the copies.
   template <typename Gaps>
   static __device__ __forceinline__ void clear_gaps(int thread, T* s_tile, const Gaps& gaps,
                                                     int key) {
@@ -136,7 +136,7 @@ class AttentionLoader {
     }
   }
 
-  // Multiplies the chunks that this thread has copied by `factor`. The caller must have waited for
+  // Multiplies by `factor` the chunks that this thread has copied. The caller must have waited for
   // the copies.
   __device__ __forceinline__ void multiply(char* s_tile, float factor) const {
     const ThreadChunks chunks(threadIdx.x);
@@ -172,8 +172,8 @@ class AttentionLoader {
   int cols_;
 };
 
-// One warp copies kRows rows from shared memory to consecutive rows of `cols` elements in global
-// memory.
+// Copies up to kRows rows of `cols` elements from shared memory to consecutive rows in global
+// memory. Rows from `rows` on are not copied. One warp calls this function.
 template <typename Layout, int kRows>
 __device__ __forceinline__ void store_rows(typename Layout::T* g_to, int64_t row_stride,
                                            const char* s_rows, int rows, int cols) {
