@@ -4,14 +4,15 @@
 //   nheads_kv divides nheads. Query heads [h * group, (h + 1) * group) share kv head h, where group
 //   is nheads / nheads_kv.
 //
-// Results have the memory order of an input: out and dquery that of query, dkey that of key, dvalue
-// that of value (empty_in_order_of). Therefore a model that passes views of (batch, seqlen, nheads,
-// head_dim) can reshape out to (batch, seqlen, nheads * head_dim_v) without a copy.
+// A result has the memory order of an input (empty_in_order_of): `out` and dquery have the order of
+// query, dkey has the order of key, and dvalue has the order of value. Therefore a model that
+// passes views of (batch, seqlen, nheads, head_dim) can reshape `out` to (batch, seqlen,
+// nheads * head_dim_v) without a copy.
 //
-// attention_forward also returns lse (batch, nheads, seqlen_q), from which the backward recomputes
-// the probabilities. attention_with_lse also returns lse, as a differentiable result. The CPU code
-// holds the scores of one block of query rows at a time, so its memory is linear in the sequence
-// length.
+// attention_forward also returns lse (batch, nheads, seqlen_q). The backward recomputes the
+// probabilities from lse. attention_with_lse also returns lse, as a differentiable result. The CPU
+// code holds the scores of one block of query rows at a time, so its memory is linear in the
+// sequence length.
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
@@ -37,7 +38,7 @@ namespace {
 using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Checks the arguments and returns the sizes of out.
+// Checks the arguments and returns the sizes of `out`.
 std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, const Tensor& key,
                                          const Tensor& value, const Mask& mask,
                                          std::optional<double> scale) {
@@ -69,7 +70,8 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
 constexpr auto attention_checks = mask_op<check_attention>;
 
 // Whether `t` (batch, heads, seqlen, columns) is a view of a tensor (batch, seqlen, heads, columns)
-// with contiguous rows. An expanded dim has stride 0, so `t` with expanded heads is no such view.
+// with stride 1 along the last dimension. If the heads of `t` are expanded, their stride is 0, and
+// the result is false.
 bool is_position_major(const Tensor& t) {
   const auto head_stride = t.sym_stride(1);
   return TORCH_GUARD_OR_FALSE(t.sym_stride(3).sym_eq(1)) &&
@@ -77,8 +79,8 @@ bool is_position_major(const Tensor& t) {
          TORCH_GUARD_OR_FALSE(head_stride.sym_lt(t.sym_stride(2)));
 }
 
-// Allocates a dense tensor (batch, heads, seqlen, columns). In memory it is (batch, seqlen, heads,
-// columns) if `like` is, otherwise contiguous.
+// Allocates a dense tensor (batch, heads, seqlen, columns). If the memory order of `like` is
+// (batch, seqlen, heads, columns), the new tensor has this order, too. Otherwise it is contiguous.
 Tensor empty_in_order_of(const Tensor& like, const std::vector<c10::SymInt>& sizes) {
   if (!is_position_major(like)) return at::empty_symint(sizes, like.options());
   return at::empty_symint({sizes[0], sizes[2], sizes[1], sizes[3]}, like.options()).transpose(1, 2);
@@ -131,7 +133,7 @@ TW_OP(attention_forward);
 TW_OP(attention_with_lse);
 TW_OP(attention_backward);
 
-// The ops of the forward. `fill` is the device's function that computes the results.
+// Computes an op of the forward. `fill` is the function that computes the results on a device.
 template <auto fill>
 Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
                     std::optional<double> scale) {
@@ -316,8 +318,8 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
 constexpr auto attention_backward_cuda = mask_op<attention_grads_cuda>;
 #endif
 
-// The autograd function of attention. If kWithLse is true, it is the function of
-// attention_with_lse, and lse is also differentiable.
+// The autograd function of attention. If kWithLse is true, this is the autograd function of
+// attention_with_lse, and `lse` is also differentiable.
 template <bool kWithLse>
 struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>> {
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key,

@@ -1,5 +1,5 @@
 // bmm:       y = a @ b           a (batch, M, K), b (batch, K, N), y (batch, M, N)
-// Gradient:  da = dy @ b^T, db = a^T @ dy, summed over the batch if the operand has batch 1
+// Gradient:  da = dy @ b^T, db = a^T @ dy; a gradient with batch 1 is summed over the batch of dy
 //
 // An operand with a batch of 1 is used for every batch of the other operand. The gradient of such
 // an operand is a single matmul that also sums over the batch. Therefore the gradient is rounded
@@ -52,9 +52,9 @@ Tensor stack_rows(const Tensor& t) { return t.reshape({t.size(0) * t.size(1), t.
 
 bool shared(const Tensor& t, const Tensor& dy) { return t.size(0) == 1 && dy.size(0) != 1; }
 
-// Computes the gradients with the matmul of a device. multiply(y, left, right) must compute y =
-// left @ right. y is (M, N) or (batch, M, N). If y has a batch, left and right have the same batch
-// or a batch of 1.
+// Computes the gradients. multiply(y, left, right) is the matmul of a device and must compute
+// y = left @ right. y is (M, N) or (batch, M, N). If y has a batch, left and right have the same
+// batch or a batch of 1.
 template <typename Multiply>
 void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
                        const Tensor& a, const Tensor& b, const Multiply& multiply) {
@@ -112,7 +112,8 @@ Tensor bmm_cuda(const Tensor& a, const Tensor& b) {
   const Tensor y = bmm_meta(a, b);
   const OnDevice on(a.device());
   if (shared(b, y) && stacks(a)) {
-    // If b is shared, run one tall matmul. It fills its tiles better than many short matmuls.
+    // If b is shared, run one tall matmul. A tall matmul fills its tiles better than many short
+    // ones.
     multiply_cuda(stack_rows(y), stack_rows(a), b[0]);
   } else {
     multiply_cuda(y, a, b);

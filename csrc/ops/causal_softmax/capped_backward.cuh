@@ -1,6 +1,6 @@
 // The backward of causal_softmax with softcap or a sink:
 //   dx = scale * y * (dy - sum(dy * y)) * (1 - tanh(scale * x / softcap)^2) over the live columns
-//   sink_terms = -p_sink * sum(dy * y)       of every row; p_sink is the sink's probability
+//   sink_terms = -p_sink * sum(dy * y) for each row; p_sink is the softmax probability of the sink
 //
 // There is one block per row, with at most one thread per 16-byte access. The block reads the row
 // twice. The first read computes sum(dy * y) and, with a sink, the running (max, sum) of x. The

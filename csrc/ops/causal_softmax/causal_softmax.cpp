@@ -3,9 +3,9 @@
 // Gradient:        dscores = scale * y * (dy - sum(dy * y)) over the same keys, 0 elsewhere
 //
 // attention/mask.h defines the mask. Hidden scores are not read. With softcap or a sink, the
-// backward also reads the scores. With softcap, dscores is also multiplied by the slope of the cap.
-// The gradient of a sink is
-//   dsink = -sum over rows of p_sink * sum(dy * y),  p_sink the sink's softmax probability
+// backward also reads the scores. With softcap, the slope of the cap is one more factor of dscores.
+// The gradient of a sink, with p_sink the softmax probability of the sink, is
+//   dsink = -sum over rows of p_sink * sum(dy * y)
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
 
@@ -73,7 +73,7 @@ constexpr auto causal_softmax_backward_meta = causal_mask_op<empty_causal_softma
 TW_OP(causal_softmax);
 TW_OP(causal_softmax_backward);
 
-// CPU: returns the scores as (batch, heads, seqlen_q, seqlen_k) with contiguous rows.
+// CPU: returns t as (batch, heads, seqlen_q, seqlen_k) with stride 1 along the last dimension.
 Tensor as_heads(const Tensor& t) {
   const int64_t batch = t.dim() == 2 ? 1 : t.size(0);
   int64_t heads = 1;

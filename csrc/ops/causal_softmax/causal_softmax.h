@@ -11,8 +11,9 @@
 
 namespace torchweld {
 
-// The mask arguments that a kernel supports in addition to causal. kCausal: leftpad. kRange: also
-// key_start, key_end and window. kCapped: also softcap and sinks.
+// The mask arguments that a kernel supports. kCausal kernels support `causal` and leftpad. kRange
+// kernels also support key_start, key_end and window. kCapped kernels also support softcap and
+// sinks.
 enum class MaskKind { kCausal, kRange, kCapped };
 
 inline MaskKind mask_kind(const MaskParams& mask) {
@@ -39,8 +40,8 @@ struct ScoresMask {
 
   TW_HOST_DEVICE float scale() const { return factor; }
 
-  // Whether the register kernels support the mask. They count rows in 32 bits and require a scale
-  // other than 0.
+  // Whether the register kernels support the mask. The register kernels count rows in 32 bits and
+  // require a scale other than 0.
   bool tiled(int64_t rows) const { return rows <= INT32_MAX && factor != 0.f; }
 
   // Returns the columns that a row sees. `row` may exceed 32 bits.
@@ -59,8 +60,8 @@ struct ScoresMask {
       const int i = static_cast<int>(r) - static_cast<int>(fast_seqlen_q.divide(r)) * seqlen_q;
       int pad = mask.leftpad ? mask.leftpad[fast_rows_per_batch.divide(r)] : 0;
       pad = pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
-      // Rows of padding need no test. Under causal, such a row has end <= pad, so its range is
-      // empty.
+      // Rows of padding need no test. Under `causal`, a row of padding has end <= pad, so its range
+      // is empty.
       const int end = i + seqlen_k - seqlen_q + 1;
       return {pad, end < seqlen_k ? end : seqlen_k};
     } else {
@@ -91,7 +92,7 @@ struct ScoresParams {
 
 // The arguments that only the backward with softcap or a sink needs.
 struct CappedBackward {
-  const void* scores;  // (rows, n), row_stride elements apart
+  const void* scores;  // (rows, n); rows are row_stride elements apart
   int64_t row_stride;
   float* sink_terms;  // (rows,): the term of each row in the sum dsink, or nullptr
 };

@@ -1,6 +1,6 @@
 // CPU: causal_softmax and its backward, row by row. scores, y and dy are (batch, heads, seqlen_q,
-// seqlen_k) with contiguous rows. Results are contiguous. A task computes a block of 16 rows of a
-// head.
+// seqlen_k) with stride 1 along the last dimension. Results are contiguous. A task computes a block
+// of 16 rows of a head.
 #pragma once
 
 #include <ATen/OpMathType.h>

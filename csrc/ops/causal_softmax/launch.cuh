@@ -27,7 +27,7 @@ void launch_capped_softmax_backward_of(const SoftmaxBackwardParams& params,
   const RowArgs<T> args = row_args<T>(params);
   SoftmaxProblem problem = softmax_problem<T, /*kBackward=*/true>(args, mask);
   problem.in_phase &= rows_in_phase(args, static_cast<const T*>(capped.scores), capped.row_stride);
-  pick_softmax(problem);  // this records the call for explain; there is only one kernel
+  pick_softmax(problem);  // records the call for `explain`; there is only one kernel
   const auto launch = [&](auto elems) {
     const auto kernel = capped_softmax_backward_kernel<T, elems.value>;
     const auto threads = static_cast<unsigned>(softmax_stream_threads(problem));

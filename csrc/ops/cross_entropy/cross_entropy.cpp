@@ -3,17 +3,17 @@
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
 // For a scalar loss, training reads the logits once and writes their gradient once.
-// cross_entropy_gradients_forward computes the loss and its gradient for dloss = 1.
+// cross_entropy_gradients_forward computes the loss and, for dloss = 1, the gradient of the logits.
 // cross_entropy_gradients_backward multiplies this gradient by dloss. If only the graph holds the
 // gradient, the multiplication is in place. The kernel reads dloss on the device, so the host
 // doesn't wait. If dloss is 1, the kernel leaves the gradient as it is. Otherwise it reads and
 // writes the gradient once more.
 //
 // Some calls read the logits twice: calls with reduction "none", calls with float16, and calls
-// whose gradient can't be scaled in place (torch.compile, saved-tensor hooks, transforms).
-// cross_entropy_forward then also returns each row's lse (0 for an ignored row), and
-// cross_entropy_backward computes the gradient from lse. float16 is excluded because a gradient
-// without the loss scale would underflow.
+// whose gradient can't be scaled in place (torch.compile, saved-tensor hooks, transforms). For
+// these calls, cross_entropy_forward also returns the lse of each row (0 for an ignored row), and
+// cross_entropy_backward computes the gradient from lse. float16 is excluded from the first way,
+// because a gradient without the loss scale would underflow.
 //
 // NOTE: no kernel overwrites the logits with their gradient. The forward can't know whether the
 // caller still reads the logits. The backward can't know either, because the Python object of a

@@ -13,9 +13,10 @@ struct LogitInputs {
   Tensor targets = target_of_rows(target, options);  // (rows,) int64
 };
 
-// Vectors over all rows are in the accumulation dtype. If rows.loss is undefined, rows.lse is an
-// input. dloss may have stride 0. dlogits is contiguous, or undefined if no gradient is requested.
-// For an ignored row, the engine does not write loss and lse, and it sets dlogits to 0.
+// The vectors over all rows (rows.loss, rows.lse and dloss) are in the accumulation dtype. If
+// rows.loss is undefined, rows.lse is an input. dloss may have stride 0. dlogits is contiguous, or
+// undefined if no gradient is requested. For an ignored row, the engine does not write rows.loss
+// and rows.lse, and it sets dlogits to 0.
 using Engine = void (*)(const char* op, const LogitInputs& in, const LossRows& rows,
                         const Tensor& dloss, const Tensor& dlogits);
 

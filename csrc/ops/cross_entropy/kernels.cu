@@ -14,8 +14,8 @@ namespace {
 // The minimum row length for the ring kernel.
 constexpr int64_t kRingFrom = 16384;
 
-// Returns the index, in kSoftmaxRings, of a ring that reads each row only once. Returns -1 if there
-// is no such ring or the call needs the stream kernel.
+// Returns the index in kSoftmaxRings of a ring that reads each row only once. Returns -1 if there
+// is no such ring, or if the call needs the stream kernel.
 template <typename T>
 int choose_ring(const CrossEntropyParams& p) {
   const bool reads_twice_else = p.loss != nullptr && p.dlogits != nullptr;
@@ -57,8 +57,8 @@ void launch_ring(const CrossEntropyParams& p, const std::function<unsigned*()>& 
   launch_kernel(cross_entropy_ring_kernel<Config>, grid, stream, args, TargetMask{p}, counter());
 }
 
-// Returns the number of threads per row. It is at most 512. It is chosen so that each thread makes
-// at least 4 loads, if the row is long enough.
+// Returns the number of threads per row, which is at most 512. If the row is long enough, each
+// thread makes at least 4 loads.
 template <typename T>
 int stream_threads(int64_t n) {
   const int64_t accesses = n / (kVectorBytes / static_cast<int>(sizeof(T)));

@@ -1,7 +1,7 @@
-// Device functions for one row, used by all kernels of cross_entropy.
+// Device functions for one row. All kernels of cross_entropy use them.
 //
-// NOTE: NDEBUG would disable the assertion that checks the targets. The host does not check the
-// targets, because it would have to wait for the GPU.
+// NOTE: an assertion checks the targets. NDEBUG would disable it, so this file undefines NDEBUG.
+// The host does not check the targets, because it would have to wait for the GPU.
 #pragma once
 
 #undef NDEBUG
@@ -13,8 +13,9 @@
 
 namespace torchweld {
 
-// Returns exp(x). 16-bit rows use an approximation with an error of 2 ulp that flushes subnormal
-// results to 0. Both effects are far below the rounding to 16 bits. fp32 rows use expf.
+// Returns exp(x). For 16-bit rows, the result is an approximation: its error is 2 ulp, and
+// subnormal results become 0. Both effects are far below the rounding to 16 bits. For fp32 rows,
+// the function calls expf.
 template <typename T>
 __device__ __forceinline__ float loss_exp(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(x * kLog2e);
@@ -22,7 +23,7 @@ __device__ __forceinline__ float loss_exp(float x) {
 }
 
 // A functor that computes exponentials relative to a maximum. The reductions of device/reduce.cuh
-// call it.
+// call this functor.
 template <typename T>
 struct LossExponent {
   __device__ __forceinline__ float operator()(float z, float max) const {

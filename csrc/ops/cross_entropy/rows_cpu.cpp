@@ -63,13 +63,13 @@ void convert_row(To* to, const From* from, int64_t n) {
   });
 }
 
-// The operands of a call, with pointers to the logits and to the vectors over all rows. T is the
-// accumulation dtype.
+// The operands of a call: pointers to the logits, to the vectors over all rows and to the gradient.
+// T is the accumulation dtype.
 template <typename scalar_t>
 struct RowsCpu {
   using T = at::opmath_type<scalar_t>;
   static constexpr T kInfinity = std::numeric_limits<T>::infinity();
-  static constexpr int64_t kBlock = 2048;  // number of logits per block; they stay in the L1 cache
+  static constexpr int64_t kBlock = 2048;  // number of logits in a block, which stays in L1
 
   const scalar_t* logits;
   int64_t n, row_stride;
@@ -115,8 +115,8 @@ struct RowsCpu {
       const int64_t size = std::min(kBlock, n - first);
       convert_row(z, from + first, size);
       const T block_max = scale_row<T>(z, nullptr, size, scale);
-      // If the block's maximum is -inf, subtract 0 instead of the maximum, because -inf - (-inf) is
-      // NaN.
+      // If the block's maximum is -inf, subtract 0 instead of this maximum, because -inf - (-inf)
+      // is NaN.
       const T shift = block_max == -kInfinity ? T(0) : block_max;
       T block_sum = 0;
       with_vectors([&] {

@@ -11,8 +11,8 @@ namespace torchweld {
 
 inline constexpr int kCrossEntropyThreads = 512, kCrossEntropyLoads = 4;
 
-// The split of a row into single elements before the first 16-byte boundary, 16-byte accesses, and
-// the remaining elements.
+// Splits a row into three parts: `head` single elements before the first 16-byte boundary, then
+// `accesses` accesses of 16 bytes, then `tail` single elements.
 template <typename T>
 struct RowSpan {
   static constexpr int kElems = kVectorBytes / sizeof(T);

@@ -1,4 +1,5 @@
-// The kernel of fold_layer_norm: each block computes one row of the weight, which it reads once.
+// The kernel of fold_layer_norm. Each block computes one row of the folded weight and reads the row
+// of the weight once.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"

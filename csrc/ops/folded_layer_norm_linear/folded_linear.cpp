@@ -100,8 +100,8 @@ Tensor folded_layer_norm_linear_backward_meta(const Tensor& dy, const Tensor& x,
 TW_OP(folded_layer_norm_linear_backward);
 
 // CPU: the rows of x, minus the rounded mean of each row. The statistics of these shifted rows do
-// not lose digits if the mean is large. mean and rstd are (rows, 1) and belong to the shifted rows.
-// mean is small: it is only the rounding error of the subtracted mean.
+// not lose digits if the mean of x is large. The fields `mean` and `rstd` (rows, 1) belong to the
+// shifted rows. `mean` is only the rounding error of the subtracted mean, so it is small.
 struct ShiftedRows {
   Tensor rows, normalised, mean, rstd;
 

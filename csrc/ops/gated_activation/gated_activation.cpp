@@ -43,7 +43,7 @@ Grads gated_activation_backward_meta(const Tensor& dy, const Tensor& left, const
 }
 TW_OP(gated_activation_backward);
 
-// CPU: returns t as a matrix (rows, N) with contiguous columns.
+// CPU: returns t as a matrix (rows, N) with stride 1 along the last dimension.
 Tensor contiguous_columns(const Tensor& t) {
   const Tensor matrix = as_matrix(t);
   return matrix.stride(1) == 1 ? matrix : matrix.contiguous();

@@ -1,4 +1,4 @@
-// The launchers of gated_activation, y = gate(left, right) of two matrices.
+// The launchers of gated_activation, which computes y = gate(left, right) for two matrices.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace torchweld {
 
-// All matrices are (rows, n) with contiguous columns.
+// All matrices are (rows, n) with stride 1 along the last dimension.
 struct GatedActivationParams {
   const void *left, *right;
   void* y;  // contiguous
@@ -22,7 +22,7 @@ struct GatedActivationParams {
 
 struct GatedActivationBackwardParams {
   const void *dy, *left, *right;
-  void *dleft, *dright;  // contiguous; nullptr if not requested
+  void *dleft, *dright;  // contiguous; nullptr for a gradient that is not requested
   int64_t dy_row_stride, left_row_stride, right_row_stride;
   int64_t rows, n;
   Gate gate;

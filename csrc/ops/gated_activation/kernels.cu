@@ -1,5 +1,5 @@
-// Launches gated_activation and its backward. Each of them is one pass over all matrices with the
-// kernel of pointwise/column_pass.cuh, without column sums.
+// Launches gated_activation and its backward. Each launch is one pass over all matrices. It runs
+// the kernel of pointwise/column_pass.cuh without column sums.
 #include "ops/gated_activation/gated_activation.h"
 #include "pointwise/column_pass.cuh"
 #include "pointwise/gate.cuh"
@@ -7,8 +7,8 @@
 namespace torchweld {
 namespace {
 
-// A matrix with contiguous columns. The kernel does not write dleft or dright if its g_base is
-// nullptr.
+// A matrix with stride 1 along the last dimension. If g_base of dleft or dright is nullptr, the
+// kernel does not write this gradient.
 template <typename T>
 struct MatrixView {
   T* g_base;

@@ -1,7 +1,8 @@
 // gated_linear computes z = x @ weight.T + bias and y = gate(left, right).
 //   x (..., K), weight (2N, K), bias (2N,), z (..., 2N), y (..., N)
-// left is the first half of the columns of z and right the second half. If `interleaved` is true,
-// left is the even columns and right the odd columns. The gates are:
+// If `interleaved` is false, `left` is the first half of the columns of z, and `right` is the
+// second half. If `interleaved` is true, `left` has the even columns and `right` has the odd
+// columns. The gates are:
 //   sigmoid_tanh: sigmoid(left) * tanh(right)     geglu, geglu_tanh: left * gelu(right)
 //   swiglu: silu(left) * right                    reglu: left * relu(right)
 //
@@ -123,9 +124,9 @@ Grads gated_linear_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor
   auto [dx, dweight, dbias] =
       gated_linear_backward_meta(dy, x, weight, z, gate, interleaved, output_mask);
   const OnDevice on(x.device());
-  // If the columns are interleaved, gate_backward_into writes all sums to one vector. Otherwise it
-  // writes the sums of the left columns to the first half of dbias, and the sums of the right
-  // columns to the second half.
+  // If the columns are interleaved, gate_backward_into writes all column sums of dz to one vector.
+  // Otherwise it writes the sums of the left columns to the first half of dbias, and the sums of
+  // the right columns to the second half.
   const int64_t left = interleaved ? dbias.numel() : dbias.numel() / 2;
   const Tensor dz =
       gate_backward_into(dbias.narrow(0, 0, left), dbias.narrow(0, left, dbias.numel() - left), dy,

@@ -1,5 +1,6 @@
-// gated_mlp computes y = act @ down.T + down_bias with act = gate(x @ left.T + left_bias, x @
-// right.T + right_bias).
+// gated_mlp computes
+//   y = act @ down.T + down_bias
+//   act = gate(x @ left.T + left_bias, x @ right.T + right_bias)
 //   x (..., K), left and right (N, K), down (P, N), left_bias and right_bias (N,), down_bias (P,),
 //   act (..., N), y (..., P)
 // The gates are those of gated_linear.
@@ -8,9 +9,9 @@
 // side. The backward computes dz, the gradient of z, from z and dact = dy @ down. Then
 //   dx = dz_left @ left + dz_right @ right,  dleft = dz_left^T @ x,  dright = dz_right^T @ x,
 //   ddown = dy^T @ act.
-// act is not kept for the backward. The backward computes act again from the rounded z, in the step
-// that computes dz. On Hopper, the epilogue of dy @ down computes act and dz, and dact is never
-// stored.
+// The forward does not keep act for the backward. The backward computes act again from the rounded
+// z, in the step that computes dz. On Hopper, the epilogue of dy @ down can compute act and dz.
+// dact is then never stored.
 #include "core/dispatch.h"
 #include "layers/gated_pair.h"
 
@@ -86,7 +87,7 @@ Grads gated_mlp_backward_meta(const Tensor& dy, const Tensor& x, const Tensor& l
 }
 TW_OP(gated_mlp_backward);
 
-// Whether a gradient is requested that depends on dz.
+// Whether the caller requests a gradient that depends on dz.
 bool wants_dz(const Wanted& wanted) {
   return wanted[0] || wanted[1] || wanted[2] || wanted[4] || wanted[5];
 }
@@ -170,9 +171,10 @@ Forward gated_mlp_forward_cuda(const Tensor& x, const Tensor& left, const Tensor
   return {y, z};
 }
 
-// Whether the product dy @ down with the gradient of the gate in its epilogue is faster than the
-// product and a pass over dact and z. The pass reads three values per element of dact and writes
-// three.
+// Compares two ways to compute dz. One way is a single kernel, which computes dy @ down and, in its
+// epilogue, the gradient of the gate. The other way is a plain matmul and then a pass over dact and
+// z. This pass reads three values per element of dact and writes three values. Returns true if the
+// single kernel is faster.
 bool fuses_gate_backward(const GemmProblem& p) {
   if (gate_backward_refusal(p)) return false;
   const GemmChoice plain = choose_gemm(p);
@@ -180,9 +182,10 @@ bool fuses_gate_backward(const GemmProblem& p) {
          gemm_seconds(p, plain.engine, plain.tile, plain.splits) + gate_transfer_seconds(p, 6);
 }
 
-// Returns dz, computed from rows @ down without storing that product. dz overwrites z if z is
-// donated. act receives the result of the gate if it is not empty. Returns an undefined tensor, and
-// computes nothing, if the kernel does not support the tensors or would be slower.
+// Returns dz. The kernel computes dz from rows @ down and does not store this product. If z is
+// donated, dz overwrites z. If `act` is not empty, it receives the result of the gate. If the
+// kernel does not support the tensors or would be slower, the function computes nothing and returns
+// an undefined tensor.
 Tensor gate_backward_matmul(const Tensor& act, const Tensor& z, const Tensor& rows,
                             const Tensor& down, Gate gate) {
   const auto is_aligned = [](const Tensor& t) {
@@ -239,7 +242,8 @@ Grads gated_mlp_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& l
   if (needs_dz) dz = gate_backward_matmul(act, z, rows, down, parsed);
   const bool fused = dz.defined();
   if (!fused && (needs_dz || needs_act)) {
-    // The pass over dact and z overwrites dact with act. If only act is needed, dact has no values.
+    // The pass over dact and z overwrites dact with act. If only act is needed, dact is
+    // uninitialised.
     const Tensor dact = needs_act ? act : empty_matrix(rows.size(0), down.size(1), x);
     if (needs_dz) {
       const CallScope part("dact");
@@ -267,8 +271,8 @@ Grads gated_mlp_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& l
 }
 #endif
 
-// The two ops of the recorded forward. FinishFunction calls the second one, so that activation
-// checkpointing does not recompute it if gated_mlp is the last op of a region.
+// The two ops of the recorded forward. FinishFunction calls the second op. If gated_mlp is the last
+// op of a region, activation checkpointing then does not recompute the second op.
 constexpr struct PairForward
     : OpCall<PairForward, std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                      const OptionalTensor&, const OptionalTensor&,

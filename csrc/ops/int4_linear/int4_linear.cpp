@@ -4,7 +4,7 @@
 // Gradient:     dx = dy @ W. Only x has a gradient: codes and zeros are integers, and the scale and
 //               bias of a quantised weight are frozen.
 //
-// On CUDA each call of int4_linear repacks the weight. int4_linear_repacked uses a weight that is
+// On CUDA, each call of int4_linear repacks the weight. int4_linear_repacked needs a weight that is
 // already repacked.
 #include "core/dispatch.h"
 #include "int4/checks.h"

@@ -11,13 +11,13 @@
 namespace torchweld {
 
 struct Int4PackParams {
-  const uint8_t* codes;  // (rows, cols), row_stride elements apart
+  const uint8_t* codes;  // (rows, cols); rows are row_stride elements apart
   uint32_t* packed;      // (rows, words), contiguous
   int64_t rows, cols, row_stride;
 };
 
 struct Int4UnpackParams {
-  const uint32_t* packed;  // (rows, words), row_stride elements apart
+  const uint32_t* packed;  // (rows, words); rows are row_stride elements apart
   uint8_t* codes;          // (rows, cols), contiguous
   int64_t rows, cols, row_stride;
 };

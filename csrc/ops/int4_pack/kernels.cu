@@ -1,5 +1,5 @@
-// The kernels of int4_pack, int4_unpack and int4_repack. A thread writes one word, or the scale of
-// one row for one group.
+// The kernels of int4_pack, int4_unpack and int4_repack. A thread writes one word, or one scale
+// (the scale of one row and one group).
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "ops/int4_pack/int4_pack.h"
@@ -8,7 +8,7 @@ namespace torchweld {
 namespace {
 
 constexpr int kPackThreads = 256;
-// The maximum number of blocks; in larger problems each thread loops.
+// The maximum number of blocks. In larger problems, each thread processes several items.
 constexpr int64_t kMaxBlocks = 1 << 20;
 
 __device__ __forceinline__ int64_t first_index() {
@@ -61,8 +61,8 @@ __global__ __launch_bounds__(kPackThreads) void int4_repack_kernel(const Int4Rep
   }
 }
 
-// Repacks scales and zeros. A thread writes the scale of one row of a tile for one group. Every
-// eighth thread also writes the zeros of eight rows.
+// Repacks scales and zeros. A thread writes one scale, which belongs to one row and one group.
+// Every eighth thread also writes the zeros of eight rows.
 template <typename T>
 __global__ __launch_bounds__(kPackThreads) void int4_repack_scales_kernel(
     const Int4RepackParams p) {

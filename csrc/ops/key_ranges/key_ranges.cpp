@@ -1,10 +1,11 @@
-// _key_ranges: the keys that each token of packed sequences sees, as key_start and key_end (1,
-// tokens) of attention. Sequence i has the query tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]) and
-// the keys [key_begin[i], key_end[i]). Without key_end, key_begin is (sequences + 1,) and sequence
-// i ends where the next one begins. varlen_attention and key_start_from_cu_seqlens call this op.
+// _key_ranges returns the range of keys that each token of packed sequences sees, in the form of
+// attention's arguments key_start and key_end (1, tokens). Sequence i has the query tokens
+// [cu_seqlens_q[i], cu_seqlens_q[i + 1]) and the keys [key_begin[i], key_end[i]). Without key_end,
+// key_begin is (sequences + 1,) and sequence i ends where sequence i + 1 begins. varlen_attention
+// and key_start_from_cu_seqlens call this op.
 //
-// The values stay on the device and are not checked. Lengths that don't ascend give ranges without
-// a meaning, which attention clamps to its keys.
+// The values stay on the device and are not checked. If cu_seqlens_q does not ascend, the ranges
+// have no meaning, and attention clamps them to its keys.
 #include "ops/key_ranges/key_ranges.h"
 
 #include <ATen/ops/empty.h>
@@ -38,8 +39,9 @@ Ranges _key_ranges_meta(const Tensor& cu_seqlens_q, const Tensor& key_begin,
     check_like(op, "key_end", *key_end, first, cu_seqlens_q);
     check_shape(op, "key_end", *key_end, {sequences}, "(sequences,)");
   } else {
-    // key_begin holds the begins and the ends. If callers passed a slice for each, the slices of a
-    // single sequence would have one element, and torch.compile makes a separate graph for size 1.
+    // key_begin holds the begins and the ends. If callers passed one slice for the begins and one
+    // for the ends, the slices of a single sequence would have one element, and torch.compile makes
+    // a separate graph for size 1.
     check_shape(op, "key_begin", key_begin, {sequences + 1}, "(sequences + 1,)");
   }
   TW_CHECK(tokens >= 0 && tokens <= INT32_MAX, op, "tokens must be from 0 to 2^31 - 1, but got ",
@@ -50,7 +52,7 @@ Ranges _key_ranges_meta(const Tensor& cu_seqlens_q, const Tensor& key_begin,
   return {empty(), empty()};
 }
 
-constexpr int64_t kMaxWindow = int64_t{1} << 40;  // larger windows hide no key either
+constexpr int64_t kMaxWindow = int64_t{1} << 40;  // a window of this size hides no key
 
 // The contiguous tensors and the parameters of a call.
 struct Call {

@@ -1,4 +1,5 @@
-// The keys that each token of packed sequences sees, for host and device code, and the launcher.
+// Computes which keys each token of packed sequences sees, in host and device code, and declares
+// the launcher.
 #pragma once
 
 #ifdef TORCHWELD_CUDA
@@ -19,12 +20,15 @@ struct KeyRangesParams {
   int32_t* row_end;             // (tokens,)
   int64_t sequences;
   int64_t tokens;
-  // A token sees `before` keys before its position and `after` keys behind it. -1 is no limit.
+  // A token sees `before` keys before its position and `after` keys behind its position. For either
+  // field, -1 stands for no limit.
   int64_t before, after;
-  bool top_left;  // true: the first query is at the first key; false: the last is at the last key
+  // If top_left is true, the first query of a sequence is at the first key of the sequence.
+  // Otherwise the last query is at the last key.
+  bool top_left;
 
-  // Returns the number of sequences that end at or before `token`. This number is the index of the
-  // token's sequence.
+  // Returns the number of sequences that end at or before `token`. This number is also the index of
+  // the sequence that has the token.
   TW_HOST_DEVICE int64_t sequence_of(int64_t token) const {
     int64_t low = 0, high = sequences;
     while (low < high) {

@@ -158,8 +158,8 @@ void _linear_part_cuda(const Tensor& x, const Tensor& weight, const OptionalTens
   const OnDevice on(x.device());
   MatmulEpilogue epilogue = {bias, parse_activation("_linear_part", activation)};
   if (is_given(preact)) epilogue.preact = *preact;
-  // Run one tall matmul if it needs no copy, because it fills its tiles better than several short
-  // matmuls.
+  // Run one tall matmul if it needs no copy. A tall matmul fills its tiles better than several
+  // short matmuls.
   const bool tall = y.is_contiguous() && (row_stride_of(x) || x.dim() != 3);
   if (tall) {
     matmul_into(rows_of(y), rows_of(x), weight, epilogue);

@@ -12,8 +12,9 @@
 
 namespace torchweld::linear_cross_entropy_op {
 
-// Returns true if the forward stores y and factor. With keep="auto", it stores them only if the
-// Hopper kernels support the loss. If it does not store them, y and factor are (0,).
+// Returns true if the forward stores y and factor. With keep="auto", the forward stores them only
+// if the Hopper kernels support the loss. If the forward does not store y and factor, both are
+// tensors of size (0,).
 inline bool stores_exponentials(const char* op, c10::string_view keep, const LossOptions& options,
                                 const Tensor& x, const Tensor& weight) {
   TW_CHECK(keep == "exponentials" || keep == "auto" || keep == "nothing", op,
@@ -58,7 +59,7 @@ inline std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_exponentials_back
   return {grads.dx, grads.dweight, grads.dbias};
 }
 
-// The engine computes the loss if y and factor are not stored.
+// Computes the forward. If y and factor are not stored, `engine` computes the loss.
 template <LossEngine engine>
 LossAndExponentials exponentials_forward_on(const Tensor& x, const Tensor& weight,
                                             const Tensor& target, const OptionalTensor& bias,

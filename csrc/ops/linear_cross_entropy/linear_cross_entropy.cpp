@@ -1,15 +1,15 @@
-// linear_cross_entropy computes the cross entropy of z = softcap tanh(linear(x, weight, bias) /
-// softcap) / temperature.
+// linear_cross_entropy computes the cross entropy of
+//   z = softcap tanh(linear(x, weight, bias) / softcap) / temperature
 //   x (..., K), weight (N, K), bias (N,), target t (...), loss () or (...)
 //   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
 //
 // keep="nothing": linear_cross_entropy_forward also returns lse of each row (0 if the row is
-// ignored). linear_cross_entropy_backward computes the logits again and uses lse. Arguments dlse
-// and dmean of linear_cross_entropy_backward are the gradients with respect to lse and mean(z).
-// They are needed for a shard of a vocabulary, where another shard may have the target of the row.
+// ignored). linear_cross_entropy_backward computes the logits again and uses lse. Its arguments
+// dlse and dmean are the gradients with respect to lse and mean(z). A shard of a vocabulary needs
+// these gradients, because another shard may have the target of the row.
 //
-// keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for dloss =
-// 1. linear_cross_entropy_gradients_backward multiplies these gradients by dloss.
+// keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for
+// dloss = 1. linear_cross_entropy_gradients_backward multiplies these gradients by dloss.
 //
 // keep="exponentials": see exponentials.h.
 #include <ATen/ops/ones.h>

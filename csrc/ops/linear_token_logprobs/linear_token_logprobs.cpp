@@ -4,7 +4,8 @@
 //   x (..., K), weight (N, K), bias (N,), target t (...), logprob and entropy (...)
 //
 // linear_token_logprobs_forward also returns lse. linear_token_logprobs_backward computes the
-// logits again and uses lse. If entropy is not requested, it is a tensor of size (0,).
+// logits again and uses lse. If the caller does not request the entropy, `entropy` is a tensor of
+// size (0,).
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 

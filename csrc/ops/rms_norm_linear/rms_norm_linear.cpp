@@ -1,5 +1,5 @@
-// rms_norm_linear computes y = activation((x * rstd * scale) @ weight.T + bias) with rstd = 1 /
-// sqrt(mean(x * x) + eps) and scale = norm_weight + weight_offset.
+// rms_norm_linear computes y = activation((x * rstd * scale) @ weight.T + bias), where
+// rstd = 1 / sqrt(mean(x * x) + eps) and scale = norm_weight + weight_offset.
 //   x (..., K), weight (N, K), bias (N,), norm_weight (K,), y (..., N)
 //
 // layers/norm_linear_op.h defines the op.

@@ -63,15 +63,16 @@ void check_inputs(const char* op, const char* q_name, const Tensor& q, const cha
   check_tables(op, cos, sin, q_name, q);
 }
 
-// Allocates a tensor of x's shape (batch, nheads, seqlen, head_dim) in the memory order (batch,
-// seqlen, nheads, head_dim) of a projection's result.
+// Allocates a tensor with x's shape (batch, nheads, seqlen, head_dim). Its memory order is (batch,
+// seqlen, nheads, head_dim), which is the order of a projection's result.
 Tensor empty_by_position(const Tensor& x) {
   const std::vector<c10::SymInt> sizes = {x.sym_size(0), x.sym_size(2), x.sym_size(1),
                                           x.sym_size(3)};
   return at::empty_symint(sizes, x.options()).transpose(1, 2);
 }
 
-// Allocates the result for x. It has x's strides if x is dense and its heads are contiguous.
+// Allocates the result for x. The result has x's strides if x is dense and its last dimension has
+// stride 1.
 Tensor empty_rotated(const Tensor& x) {
   if (!x.is_non_overlapping_and_dense() || x.sym_stride(3) != 1) return empty_by_position(x);
   return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
@@ -95,8 +96,8 @@ Pair rotary_backward_meta(const Tensor& dq_out, const Tensor& dk_out, const Tens
 }
 TW_OP(rotary_backward);
 
-// The operands of a call: from[i] is rotated into to[i], with i = 0 for q and 1 for k. from[i] and
-// to[i] are undefined if the tensor is empty or its result is not requested.
+// The operands of a call: from[i] is rotated into to[i]. i = 0 stands for q, and i = 1 for k. If
+// tensor i is empty or its result is not requested, from[i] and to[i] are undefined.
 struct Rotation {
   std::array<Tensor, 2> from, to;
   Tensor cos, sin;  // (batch, seqlen, rotary_dim)

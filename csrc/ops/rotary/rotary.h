@@ -9,9 +9,9 @@
 
 namespace torchweld {
 
-// A tensor (batch, nheads, seqlen, head_dim) to rotate, and the memory of its result. The strides
-// belong to the batch, head and position dims and are in elements. head_dim is contiguous. If the
-// tensor is absent, nheads is 0.
+// A tensor (batch, nheads, seqlen, head_dim) to rotate, and the memory of its result. from_strides
+// and to_strides are the strides of the batch, head and position dims, in elements. The stride of
+// the last dimension is 1. If the tensor is absent, nheads is 0.
 struct RotaryTensor {
   const void* from;
   void* to;
@@ -20,8 +20,8 @@ struct RotaryTensor {
   int64_t to_strides[3];
 };
 
-// The table cos or sin (batch, seqlen, rotary_dim). The strides belong to the batch and position
-// dims.
+// One of the two tables, cos or sin: (batch, seqlen, rotary_dim). The strides belong to the batch
+// and position dims, in elements.
 struct RotaryTable {
   const void* data;
   int64_t strides[2];

@@ -1,5 +1,5 @@
-// Computes rotary position embedding on the CPU. Each task rotates all heads of some positions and
-// converts each position's rows of cos and sin only once.
+// Computes rotary position embedding on the CPU. Each task rotates all heads of some positions. For
+// each position, it loads and converts the rows of cos and sin only once.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace torchweld::rotary_op {
 
-// A tensor to rotate, and the memory of its result. The strides belong to the batch, head and
-// position dims and are in elements. head_dim is contiguous.
+// A tensor to rotate, and the memory of its result. from_strides and to_strides are the strides of
+// the batch, head and position dims, in elements. The stride of the last dimension is 1.
 template <typename T>
 struct RotaryOperand {
   const T* from = nullptr;

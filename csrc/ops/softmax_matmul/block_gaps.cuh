@@ -18,7 +18,7 @@ struct BlockGaps {
     return clamp_int(key - position, -(1 << 30), 1 << 30);
   }
 
-  // Finds the gaps between the key ranges of the rows of `seen`. All threads of the block call this
+  // Finds the gaps between the keys that the rows of `seen` see. All threads of the block call this
   // function.
   __device__ __forceinline__ void find(const TileMask& seen, int64_t position) {
     const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16 + lane / 4;
@@ -35,7 +35,7 @@ struct BlockGaps {
     __syncthreads();
   }
 
-  // Sets the rows of a tile of value that lie in gaps to 0. The tile starts at `key`. All threads
+  // Sets those rows of a tile of value to 0 that lie in gaps. The tile starts at `key`. All threads
   // of the block call this function.
   __device__ __forceinline__ void clear(typename Config::T* s_value, int64_t key,
                                         int64_t position) const {

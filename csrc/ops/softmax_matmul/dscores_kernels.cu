@@ -1,14 +1,15 @@
 // dscores = scale * p * (dout @ value^T - rowsum(dout * out)), 0 where a row does not see the key:
 //   p = exp(scale * scores - lse), dscores (seqlen_q, seqlen_k); dout, out (seqlen_q, head_dim_v)
-// With softcap, dscores is also multiplied by the slope of the cap. Each row has a term in the sum
+// With softcap, the slope of the cap is one more factor of dscores. Each row has a term in the sum
 // dsink:
 //   -exp(sink - lse) * rowsum(dout * out)
 //
 // A block has 128 query rows of a head, and a warp has 16 of these rows. The block loops over the
 // tiles of keys that its rows see. In each tile it loops over head_dim_v in chunks of 128 bytes.
 // cp.async fills a ring of tiles. If all chunks of dout fit in shared memory, dout stays there. The
-// gradients overwrite the scores in shared memory and are then stored, 128 bytes per row. Hidden
-// columns of dscores become 0, and their scores are not read.
+// gradients overwrite the scores in shared memory and are then stored, 128 bytes per row. An
+// element of dscores becomes 0 if its row does not see the key. Tiles of keys that no row sees are
+// not read.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -22,7 +23,7 @@ struct DscoresConfig {
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr int kBlockM = kThreads / kWarp * 16;
-  static constexpr int kBlockN = 128 / sizeof(T);  // keys in a tile: 128 bytes of a row
+  static constexpr int kBlockN = 128 / sizeof(T);  // number of keys in a tile: 128 bytes per row
   static constexpr int kChunk = 128 / sizeof(T);   // number of columns of value and dout in a chunk
   static constexpr int kSteps = kChunk * sizeof(T) / kStepBytes;
   static constexpr int kPitch = kBlockN + kPitchPadBytes / sizeof(T);
@@ -98,9 +99,10 @@ __device__ __forceinline__ void store_rows(typename Config::T* g_rows,
 struct RowPair {
   float lse[2];
   float delta[2];       // sum(dout * out)
-  int64_t live_end[2];  // the end of the keys that a row sees
-  // Whether the row sees only one key. NOTE: the gradient of such a row is exactly 0, because dp =
-  // delta. But dp and delta are rounded differently, so such a row needs a special case.
+  int64_t live_end[2];  // the end of the range of keys that a row sees
+  // Whether a row sees only one key.
+  // NOTE: the gradient of such a row is exactly 0, because dp = delta. But dp and delta are rounded
+  // differently, so such a row needs a special case.
   bool single[2];
 };
 
@@ -157,8 +159,7 @@ __global__ __launch_bounds__(Config::kThreads,
   const int64_t first_row = (row_blocks - 1 - block % row_blocks) * kBlockM;
   const HeadIndex head(problem, block / row_blocks);
   const int rows = clamp_int(mask.seqlen_q - first_row, 0, kBlockM);
-  // If the mask consists of causal and leftpad only, the last row sees every key that another row
-  // sees.
+  // If the mask has only `causal` and leftpad, the last row sees every key that any other row sees.
   const TileMask seen = [&] {
     if constexpr (Config::kMasked) {
       return TileMask::general(mask, mask.sequence(head.batch), first_row);

@@ -55,8 +55,8 @@ __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const
 }
 
 // Returns biased_exp(z), for z <= 0.
-// NOTE: for bf16, a multiplication at the end produces the subnormal results. The exponential
-// instruction that produces subnormal results directly would make the masked kernel spill.
+// NOTE: for bf16, a multiplication at the end produces subnormal results. The exponential
+// instruction can produce subnormal results directly, but then the masked kernel would spill.
 template <typename T>
 __device__ __forceinline__ float lean_exp(float z) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -71,8 +71,8 @@ struct RowRange {
   int64_t begin, end;
 };
 
-// Returns the range from the first to the last row that sees any of the keys. Returns {0, 0} if no
-// row sees any of them. All threads of a block call this function.
+// Returns the range from the first to the last row that sees one of the keys of `keys`. Returns
+// {0, 0} if no row sees one of them. All threads of a block call this function.
 template <int kThreads, typename LiveOf>
 __device__ __forceinline__ RowRange rows_that_see(int64_t seqlen_q, const KeyRange& keys,
                                                   const LiveOf& live_of) {
@@ -138,7 +138,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void dvalue_k
     tile_begin = static_cast<int>(first_row / kBlockM);
     tile_end = first_key + keys <= head.pad ? tile_begin
                                             : static_cast<int>(divide_up(mask.seqlen_q, kBlockM));
-    // The first row, counted from the start of tile `tile_begin`, that sees any key.
+    // `seeing` is the first row that sees any key, counted from the start of tile `tile_begin`.
     seeing = clamp_int(mask.first_row_seeing(head.pad, head.pad) - int64_t{kBlockM} * tile_begin, 0,
                        kBlockM);
   }

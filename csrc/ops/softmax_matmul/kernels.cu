@@ -20,14 +20,14 @@ template <typename T_, bool kTf32_, int kBlockD_, bool kMasked_>
 struct ForwardConfig {
   using T = T_;
   static constexpr bool kMasked = kMasked_;
-  static constexpr bool kCapsLate = kMasked && sizeof(T_) == 2;  // see CappedScoreExponent
+  static constexpr bool kCapsLate = kMasked && sizeof(T_) == 2;  // caps scores in registers
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
   static constexpr int kMinBlocks = kExact ? 1 : 2;  // number of blocks per SM, without spills
   static constexpr int kUnroll = kExact || kBlockD_ > 64 ? 1 : 2;
   static constexpr int kBlockM = kThreads / kWarp * 16;
-  static constexpr int kBlockN = 128 / sizeof(T);  // keys in a tile: 128 bytes of a row
+  static constexpr int kBlockN = 128 / sizeof(T);  // number of keys in a tile: 128 bytes per row
   static constexpr int kBlockD = kBlockD_;
   static constexpr int kStages = kBlockD == 64 ? 3 : 2;
   static constexpr int kSteps = kBlockN * sizeof(T) / kStepBytes;
@@ -52,16 +52,16 @@ struct ScoreExponent {
   __device__ __forceinline__ explicit ScoreExponent(float scale)
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * (kPowerOf2 ? kLog2e : 1.f)) {}
-  // NOTE: x - max is computed before the multiplication. It is exactly 0 for the largest score, so
-  // the probability of the largest score is exactly 1. x * c - max * c could differ from 0 by a
-  // rounding. For 16-bit types, subnormal probabilities become 0. This is harmless, because the row
-  // also has a probability of 1.
+  // NOTE: x - max is computed before the multiplication. For the largest score, x - max is exactly
+  // 0, so the probability of the largest score is exactly 1. With x * c - max * c instead, a
+  // rounding could make the exponent differ from 0. For 16-bit types, subnormal probabilities
+  // become 0. This is harmless, because the row also has a probability of 1.
   __device__ __forceinline__ float operator()(float x, float max) const {
     if constexpr (kPowerOf2) return exp2_approx_ftz(fmaf(x - max, c, kProbabilityBias<T>));
     return expf((x - max) * c);
   }
-  // Returns the factor that converts a sum of exponentials relative to `max` into a sum relative to
-  // the maximum `larger`.
+  // Returns the factor that rescales a sum of exponentials from the maximum `max` to the maximum
+  // `larger`.
   __device__ __forceinline__ float rescale(float max, float larger) const {
     const float exponent = (max - finite_max(larger)) * c;
     return kPowerOf2 ? exp2_approx(exponent) : expf(exponent);
@@ -111,7 +111,7 @@ struct ScoreTile {
   const T* s_rows;
   float sign;
   bool hides;            // false if all rows see all keys and sign is 1
-  int begin[2], end[2];  // the keys that rows lane / 4 and lane / 4 + 8 see
+  int begin[2], end[2];  // row lane / 4 + 8 * i sees the keys [begin[i], end[i])
 
   __device__ __forceinline__ bool sees(int key, int row) const {
     return key >= begin[row] && key < end[row];
@@ -225,8 +225,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void softmax_
   extern __shared__ __align__(16) unsigned char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
 
-  // Find the rows, the columns and the keys that this block processes. Blocks with the longest rows
-  // of a head come first, because the work of a row differs under causal.
+  // Find the rows, the columns and the keys that this block processes. The blocks with the longest
+  // rows of a head come first, because the rows of a head take different times under `causal`.
   const SoftmaxMatmulProblem& problem = params.problem;
   const MaskParams mask = problem.mask;
   const int64_t row_blocks = divide_up(mask.seqlen_q, kBlockM);

@@ -1,9 +1,9 @@
 // Functions for all kernels of softmax_matmul: tiles in shared memory, the steps of a matmul, and
 // masks.
 //
-// A step is 32 bytes along K: k16 of 16-bit elements, k8 of fp32. The four registers of the left
-// operand hold the same bytes for every type, so ldmatrix loads them for every type. Only the
-// contents of a 32-bit word differ.
+// A step is 32 bytes of a row along K, that is, k16 of 16-bit elements or k8 of fp32. For every
+// type, the four registers of the left operand hold the bytes of the same positions in the step, so
+// ldmatrix loads them for every type. Only the contents of a 32-bit word differ.
 #pragma once
 
 #include <type_traits>
@@ -19,9 +19,9 @@
 namespace torchweld {
 
 constexpr int kStepBytes = 32;
-constexpr int kQuadBytes = 16;      // half of a step in a row; four lanes hold it
-constexpr int kPitchPadBytes = 16;  // padding in bytes of rows that ldmatrix loads
-constexpr int kPitchPadElems = 8;   // padding of rows that are loaded by column, in elements
+constexpr int kQuadBytes = 16;      // the bytes of half a step in one row; four lanes hold them
+constexpr int kPitchPadBytes = 16;  // bytes of padding per row, in tiles that ldmatrix loads
+constexpr int kPitchPadElems = 8;   // elements of padding per row, for loads by column
 
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
@@ -82,8 +82,8 @@ __device__ __forceinline__ uint32_t max_of_words<__nv_bfloat16>(uint32_t a, uint
   return *reinterpret_cast<const uint32_t*>(&m);
 }
 
-// Returns the column, within the step, of value `half` in word r of a left operand. The row of this
-// value is row lane / 4 + 8 * (r % 2) of 16.
+// Word r of a left operand holds kPerWord values. Returns the column of value `half` of this word
+// in the step. The value is in row lane / 4 + 8 * (r % 2) of the operand's 16 rows.
 template <typename T>
 __device__ __forceinline__ int step_column(int r, int half) {
   return threadIdx.x % 4 * kPerWord<T> + half + (r / 2) * (kQuadBytes / int(sizeof(T)));
@@ -122,8 +122,8 @@ __device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& te
 }
 
 // Multiplies the left operand with fp32 accuracy, in three TF32 mma instructions. If an element of
-// the right operand has a last bit that its two TF32 terms don't hold, a fourth mma adds it.
-// Therefore a probability of 1 gives exactly the value.
+// the right operand has a last bit that its two TF32 terms don't hold, a fourth mma adds this bit.
+// Therefore the product of a probability of 1 and a value is exactly this value.
 // NOTE: each mma starts from zero, and ordinary additions add its result. The tensor core would
 // truncate when it accumulates.
 template <>
@@ -159,8 +159,8 @@ __device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step,
                                       lane / 16 * (kQuadBytes / int(sizeof(T)))));
 }
 
-// Computes acc (16, kColumns) += left (16, step) @ B. B (step, kColumns) is the rows of a tile from
-// s_rows on.
+// Computes acc (16, kColumns) += left (16, step) @ B. B (step, kColumns) consists of the rows of a
+// tile that start at s_rows.
 template <typename T, bool kTf32, int kColumns, int kPitch>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
                                               const LeftOperand<T, kTf32>& left, const T* s_rows) {
@@ -184,8 +184,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
   }
 }
 
-// Computes acc (16, kKeys) += left (16, step) @ B^T. B (kKeys, step) is the columns of a tile from
-// s_step on.
+// Computes acc (16, kKeys) += left (16, step) @ B^T. B (kKeys, step) consists of the columns of a
+// tile that start at s_step.
 template <typename T, bool kTf32, int kKeys, int kPitch>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
                                                     const LeftOperand<T, kTf32>& left,
@@ -236,7 +236,7 @@ __device__ __forceinline__ void load_tile_of(T* s_tile, const T* g_tile, int64_t
   }
 }
 
-// Calls load_tile_of for rows [begin, end).
+// The version of load_tile_of that loads rows [begin, end).
 template <int kRows, int kColumns, int kPitch, int kThreads, typename T>
 __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t row_stride, int begin,
                                           int end, int columns, bool aligned) {
@@ -246,7 +246,7 @@ __device__ __forceinline__ void load_tile(T* s_tile, const T* g_tile, int64_t ro
 }
 
 // Stores columns `column` and `column` + 1 of a row. Columns from `columns` on are not stored. If
-// `even` is true, every row of the tensor is aligned to a pair of elements.
+// `even` is true, every row of the tensor starts on a boundary of two elements.
 template <typename T>
 __device__ __forceinline__ void store_pair(T* g_row, int column, int columns, bool even,
                                            float first, float second) {
@@ -283,8 +283,8 @@ struct TileMask {
   KeyRange all;      // every row of the warp sees all these keys
   KeyRange rows[2];  // the keys that rows lane / 4 and lane / 4 + 8 of the warp see
 
-  // Returns the mask of a block with rows [first_row, first_row + count). It takes only causal
-  // masking and left padding into account.
+  // Returns the mask of a block with rows [first_row, first_row + count). The mask has only
+  // `causal` and leftpad.
   static __device__ __forceinline__ TileMask causal(const MaskParams& mask, int64_t pad,
                                                     int64_t first_row, int count) {
     const KeyRange first = mask.row_keys(first_row, pad);
@@ -341,8 +341,8 @@ struct TileMask {
   }
 };
 
-// Converts scores into logits in the backward under a general mask: applies the scale and the soft
-// cap.
+// Converts scores into logits in the backward under a general mask. To do so, it applies the scale
+// and the soft cap.
 template <typename T>
 struct Logits {
   float scale, softcap, cap;

@@ -1,6 +1,6 @@
 // The forward of softmax_matmul on Hopper, in 16 bits. It uses attention's kernel
-// (attention/sm90/fwd_kernel.cuh), but loads the scores instead of computing them. TMA loads scores
-// instead of keys. A box has a tile's query rows and 64 keys. ldmatrix then loads the scores into
+// (attention/sm90/fwd_kernel.cuh), but TMA loads scores instead of keys, and no product computes
+// the scores. A box has a tile's query rows and 64 keys. ldmatrix then loads the scores into
 // registers. A box must start on a 16-byte boundary. If the first live key of a sequence is not on
 // such a boundary, the loop starts up to 7 keys earlier and masks these keys.
 #pragma once

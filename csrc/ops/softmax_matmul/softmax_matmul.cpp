@@ -27,7 +27,7 @@ namespace {
 using Forward = std::tuple<Tensor, Tensor>;
 using Grads = std::tuple<Tensor, Tensor, Tensor>;
 
-// Checks the arguments and returns the sizes of out.
+// Checks the arguments and returns the sizes of `out`.
 std::vector<c10::SymInt> check_softmax_matmul(const char* op, const Tensor& scores,
                                               const Tensor& value, const Mask& mask, double scale) {
   check_floating(op, "scores", scores);
@@ -76,8 +76,8 @@ TW_OP(softmax_matmul);
 TW_OP(softmax_matmul_forward);
 TW_OP(softmax_matmul_backward);
 
-// softmax_matmul and softmax_matmul_forward. `fill` is the device's function that computes the
-// results.
+// Computes softmax_matmul or softmax_matmul_forward. `fill` is the function that computes the
+// results on a device.
 template <auto fill>
 Tensor softmax_matmul_on(const Tensor& scores, const Tensor& value, const Mask& mask,
                          double scale) {
@@ -94,7 +94,7 @@ Forward softmax_matmul_forward_on(const Tensor& scores, const Tensor& value, con
   return {out, lse};
 }
 
-// CPU: returns the scores with contiguous rows.
+// CPU: returns the scores with stride 1 along the last dimension.
 Tensor row_major(const Tensor& scores) {
   return scores.stride(3) == 1 ? scores : scores.contiguous();
 }
@@ -128,8 +128,8 @@ Grads softmax_matmul_grads_cpu(const Tensor& dout, const Tensor& scores, const T
 constexpr auto softmax_matmul_backward_cpu = mask_op<softmax_matmul_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// CUDA: a tensor (batch, nheads, rows, columns) with contiguous rows. If the rows of t are not
-// contiguous, the constructor copies t.
+// CUDA: a tensor (batch, nheads, rows, columns) with stride 1 along the last dimension. If t has
+// another stride there, the constructor copies t.
 struct Heads {
   Tensor tensor;
 

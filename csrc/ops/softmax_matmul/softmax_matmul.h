@@ -12,7 +12,8 @@
 
 namespace torchweld {
 
-// A tensor (batch, nheads, rows, columns) with contiguous rows. Strides are in elements.
+// A tensor (batch, nheads, rows, columns) with stride 1 along the last dimension. Strides are in
+// elements.
 struct HeadsOperand {
   const void* data;
   int64_t batch_stride;
@@ -37,7 +38,9 @@ struct SoftmaxMatmulParams {
   HeadsOperand value;   // (batch, nheads, seqlen_k, head_dim_v)
   void* out;            // (batch, nheads, seqlen_q, head_dim_v), contiguous
   float* lse;           // (batch, nheads, seqlen_q), contiguous, or nullptr
-  unsigned* counters;   // Hopper's ticket counter, zero before and after a call; else nullptr
+  // The ticket counter of Hopper's kernel. It is 0 before and after a call. If another kernel runs,
+  // `counters` is nullptr.
+  unsigned* counters;
 };
 
 // Whether Hopper's kernel (ops/softmax_matmul/sm90.cuh) supports the problem.
