@@ -1,4 +1,5 @@
-// torchweld._C binds the introspection of tuning/. It links no libtorch, and no op needs it.
+// torchweld._C binds the introspection functions of tuning/. It links no libtorch, and no op needs
+// torchweld._C.
 #include <pybind11/pybind11.h>
 
 #include "tuning/introspection.h"

@@ -8,15 +8,16 @@
 // the dtype of x. It then normalises this sum instead of x, and also stores the sum.
 //
 // If an op consists of a norm and a matmul, the norm is a kernel of its own and not a prologue of
-// the matmul. A prologue would normalise the rows again for every output tile along N. This is
-// faster only for few and short rows (gemm/rows). A third way is to apply the mean in the epilogue
-// of the matmul, but this would lose digits if the mean is large relative to the standard
-// deviation. The matmul usually finds the normalised rows in L2.
+// the matmul. A prologue would normalise the rows again for every output tile along N. A prologue
+// is faster only for few and short rows (gemm/rows). A third way is to apply the mean in the
+// epilogue of the matmul, but this would lose digits if the mean is large relative to the standard
+// deviation. If the norm is a kernel of its own, the matmul usually finds the normalised rows in
+// L2.
 //
 // Idle warps of the Hopper matmul could also normalise the rows during the matmul, but this is
-// slower. The measurements are for layer_norm_linear with GELU on an H200. For (M, K, N) = (8192,
-// 768, 3072) it took 95 us with idle warps and 80 us with a separate kernel. For (512, 1024, 4096)
-// it took 24 us and 21 us.
+// slower than a separate kernel. The measurements are for layer_norm_linear with GELU on an H200.
+// For (M, K, N) = (8192, 768, 3072) it took 95 us with idle warps and 80 us with a separate kernel.
+// For (512, 1024, 4096) it took 24 us and 21 us.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,7 +29,8 @@
 
 namespace torchweld {
 
-// The elements of a matrix row are contiguous, and so are the elements of a vector.
+// The parameters of the forward kernel. All matrices have stride 1 along a row, and all vectors are
+// contiguous.
 struct NormParams {
   const void* x;
   const void* residual;     // if residual is nullptr, the kernel normalises x alone
@@ -67,7 +69,8 @@ struct NormBackwardParams {
   void* dx;      // nullptr if not requested
   void* dscale;  // nullptr if not requested
   void* dshift;  // nullptr if not requested
-  // A workspace of plan_norm_backward(params).partials values; nullptr without dscale and dshift.
+  // A workspace of plan_norm_backward(params).partials values. It is nullptr if neither dscale nor
+  // dshift is requested.
   float* partials;
   int64_t rows;
   int64_t n;
@@ -102,9 +105,10 @@ void launch_norm(const NormParams& params, cudaStream_t stream);
 // Chooses the kernels that compute the gradients on the current device.
 NormBackwardPlan plan_norm_backward(const NormBackwardParams& params);
 void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream);
-// launch_norm_backward calls the functions below. launch_norm_backward_rows computes all gradients,
-// for rows that fit in a tile. For other rows, launch_norm_backward_stream computes dx, and
-// launch_norm_vectors_backward computes dscale and dshift.
+// launch_norm_backward calls the functions below. If a row fits in a tile, it calls
+// launch_norm_backward_rows, which computes all gradients. Otherwise it calls
+// launch_norm_backward_stream, which computes dx, and launch_norm_vectors_backward, which computes
+// dscale and dshift.
 void launch_norm_backward_rows(const NormBackwardParams& params, const NormBackwardPlan& plan,
                                cudaStream_t stream);
 void launch_norm_backward_stream(const NormBackwardParams& params, cudaStream_t stream);

@@ -1,5 +1,5 @@
 // The interface of the CPU and CUDA implementations of rms_norm, layer_norm, add_rms_norm and
-// add_layer_norm. layers/norm_op.h calls them.
+// add_layer_norm. layers/norm_op.h calls these implementations.
 #pragma once
 
 #include "core/check.h"
@@ -11,21 +11,21 @@ namespace torchweld {
 struct NormInputs {
   bool centred;             // true for LayerNorm, false for RMSNorm
   Tensor x;                 // (..., n)
-  OptionalTensor residual;  // the shape of x
+  OptionalTensor residual;  // has the shape of x
   OptionalTensor weight;    // (n,)
   OptionalTensor bias;      // (n,)
   double eps;
   double weight_offset;  // scale = weight + weight_offset
-  // For RMSNorm, the rstd that an earlier call has computed; undefined if this call computes it.
-  // Only the CPU implementation supports it.
+  // For RMSNorm: the rstd that an earlier call has computed. If undefined, this call computes the
+  // rstd. Only the CPU implementation supports a saved_rstd.
   Tensor saved_rstd;
 };
 
-// The outputs of a norm. The caller allocates them as contiguous tensors. An output that is not
-// requested is undefined.
+// The outputs of a norm. The caller allocates them as contiguous tensors. An undefined tensor
+// stands for an output that the caller did not request.
 struct NormResults {
-  Tensor y;     // the shape of x
-  Tensor sum;   // x + residual, with the shape of x, if the op is an add_ op
+  Tensor y;     // has the shape of x
+  Tensor sum;   // x + residual, with the shape of x; only the add_ ops return it
   Tensor mean;  // mean and rstd: x's shape without the last dim; fp32, or fp64 for fp64 inputs
   Tensor rstd;
 };
@@ -41,8 +41,8 @@ struct NormUpstream {
   double weight_offset;
 };
 
-// The gradients of a norm. The caller allocates them as contiguous tensors. A gradient that is
-// passed as a tensor of size (0,) is not computed.
+// The gradients of a norm. The caller allocates them as contiguous tensors. A tensor of size (0,)
+// stands for a gradient that the caller did not request.
 struct NormGradients {
   Tensor dx, dweight, dbias;
 };

@@ -31,8 +31,8 @@ constexpr int64_t kTaskCells = 16384;
 constexpr int64_t kChunkRows = 64, kMinChunks = 8, kMaxChunks = 64;
 constexpr int64_t kShortRows = 16;
 
-// A tensor as a (rows, n) matrix in which the elements of a row are contiguous. The constructor
-// copies the tensor if they are not.
+// A tensor as a (rows, n) matrix with stride 1 along a row. The constructor copies a tensor that
+// has another stride.
 struct CpuRows {
   Tensor tensor;
   int64_t rows, n, stride;
@@ -73,7 +73,7 @@ inline const A* widened(const S* row, int64_t n, A* buffer) {
   }
 }
 
-// A vector type of 64 bytes. If the vectors of the CPU are narrower, the compiler splits it.
+// A vector type of 64 bytes. If the CPU has only narrower vectors, the compiler splits this type.
 // NOTE: if this were an array, the compiler would load and store the lanes for every addition.
 template <typename A>
 struct CpuLanes {
@@ -115,8 +115,9 @@ inline double sum_columns(int64_t n, const F& add) {
   return total;
 }
 
-// The statistics of a row. The mean is first_mean + rest. Callers must subtract first_mean from x
-// first and `rest` second, so that the error does not grow with |mean| / std (see norm/forward.cu).
+// The statistics of a row. The mean is first_mean + rest. Callers must first subtract first_mean
+// from x and then subtract `rest`, so that the error does not grow with |mean| / std (see
+// norm/forward.cu).
 template <typename A>
 struct CpuStatistics {
   A first_mean = 0, rest = 0, rstd = 0;
@@ -203,8 +204,8 @@ void forward(const NormInputs& in, const NormResults& out) {
   });
 }
 
-// A task's sums over its rows. `scale` is the sum of dy * xhat, and `shift` is the sum of dy. A sum
-// that is not requested is nullptr.
+// A task's sums over its rows. `scale` is the sum of dy * xhat, and `shift` is the sum of dy.
+// nullptr stands for a sum that is not requested.
 template <typename A>
 struct VectorSums {
   A *scale, *shift;
@@ -264,8 +265,8 @@ inline void row_gradient(S* dx, const A* dy, const A* x, const A* scale, const S
   scale != nullptr ? write_g(scaled) : write_g(plain);
 }
 
-// Adds up the sums of all tasks and stores the result in `to`. `sums` is a (chunks, n) matrix with
-// one row for each task.
+// Adds up the sums of all tasks and stores the result in `to`. `sums` is a (chunks, n) matrix. Each
+// task has one row of this matrix.
 template <typename S>
 void add_chunks(const Tensor& to, const double* sums, int64_t chunks, int64_t n) {
   S* out = to.mutable_data_ptr<S>();
@@ -288,8 +289,8 @@ void backward(const NormUpstream& in, const NormGradients& out) {
   const bool sums_rows = wants_scale || wants_shift;
   S* const dx = out.dx.numel() > 0 ? out.dx.mutable_data_ptr<S>() : nullptr;
   const int64_t block = std::max<int64_t>(1, kTaskCells / n);
-  // Every task needs n fp64 values for its sums, as much memory as two fp32 rows. Therefore there
-  // is only about one task per 64 rows, but at least 8 and at most 64 tasks.
+  // Every task needs n fp64 values for each of its sums, which is as much memory as two fp32 rows.
+  // Therefore there is only about one task per 64 rows, but at least 8 and at most 64 tasks.
   const int64_t chunks = std::clamp(rows / kChunkRows, kMinChunks, kMaxChunks);
   const int64_t task_rows = sums_rows ? std::max(block, divide_up(rows, chunks)) : block;
   const int64_t tasks = divide_up(rows, task_rows);

@@ -2,7 +2,8 @@
 //
 //   run_exported OPS_LIBRARY PACKAGE EXAMPLE
 //
-// EXAMPLE is a file of torch.save: a list of an input and of Python's result for it.
+// EXAMPLE is a file that torch.save has written. It holds a list of two tensors: an input, and the
+// result that Python computes from this input.
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>

@@ -1,8 +1,10 @@
-// Uses torchweld from C++ alone: loads the operator library, runs a scripted module, trains a step.
+// Uses torchweld from C++ alone: loads the operator library, runs a scripted module, and trains for
+// one step.
 //
 //   run_scripted OPS_LIBRARY SCRIPTED_MODULE
 //
-// The module's buffers `example` and `expected` are an input and Python's result for it.
+// The module's buffer `example` is an input. The buffer `expected` is the result that Python
+// computes from this input.
 #include <dlfcn.h>
 #include <torch/script.h>
 
@@ -33,7 +35,7 @@ bool same_as_python(const char* path) {
   return torch::equal(out, expected);
 }
 
-// One step of gradient descent towards a fixed target; the loss must fall.
+// Does one step of gradient descent towards a fixed target. Returns whether the loss falls.
 bool trains() {
   at::manual_seed(0);
   const at::Tensor x = at::randn({16, 8}), target = at::randn({16, 4});
