@@ -1,5 +1,6 @@
-// The activations and gates of the linear ops and their derivatives, in fp32. kExact selects
-// exponentials and divisions with fp32 accuracy; results that are rounded to 16 bits don't need it.
+// The activations and the gates of the linear ops, and the derivatives of both, in fp32. If kExact
+// is true, exponentials and divisions have fp32 accuracy. A caller that rounds the result to 16
+// bits does not need this accuracy.
 #pragma once
 
 #include <cmath>
@@ -31,9 +32,9 @@ __device__ __forceinline__ float sigmoid(float x) {
 // NaN.
 __device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
 
-// gelu(x) = x Phi(x) = max(x, 0) - |x| Phi(-|x|). Phi(-|x|) is computed as e^(-x^2 / 2) times a
-// polynomial in 1 / (1 + 0.37 |x|). The coefficients were fitted so that the relative error is
-// below 2^-15.
+// gelu(x) = x Phi(x) = max(x, 0) - |x| Phi(-|x|), where Phi is the normal distribution function.
+// Phi(-|x|) is computed as e^(-x^2 / 2) times a polynomial in 1 / (1 + 0.37 |x|). The coefficients
+// were fitted so that the relative error is below 2^-15.
 // Source: the form is 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical Functions".
 template <bool kExact>
 __device__ __forceinline__ float gelu(float x) {
@@ -45,13 +46,14 @@ __device__ __forceinline__ float gelu(float x) {
   tail = fmaf(t, tail, 0.15906724f);
   tail = fmaf(t, tail, 0.14672485f) * t;
   tail *= exp2_approx_ftz(x * x * (-0.5f * kLog2e));
-  // NOTE: without fminf, x = inf would give inf * 0 = NaN. With fminf, x = inf gives inf. The
-  // results for -inf and NaN are NaN, as in torch.
+  // NOTE: without fminf, the result for x = inf would be NaN, because inf * 0 is NaN. With fminf,
+  // the result for inf is inf. The results for -inf and NaN are NaN, as in torch.
   return fmaf(-fmaxf(-x, fminf(x, 16.f)), tail, relu(x));
 }
 
-// Returns 2u for gelu_tanh(x) = x * sigmoid(2u). The usual formula x / 2 * (1 + tanh(u)) has the
-// same value, but its sum loses digits if u is negative.
+// Returns 2u, where u = sqrt(2 / pi) * (x + 0.044715 x^3) and gelu_tanh(x) = x * sigmoid(2u). The
+// usual formula x / 2 * (1 + tanh(u)) has the same value, but 1 + tanh(u) loses digits if u is
+// negative.
 __device__ __forceinline__ float gelu_tanh_argument(float x) {
   constexpr float kTwoSqrt2OverPi = 1.5957691216057308f;
   return kTwoSqrt2OverPi * (x + 0.044715f * x * x * x);
@@ -137,7 +139,8 @@ __device__ __forceinline__ void activate(float (&z)[kCount], Activation activati
   }
 }
 
-// Computes dy *= activation'(z). For relu, y may be passed as z, because it has the same sign.
+// Computes dy *= activation'(z). For relu, the caller may pass y = relu(z) instead of z, because y
+// is positive exactly if z is positive.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void activation_grad(float (&dy)[kCount], const float (&z)[kCount],
                                                 Activation activation) {
@@ -183,8 +186,8 @@ __device__ __forceinline__ void apply_gate(float (&left)[kCount], const float (&
   }
 }
 
-// dy is the gradient of gate(left, right). Overwrites `left` and `right` with their gradients, and
-// dy with gate(left, right).
+// dy is the gradient with respect to gate(left, right). Overwrites `left` and `right` with the
+// gradients with respect to them, and dy with gate(left, right).
 template <bool kExact, int kCount>
 __device__ __forceinline__ void gate_grad(float (&left)[kCount], float (&right)[kCount],
                                           float (&dy)[kCount], Gate gate) {

@@ -1,5 +1,5 @@
-// Flags in global memory. With a flag, a block tells another block of the same launch that it has
-// stored its data.
+// Flags in global memory. A block sets a flag after it has stored its data. Another block of the
+// same launch waits for the flag before it loads these data.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,22 +9,22 @@
 namespace torchweld {
 
 // A flag is set if it holds the number of this launch. A number of an earlier launch does not
-// count, so the flags need no clearing before a launch. block_flags in core/counters.h allocates
+// count, so the flags need not be cleared before a launch. block_flags in core/counters.h allocates
 // the flags.
 // NOTE: the block that has waited for a flag sets the flag to 0. A captured launch has the same
-// number in every replay, so its flags must not stay set.
+// number in every replay, so no flag may still be set when a replay begins.
 struct BlockFlags {
   uint64_t* flags;
   uint64_t number;  // the number of this launch, from next_launch_number()
 
-  // Sets flag i. One thread must call this after the threads that stored the data have passed a
-  // barrier.
+  // Sets flag i. One thread must call this function after the threads that stored the data have
+  // passed a barrier.
   __device__ __forceinline__ void raise(int64_t i) const {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + i), "l"(number) : "memory");
   }
 
-  // Waits until flag i is set, then clears it. Exactly one thread calls this. The threads that load
-  // the data must wait for that thread at a barrier.
+  // Waits until flag i is set, then clears the flag. Exactly one thread calls this function. The
+  // threads that load the data must wait for that thread at a barrier.
   __device__ __forceinline__ void wait(int64_t i) const {
     uint64_t flag;
     do {

@@ -1,4 +1,4 @@
-// Converts dtypes, indices and conditions that are known at run time to template arguments.
+// Makes template arguments from run-time values: dtypes, indices and conditions.
 #pragma once
 
 #include <initializer_list>
@@ -31,7 +31,7 @@ void dispatch_index(int index, const Body& body) {
   }
 }
 
-// Calls body with every value as a std::bool_constant.
+// Calls body once and passes every value as a std::bool_constant.
 template <typename Body>
 void dispatch_bools(const Body& body) {
   body();
@@ -44,20 +44,20 @@ void dispatch_bools(const Body& body, bool value, Rest... rest) {
   value ? with(std::true_type()) : with(std::false_type());
 }
 
-// Whether every row starts on a 16-byte boundary.
+// Whether every row starts on a 16-byte boundary. The rows start at `base` and are row_bytes apart.
 inline bool rows_aligned(const void* base, int64_t row_bytes = 0) {
   return reinterpret_cast<uintptr_t>(base) % kVectorBytes == 0 && row_bytes % kVectorBytes == 0;
 }
 
-// A matrix that a kernel reads or writes. row_stride counts elements.
+// A matrix that a kernel reads or writes. row_stride is the distance between its rows in elements.
 struct MatrixRows {
   const void* base;
   int64_t row_stride;
 };
 
-// Calls body(T{}, elems) with the element type T and the number of elements in one access. n is the
-// number of columns of each matrix. An access is 16 bytes if n columns are a multiple of 16 bytes
-// and all rows start on 16-byte boundaries; otherwise an access is one element.
+// Calls body(T{}, elems) with the element type T and the number of elements in one access. Each
+// matrix has n columns. An access is 16 bytes if n elements are a multiple of 16 bytes and all rows
+// start on 16-byte boundaries. Otherwise an access is one element.
 template <typename Body>
 void dispatch_access(DType dtype, int64_t n, std::initializer_list<MatrixRows> matrices,
                      const Body& body) {

@@ -19,7 +19,7 @@ constexpr int kOtherThreads = 32, kWarpgroupThreads = 128;
 
 // NOTE: the host reads the launch bound of this kernel to find out whether the code that runs on
 // this device was compiled with wgmma. The PTX version does not help, because sm_90a and sm_90 have
-// the same one.
+// the same PTX version.
 __global__ void __launch_bounds__(TW_HAS_WGMMA ? kWarpgroupThreads : kOtherThreads)
     target_probe_kernel() {}
 
@@ -48,9 +48,9 @@ int active_clusters(int blocks, int shared) {
   return known ? clusters : 0;
 }
 
-// NOTE: the compute capability of the device is not enough. A GPU that is newer than the compiled
-// code may run PTX of an older architecture. Such code contains nothing that is under
-// TW_HAS_CLUSTERS.
+// NOTE: the compute capability of the device does not say which features the code can use. A GPU
+// that is newer than the compiled code may run PTX of an older architecture. Such PTX does not
+// contain the code under TW_HAS_CLUSTERS.
 DeviceFacts ask(int device) {
   DeviceFacts facts;
   facts.sms = attribute(cudaDevAttrMultiProcessorCount, device);
@@ -66,7 +66,9 @@ DeviceFacts ask(int device) {
     facts.active_clusters[blocks] = active_clusters(blocks, facts.shared_limit);
   }
   facts.clusters_of_16 = facts.active_clusters[16] > 0;
-  (void)cudaGetLastError();  // the result of a failed query is 0; the launch reports the error
+  // Clears the error of a failed query. The result of the query is 0, and the kernel launch reports
+  // the error again.
+  (void)cudaGetLastError();
   return facts;
 }
 
@@ -80,14 +82,14 @@ const DeviceFacts& device_facts() {
   static std::mutex mutex;
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) {
-    (void)cudaGetLastError();  // clears the error; the launch reports it again
+    (void)cudaGetLastError();  // clears the error of cudaGetDevice; the launch reports it again
     return none;
   }
   if (const DeviceFacts* facts = known[device].load(std::memory_order_acquire)) return *facts;
   const std::lock_guard<std::mutex> lock(mutex);
   const DeviceFacts* facts = known[device].load(std::memory_order_relaxed);
-  // NOTE: the object is never deleted, because other threads may still launch kernels while the
-  // process ends.
+  // NOTE: the DeviceFacts object is never deleted, because other threads may still launch kernels
+  // while the process ends.
   if (facts == nullptr) known[device].store(facts = new DeviceFacts(ask(device)));
   return *facts;
 }

@@ -1,9 +1,12 @@
-// Instructions of sm_80 and newer for the tensor cores: asynchronous copies to shared memory,
-// ldmatrix and mma.sync. Source: PTX ISA, "Warp-level matrix instructions" and "cp.async".
+// Instructions that use and feed the tensor cores of sm_80 and newer: mma.sync, ldmatrix, and
+// asynchronous copies to shared memory.
+// Source: PTX ISA, "Warp-level matrix instructions" and "cp.async".
 //
-// The registers of a fragment of m16n8k16 (16-bit) and m16n8k8 (TF32) hold these elements, where g
-// = lane / 4 and t = lane % 4:
-//   A  16-bit: {(g, 2t..), (g+8, 2t..), (g, 2t+8..), (g+8, 2t+8..)}, pairs along k
+// A fragment is the part of an operand that a lane holds. The tables show the elements in the
+// registers of a fragment of m16n8k16 (16 bits) and of m16n8k8 (TF32), where g = lane / 4 and
+// t = lane % 4. `2t..` is the pair 2t, 2t + 1 along k. Elements are (row, k) in A and (row, column)
+// in C and D.
+//   A  16-bit: {(g, 2t..), (g+8, 2t..), (g, 2t+8..), (g+8, 2t+8..)}
 //      TF32:   {(g, t), (g+8, t), (g, t+4), (g+8, t+4)}
 //   B  16-bit: {(k 2t.., n g), (k 2t+8.., n g)}      TF32: {(k t, n g), (k t+4, n g)}
 //   C, D:      {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}
@@ -21,7 +24,7 @@ __device__ __forceinline__ void copy_async_16(uint32_t s_to, const void* g_from,
 }
 
 // Copies 16 bytes from global to shared memory if `there` is true. Otherwise writes 16 zero bytes
-// and does not read g_from, which may be invalid.
+// and does not read from g_from, which may then be an invalid address.
 __device__ __forceinline__ void copy_async_16_if(uint32_t s_to, const void* g_from, bool there) {
   asm volatile(
       "{ .reg .pred ignore; setp.eq.u32 ignore, %2, 0;\n"
@@ -40,8 +43,8 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix l
-// / 8.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l passes the address of row l % 8 of matrix
+// l / 8.
 __device__ __forceinline__ void load_matrix_4(uint32_t (&r)[4], uint32_t s_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -66,7 +69,7 @@ __device__ __forceinline__ void store_word(uint32_t s_to, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(s_to), "r"(word) : "memory");
 }
 
-// Computes d += a @ b for one m16n8k16 tile, accumulated in fp32.
+// Computes d += a @ b for one m16n8k16 tile. d is fp32.
 template <typename T>
 __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                           uint32_t b1);
@@ -118,7 +121,7 @@ __device__ __forceinline__ void mma_1688(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rounds x to TF32 and returns it as the bits of an fp32 value.
+// Rounds x to TF32. Returns the bits of the rounded value as an fp32 number.
 // NOTE: a NaN whose set mantissa bits are all among the low 13 bits would become inf. No
 // instruction produces such a NaN.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) {
@@ -129,10 +132,10 @@ __device__ __forceinline__ uint32_t round_to_tf32(float x) {
 
 // Splits x into two TF32 values, so that x = big + small with a relative error of at most 2^-22.
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022.
-// NOTE: the product with `small` of the other operand uses `cross` instead of `big`. cross is 0 if
-// x is inf or NaN, and equals big otherwise. The product big * big already propagates inf and NaN,
-// and inf * 0 would turn an inf result into NaN. A finite x that would round to inf is truncated
-// instead.
+// NOTE: in the product with `small` of the other operand, `cross` stands for x, not `big`. cross is
+// 0 if x is inf or NaN, and equals big otherwise. The product big * big already propagates inf and
+// NaN. With big in place of cross, inf * 0 would turn an inf result into NaN. A finite x that would
+// round to inf is truncated instead.
 struct SplitTf32 {
   uint32_t big, small, cross;
   __device__ __forceinline__ explicit SplitTf32(float x) {
@@ -157,13 +160,14 @@ __device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, 
 }
 
 // Splits the fp32 values x and y into three bf16 terms each: high + middle + low equals the value.
-// Each member holds the terms of x and y as a pair. The tensor core accumulates products of bf16
-// terms exactly. It does not do so for products of TF32 terms.
-// NOTE: products with the smaller terms of the other operand use `cross` instead of `high`. If
-// kHandlesNonFinite is true, cross is 0 for a value that is inf or NaN, and equals high otherwise:
-// the product high * high already propagates inf and NaN, and inf * 0 would turn an inf result into
-// NaN. A finite value that would round to inf is truncated instead. If kHandlesNonFinite is false,
-// inf, NaN and values that would round to inf set `check` to NaN.
+// A member such as `high` holds the term of x and the term of y as a pair. A product of two bf16
+// terms is exact in the accumulator of a tensor core. A product of two TF32 terms is not.
+// NOTE: in the products with the smaller terms of the other operand, `cross` stands for the value,
+// not `high`. If kHandlesNonFinite is true, cross is 0 for a value that is inf or NaN, and equals
+// high otherwise. The product high * high already propagates inf and NaN. With high in place of
+// cross, inf * 0 would turn an inf result into NaN. A finite value that would round to inf is
+// truncated instead. If kHandlesNonFinite is false, inf, NaN and values that would round to inf set
+// `check` to NaN.
 template <bool kHandlesNonFinite>
 struct SplitBf16 {
   uint32_t high, middle, low, cross;
@@ -189,17 +193,17 @@ struct SplitBf16 {
  private:
   static __device__ __forceinline__ bool finite(float x) { return fabsf(x) <= 3.402823466e38f; }
   // Returns `rounded`, unless x is finite but rounds to inf as bf16. In that case both halves of
-  // the result are x truncated to bf16, and the caller takes the half that it needs.
+  // the result are x truncated to bf16, and the caller reads the half that it needs.
   static __device__ __forceinline__ uint32_t cut(float x, uint32_t rounded) {
-    // 2^128 - 2^119: fp32 values of at least this size round to inf in bf16.
+    // fp32 values whose absolute value is at least 2^128 - 2^119 round to inf in bf16.
     constexpr float kRoundsToInf = 3.3961775e38f;
     const uint32_t upper = __float_as_uint(x) >> 16;
     return finite(x) && fabsf(x) >= kRoundsToInf ? upper * 0x10001 : rounded;
   }
 };
 
-// An m16n8k16 fragment of fp32 values, which are stored as bf16 terms. kPairs is the number of
-// pairs of values: 4 for operand A and 2 for operand B.
+// An m16n8k16 fragment of fp32 values. Each value is stored as bf16 terms. kPairs is the number of
+// pairs of values that a lane holds: 4 for operand A and 2 for operand B.
 template <int kPairs, bool kHandlesNonFinite>
 struct SplitFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs], cross[kPairs];
@@ -215,9 +219,9 @@ struct SplitFragment {
 
 // Computes d += a @ b with fp32 accuracy. Each product of two values is the sum of six products of
 // terms.
-// NOTE: tensor cores truncate when they accumulate. Therefore the products of the largest terms,
-// which are exact, have an accumulator of their own. The products of the other terms have a second
-// accumulator. fp32 additions with rounding add the two accumulators to d.
+// NOTE: tensor cores truncate when they accumulate. Therefore the products of the largest terms
+// have one accumulator, and the smaller products of the other terms have another. The products of
+// the largest terms are exact. fp32 additions with rounding add the two accumulators to d.
 template <bool kHandlesNonFinite>
 __device__ __forceinline__ void mma_split(float (&d)[4],
                                           const SplitFragment<4, kHandlesNonFinite>& a,
@@ -234,8 +238,8 @@ __device__ __forceinline__ void mma_split(float (&d)[4],
   for (int i = 0; i < 4; ++i) d[i] += sum[i] + rest[i];
 }
 
-// A fragment of fp32 values, which are stored as bf16 terms. The values may be inf or NaN;
-// mma_terms handles such values.
+// A fragment of fp32 values. Each value is stored as bf16 terms. The values may be inf or NaN,
+// because mma_terms handles such values.
 template <int kPairs>
 struct TermFragment {
   uint32_t high[kPairs], middle[kPairs], low[kPairs];
@@ -250,11 +254,12 @@ struct TermFragment {
 };
 
 // Computes partial = a @ b with fp32 accuracy for kM x 2 kPairs tiles. The instructions of the
-// tiles are interleaved. In each tile the products of the largest terms are added last. The sum of
-// the other products is small, so the truncation errors of the first additions are negligible.
+// tiles are interleaved. In each tile the products of the largest terms are added last. Until then
+// the sum is small, because it has only the other products. Therefore the truncation errors of
+// these first additions are negligible.
 // NOTE: handles_non_finite must be true if a fragment contains inf or NaN. The smaller terms of inf
-// are 0, and inf * 0 would be NaN. Results that are not finite are then computed from the products
-// of the largest terms alone.
+// are 0, and inf * 0 would be NaN. If handles_non_finite is true, results that are not finite are
+// computed from the products of the largest terms alone.
 template <int kM, int kPairs>
 __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
                                           const TermFragment<4> (&a)[kM],
@@ -288,8 +293,8 @@ __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
 }
 
 // Computes to(i, j) += a[i] @ b_j for kM fragments of A and 2 kPairs fragments of B. load(b, p)
-// reads fragments 2p and 2p + 1 of B. The loop is pipelined: while it multiplies kAtOnce pairs, it
-// loads the next pairs and adds the results of the previous pairs.
+// reads pair p of B, that is, fragments 2p and 2p + 1. The loop is pipelined: while it multiplies
+// kAtOnce pairs, it loads the next pairs and adds the results of the previous pairs.
 template <int kPairs, int kAtOnce, int kM, typename Load, typename To>
 __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
                                                bool handles_non_finite, const Load& load,

@@ -5,8 +5,8 @@
 namespace torchweld {
 
 // named_barrier_arrive does not wait. After named_barrier_wait, a thread sees everything that the
-// other threads wrote before they arrived. `threads` is the number of threads that call either
-// function. It must be a multiple of 32.
+// other threads wrote before they arrived. `threads` is the number of arriving threads plus the
+// number of waiting threads. It must be a multiple of 32.
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

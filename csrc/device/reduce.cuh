@@ -47,16 +47,16 @@ __device__ __forceinline__ float min_or_nan(float x, float y) {
   return z;
 }
 
-// The state of an online softmax: the maximum of the values x so far, and the sum of 2^((x - max) *
-// c) over them. c is the scale of the exponent.
+// The state of an online softmax over values x. `max` is the maximum of the values so far, and
+// `sum` is the sum of 2^((x - max) * c) over these values. c is the scale of the exponent.
 struct MaxSum {
   float max;
   float sum;
 };
 
-// Returns the sum of `partial` relative to `max`, which must be at least partial.max. The sum is
-// multiplied by exponent.rescale(partial.max, max). The sum of an empty partial stays 0, even if
-// the scale of the exponent is 0.
+// Returns partial.sum, rescaled from the maximum partial.max to `max`. `max` must be at least
+// partial.max. The factor is exponent.rescale(partial.max, max). A sum of 0 stays 0, even if the
+// scale of the exponent is 0.
 template <typename Exponent>
 __device__ __forceinline__ float rescaled_sum(MaxSum partial, float max, const Exponent& exponent) {
   return partial.sum == 0.f ? 0.f : partial.sum * exponent.rescale(partial.max, max);
@@ -69,9 +69,9 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
 }
 
 // Reduces one value per warp over a block of at most kThreads threads. If kGroups > 0, the block
-// consists of groups of kThreads threads; the reduction is over each group, and each group has its
-// own barrier. Every thread receives the result. The result has the same bits in every run.
-// Consecutive calls must not use the same object, so a loop must alternate between two objects.
+// has kGroups groups of kThreads threads. Each group then reduces its own values and has its own
+// barrier. Every thread receives the result. The result has the same bits in every run. Consecutive
+// calls must not use the same object, so a loop must alternate between two objects.
 template <int kThreads, int kGroups = 0>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;
@@ -105,8 +105,8 @@ struct BlockExchange {
   }
 
  private:
-  // If there are at most this many partial results, every thread reads all of them, because this is
-  // faster than five shuffles.
+  // If there are at most kFewWarps partial results, every thread reads all of them, because these
+  // reads are faster than five shuffles.
   static constexpr int kFewWarps = 8;
 
   __device__ __forceinline__ void publish(float2 value, float2 neutral) {
@@ -133,8 +133,9 @@ struct BlockExchange {
   }
 };
 
-// Sums two values per warp over a block of kThreads threads. Every thread receives both sums. The
-// sums have the same bits in every run. An object may be used for one call only.
+// Each warp passes two values. Computes the sum of each value over the warps of a block of kThreads
+// threads. Every thread receives both sums. The sums have the same bits in every run. An object may
+// be used for one call only.
 template <int kThreads>
 struct PairExchange {
   float2 s_partials[kThreads / kWarp];

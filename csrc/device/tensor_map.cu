@@ -1,4 +1,4 @@
-// Makes tensor maps with the CUDA driver. The driver's function is looked up at the first call.
+// Makes tensor maps with the CUDA driver. The first call looks up the function of the driver.
 #include "device/sm90/tensor_map.h"
 
 #include <cuda_runtime_api.h>
@@ -16,7 +16,8 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                             CUtensorMapFloatOOBfill);
 
-// NOTE: the library does not link libcuda, because it must load on machines without a driver.
+// NOTE: the library does not link libcuda, because the library must load on machines without a
+// driver.
 Encode encoder() {
   static const Encode found = [] {
     void* function = nullptr;
@@ -30,9 +31,9 @@ Encode encoder() {
   return found;
 }
 
-// NOTE: a function of the driver needs a current context in its thread. The first CUDA runtime call
-// of a thread makes a context current. An autograd thread may have made no such call, if all its
-// memory came from torch's cache.
+// NOTE: a function of the driver needs a CUDA context that is current in the calling thread. The
+// first CUDA runtime call of a thread makes a context current. An autograd thread may have made no
+// such call, if all its memory came from torch's cache.
 bool make_context_current() {
   int device;
   return cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;

@@ -90,9 +90,9 @@ __device__ __forceinline__ void store_vec(T* g_to, const Vec<T, kElems>& value) 
   *reinterpret_cast<Vec<T, kElems>*>(g_to) = value;
 }
 
-// Loads 16 bytes as four words.
-// NOTE: if a Vec of 16-bit values is modified under a condition, the compiler needs an instruction
-// for each 16-bit value. For words it needs only one instruction per word.
+// Loads 16 bytes as four 32-bit words.
+// NOTE: if code modifies a Vec of 16-bit values under a condition, the compiler needs an
+// instruction for each 16-bit value. For words it needs only one instruction per word.
 __device__ __forceinline__ uint4 load_words(const void* from) {
   return *static_cast<const uint4*>(from);
 }
@@ -129,8 +129,8 @@ __device__ __forceinline__ uint4 negated(uint4 words) {
   return make_uint4(words.x ^ kSigns, words.y ^ kSigns, words.z ^ kSigns, words.w ^ kSigns);
 }
 
-// Returns the maximum of all values in r_of. Each of its kCount elements holds 16 bytes of values.
-// NaN values are ignored. If all values are NaN, returns -inf.
+// Returns the maximum of all values in r_of. Each of the kCount elements of r_of holds 16 bytes of
+// values. NaN values are ignored. If all values are NaN, returns -inf.
 template <typename T, int kCount>
 __device__ __forceinline__ float largest(const uint4 (&r_of)[kCount]) {
   float r_x[16 / sizeof(T)];
@@ -180,7 +180,7 @@ __device__ __forceinline__ uint4 words_of(const float* r_from) {
   }
 }
 
-// Rounds the values at r_from to T and stores 16 bytes of them.
+// Rounds the 16 / sizeof(T) values at r_from to T and stores them at g_to.
 // NOTE: the function uses __stwb, because the compiler splits a plain store under a condition into
 // one store per value.
 template <typename T>

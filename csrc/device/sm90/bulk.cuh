@@ -33,10 +33,10 @@ __device__ __forceinline__ void bulk_load_to_all(void* s_to, const void* g_from,
       : "memory");
 }
 
-// bulk_store copies fp32 values from shared to global memory; bulk_add adds them to the values
-// there. Both addresses and `bytes` must be multiples of 16. There must be an async_fence between
-// earlier stores to the source and this call. The next tma_commit of this thread commits the
-// operation.
+// bulk_store copies fp32 values from shared to global memory. bulk_add adds fp32 values in shared
+// memory to the values in global memory. Both addresses and `bytes` must be multiples of 16. There
+// must be an async_fence between earlier stores to s_from and the call. The next tma_commit of this
+// thread commits the copy or the addition.
 __device__ __forceinline__ void bulk_store(float* g_to, const float* s_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :
@@ -50,15 +50,15 @@ __device__ __forceinline__ void bulk_add(float* g_to, const float* s_from, uint3
                : "memory");
 }
 
-// Orders this thread's earlier accesses to global memory before its later bulk copies, and its
-// finished bulk copies before its later accesses.
+// Orders this thread's earlier accesses to global memory before its later bulk copies. Also orders
+// its finished bulk copies before its later accesses to global memory.
 __device__ __forceinline__ void global_async_fence() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Copies shared memory of this CTA to the shared memory of the CTA with rank `rank`. s_barrier of
-// that CTA counts the bytes that arrive. There must be an async_fence between earlier stores to the
-// source and this call.
+// the receiving CTA counts the bytes that arrive. There must be an async_fence between earlier
+// stores to s_from and this call.
 __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_from, uint32_t bytes,
                                                    uint64_t* s_barrier, uint32_t rank) {
   asm volatile(
@@ -69,8 +69,8 @@ __device__ __forceinline__ void bulk_send_to_block(void* s_to, const void* s_fro
       : "memory");
 }
 
-// Stores a pair of floats in the shared memory of the CTA with rank `rank`. s_barrier of that CTA
-// counts the bytes that arrive.
+// Stores a pair of floats in the shared memory of the CTA with rank `rank`. s_barrier of the
+// receiving CTA counts the bytes that arrive.
 __device__ __forceinline__ void send_to_block(float2* s_to, float2 value, uint64_t* s_barrier,
                                               uint32_t rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"

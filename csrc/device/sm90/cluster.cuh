@@ -35,7 +35,8 @@ __device__ __forceinline__ uint32_t cluster_index() {
   return index;
 }
 
-// Returns the shared::cluster address of the variable `s_at` in the CTA with rank `rank`.
+// Returns the shared::cluster address, in the CTA with rank `rank`, of the variable that is at
+// `s_at` in this CTA.
 __device__ __forceinline__ uint32_t address_in_block(const void* s_at, uint32_t rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(s_at)), "r"(rank));

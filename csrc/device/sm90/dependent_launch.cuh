@@ -7,7 +7,7 @@
 
 namespace torchweld {
 
-// Lets the CTAs of the next kernel start as soon as SMs have space for them. This has an effect
+// Lets the CTAs of the next kernel start as soon as SMs have space for them. The call has an effect
 // only if the next kernel was launched with PDL.
 __device__ __forceinline__ void griddep_launch_dependents() {
 #if TW_HAS_CLUSTERS
@@ -25,7 +25,7 @@ __device__ __forceinline__ void griddep_wait() {
 #endif
 }
 
-// Prefetches the cache line at an address into L2.
+// Prefetches into L2 the cache line that contains the address g_at.
 // NOTE: the prefetch is safe even if another kernel writes the line later, because all SMs share
 // L2.
 __device__ __forceinline__ void prefetch_line(const void* g_at) {

@@ -4,9 +4,11 @@
 //
 // A tile consists of swizzle rows of 128 bytes. Eight swizzle rows form a swizzle atom of 1024
 // bytes, which must start on a 1024-byte boundary.
-//   K-major   a swizzle row is a row (M or N) of one k-block; rows follow one another
-//   MN-major  a swizzle row is 128 bytes (M or N) of one column (K); columns follow one another,
-//             and the next 128 bytes of M or N lie `leading_bytes` further on
+//   K-major   A swizzle row holds one k-block of one index of M or N. The next swizzle row holds
+//             the same k-block of the next index of M or N.
+//   MN-major  A swizzle row holds 128 bytes along M or N, at one index of K. The next swizzle row
+//             holds the next index of K. The next 128 bytes along M or N lie `leading_bytes`
+//             further on.
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout".
 #pragma once
 
@@ -20,7 +22,7 @@ inline constexpr int kSwizzleRowBytes = 128, kSwizzleAtomBytes = 1024;
 // The number of bytes of B that a wgmma with N = 8 reads.
 inline constexpr int kSameValuesBytes = 256;
 
-// Returns the position of 16-byte chunk `chunk` in swizzle row `row`, under the 128-byte swizzle.
+// Returns where the 128-byte swizzle puts 16-byte chunk `chunk` within swizzle row `row`.
 TW_HOST_DEVICE constexpr int swizzled_chunk(int row, int chunk) { return chunk ^ (row & 7); }
 
 // Returns the descriptor of a tile with the 128-byte swizzle. s_tile is the shared-memory address
@@ -44,16 +46,16 @@ TW_HOST_DEVICE constexpr uint64_t mn_major_descriptor(uint32_t s_tile, uint32_t 
   return matrix_descriptor(s_tile, leading_bytes);
 }
 
-// Returns the descriptor of a K-major operand without swizzle, whose rows have eight 16-bit values
-// each. wgmma needs 16 values along K, so it reads the eight values of a row twice. In operand A,
-// values 8 to 15 along K must be 0.
+// Returns the descriptor of a K-major operand without swizzle. Each row of the operand has eight
+// 16-bit values. wgmma needs 16 values along K, so it reads the eight values of a row twice. In
+// operand A, values 8 to 15 along K must be 0.
 TW_HOST_DEVICE constexpr uint64_t half_slice_descriptor(uint32_t s_tile) {
   constexpr uint64_t kAtom = uint64_t{8 * 16 >> 4} << 32;  // eight rows of 16 bytes
   return kAtom | (s_tile & 0x3ffff) >> 4;
 }
 
-// Returns the descriptor of an operand with eight rows whose elements are all equal. The
-// kSameValuesBytes bytes at s_values must be filled with the value of the elements.
+// Returns the descriptor of an operand with eight rows. All elements of the operand have one value.
+// The kSameValuesBytes bytes at s_values must be filled with this value.
 TW_HOST_DEVICE constexpr uint64_t same_values_descriptor(uint32_t s_values) {
   // The distance between the operand's two atoms, in units of 16 bytes. An atom has 8 rows and 8
   // elements along K.

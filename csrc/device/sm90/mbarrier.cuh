@@ -9,8 +9,8 @@ namespace torchweld {
 
 #if TW_HAS_CLUSTERS
 // Initialises a barrier. A phase of the barrier ends when `arrivals` threads have arrived and all
-// expected bytes have arrived. The parity of the first phase is 0, of the second phase 1, and so on
-// alternately.
+// expected bytes have arrived. The parity of the first phase is 0, the parity of the second phase
+// is 1, and later phases alternate between 0 and 1.
 __device__ __forceinline__ void mbarrier_init(uint64_t* s_barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                :
@@ -49,7 +49,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, u
 
 // Waits until the phase with parity `parity` has ended. On a newly initialised barrier, a wait for
 // parity 1 returns at once.
-// NOTE: the wait has acquire semantics at CTA scope. This is enough to see all bytes that the
+// NOTE: the wait has acquire semantics at CTA scope. CTA scope is enough to see all bytes that the
 // barrier counted. At cluster scope every wait would invalidate the L1 cache.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t parity) {
   uint32_t done;
@@ -67,8 +67,8 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* s_barrier, uint32_t pari
 }
 
 // Arrives at the barrier `s_barrier` of the CTA with rank `rank` in the cluster.
-// NOTE: the arrival has release semantics at CTA scope. At cluster scope it would wait for all
-// memory accesses of this thread; these waits took a third of the time of a matmul.
+// NOTE: the arrival has release semantics at CTA scope. At cluster scope the arrival would wait for
+// all memory accesses of this thread. Such waits took a third of the time of a matmul.
 __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
                :
@@ -77,8 +77,8 @@ __device__ __forceinline__ void mbarrier_arrive_at(uint64_t* s_barrier, uint32_t
 }
 
 // Orders this thread's earlier accesses to shared memory (stores and finished asynchronous copies)
-// before its later bulk copies and, if a barrier follows, before the wgmmas of other threads after
-// that barrier.
+// before its later bulk copies. If the thread then passes a barrier, the accesses are also ordered
+// before the wgmmas that other threads issue after that barrier.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

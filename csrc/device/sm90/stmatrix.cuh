@@ -8,8 +8,8 @@
 namespace torchweld {
 
 #if TW_HAS_CLUSTERS
-// Stores four 8 x 8 matrices of 16-bit elements from registers to shared memory. It is the inverse
-// of ldmatrix. Lane l passes the address of row l % 8 of matrix l / 8.
+// Stores four 8 x 8 matrices of 16-bit elements from registers to shared memory. The store is the
+// inverse of ldmatrix. Lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_4(uint32_t s_row, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(s_row),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])

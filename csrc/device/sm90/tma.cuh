@@ -1,8 +1,8 @@
 // Copies boxes of a tensor between global and shared memory by TMA (tensor maps). Coordinates are
-// in elements; the coordinate x of the contiguous dimension comes first. A box may extend beyond
-// the tensor. A load fills elements outside of the tensor with zeros, and the barrier counts their
-// bytes too. A store skips elements outside of the tensor. Source: PTX ISA, "Data Movement and
-// Conversion Instructions: Tensor copy".
+// in elements. The coordinate x of the contiguous dimension comes first. A box may extend beyond
+// the tensor. A load writes zeros for the elements of the box outside of the tensor, and the
+// barrier counts the bytes of these zeros too. A store skips the elements outside of the tensor.
+// Source: PTX ISA, "Data Movement and Conversion Instructions: Tensor copy".
 #pragma once
 
 #include "device/features.cuh"
@@ -70,8 +70,8 @@ __device__ __forceinline__ void tma_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until the committed stores of this thread, except the last kPending groups, have read their
-// shared memory.
+// Waits until the committed stores of this thread have read their source in shared memory. Does not
+// wait for the last kPending committed groups.
 template <int kPending>
 __device__ __forceinline__ void tma_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

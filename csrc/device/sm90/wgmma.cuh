@@ -1,6 +1,7 @@
-// Matrix products of a warpgroup (wgmma) with 64 rows, N columns and fp32 accumulators. Operand B
-// is in shared memory, operand A in shared memory or registers. Warp w of the four holds rows 16 w
-// to 16 w + 15 of the accumulators, in the fragment layout of mma.sync (device/mma_sync.cuh).
+// wgmma, the matmul instruction of a warpgroup. The product has 64 rows, N columns and fp32
+// accumulators. Operand B is in shared memory. Operand A is in shared memory or in registers. Warp
+// w of the warpgroup (0 to 3) holds rows 16 w to 16 w + 15 of the accumulators, in the fragment
+// layout of mma.sync (device/mma_sync.cuh).
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
@@ -26,8 +27,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Tells the compiler that the accumulators change at this point, so that it does not move later
-// reads of the accumulators to an earlier point.
+// Tells the compiler that the accumulators change at this point. Therefore the compiler does not
+// move later reads of the accumulators to an earlier point.
 template <int kSums>
 __device__ __forceinline__ void warpgroup_fence_operand(float (&d)[kSums]) {
 #pragma unroll
@@ -43,10 +44,10 @@ __device__ __forceinline__ void discard_accumulators(float (&d)[kSums]) {
   for (int i = 0; i < kSums; ++i) asm volatile("" : "=f"(d[i]));
 }
 
-// Computes d = (scale_d ? d : 0) + a @ b^T for 64 rows, N columns and K = 16 values of 16 bits. In
-// multiply<kA, kB>(d, a, b, scale_d), a and b are descriptors of operands in shared memory. In
-// multiply<kB>(d, a, b, scale_d), a is in registers. kA is 1 if a is MN-major, and kB is 1 if b is
-// MN-major; otherwise they are 0.
+// Computes d = (scale_d ? d : 0) + a @ b^T, where d has 64 rows and N columns, K is 16, and
+// elements have 16 bits. In multiply<kA, kB>(d, a, b, scale_d), a and b are descriptors of operands
+// in shared memory. In multiply<kB>(d, a, b, scale_d), a is in registers. kA is 1 if a is MN-major,
+// and kB is 1 if b is MN-major. Otherwise they are 0.
 template <typename T, int N>
 struct Wgmma;
 
