@@ -44,14 +44,15 @@ T scale_row(T* row, const T* bias, int64_t n, const LogitScale<T>& scale) {
   return max;
 }
 
-// Whether row_statistics computes the mean and the expectation in addition to the lse.
+// Whether row_statistics also computes the mean (`mean`) and the expectation (`expectation`).
+// row_statistics always computes the lse.
 struct WantedStatistics {
   bool mean, expectation;
 };
 
 // Replaces a row of logits by z, as scale_row does, and returns the statistics of z.
-// NOTE: the row is read once, in blocks of 2048 values. Sums within a block are relative to the
-// largest value so far. The sums of the blocks are added in fp64. If the whole vocabulary were
+// NOTE: the row is read once, in blocks of 2048 values. The sums within a block are relative to the
+// largest value so far. The sums of the blocks are added in fp64. If all logits of a row were
 // summed in fp32, the lse would lose one decimal digit.
 template <typename T>
 LogitStatistics<T> row_statistics(T* row, const T* bias, int64_t n, const LogitScale<T>& scale,
@@ -99,8 +100,8 @@ LogitStatistics<T> row_statistics(T* row, const T* bias, int64_t n, const LogitS
 }
 
 // Replaces a row of z by the gradient with respect to the row's logits. The gradient is rounded to
-// scalar_t, the dtype of the inputs, and stored as elements of type E from the start of the row on.
-// E is scalar_t or T. If E is bf16 and n is odd, a zero follows the last element.
+// scalar_t, the dtype of the inputs. It is stored as elements of type E, the first of them at the
+// start of the row. E is scalar_t or T. If E is bf16 and n is odd, a zero follows the last element.
 template <typename scalar_t, typename E, typename T>
 void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
                   const LogitScale<T>& scale) {
@@ -121,7 +122,8 @@ void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
         for (int64_t j = 0; j < size; ++j) {
           rounded[j] = static_cast<E>(static_cast<scalar_t>(z[first + j]));
         }
-        // NOTE: an E is not larger than a T, so the block does not overwrite gradients after it.
+        // NOTE: an E is not larger than a T. Therefore this store does not overwrite the gradients
+        // of later blocks.
         std::memcpy(out + first * sizeof(E), rounded, size * sizeof(E));
       }
     });

@@ -75,9 +75,10 @@ void exponentials_forward(const LossInputs& in, const LossRows& results, const E
   store(results.loss, loss);
   store(results.lse, lse);
   if (results.mean.defined()) store(results.mean, z.mean(1));
-  // Here k is the lse of the row. Then y is the softmax, and factor is the derivative of the loss
-  // with respect to the lse.
-  // NOTE: if all logits of a row are -inf, its probabilities are NaN: factor is NaN, and y is 0.
+  // This function uses the lse of the row as k. Then y is the softmax, and factor is the derivative
+  // of the loss with respect to the lse.
+  // NOTE: if all logits of a row are -inf, the row's probabilities factor * y must be NaN.
+  // Therefore factor is NaN for such a row, and y is 0 except at the target.
   const Tensor impossible = lse.eq(-std::numeric_limits<double>::infinity());
   Tensor y = (z - lse.masked_fill(impossible, 0).unsqueeze(1)).exp_();
   Tensor lse_slope = 1 + 2 * in.options.z_loss * lse;
@@ -109,7 +110,7 @@ void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const 
   const auto scaled = [&](const Tensor& rows) {
     return at::where(live, factor * rows, at::zeros({}, rows.options()));
   };
-  // The uniform term of each row, 0 for ignored rows.
+  // The uniform term of the gradient, one value for each row. The value of an ignored row is 0.
   const Tensor each =
       at::where(live, dloss.unsqueeze(1) * -uniform, at::zeros({}, dloss.options()));
   if (grads.wanted[0]) {

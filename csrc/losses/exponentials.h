@@ -1,8 +1,9 @@
 // A loss engine that runs only three matmuls, because the forward stores exponentials. Instead of
 // the logits, the forward stores y = 2^(l - k), with l = log2(e) * z and one integer k per row. The
 // gradient with respect to a row's logits is factor * y, with one factor per row. The forward
-// modifies y at the target, so that this also holds for the target. The backward therefore consists
-// of two matmuls of y: dx = factor * (y @ weight) and dweight = y^T @ (factor * x).
+// modifies y at the target, so that factor * y is the gradient at the target too. The backward
+// therefore consists of two matmuls of y: dx = factor * (y @ weight) and dweight = y^T @
+// (factor * x).
 //
 // No kernel reads all of y between the matmuls. The time of forward and backward together, on an
 // H100 in bf16, is 1.05 times that of three plain matmuls for (M, K, N) = (8192, 2048, 128256), and
@@ -12,7 +13,8 @@
 // tile, so its backward must rescale the operand in registers. Here there is one k per row, so the
 // backward runs plain matmuls. bf16 can represent 2^(l - k) if k is within 100 of the row's largest
 // l. k is derived from the target's l, which is computed before the matmul. This k is nearly always
-// close enough to the largest l. If it is not, a kernel rescales the row of y in memory.
+// close enough to the largest l. If this k is not close enough, a kernel rescales the row of y in
+// memory.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +25,15 @@
 namespace torchweld {
 
 // With label smoothing, the gradient has one more term, -uniform * dloss, which is the same for all
-// logits of a row. y does not contain this term. To each row of dx, the backward adds a multiple of
-// sum(rows of `weight`) for this term. To all rows of dweight, it adds the same vector. In the
-// forward, the mean of a row's logits is x @ mean(rows of `weight`), which requires that there is
-// no softcap.
+// logits of a row. y does not contain this term. For this term, the backward adds a multiple of
+// sum(rows of `weight`) to each row of dx, and one vector to all rows of dweight. In the forward,
+// the mean of a row's logits is x @ mean(rows of `weight`) + mean(bias). With a softcap, the mean
+// would not have this form, so there must be no softcap.
 struct Exponentials {
-  Tensor y;       // (..., N rounded up to 64), in x's dtype; columns from N on are 0
+  Tensor y;       // (..., N rounded up to a multiple of 64), in x's dtype; columns from N on are 0
   Tensor factor;  // (...), in the accumulation dtype; 0 for an ignored row
 
-  // Returns y as (rows, N rounded up to 64) and factor as (rows,), both contiguous.
+  // Returns y as (`count`, columns of y) and factor as (`count`,). Both are contiguous.
   Exponentials rows(int64_t count) const {
     return {y.contiguous().view({count, y.size(-1)}), factor.contiguous().view({count})};
   }
@@ -52,21 +54,21 @@ inline double uniform_gradient(const LossOptions& options, int64_t n) {
 }
 
 // Computes the loss and the lse of every row, and stores y and factor in `kept`. If
-// options.needs_mean(), there must be no softcap.
+// options.needs_mean() is true, there must be no softcap.
 void exponentials_forward(const LossInputs& in, const LossRows& results, const Exponentials& kept);
 void exponentials_backward(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
                            const Tensor& weight, double uniform, const LossGradients& grads);
 
 #ifdef TORCHWELD_CUDA
-// Runs the forward on the Hopper kernels. May be called only if has_exponentials_kernels returns
-// true. Also computes the entropies if results.entropy is defined. If `kept` is nullptr, does not
-// store y and factor.
+// Runs the forward on the Hopper kernels. has_exponentials_kernels must return true for the loss.
+// Also computes the entropies if results.entropy is defined. If `kept` is nullptr, the function
+// does not store y and factor.
 void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                const Exponentials* kept);
 void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, const Tensor& x,
                                 const Tensor& weight, double uniform, const LossGradients& grads);
 // Computes the gradients for a forward that has stored the lse, but not y. The function computes y
-// again, some columns at a time. upstream.dentropy must be undefined.
+// again, for some columns of the logits at a time. upstream.dentropy must be undefined.
 void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
                                  const LossUpstream& upstream, const LossGradients& grads);
 #endif

@@ -27,15 +27,16 @@ constexpr int64_t kChunkElems = 8;  // the number of bf16 elements in 16 bytes
 constexpr double kLog2e = 1.4426950408889634;
 
 // Chooses the tile of the matmul. In a ping-pong tile, one warpgroup computes exponentials while
-// the other warpgroup runs wgmmas. This is faster only if k is small. If k is large, the
-// exponentials are a small part of the time anyway.
+// the other warpgroup runs wgmmas. A ping-pong tile is faster than a cooperative tile only if k is
+// small. If k is large, the exponentials are a small part of the time anyway.
 Sm90TileIndex exponentials_tile(int64_t k) {
   constexpr int64_t kShortSum = 1024;
   return k <= kShortSum ? kPingPong128x128Cluster2 : kCooperative128x256Cluster2;
 }
 
 // Returns a tensor as a matrix (rows, columns). All rows of the matrix start on 16-byte boundaries,
-// so that the kernels can load 16 bytes at once. If rows of the tensor don't, the tensor is copied.
+// so that the kernels can load 16 bytes at once. The function copies a tensor that has rows with
+// another alignment.
 Tensor chunked_rows(const Tensor& t) {
   const Rows rows(t);
   const auto address = reinterpret_cast<uintptr_t>(const_data<void>(rows.tensor));
@@ -54,7 +55,7 @@ struct Operands {
   ExponentialRows rows;
   float *row_reference, *row_sum, *row_moment;
 
-  // `with_mean` is true if the mean of each row's logits is needed. A backward does not need it.
+  // `with_mean` is true if the call needs the mean of each row's logits. A backward does not.
   Operands(const LossInputs& in, bool with_mean)
       : x(chunked_rows(in.x)), weight(chunked_rows(in.weight)), bias(in.bias) {
     const int64_t m = x.size(0);
@@ -88,8 +89,8 @@ struct Operands {
             v + 5 * m};
   }
 
-  // Computes y = 2^(l - reference) and the sums of y, for columns [column, column + columns) of the
-  // logits. If y is nullptr, the kernel computes only the sums.
+  // For columns [column, column + columns) of the logits, computes y = 2^(l - reference) and the
+  // sums of y over the columns of each tile. If y is nullptr, the kernel computes only the sums.
   void launch(const float* reference, int64_t column, int64_t columns, void* y,
               int64_t y_row_stride, const TileSums& sums) const {
     constexpr int64_t kElemBytes = 2;
@@ -118,7 +119,7 @@ struct Operands {
 
 int tile_columns(int64_t k) { return kSm90Tiles[exponentials_tile(k)].block_n; }
 
-// A workspace for the sum of each row within each column tile. There are `tiles` column tiles.
+// A workspace for the sums of y. It has one sum for each row and each of the `tiles` column tiles.
 struct SumsBuffer {
   Tensor tensor;
   TileSums sums;
@@ -134,8 +135,8 @@ struct SumsBuffer {
 };
 
 // Computes to = factor * dloss * from, with one factor and one dloss per row. If `row_offset`
-// (rows,) is defined, adds its product with `offset` (columns,). `from` is bf16 or fp32, and `to`
-// is bf16.
+// (rows,) is defined, also adds row_offset[i] * offset[j] to element (i, j). `offset` is
+// (columns,). `from` is bf16 or fp32, and `to` is bf16.
 void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, const Tensor& dloss,
                 const Tensor& row_offset = {}, const Tensor& offset = {}) {
   if (to.numel() == 0) return;
@@ -146,15 +147,15 @@ void scale_rows(const Tensor& from, const Tensor& to, const Tensor& factor, cons
                     current_stream());
 }
 
-// Returns the first `columns` columns of y as a matmul operand. In memory each row is padded with
-// zeros after these columns, so the matmul needs no padded copy.
+// Returns the first `columns` columns of y as a matmul operand. In memory, zeros follow these
+// columns in each row, so the matmul needs no padded copy.
 Matrix exponentials_of(const Tensor& y, int64_t columns) {
   Matrix matrix(y.narrow(1, 0, columns));
   matrix.zero_padded = true;
   return matrix;
 }
 
-// Computes to = vector @ matrix, with a matrix (rows, columns), and vector (rows,) in fp32.
+// Computes to = vector @ matrix. `matrix` is (rows, columns). `vector` is (rows,) in fp32.
 void vector_product_into(const Tensor& to, const Tensor& vector, const Matrix& matrix,
                          const MatmulEpilogue& epilogue = {}) {
   const Tensor row = vector.to(to.scalar_type()).view({1, vector.size(0)});
@@ -168,7 +169,8 @@ struct UniformTerm {
   UniformTerm(double uniform, const Tensor& factor, const Tensor& dloss) {
     if (uniform != 0) each = (dloss * -uniform).masked_fill_(factor.eq(0), 0);
   }
-  // Adds the term of upstream.dmean, the gradient with respect to the mean of n scaled logits.
+  // Also adds the term of upstream.dmean, the gradient with respect to the mean of the n values of
+  // z of a row.
   UniformTerm(const LossInputs& in, const Tensor& factor, const LossUpstream& upstream)
       : UniformTerm(uniform_gradient(in.options, in.weight.size(0)), factor, upstream.dloss) {
     if (!upstream.dmean.defined()) return;
@@ -178,13 +180,13 @@ struct UniformTerm {
     each = each.defined() ? each + of_mean : of_mean;
   }
 
-  // Returns the sum (K,) of the rows of weight. each[i] * sum is the term of row i of dx.
+  // Returns the sum of the rows of weight, a vector (K,). each[i] * sum is the term of row i of dx.
   Tensor sum_of_rows(const Tensor& weight) const {
     if (!each.defined()) return {};
     return weight.sum(0, /*keepdim=*/false, at::kFloat);
   }
-  // Returns the sum (K,) of each[i] * x[i], which is added to all rows of dweight. `scaled` is
-  // factor * dloss * x.
+  // Returns the vector (K,) that is added to all rows of dweight: the sum of each[i] * x[i] over
+  // the rows i. `scaled` is factor * dloss * x.
   // NOTE: the sum reads scaled / (factor * dloss) instead of x, because x may hold NaN in ignored
   // rows, where `scaled` is 0.
   OptionalTensor row_of_dweight(const Tensor& scaled, const Tensor& factor,
@@ -201,8 +203,8 @@ struct UniformTerm {
   }
 };
 
-// Computes the gradient of the bias for the columns of y. It is the sum of factor * dloss * y over
-// the rows, plus the uniform term.
+// Computes the gradient of the bias for the columns of y. This gradient is the sum of
+// factor * dloss * y over the rows, plus the uniform term.
 void dbias_into(const Tensor& dbias, const Matrix& y, const Tensor& factor, const Tensor& dloss,
                 const UniformTerm& uniform) {
   const Tensor each = (factor * dloss).masked_fill_(factor.eq(0), 0);
@@ -233,8 +235,8 @@ void exponentials_forward_sm90(const LossInputs& in, const LossRows& results,
                                   kept != nullptr ? mutable_data<float>(kept->factor) : nullptr};
   if (results.mean.defined()) operands.rows.mean_logit = mutable_data<float>(results.mean);
   launch_target_logits(operands.rows, current_stream());
-  // If y is not stored, the loop below processes a limited number of tiles at a time, so that the
-  // sums of these tiles fit in 16 MiB of workspace. The next tiles overwrite the sums.
+  // If y is not stored, the loop below processes only some tiles at a time, so that the sums of
+  // these tiles fit in 16 MiB of workspace. The sums of the next tiles overwrite them.
   constexpr int64_t kSumsBytes = 16 << 20;
   const bool moments = results.entropy.defined();
   const int64_t tiles = divide_up(n, columns), bytes = (moments ? 3 : 2) * m * sizeof(float);
@@ -275,9 +277,9 @@ void exponentials_backward_sm90(const Exponentials& kept, const Tensor& dloss, c
   if (grads.wanted[2]) dbias_into(grads.dbias, y, kept.factor, dloss, term);
 }
 
-// The factors of the gradient with respect to a row's logits. If there is a gradient dlse or dmean,
-// the gradient without the uniform term is total * p, where p are the row's probabilities. At the
-// target it is total * (p - share). Otherwise total is dloss.
+// The factors of the gradient with respect to a row's logits. p are the row's probabilities. If
+// dlse or dmean is defined, the gradient without the uniform term is total * (p - share) at the
+// target and total * p elsewhere. If neither is defined, total is dloss, and share is undefined.
 struct RowFactors {
   Tensor total;  // (rows,); the factor of p
   Tensor share;  // (rows,); 1 if undefined
@@ -287,8 +289,9 @@ struct RowFactors {
     if (!up.dlse.defined() && !up.dmean.defined()) return;
     total = dloss * (lse * (2 * z_loss) + 1);
     if (up.dlse.defined()) total = total + up.dlse;
-    // NOTE: a total of 0 would make the other terms 0 too. Therefore others * 2^-24, which is less
-    // than the rounding error of y, replaces a total of 0.
+    // NOTE: the other terms of the gradient are computed as multiples of total. A total of 0 would
+    // make these terms 0 too. Therefore others * 2^-24 replaces a total of 0. This value is less
+    // than the rounding error of y.
     const Tensor others = up.dmean.defined() ? dloss - up.dmean : dloss;
     total = at::where(total.eq(0), others * 0x1p-24, total);
     share = at::where(total.eq(0), at::zeros({}, total.options()), dloss / total);
@@ -300,15 +303,16 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
   Operands operands(in, /*with_mean=*/false);
   const RowFactors factors(upstream, lse, in.options.z_loss);
   const Tensor& dloss = factors.total;
-  if (factors.share.defined()) operands.rows.z_loss = 0;  // total has the term of z_loss
+  if (factors.share.defined()) operands.rows.z_loss = 0;  // total already has the term of z_loss
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
-  // The limit of the total memory of three tensors: y for a block of columns, dx in fp32, and the
-  // scaled rows of x. The scaled rows use the memory of the result dx, which is written last.
+  // kBytes limits the memory of three tensors together: y for a block of columns, dx in fp32, and
+  // the scaled rows of x. If dx is requested, the scaled rows use the memory of the result dx,
+  // which is written last.
   constexpr int64_t kBytes = 280 << 20, kMinTiles = 8;
   const int64_t others = m * k * (grads.wanted[0] ? 4 : 2);
   const int64_t max_tiles = std::max((kBytes - others) / (m * columns * 2), kMinTiles);
-  // All blocks have about the same number of columns.
+  // All blocks of columns have about the same number of columns.
   const int64_t all_tiles = divide_up(n, columns);
   const int64_t tiles = divide_up(all_tiles, divide_up(all_tiles, max_tiles));
   const Tensor y = at::empty({m, tiles * columns}, operands.x.options());
@@ -349,7 +353,7 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
     const Matrix exponentials = exponentials_of(y, count);
     if (grads.wanted[0]) {
       const Tensor words = operands.weight.narrow(0, first, count);
-      // NOTE: the columns of y are the K of this product. If K is not a multiple of 16 bytes,
+      // NOTE: K of this product is the number of columns of y. If K is not a multiple of 16 bytes,
       // cuBLAS may choose a much slower kernel. Therefore a second product adds the last columns.
       const int64_t whole = count / kChunkElems * kChunkElems;
       bool add = first > 0;

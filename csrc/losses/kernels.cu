@@ -1,5 +1,5 @@
 // Kernels that process a chunk of rows of logits, with one block per row. One kernel computes the
-// statistics of the row. Another kernel reads the row again and overwrites the logits by their
+// statistics of the row. Another kernel reads the row again and overwrites the logits with their
 // gradient.
 //
 // NOTE: the kernels check the targets with assert, which NDEBUG would disable. The host does not
@@ -17,8 +17,8 @@ namespace {
 
 constexpr int kThreads = 512, kElems = 4, kStep = kThreads * kElems, kWarps = kThreads / kWarp;
 
-// The statistics of the logits that a thread has read so far, relative to the maximum of these
-// logits. One loop over the row computes all of them.
+// The statistics of the logits that a thread has read so far. `sum` and `expected` are relative to
+// `max`, the maximum of these logits. One loop over the row computes all statistics.
 struct RunningRow {
   float max;
   float sum;       // the sum of e = exp(z - max)

@@ -36,14 +36,16 @@ struct LossRows {
 struct LossUpstream {
   Tensor dloss;
   Tensor dentropy;  // if undefined, the gradient is 0
-  // The gradient with respect to lse; if undefined, the gradient is 0; only for a cross entropy.
+  // The gradient with respect to LossRows::lse. Only a cross entropy may have this gradient. If
+  // undefined, the gradient is 0.
   Tensor dlse = {};
-  // The gradient with respect to LossRows::mean, as dlse.
+  // The gradient with respect to LossRows::mean. Only a cross entropy may have this gradient. If
+  // undefined, the gradient is 0.
   Tensor dmean = {};
 };
 
-// The gradients that an engine computes. dx is contiguous. A gradient that is passed as a tensor of
-// size (0,) is not computed.
+// The gradients that an engine computes. dx is contiguous. A tensor of size (0,) stands for a
+// gradient that the caller did not request.
 struct LossGradients {
   Tensor dx, dweight, dbias;
   std::array<bool, 3> wanted;

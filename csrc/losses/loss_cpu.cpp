@@ -10,7 +10,8 @@
 namespace torchweld {
 namespace {
 
-// The rows of x whose target is not ignored. The matmuls skip the ignored rows.
+// The rows of x and which of them are live. The target of a live row is not ignored. The matmuls
+// skip the ignored rows.
 struct TargetRows {
   Tensor x;        // (all rows, K)
   Tensor targets;  // (all rows,)
@@ -84,10 +85,11 @@ Tensor dlogits_of(const Tensor& z) {
   return z.view(c10::CppTypeToScalarType<E>()).narrow(1, 0, z.size(1));
 }
 
-// Returns the number of rows per chunk. If `sums_dweight`, several chunks need a sum (n, k) of
-// dweight in the accumulation dtype, and every chunk reads and writes all of it. Therefore the
-// limit of the rows per chunk is at least k / 2. The logits of k / 2 rows need half the memory of
-// the sum. A single chunk needs no sum, so it may have k rows more than the limit.
+// Returns the number of rows per chunk. If `sums_dweight` is true and there are several chunks,
+// their dweight is added up in an (n, k) matrix of the accumulation dtype. Every chunk reads and
+// writes the whole matrix. Therefore the limit of the rows per chunk is at least k / 2. The logits
+// of k / 2 rows need half the memory of the matrix. A single chunk needs no such matrix, so it may
+// have k rows more than the limit.
 int64_t chunk_rows(int64_t rows, int64_t n, int64_t k, int64_t bytes_per_logit, bool sums_dweight) {
   if (rows == 0) return 1;
   const int64_t chunk = loss_chunk_rows(rows, n, bytes_per_logit);

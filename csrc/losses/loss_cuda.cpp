@@ -86,8 +86,8 @@ void loss_rows_any_gpu(const LossInputs& in, const LossRows& results, const Loss
   const cudaStream_t stream = current_stream();
   const Tensor x = as_matrix(in.x);
   const Vector bias(in.bias);
-  // The rows are padded to a multiple of 8 elements, so that each row starts on a 16-byte boundary.
-  // This holds for the fp32 logits and for the 16-bit dlogits in the same memory.
+  // Each row of the logits is padded to a multiple of 8 elements, so that it starts on a 16-byte
+  // boundary. The fp32 logits and the 16-bit dlogits in the same memory both need this.
   const int64_t row_stride = divide_up(n, 8) * 8;
   const int64_t chunk = rows == 0 ? 1 : loss_chunk_rows(rows, row_stride, sizeof(float));
   WeightGradient dweight(grads.dweight, grads.wanted[1], rows <= chunk);
@@ -159,7 +159,7 @@ void loss_rows_cuda(const char*, const LossInputs& in, const LossRows& results,
   const bool exponentials = in.targets.numel() > 0 && in.weight.size(0) > 0 &&
                             has_exponentials_kernels(in.x, in.weight, in.options);
   if (exponentials && !grads.any()) return exponentials_forward_sm90(in, results, nullptr);
-  // exponentials_recompute_sm90 can only compute gradients that are the exponentials times one
+  // exponentials_recompute_sm90 can compute a gradient only if it is the exponentials times one
   // factor per row. The gradient of an entropy is not of this form.
   if (exponentials && !results.loss.defined() && !upstream.dentropy.defined()) {
     const bool negative = in.kind == LossKind::kLogprob;

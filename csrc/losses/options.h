@@ -1,6 +1,6 @@
 // The options, the checks and the per-row vectors of the loss ops, for the CPU and CUDA. An op
-// receives the logits (..., N) or computes them as linear(x, weight, bias). The shapes are x (...,
-// K), weight (N, K), bias (N,) and target (...).
+// receives the logits (..., N) or computes them as linear(x, weight, bias). The shapes are
+// x (..., K), weight (N, K), bias (N,) and target (...).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -34,7 +34,7 @@ struct LossOptions {
   double z_loss = 0;
   int64_t shift = 0;
   double temperature = 1;
-  bool mean = false;  // whether mean(z) of each row is a result, or has a gradient
+  bool mean = false;  // whether the op returns mean(z) of each row, or receives its gradient
 
   bool needs_mean() const { return mean || label_smoothing != 0; }
   template <typename T>
@@ -84,8 +84,8 @@ inline LossOptions cross_entropy_options(const char* op, c10::string_view reduct
   return options;
 }
 
-// Checks `target`. x (..., size) is the x or the logits of the op. Returns the shape of a per-token
-// result.
+// Checks `target` against x, which is the x or the logits of the op. `name` is the name of x, and
+// `size` is the name of its last dim. Returns the shape of a per-token result.
 inline std::vector<c10::SymInt> check_target(const char* op, const Tensor& target, const char* name,
                                              const Tensor& x, const char* size, int64_t shift) {
   check_device(op, "target", target, name, x);
@@ -171,7 +171,7 @@ inline int64_t check_targets(const char* op, const Tensor& targets, int64_t n,
 
 // copy_from_rows copies a vector with one element per row of x to a per-token result.
 // rows_of_result converts a per-token result to such a vector. If shift is 1, the last position of
-// each sequence has no per-token result; rows_of_result sets its element to 0.
+// each sequence has no per-token result, and rows_of_result sets the vector to 0 there.
 inline void copy_from_rows(const Tensor& result, const Tensor& rows, const Tensor& target,
                            const LossOptions& options) {
   const Tensor all = rows.view(target.sizes());
@@ -185,15 +185,15 @@ inline Tensor rows_of_result(const Tensor& result, const Tensor& target,
   return all.view({-1});
 }
 
-// Returns the divisor for reduction='mean', which is the number of targets that are not ignored. It
-// is a scalar tensor on the device of `targets`.
+// Returns the divisor for reduction='mean', which is the number of targets that are not ignored.
+// The result is a scalar tensor on the device of `targets`.
 inline Tensor count_targets(const Tensor& targets, const LossOptions& options,
                             at::ScalarType dtype) {
   return targets.ne(*options.ignore_index).sum().to(dtype);
 }
 
-// Computes `loss`, the result of the op. `rows` has the losses of all rows of x; the losses of
-// ignored rows are 0.
+// Computes `loss`, the result of the op, from `rows`, the losses of all rows of x. The elements of
+// `rows` for ignored rows must be 0.
 inline void reduce_loss(Tensor& loss, const Tensor& rows, const Tensor& target,
                         const Tensor& targets, const LossOptions& options) {
   if (options.reduction == Reduction::kNone) {
@@ -206,7 +206,7 @@ inline void reduce_loss(Tensor& loss, const Tensor& rows, const Tensor& target,
                  : sum.div(count_targets(targets, options, sum.scalar_type())));
 }
 
-// Returns the gradient with respect to the loss of each row of x, as a vector. If the op has a
+// Returns a vector with the gradient with respect to the loss of each row of x. If the op has a
 // reduction, the stride of this vector may be 0.
 inline Tensor dloss_of_rows(const Tensor& dloss, const Tensor& target, const Tensor& targets,
                             const LossOptions& options) {
@@ -218,8 +218,8 @@ inline Tensor dloss_of_rows(const Tensor& dloss, const Tensor& target, const Ten
 }
 
 // Returns the number of rows per chunk. All chunks have about the same number of rows. The logits
-// of a chunk have at most 32 MiB or 4 % of the bytes of all logits, whichever is larger. `rows`
-// must be at least 1.
+// of a chunk have at most 32 MiB, or 4 % of the bytes of all logits if this is more. `rows` must be
+// at least 1.
 inline int64_t loss_chunk_rows(int64_t rows, int64_t n, int64_t bytes_per_logit) {
   constexpr int64_t kMinBytes = int64_t{32} << 20, kShare = 25;
   const int64_t row_bytes = std::max<int64_t>(n * bytes_per_logit, 1);

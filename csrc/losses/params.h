@@ -14,7 +14,7 @@ namespace torchweld {
 // A chunk of rows of fp32 logits (rows, n), and vectors with one element for each of these rows.
 struct LossChunk {
   float* logits;
-  int64_t row_stride;  // in elements, a multiple of 4; logits is 16-byte aligned
+  int64_t row_stride;  // in elements, a multiple of 4; `logits` is 16-byte aligned
   int64_t rows;
   int64_t n;
   const void* bias;  // (n,) in `dtype`, or nullptr
@@ -34,9 +34,10 @@ struct LossChunk {
 // Launches the kernel that computes loss, lse and entropy of every row that is not ignored.
 void launch_loss_statistics(const LossChunk& chunk, cudaStream_t stream);
 
-// The parameters of the kernel that overwrites each row of logits by its gradient. The gradient has
-// the dtype chunk.dtype and starts at the first byte of the row. The gradient of an ignored row is
-// 0. The kernel reads lse and entropy. dloss has stride 0 or 1. The other gradients may be nullptr.
+// The parameters of the kernel that overwrites each row of logits with its gradient. The gradient
+// has the dtype chunk.dtype and starts at the first byte of the row. The gradient of an ignored row
+// is 0. The kernel reads lse and entropy of `chunk`. dloss has stride 0 or 1. dentropy, dlse and
+// dmean may be nullptr.
 struct LossGradientParams {
   LossChunk chunk;
   const float* dloss;

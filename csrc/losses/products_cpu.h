@@ -3,9 +3,9 @@
 // E is the element type of the operands, and T is the accumulation type. E may be bfloat16 if the
 // CPU has bf16 dot products. Otherwise E is T.
 //
-// Each of the first two matmuls reads the weight once, in blocks. A block is converted or
-// transposed if necessary. The number and the order of the additions don't depend on the number of
-// threads.
+// Each of the first two matmuls reads the weight once, block by block. A block of the weight is
+// converted or transposed if necessary. The number and the order of the additions don't depend on
+// the number of threads.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -40,10 +40,10 @@ inline int64_t floor_to_power_of_two(int64_t n) {
   return power;
 }
 
-// Computes dx (R, K) = dz (R, N) @ weight (N, K). The rows of dz must be padded to an even number
-// of elements if E is bf16. Each task sums over one range of N, for all columns or for one range of
-// columns. The results of the ranges of N are added at the end. The numbers of ranges are powers of
-// two, so that threads get equal work.
+// Computes dx (R, K) = dz (R, N) @ weight (N, K). If E is bf16, the rows of dz must be padded to an
+// even number of elements. Each task sums over one range of N, for one range of the columns of dx
+// or for all columns. At the end, the sums over the ranges of N are added. The numbers of ranges
+// are powers of two, so that threads get equal work.
 template <typename E, typename T>
 Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& options) {
   constexpr int64_t kMaxSlices = 16, kBlock = 256, kMinTasks = 4, kMinColumns = 64;
@@ -92,7 +92,8 @@ class ParameterGradients {
     if (chunks == 0) dweight_sum_.zero_();
   }
 
-  // Adds the gradients of a chunk with dz (R, N) and x (R, K).
+  // Adds the gradients of one chunk. dz (R, N) is the gradient of its logits, and x (R, K) its
+  // rows.
   void add(const Tensor& dz, const Tensor& x) {
     if (!wanted_[0] && !wanted_[1]) return;
     constexpr int64_t kColumns = 128;

@@ -1,11 +1,11 @@
-// The formulas of a loss for one row of logits, for the CPU and CUDA. z is the row's scaled logits,
-// t its target, p = softmax(z) and lse = logsumexp(z):
+// The formulas of a loss for one row of logits, for the CPU and CUDA. z are the scaled logits of
+// the row, t is the index of its target, p = softmax(z) and lse = logsumexp(z):
 //
 //   cross entropy   loss = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2
 //   log-probability logprob = z_t - lse,   entropy = lse - sum(p z)
 //
-// eps is label_smoothing. The statistics of a row are stored relative to the row's maximum.
-// Otherwise a small loss would be the difference of two large numbers and lose digits.
+// eps is label_smoothing. The statistics of a row are stored relative to the row's maximum. With
+// absolute statistics, a small loss would be the difference of two large numbers and lose digits.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ struct LogitStatistics {
   T max;          // max(z)
   T log_sum;      // lse - max
   T target;       // z_t - max
-  T mean;         // mean(z) - max; used only with label smoothing or if it is a result
+  T mean;         // mean(z) - max; used only for label smoothing and for the result mean(z)
   T expectation;  // sum(p z) - max; used only for the entropy
 
   // NOTE: if all logits are -inf, max + log_sum may be NaN.
@@ -47,8 +47,7 @@ template <typename T>
 struct CrossEntropyTerms {
   T label_smoothing, z_loss;
 
-  // NOTE: a term with weight 0 is skipped. If the term is infinite, its product with 0 would be
-  // NaN.
+  // NOTE: a term with weight 0 is skipped, because 0 times an infinite term would be NaN.
   TW_HOST_DEVICE T loss(const LogitStatistics<T>& row) const {
     T loss = (T(1) - label_smoothing) * (row.log_sum - row.target);
     if (label_smoothing != T(0)) loss += label_smoothing * (row.log_sum - row.mean);
@@ -63,7 +62,7 @@ template <typename T>
 struct RowGradient {
   T lse, scale, entropy_scale, expectation, uniform, target;
 
-  // dlse and dmean are the gradients with respect to lse and mean(z), if these are results too.
+  // dlse and dmean are the gradients with respect to lse and mean(z), if the op returns them too.
   TW_HOST_DEVICE static RowGradient of_loss(T dloss, T lse, const CrossEntropyTerms<T>& terms,
                                             int64_t n, T dlse = T(0), T dmean = T(0)) {
     const T eps = terms.label_smoothing, scale = dloss * (T(1) + T(2) * terms.z_loss * lse) + dlse;
@@ -75,9 +74,9 @@ struct RowGradient {
     return {lse, -dlogprob, -dentropy, dentropy == T(0) ? T(0) : lse - entropy, T(0), dlogprob};
   }
 
-  // Returns the gradient with respect to the logit whose scaled value is z, without the term of the
-  // target. p must be exp(z - lse). If z is -inf, p is 0, and the entropy term of the gradient is
-  // 0.
+  // Returns the gradient with respect to the logit whose scaled value is z. The result does not
+  // include the term of the target. p must be exp(z - lse). If z is -inf, p is 0, and the entropy
+  // term of the gradient is 0.
   TW_HOST_DEVICE T of_logit(T z, T p, const LogitScale<T>& logit_scale) const {
     T factor = scale;
     if (entropy_scale != T(0) && p > T(0)) factor += entropy_scale * (z - expectation);

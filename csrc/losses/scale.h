@@ -1,6 +1,6 @@
-// Computes to = t * factor in the accumulation dtype and rounds the result once. `factor` is a
-// scalar tensor on the device of t. `to` may be t itself. If `to` is t and the factor is 1, t is
-// neither read nor written.
+// Functions that compute to = t * factor in the accumulation dtype and round the result once.
+// `factor` is a scalar tensor on the device of t. `to` may be t itself. If `to` is t and the factor
+// is 1, t is neither read nor written.
 #pragma once
 
 #include <ATen/ops/mul.h>
@@ -16,8 +16,9 @@
 namespace torchweld {
 
 // Returns the dloss by which a backward multiplies gradients that the forward has stored. If the
-// backward is recorded (create_graph), the result requires a gradient. A second backward then
-// raises an error. Otherwise it would take the stored gradients for constants.
+// backward is recorded (create_graph), the result requires a gradient, so that a second backward
+// raises an error. If the result required no gradient, the second backward would use the stored
+// gradients as constants.
 inline Tensor recorded_dloss(const Tensor& dloss) {
   if (!at::GradMode::is_enabled() || dloss.requires_grad()) return dloss;
   return dloss.detach().requires_grad_();
@@ -25,8 +26,8 @@ inline Tensor recorded_dloss(const Tensor& dloss) {
 
 using ScaleInto = void (*)(Tensor& to, const Tensor& t, const Tensor& factor);
 
-// NOTE: on the CPU, at::mul uses a scalar tensor in the dtype of the scalar. On CUDA, at::mul would
-// first round the scalar to the dtype of t.
+// NOTE: on the CPU, at::mul multiplies by a scalar tensor in the dtype of this scalar. On CUDA,
+// at::mul would first round the scalar to the dtype of t, so scale_into_cuda does not use at::mul.
 inline void scale_into_cpu(Tensor& to, const Tensor& t, const Tensor& factor) {
   if (to.is_same(t) && factor.item().toDouble() == 1) return;
   at::mul_out(to, t, factor);

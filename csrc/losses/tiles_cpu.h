@@ -1,4 +1,5 @@
-// CPU matmuls in tiles that fit in the cache. They use oneDNN's kernels if these are available.
+// CPU matmuls in tiles that fit in the cache. The matmuls use oneDNN's kernels if these are
+// available.
 #pragma once
 
 #include <ATen/Context.h>
@@ -31,8 +32,8 @@ struct MatrixView {
 };
 
 // A bf16 matrix (k, n) that is stored in tiles of 64 columns. Within a tile, rows 2i and 2i + 1 are
-// interleaved, so that their elements in a column are adjacent. VNNI and AMX instructions need this
-// layout. oneDNN accepts this layout for at most 64 columns. k must be even.
+// interleaved, so that the two elements of one column are adjacent. VNNI and AMX instructions need
+// this layout. oneDNN accepts this layout for at most 64 columns. k must be even.
 struct PairedView {
   static constexpr int64_t kTileColumns = 64;
   const c10::BFloat16* data;
@@ -96,8 +97,8 @@ inline void loss_tile(MatrixView<float> c, MatrixView<const c10::BFloat16> a,
 }
 #endif
 
-// Releases the tile registers of AMX. A thread must call this after its last matmul with operands
-// of type E.
+// Releases the tile registers of AMX if E is bf16. A thread must call this function after its last
+// matmul with operands of type E.
 template <typename E>
 void release_tiles() {
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32
@@ -133,15 +134,16 @@ MatrixView<const T> const_view_of(const Tensor& t) {
   return {static_cast<const T*>(t.const_data_ptr()), t.stride(0)};
 }
 
-// Returns the number of columns of `a` that a matmul reads if b has k rows. It is k, rounded up to
-// an even number if E is bf16, because bf16 columns are read in pairs.
+// Returns the number of columns that the left operand of a matmul must have if the right operand
+// has k rows. This number is k. If E is bf16, it is k rounded up to an even number, because the
+// matmul reads bf16 columns in pairs.
 template <typename E>
 int64_t whole_pairs(int64_t k) {
   return std::is_same_v<E, c10::BFloat16> ? divide_up(k, 2) * 2 : k;
 }
 
-// Returns a row-major copy of t (m, k), for use as the left operand of a matmul. If E is bf16, the
-// rows of the copy are padded with a zero to an even number of elements.
+// Returns a row-major copy of t (m, k), for use as the left operand of a matmul. If E is bf16 and k
+// is odd, a zero is added to each row of the copy, so that the row has an even number of elements.
 template <typename E>
 Tensor left_operand(const Tensor& t) {
   const int64_t k = t.size(1), width = whole_pairs<E>(k);
@@ -164,7 +166,7 @@ template <typename E>
 struct RightOperand {
   Tensor memory;
 
-  // Uses t itself if it has elements of type E and contiguous rows. Otherwise copies t.
+  // Uses t itself if it has elements of type E and stride 1 along the last dim. Otherwise copies t.
   explicit RightOperand(const Tensor& t)
       : memory(t.scalar_type() == c10::CppTypeToScalarType<E>() && t.stride(1) == 1
                    ? t
@@ -173,7 +175,7 @@ struct RightOperand {
   MatrixView<const E> view() const { return const_view_of<E>(memory); }
 };
 
-// Writes one tile of a PairedView. The source has `rows` rows and `width` columns.
+// Writes one tile of a PairedView. The source `from` has `rows` rows and `width` columns.
 inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, int64_t column_stride,
                       int64_t rows, int64_t width) {
   constexpr int64_t kColumns = PairedView::kTileColumns;
@@ -199,7 +201,8 @@ inline void pair_rows(uint16_t* to, const uint16_t* from, int64_t row_stride, in
   }
 }
 
-// Writes one tile of a PairedView from a source whose columns are contiguous in memory.
+// Writes one tile of a PairedView. The elements of a column of the source `from` are adjacent in
+// memory.
 inline void pair_transposed(uint16_t* to, const uint16_t* from, int64_t column_stride, int64_t rows,
                             int64_t width) {
   constexpr int64_t kColumns = PairedView::kTileColumns;

@@ -1,5 +1,5 @@
-// Transposes of 16-bit matrices on the CPU. The loops transpose blocks in vectors of 16 bytes,
-// which every CPU has. A copy of single elements takes twice to fourteen times as long.
+// Transposes of 16-bit matrices on the CPU. The loops transpose blocks in vectors of 16 bytes.
+// Every CPU has such vectors. A copy of single elements needs twice to fourteen times the time.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +40,8 @@ inline void transpose_block(std::array<Words, 4>& x) {
 }
 #endif
 
-// Transposes a matrix of pairs of 16-bit elements: pair (i, j) of `to` is pair (j, i) of `from`.
-// `to` has `rows` rows, and `from` has `columns` rows. The strides are in elements.
+// Transposes a matrix whose elements are pairs of 16-bit values: pair (i, j) of `to` is pair (j, i)
+// of `from`. `to` has `rows` rows, and `from` has `columns` rows. The strides count 16-bit values.
 inline void transpose_pairs(uint16_t* to, int64_t to_stride, const uint16_t* from,
                             int64_t from_stride, int64_t rows, int64_t columns) {
   int64_t done_rows = 0, done_columns = 0;

@@ -1,5 +1,5 @@
 // The matmul epilogue that computes exponentials from the accumulators. It stores y = 2^(l - k) in
-// bf16. For each row of a tile, it also stores the sum of y over the columns of the tile in fp32.
+// bf16. It also stores, in fp32, the sum of y over the columns of the tile for each row of a tile.
 // The sum is over the exponentials before they are rounded to bf16.
 #pragma once
 
@@ -61,8 +61,8 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
   const ExponentialsParams& e_;
   float reference_[kMTiles][2];
 
-  // A thread's values of two rows: a pair of columns of row g, then the same pair of row g + 8, and
-  // so on.
+  // The values of a thread in two rows, g and g + 8. They are a pair of neighbouring columns of row
+  // g, the same pair of row g + 8, the next pair of row g, and so on.
   using RowValues = float[kT.block_n / 2];
 
   static __device__ __forceinline__ float (&box_values(RowValues& v, int box))
@@ -76,7 +76,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
     }
   }
 
-  // Sets the values of columns that do not exist in y to -inf, so that their exponentials are 0.
+  // Sets the values of columns from gemm.n on to -inf, so that their exponentials are 0.
   __device__ __forceinline__ void hide_columns(RowValues& v, int column) const {
 #pragma unroll
     for (int j = 0; j < kT.block_n / 2; ++j) {
@@ -100,8 +100,8 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
       max = fmaxf(max, __shfl_xor_sync(~0u, max, 1));
       max = fmaxf(max, __shfl_xor_sync(~0u, max, 2));
       max *= e_.scale;
-      // NOTE: if the reference is NaN, the comparison is false, and the tile chooses a reference of
-      // its own.
+      // NOTE: if the reference is NaN, the comparison is false, and the tile chooses another
+      // reference for the row.
       k[half] = max <= reference[half] + kMaxAboveReference ? reference[half]
                 : max == -INFINITY                          ? 0.f
                                                             : rintf(max);

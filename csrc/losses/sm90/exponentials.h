@@ -7,16 +7,16 @@
 
 namespace torchweld {
 
-// The matmul computes l = log2(e) / temperature * softcap(x @ weight^T + bias) and stores y = 2^(l
-// - k). The integer k is the row's reference exponent. If the largest l of a row in a tile is far
-// above the reference, the tile uses a k of its own for this row.
+// The matmul computes l = log2(e) / temperature * softcap(x @ weight^T + bias) and stores
+// y = 2^(l - k). The integer k is the row's reference exponent. If the largest l of a row in a tile
+// is far above the row's reference, the tile uses a k of its own for this row.
 struct ExponentialsParams {
   const float* reference;  // (M,) integers; inf for an ignored row
   float* tile_reference;   // (tiles_n, M), the k of each row in each tile
   float* tile_sum;         // (tiles_n, M), the sums of 2^(l - k) over a tile's columns
   float* tile_moment;      // (tiles_n, M), the sums of 2^(l - k) * (l - k), or nullptr
   float scale;             // log2(e) / temperature
-  float softcap;           // 0 if there is none
+  float softcap;           // 0 if there is no softcap
 };
 
 // Launches the matmul. p.y is bf16, or nullptr if only the sums are requested.
@@ -24,8 +24,8 @@ void launch_sm90_exponentials(const GemmParams& p, const ExponentialsParams& exp
                               cudaStream_t stream);
 
 // If the largest l of a row in a tile exceeds the row's reference by more than kMaxAboveReference,
-// the tile chooses a reference exponent of its own for this row. This keeps the sums of 2^(l - k)
-// far below the largest float, and the inverses of the sums far above the smallest float.
+// the tile chooses a reference exponent of its own for this row. Thus the sums of 2^(l - k) stay
+// far below the largest float, and the inverses of these sums stay far above the smallest float.
 inline constexpr float kMaxAboveReference = 64;
 
 }  // namespace torchweld

@@ -19,10 +19,10 @@ namespace {
 using T = __nv_bfloat16;
 constexpr int kThreads = 256, kWarps = kThreads / kWarp, kElems = kVectorBytes / sizeof(T);
 
-// A row's reference exponent is the exponent l of the row's target plus kAboveTarget. Thus a tile
-// needs a reference of its own only if its largest exponent exceeds that of the target by more than
-// kAboveTarget + kMaxAboveReference = 124. y is 2^-60 at the target. A y that is smaller by a
-// factor of 2^-60 is 2^-120, which is still a normal bf16 number.
+// A row's reference exponent is l of the row's target plus kAboveTarget. Thus a tile needs another
+// reference for the row only if the largest l in the tile exceeds l of the target by more than
+// kAboveTarget + kMaxAboveReference = 124. y is 2^-60 at the target. A y that is 2^60 times smaller
+// still is 2^-120, which is a normal bf16 number.
 constexpr float kAboveTarget = 60;
 
 __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows p) {
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows
   p.reference[row] = fabsf(l) < INFINITY ? rintf(l) + kAboveTarget : NAN;
 }
 
-// Running sums over columns. `sum` is the sum of 2^(l - reference), and `moment` is the sum of 2^(l
-// - reference) * (l - reference). add() adds the sums of other columns and rescales both to the
-// larger of the two references.
+// Running sums over columns. `sum` is the sum of 2^(l - reference), and `moment` is the sum of
+// 2^(l - reference) * (l - reference). add() adds the sums of other columns. It rescales both
+// operands to the larger of their two references.
 struct ExponentialSums {
   float reference = -INFINITY, sum = 0, moment = 0;
 
@@ -89,15 +89,15 @@ struct ExponentialSums {
   }
 };
 
-// Returns 1 + 2 z_loss lse, the derivative of the loss with respect to the lse. A result that is
-// nearly 0 is replaced by kTiny, because the caller divides by the result.
+// Returns 1 + 2 z_loss lse, the derivative of the loss with respect to the lse. If the derivative
+// is nearly 0, returns kTiny instead, because the caller divides by the result.
 __device__ __forceinline__ float lse_slope(float z_loss, float lse) {
   constexpr float kTiny = 1e-10f;
   const float slope = fmaf(2.f * z_loss, lse, 1.f);
   return fabsf(slope) < kTiny ? kTiny : slope;
 }
 
-// The number of rows per block, and the number of threads per row.
+// The number of rows per block (kRows), and the number of threads per row (kGroups).
 constexpr int kRows = 32, kGroups = 8;
 
 __global__ void __launch_bounds__(kRows* kGroups)
@@ -144,12 +144,13 @@ __global__ void __launch_bounds__(kRows* kGroups)
   const double log_sum = log(double(sums.sum));
   const double lse = log_sum + (sums.sum == 0 ? 0 : kLn2 * sums.reference);
   out.lse[row] = float(lse);
-  // NOTE: a mean of -inf times a label_smoothing of 0 would be NaN.
+  // NOTE: if label_smoothing is 0, the mean is not added, because 0 times a mean of -inf is NaN.
   const double eps = p.label_smoothing;
   double expected = (1 - eps) * p.target_logit[row];
   if (eps != 0) expected += eps * p.mean_logit[row];
   out.loss[row] = float(lse - expected + p.z_loss * lse * lse);
-  // The entropy is lse - sum(p z). Here lse and z are relative to the reference, which cancels.
+  // The entropy is lse - sum(p z). The code uses lse and z relative to the reference, because the
+  // reference cancels in the difference.
   if (out.entropy != nullptr) out.entropy[row] = float(log_sum - kLn2 * sums.moment / sums.sum);
   if (out.y == nullptr) return;
   out.factor[row] = lse_slope(p.z_loss, float(lse)) / (sums.sum * p.temperature);
@@ -158,9 +159,9 @@ __global__ void __launch_bounds__(kRows* kGroups)
   if (!differs) out.row_reference[row] = NAN;
 }
 
-// If y contains the column of the row's target, sets y in this column so that factor * y is
-// (lse_slope * p - share) / temperature, times 1 - tanh^2 with a softcap. p is the probability of
-// the target.
+// If y contains the column of the row's target, sets y in this column. The new y is such that
+// factor * y is (lse_slope * p - share) / temperature. If there is a softcap, factor * y is this
+// value times 1 - tanh^2. p is the probability of the target.
 __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
                                                   const ExponentialResults& out, int64_t row) {
   const int64_t target = p.target[row], column = target - out.first_column;
@@ -177,8 +178,8 @@ __device__ __forceinline__ void store_target_term(const ExponentialRows& p,
   static_cast<T*>(out.y)[row * out.y_row_stride + column] = from_float<T>(y);
 }
 
-// Each block processes one row. It rescales y in tiles whose reference differs from that of the
-// row, then sets y at the target.
+// Each block processes one row. It rescales y in the tiles whose reference differs from the row's
+// reference. Then it sets y at the target.
 __global__ void __launch_bounds__(128)
     finish_exponentials_kernel(ExponentialRows p, TileSums tiles, ExponentialResults out) {
   const int64_t row = blockIdx.x;

@@ -28,7 +28,7 @@ struct ExponentialRows {
   float* mean_logit;  // (rows,), the mean of a row's logits; not written if mean_weight is nullptr
 };
 
-// Computes the logit of each row's target in fp32, and from this logit the row's reference
+// Computes the logit of each row's target in fp32. From this logit, computes the row's reference
 // exponent. If mean_weight is not nullptr, also computes the mean of each row's logits.
 void launch_target_logits(const ExponentialRows& p, cudaStream_t stream);
 
@@ -38,14 +38,14 @@ struct TileSums {
   const float *reference, *sum, *moment;  // (tiles, rows); moment may be nullptr
   int64_t tiles;
   int tile_columns;
-  bool first, last;  // whether the range includes the first (last) tile of the logits
+  bool first, last;  // `first` (`last`): whether the range has the first (last) tile of the logits
 };
 
 struct ExponentialResults {
   float *loss, *lse;  // (rows,); 0 for an ignored row
   float* entropy;     // (rows,), or nullptr
   // (rows,), the running results over all tiles so far. row_reference is the largest reference
-  // exponent. row_sum and row_moment are the sum and the moment relative to row_reference.
+  // exponent. row_sum is the sum, and row_moment is the moment, both relative to row_reference.
   float *row_reference, *row_sum, *row_moment;
   // The exponentials (rows, n) in bf16, or nullptr. The kernels modify y so that factor * y is the
   // gradient with respect to the logits.
@@ -53,8 +53,9 @@ struct ExponentialResults {
   int64_t y_row_stride;
   int64_t first_column;  // the column of the logits that is the first column of y
   float* factor;         // (rows,)
-  // (rows,). The gradient of the target's logit contains the term -factor * (1 - label_smoothing) *
-  // target_share. If nullptr, target_share is 1.
+  // (rows,). The target's term of the gradient with respect to the scaled logit is
+  // -(1 - label_smoothing) * target_share, before the multiplication by dloss. If nullptr,
+  // target_share is 1.
   const float* target_share = nullptr;
 };
 
@@ -64,7 +65,7 @@ void launch_exponential_rows(const ExponentialRows& p, const TileSums& tiles,
                              const ExponentialResults& results, cudaStream_t stream);
 
 // Computes factor, row_sum and row_reference of each row from the lse. A backward that computes y
-// again must call this before its matmul.
+// again must call this function before the matmul that computes y.
 void launch_gradient_factors(const ExponentialRows& p, const ExponentialResults& results,
                              cudaStream_t stream);
 
@@ -86,7 +87,7 @@ struct ScaledRows {
   const float* scale;       // (rows,)
   int64_t scale_stride;     // 0 if all rows share one scale
   const float* row_offset;  // (rows,), or nullptr
-  const float* offset;      // (columns,), or nullptr if row_offset is
+  const float* offset;      // (columns,), or nullptr if row_offset is nullptr
 };
 void launch_scale_rows(const ScaledRows& p, cudaStream_t stream);
 
