@@ -23,8 +23,8 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
   const int64_t width = num_sums * n;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   float sum = 0.f;
-  // NOTE: kLoads loads are in flight together, because this short kernel spends most of its time on
-  // the latency of loads. The additions keep the order of the chunks.
+  // NOTE: kLoads loads are in flight together, because the latency of loads is most of the time of
+  // this short kernel. The additions keep the order of the chunks.
   constexpr int kLoads = 16;
   for (int64_t first = threadIdx.y; i < width && first < chunks; first += kLoads * kPartialGroups) {
     float parts[kLoads];
@@ -53,8 +53,8 @@ void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, 
   launch_kernel(add_partials_kernel<T>, grid, stream, g_partials, chunks, num_sums, n, sums);
 }
 
-// Adds up the partial sums of each row. One warp processes a row. If a row has many partial sums, a
-// whole block processes it.
+// Adds up the partial sums of each row. If a row has few partial sums, one warp adds them up. If a
+// row has many, a whole block adds them up.
 template <typename T, int kThreadsPerRow, int kThreads>
 __global__ __launch_bounds__(kThreads) void add_row_parts_kernel(const float* g_parts, int64_t rows,
                                                                  int64_t parts, T* g_sums) {

@@ -23,8 +23,8 @@ constexpr int kRowGroups = 8;
 constexpr int kColumnThreads = kRowGroups * kWarp;
 
 // A running sum. If kKeepsRest is true, `rest` is the sum of the rounding errors of all additions,
-// so that the sum of a long column stays accurate. This is for fp32 results; a 16-bit result is too
-// coarse to show these errors.
+// so that the sum of a long column stays accurate. kKeepsRest is true for fp32 results. A 16-bit
+// result is too coarse to show the rounding errors.
 template <bool kKeepsRest>
 struct ColumnSum {
   float sum, rest;
@@ -89,16 +89,16 @@ __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_k
   }
 }
 
-// The addresses at which add_partials stores the sums. Column c of sum s is stored at to[s][c *
-// stride].
+// The addresses at which add_partials stores the sums. Column c of sum s is stored at
+// to[s][c * stride].
 struct ColumnSums {
-  void* to[2];  // nullptr if not requested
+  void* to[2];  // to[s] is nullptr if sum s is not requested
   int64_t stride;
 };
 
 // Launches the kernel that adds g_partials (chunks, num_sums, n) over the chunks. If `overlaps` is
-// true, the launch is a programmatic dependent launch: this kernel may start while the kernel that
-// writes g_partials still runs, and then waits until that kernel has ended.
+// true, the launch is a programmatic dependent launch: the launched kernel may start while the
+// kernel that writes g_partials still runs, and then waits until that writing kernel has ended.
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
                          const ColumnSums& sums, cudaStream_t stream, bool overlaps = false);

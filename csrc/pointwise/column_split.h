@@ -17,7 +17,7 @@ struct ColumnSplit {
 constexpr ColumnSplit split_rows(int64_t rows, int64_t n) {
   constexpr int64_t kTileColumns = 256;  // the number of columns per block if elements have 16 bits
   constexpr int64_t kTargetBlocks = 2112;
-  // The maximum number of chunks, because one block adds up all chunks of a column.
+  // The maximum number of chunks. It is limited, because one block adds up all chunks of a column.
   constexpr int64_t kMaxChunks = 256;
   constexpr int64_t kMinRowsInChunk = 32;
   const int64_t tiles = (n + kTileColumns - 1) / kTileColumns;

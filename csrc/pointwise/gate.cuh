@@ -1,4 +1,4 @@
-// The gradient of a gate on registers of any dtype.
+// The gradient of a gate. The operands are values of any dtype in registers.
 #pragma once
 
 #include "device/activation.cuh"
@@ -6,12 +6,13 @@
 
 namespace torchweld {
 
-// Overwrites `left` and `right`, the operands of y = gate(left, right), by their gradients, and dy
-// by y.
+// left and right are the operands of y = gate(left, right). Overwrites each of them with the
+// gradient with respect to it, and dy with y.
 template <typename T, int kCount>
 __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount], T (&dy)[kCount],
                                              Gate gate) {
-  // NOTE: the fp32 values of a whole access would need more registers than an A100 has.
+  // NOTE: the loop converts kPart values to fp32 at a time. The fp32 values of a whole access would
+  // need more registers than an A100 has.
   constexpr int kPart = kCount < 4 ? kCount : 4;
 #pragma unroll
   for (int first = 0; first < kCount; first += kPart) {

@@ -17,8 +17,8 @@ struct GateArgs {
   Gate gate;
 };
 
-// The op that processes kElems columns of dy at a time. In z, the left and the right value of a
-// column are n columns apart. If kElems is 1, they may also be adjacent (interleaved).
+// The op for an access of kElems columns of dy. In z, the left and the right value of a column of
+// dy are n columns apart. If kElems is 1, they may also be adjacent (interleaved).
 template <typename T, int kElems_>
 struct GateOp : GateArgs<T> {
   static constexpr int kElems = kElems_;
@@ -26,7 +26,7 @@ struct GateOp : GateArgs<T> {
   static constexpr int kSums = 2;
   static constexpr bool kWrites = true;
   using Sum = ColumnSumOf<T>;
-  int64_t first_step, apart;  // first_step and apart are 1 and n, or 2 and 1 if interleaved
+  int64_t first_step, apart;  // (1, n); for an interleaved z (2, 1)
 
   struct Loaded {
     Vec<T, kElems> dy, left, right;
@@ -55,10 +55,10 @@ struct GateOp : GateArgs<T> {
   }
 };
 
-// The op for an interleaved z, in which left and right values alternate. It processes kElems
+// The op for an interleaved z, in which left and right values alternate. An access is kElems
 // columns of z, which belong to kElems / 2 columns of dy.
 // NOTE: if an access were kElems columns of dy instead, each load of z by a warp would skip every
-// second chunk of 16 bytes. This took 1.3 times as long.
+// second chunk of 16 bytes. Such loads took 1.3 times as long.
 template <typename T, int kElems_>
 struct PairedGateOp : GateArgs<T> {
   static constexpr int kElems = kElems_, kPairs = kElems / 2;

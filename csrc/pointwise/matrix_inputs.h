@@ -10,7 +10,7 @@
 
 namespace torchweld {
 
-// Runs `launch` on the tensors of t, none of which may be empty.
+// Runs `launch` on the tensors of t. None of these tensors may be empty.
 inline void matrix_pass_cuda(void (*launch)(const MatrixPassParams&, cudaStream_t),
                              const MatrixPassTensors& t) {
   const Tensor& shape = t.in[0].defined() ? t.in[0] : t.out;

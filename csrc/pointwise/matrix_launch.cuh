@@ -1,5 +1,5 @@
-// Launches a pass over a (rows, n) matrix (matrix_pass.cuh), and the kernels of add_partials.cuh
-// that add up the partial sums of rows and of columns.
+// Launches a pass over a (rows, n) matrix (matrix_pass.cuh). Also launches the kernels of
+// add_partials.cuh that add up the partial sums of rows and of columns.
 #pragma once
 
 #include "core/launch.h"

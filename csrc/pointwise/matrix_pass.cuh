@@ -1,6 +1,6 @@
 // The kernel that makes one pass over a (rows, n) matrix (matrix_pass.h). It computes each cell
-// from the cells of up to two matrices, a value of the row and a value of the column. It stores the
-// cells, or sums them along rows or columns, or does both.
+// from three inputs: the elements of up to two matrices at the cell, one value of the row and one
+// value of the column. It stores the cells, or sums them along rows or columns, or does both.
 //
 // A thread makes one 16-byte access in each of a few rows, and all these accesses are in flight
 // together. A thread processes the same columns in all rows, so the values and the sums of its
@@ -31,9 +31,9 @@ struct MatrixArgs {
   MatrixPlan plan;
 };
 
-// If kEdges is true, the lanes process the elements of a row that no 16-byte access covers. The
-// first kWholeElems lanes process the elements before the first access. The other lanes process the
-// elements after the last access, in backward order from the end of the row.
+// If kEdges is true, the lanes process only the elements of a row that no 16-byte access covers.
+// The first kWholeElems lanes process the elements before the first access. The other lanes process
+// the elements after the last access, in backward order from the end of the row.
 template <typename T_, int kElems_, typename F, bool kEdges_ = false>
 struct MatrixConfig {
   using T = T_;
@@ -42,7 +42,7 @@ struct MatrixConfig {
   static constexpr int kWholeElems = 16 / sizeof(T);
   static constexpr MatrixTile kTile = matrix_tile(F::kReads, F::kColumnSums);
   static constexpr int kRows = kTile.rows_of(kElems > 1 || kEdges);
-  // The number of row sums, one per row and warp, that shared memory can hold.
+  // The number of row sums that shared memory can hold. Each row has one such sum per warp.
   static constexpr int kWaiting = kRows * kMatrixThreads;
   static constexpr bool kKeepsColumns = F::kColumnValues || F::kColumnSums;
   using Edges = MatrixConfig<T, 1, F, true>;
@@ -51,7 +51,7 @@ struct MatrixConfig {
 template <typename Config, typename F>
 struct MatrixShared {
   // The row sums of each warp, in the layout (batches, rows, warps of a row). The array has two
-  // halves. One half is filled while the other half is added up.
+  // halves. One half is filled while the sums in the other half are added up.
   float rows[2][F::kRowSums ? Config::kWaiting : 1];
   // The column sums of each thread, in the layout (groups, lanes, elems).
   float columns[F::kColumnSums ? kMatrixThreads * Config::kElems : 1];
@@ -59,8 +59,8 @@ struct MatrixShared {
 
 __device__ __forceinline__ int log2_of(int power_of_two) { return __ffs(power_of_two) - 1; }
 
-// The work of a block: one tile of columns, and some rows of one phase. The indices of these rows
-// within the phase are [begin, end).
+// The work of a block: one tile of columns, and some rows of one phase. Every plan.phases-th row
+// belongs to the same phase. The indices of the block's rows within the phase are [begin, end).
 struct MatrixBlock {
   int64_t tile, begin, end, part;  // `part` is the index of the block's partial column sums
   int phase;
@@ -85,8 +85,8 @@ struct MatrixWork {
   static constexpr int kWholeElems = Config::kWholeElems;
   using Access = AccessOf<kElems>;
 
-  // The values that a thread loads from a batch of rows. It loads rows group, group + groups, ...
-  // of the batch.
+  // The values that a thread loads from a batch of rows. The thread loads rows `group`,
+  // `group` + `groups`, `group` + 2 `groups`, ... of the batch.
   struct Batch {
     Access in[kReads > 0 ? kReads : 1][kRows];
     uint32_t y[kRows];
@@ -100,7 +100,7 @@ struct MatrixWork {
   int lanes, lane, group, groups;
   int batch;             // the number of rows in a batch
   int64_t column;        // the column of the thread's access in a row whose head() is 0
-  int last_head;         // the access lies within a row if the head of the row is at most this
+  int last_head;         // the access lies within a row if the row's head is at most last_head
   int kept_head;         // if kKeepsColumns is true: the head of all rows of the block
   int64_t waiting_from;  // the first row whose sum is still in shared memory
   int waiting = 0;       // the number of rows per group whose sums are in shared memory
@@ -133,8 +133,8 @@ struct MatrixWork {
     }
     return (block.tile * lanes + of_lane) * kElems;
   }
-  // Whether a row has an edge element for lane `of_lane`. `head` is the number of elements of the
-  // row that precede its first access.
+  // Whether lane `of_lane` has an edge element of a row to process. An edge element is one that no
+  // 16-byte access covers. `head` is the number of elements of the row before its first access.
   __device__ __forceinline__ bool has_edge(int of_lane, int head) const {
     const int tail = (static_cast<int>(args.plan.n) - head) & (kWholeElems - 1);
     return of_lane < kWholeElems ? of_lane < head : of_lane - kWholeElems < tail;
@@ -149,7 +149,7 @@ struct MatrixWork {
     if constexpr (Config::kKeepsColumns) return kept_head;
     return args.plan.head(row);
   }
-  // Returns by how many elements the accesses of a row are shifted, if the row has this head.
+  // Returns by how many elements the accesses of a row are shifted. `head` is the head of the row.
   __device__ __forceinline__ unsigned moved(int head) const { return Config::kEdges ? 0 : head; }
 
   __device__ __forceinline__ void run() {
@@ -192,8 +192,8 @@ struct MatrixWork {
     }
   }
 
-  // Returns the number of rows of this batch from the thread's first row to the end of the block's
-  // rows. The thread processes every groups-th of these rows.
+  // Returns the number of the block's rows in the batch from row `base` on, without the rows before
+  // the thread's first row. The thread processes every groups-th of these rows.
   __device__ __forceinline__ int rows_left(int64_t base) const {
     return static_cast<int>(min(block.end - base, static_cast<int64_t>(batch))) - group;
   }
@@ -225,8 +225,8 @@ struct MatrixWork {
     const int left = rows_left(base);
     const int64_t first = row_of(base + group), step = groups * args.plan.phases;
     T* g_out = F::kWrites ? args.g_out + first * args.plan.n + column : nullptr;
-    // The rows of a batch are added up first, and their sum is then added to the compensated column
-    // sum, because an addition to a compensated sum needs six operations.
+    // The rows of a batch are first added up without compensation. Their sum is then added to the
+    // compensated column sum, because an addition to a compensated sum needs six operations.
     float r_batch[kElems] = {}, r_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -281,10 +281,11 @@ struct MatrixWork {
     if (waiting * width == Config::kWaiting) join_rows();
   }
 
-  // Shared memory holds a sum per row and warp. Adds up the sums of each row and stores the result.
+  // Shared memory holds one sum for each row and warp. Adds up the sums of each row and stores the
+  // result.
   __device__ __forceinline__ void join_rows() {
-    // After this barrier, the other half may be overwritten: all threads read it before they
-    // arrived here. Therefore two halves suffice.
+    // After this barrier, the other half of s_rows may be overwritten: all threads have read it
+    // before they arrive here. Therefore two halves suffice.
     __syncthreads();
     const int warps = lanes <= kWarp ? 1 : lanes / kWarp, rows = waiting * groups;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) {

@@ -1,6 +1,6 @@
-// The description of one pass over a (rows, n) matrix. It consists of the parameters of the
-// kernels, the computation of a cell, and the plan that divides the matrix among blocks. This is
-// pure host code, which is tested without a GPU.
+// The description of one pass over a (rows, n) matrix. This header has the parameters of the
+// kernels, the computation of a cell, and the plan that divides the matrix among blocks. It is pure
+// host code, and tests run it without a GPU.
 //
 // An op is a functor that computes a Cell. Its base class MatrixPass says what the op reads and
 // writes. The kernel may also call the op for cells outside of the matrix. In such a cell `in` is
@@ -27,7 +27,7 @@ struct Cell {
   F to_row, to_column;  // the terms that the cell adds to the sums of its row and its column
 };
 
-// Flags for what a pass reads in addition to its input matrices, and for what it writes.
+// Flags for what a pass reads besides its input matrices, and flags for what it writes.
 namespace pass {
 enum Part : unsigned {
   row_values = 1,
@@ -49,7 +49,7 @@ struct MatrixPass {
 };
 
 struct MatrixPassParams {
-  const void* in[2];  // (rows, n), the elements of a row are contiguous; nullptr if not read
+  const void* in[2];  // (rows, n) with stride 1 along a row; nullptr if not read
   int64_t in_row_stride[2];
   const void* x;      // (n,)
   const void* y;      // (rows,)
@@ -63,22 +63,22 @@ struct MatrixPassParams {
   DType dtype;
 };
 
-// The number of rows that a thread loads at a time, with one access per row. `rows` is this number
-// if an access is 16 bytes. `element_rows` is this number if an access is one element, which is so
-// if the matrices differ in their alignment to 16-byte boundaries.
+// A thread loads some rows at a time, with one access per row. If an access is 16 bytes, `rows` is
+// the number of these rows. If an access is one element, element_rows is the number of these rows.
+// An access is one element if the matrices differ in their alignment to 16-byte boundaries.
 struct MatrixTile {
   int rows;
   int element_rows;
-  int blocks_per_sm;  // the number of blocks that the kernel's register limit allows
+  int blocks_per_sm;  // number of blocks per SM that the kernel's register limit allows
 
   constexpr int rows_of(bool vector) const { return vector ? rows : element_rows; }
 };
 
 // The index into kMatrixTiles is the number of matrices that the op reads.
 // NOTE: these tiles have 256 lanes along a row and few rows per thread, and the blocks run in
-// memory order. The running blocks of an H200 thus write one region of whole rows, nearly as fast
-// as a fill. Tiles with more rows and fewer lanes are 3 to 10 % slower, and so are blocks that
-// process many rows.
+// memory order. Thus the blocks that run together on an H200 write one region of whole rows, nearly
+// as fast as a fill. Two alternatives are 3 to 10 % slower: tiles with more rows and fewer lanes,
+// and blocks that process many rows.
 inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};
 // The tile of passes with column sums. A thread holds two batches of rows: it loads one batch while
 // it adds up the other.
@@ -88,7 +88,7 @@ constexpr MatrixTile matrix_tile(int reads, bool column_sums) {
   return column_sums ? kColumnSumTile : kMatrixTiles[reads];
 }
 
-// The tile of passes that only sum the rows of 16-bit matrices. It is used for rows that are longer
+// The tile of passes over 16-bit matrices that only sum rows. It is used for rows that are longer
 // than a tile of kMatrixTiles. One block processes a whole row, so there are no partial sums. The
 // block has up to `threads` threads, and each thread makes `loads` accesses at a time.
 // NOTE: the measurements on an H200 are multiples of the time that the memory traffic alone needs.
@@ -97,10 +97,10 @@ constexpr MatrixTile matrix_tile(int reads, bool column_sums) {
 struct MatrixRowTile {
   int threads;
   int loads;
-  int blocks_per_sm;  // the number of blocks that the kernel's register limit allows
+  int blocks_per_sm;  // number of blocks per SM that the kernel's register limit allows
 
-  // Returns the number of threads for a row with `accesses` accesses, if a thread makes `loads`
-  // accesses. The result is a multiple of 32 and at most `threads`.
+  // Returns the number of threads for a row with `accesses` accesses, if each thread makes `loads`
+  // accesses. The result is a multiple of 32 and at most the member `threads`.
   constexpr int threads_for(int64_t accesses) const {
     const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
     return wanted < threads ? static_cast<int>(wanted) : threads;
@@ -108,23 +108,24 @@ struct MatrixRowTile {
   constexpr int64_t accesses() const { return int64_t{threads} * loads; }
 };
 inline constexpr MatrixRowTile kMatrixRowTile = {512, 4, 2};
-// If a row has more accesses than a block loads at a time, a block processes a whole row only if
-// the blocks need at least this many rounds. With fewer rounds, most SMs would be idle in the last
-// round. Measured in multiples of the time of the memory traffic, 8 rounds took 1.057 with whole
-// rows and 1.046 with tiles; 31 rounds took 1.021 with whole rows and 1.044 with tiles. No number
-// in between was measured.
+// A round is the blocks that the GPU runs at the same time. If a row has more accesses than a block
+// loads at a time, a block processes a whole row only if there are at least kMatrixRowRounds
+// rounds. With fewer rounds, the last round, in which most SMs would be idle, is too large a part
+// of the time. Measured in multiples of the time of the memory traffic, 8 rounds took 1.057 with
+// whole rows and 1.046 with tiles; 31 rounds took 1.021 with whole rows and 1.044 with tiles. No
+// number of rounds in between was measured.
 inline constexpr int kMatrixRowRounds = 16;
 
 inline constexpr int kMatrixThreads = 256;
 // If rows don't start on 16-byte boundaries, the elements at both ends of a row are processed
-// separately (peeled). This is done only for rows of at least this many accesses.
+// separately (peeled). Rows with fewer than kMinPeeledAccesses accesses are not peeled.
 inline constexpr int kMinPeeledAccesses = 8;
 
 // The division of a matrix among blocks. A group of `lanes` threads processes a row, and a block
-// has `groups` such groups. A block processes one tile, which is `lanes` accesses wide, in a chunk
-// of rows. If rows don't start on 16-byte boundaries, the first access of a row is at the row's
-// first 16-byte boundary. The block of tile 0 then also processes the elements before the first
-// access and after the last access of each row.
+// has `groups` such groups. A block processes one tile in a chunk of rows. A tile is `lanes`
+// accesses wide. If rows don't start on 16-byte boundaries, the first access of a row is at the
+// row's first 16-byte boundary. The block of tile 0 then also processes the elements before the
+// first access and after the last access of each of its rows.
 //
 // If threads keep values or sums of columns in registers, the same element of all rows of a block
 // must have the same offset from a 16-byte boundary. Rows i, i + phases, i + 2 phases, ... have the
@@ -148,8 +149,9 @@ struct MatrixPlan {
   int64_t n;
 
   int64_t blocks() const { return tiles * phases * chunks; }
-  // row_parts is the number of partial sums of a row, and column_parts that of a column. If the
-  // number is 1, the partial sum is the sum, and the block stores it as the result.
+  // row_parts is the number of partial sums of a row. column_parts is the number of partial sums of
+  // a column. If there is only one partial sum, it is the whole sum, and the block stores it as the
+  // result.
   TW_HOST_DEVICE int64_t row_parts() const { return tiles + peeled; }
   int64_t column_parts() const { return phases * chunks; }
   int64_t row_scratch() const { return row_sums && row_parts() > 1 ? rows * row_parts() : 0; }
@@ -165,8 +167,9 @@ struct MatrixPlan {
   }
 };
 
-// The alignment of the rows to 16-byte boundaries. `vector` is true if all matrices have the same
-// alignment, so that the kernel can make 16-byte accesses.
+// The alignment of the rows to 16-byte boundaries. `vector` is true if all matrices have one
+// alignment, so that the kernel can make 16-byte accesses. shift and shift_step are those of
+// MatrixPlan.
 struct MatrixAlignment {
   bool vector = true;
   int shift = 0;
@@ -194,8 +197,8 @@ struct MatrixAlignment {
 };
 
 // Returns the number of lanes per row, a power of two. It is large enough for all accesses of the
-// row, up to kMatrixThreads. Fewer lanes are chosen if the row's tiles then have at most 4/5 of the
-// accesses, including those of idle lanes.
+// row, up to kMatrixThreads. Each tile of a row has a place for one access per lane, used or not.
+// The function chooses fewer lanes if the tiles of a row then have at most 4/5 as many places.
 inline int choose_matrix_lanes(int64_t accesses) {
   constexpr int kMin = 64;
   int lanes = 1;
@@ -207,10 +210,11 @@ inline int choose_matrix_lanes(int64_t accesses) {
   return lanes;
 }
 
-// Returns the number of chunks into which the batches of a phase are split. The candidates are the
-// numbers with which the blocks fill 1 to kMaxRounds whole rounds. The function returns the
-// candidate with the shortest modelled time. In the model, a block lasts as long as its batches and
-// kStart more batches, for its start and its end.
+// Returns the number of chunks into which the batches of a phase are split. A round is the blocks
+// that run at the same time. For each number of rounds from 1 to kMaxRounds, one candidate is the
+// number of chunks whose blocks fill these rounds. The function returns the candidate with the
+// shortest modelled time. In the model, a block lasts as long as its batches and kStart more
+// batches, for its start and its end.
 inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t blocks_at_once) {
   constexpr int kStart = 2, kMaxRounds = 8;
   int64_t chosen = 1, least = -1;
@@ -237,7 +241,7 @@ inline bool choose_whole_rows(const MatrixPassParams& p, const MatrixPlan& plan)
   return accesses <= kMatrixRowTile.accesses() || p.rows >= kMatrixRowRounds * at_once;
 }
 
-// All sizes must be at least 1.
+// Plans a pass over a matrix. All sizes of the matrix must be at least 1.
 inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   const int elem_size = p.dtype == DType::kFloat32 ? 4 : 2;
   const MatrixAlignment alignment(p, elem_size);
@@ -266,7 +270,7 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
   }
   plan.lanes = choose_matrix_lanes(accesses);
   plan.tiles = divide_up(accesses, plan.lanes);
-  // A block has no more groups than there are rows, unless it needs them to fill a warp.
+  // A block has no more groups than its phase has rows, unless it needs more groups to fill a warp.
   const int64_t phase_rows = divide_up(p.rows, plan.phases);
   plan.groups = plan.lanes < 32 ? 32 / plan.lanes : 1;
   while (plan.groups < phase_rows && plan.groups * plan.lanes < kMatrixThreads) plan.groups *= 2;

@@ -25,8 +25,8 @@ struct MatrixPassCut {
   static constexpr int64_t kWidth = 4096;
   static constexpr int64_t kCells = 65536;  // the number of cells that one task processes at a time
   static constexpr int64_t kChunks = 64;    // the maximum number of chunks if columns are summed
-  // The number of rows (for column sums), or of cells per lane (for row sums), that are summed in
-  // the working dtype before their sum is added to an fp64 sum.
+  // Column sums add this number of rows, and row sums add this number of cells per lane, in the
+  // working dtype. The result is then added to an fp64 sum.
   static constexpr int64_t kShortSums = 16;
 
   int64_t width, strips, block_rows, chunk_rows, chunks;
@@ -73,8 +73,8 @@ double matrix_row_cpu(const F& f, int64_t n, const A* __restrict__ in0, const A*
   return total;
 }
 
-// Returns a block of a matrix as a view. It calls as_strided once instead of narrow twice, because
-// two calls of narrow are slow relative to the work on a small block.
+// Returns a block of a matrix as a view. The function calls as_strided once instead of narrow
+// twice, because two calls of narrow are slow relative to the work on a small block.
 inline Tensor block_of(const Tensor& t, int64_t row, int64_t rows, int64_t column, int64_t width) {
   const int64_t offset = t.storage_offset() + row * t.stride(0) + column * t.stride(1);
   return t.as_strided({rows, width}, {t.stride(0), t.stride(1)}, offset);
@@ -156,7 +156,7 @@ void matrix_task_cpu(const F& f, const MatrixPassTensors& t, const MatrixPassCut
   }
 }
 
-// Computes `sums` (n,), the sum of `parts` over the first dim. `parts` is overwritten.
+// Computes sums (n,) = the sum of `parts` (parts, n) over the first dim. Overwrites `parts`.
 inline void add_parts_cpu(const Tensor& sums, const Tensor& parts) {
   constexpr int64_t kBlock = 1024;
   const int64_t n = parts.size(1);
@@ -200,8 +200,8 @@ void matrix_pass_of_dtype_cpu(const F& f, MatrixPassTensors t) {
   if constexpr (F::kColumnSums) add_parts_cpu(t.column_sums, column_parts);
 }
 
-// Computes z = relu(x * y) for (rows, n) tensors. It calls two torch ops for one block at a time,
-// so that the product stays in the cache.
+// Computes z = relu(x * y) for (rows, n) tensors. The function calls two torch ops for one block at
+// a time, so that the product stays in the cache.
 inline void relu_product_cpu(const Tensor& z, const Tensor& x, const Tensor& y) {
   const int64_t rows = z.size(0), n = z.size(1);
   const MatrixPassCut cut(rows, n, /*column_sums=*/false);
@@ -217,7 +217,7 @@ inline void relu_product_cpu(const Tensor& z, const Tensor& x, const Tensor& y) 
   });
 }
 
-// All sizes must be at least 1.
+// Runs the pass on the CPU. All sizes of the matrix must be at least 1.
 template <typename F>
 void matrix_pass_cpu(const F& f, const MatrixPassTensors& t) {
   const Tensor& shape = F::kReads > 0 ? t.in[0] : t.out;

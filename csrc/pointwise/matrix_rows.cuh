@@ -1,9 +1,10 @@
-// A pass over a (rows, n) matrix of 16-bit elements that only sums rows (matrix_pass.h). Each block
-// processes one row.
+// A pass that only sums the rows of a (rows, n) matrix of 16-bit elements (matrix_pass.h). Each
+// block processes one row.
 //
-// In each iteration a thread makes kLoads accesses to every matrix, and all of them are in flight
-// together. Consecutive accesses of a thread are blockDim.x accesses apart. At the end of the row,
-// the block adds up the sums of its warps. The size of a row must be a multiple of 16 bytes.
+// In each iteration a thread makes kLoads accesses to every matrix, and all these accesses are in
+// flight together. Consecutive accesses of a thread are blockDim.x accesses apart. At the end of
+// the row, the block adds up the sums of its warps. The size of a row must be a multiple of 16
+// bytes.
 #pragma once
 
 #include "pointwise/matrix_pass.cuh"

@@ -1,5 +1,5 @@
 // The parameters of the kernels that compute the gradients of activations and gates. These kernels
-// also sum the gradients over the rows, which gives the gradient of the bias.
+// also sum their results over the rows. The sums are the gradient of the bias.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,14 +11,14 @@
 
 namespace torchweld {
 
-// dz = dy * activation'(z), and dbias = the sum of dz over the rows. All matrices are (rows, n),
-// and the elements of a row are contiguous.
+// dz = dy * activation'(z), and dbias is the sum of dz over the rows. All matrices are (rows, n)
+// with stride 1 along a row.
 struct ActivationBackwardParams {
   const void* dy;
   const void* z;    // z, or y for relu; nullptr without an activation
   void* dz;         // nullptr without an activation, because dz is then dy
   void* dbias;      // (n,), or nullptr if not requested
-  float* partials;  // column_partials(rows, n) values, or nullptr without dbias
+  float* partials;  // column_partials(rows, n) values, or nullptr if dbias is nullptr
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;
@@ -28,7 +28,7 @@ struct ActivationBackwardParams {
   DType dtype;
 };
 
-// y[c] = the sum of partials (chunks, n) over the chunks.
+// The kernel computes y[c], the sum of partials[chunk][c] over the chunks. partials is (chunks, n).
 struct PartialSumsParams {
   const float* partials;
   void* y;
@@ -38,17 +38,18 @@ struct PartialSumsParams {
 };
 
 // The parameters of the kernel for the gradient of y = gate(left, right). The kernel computes dz
-// (rows, 2n) from dy (rows, n) and z (rows, 2n), whose halves are left and right. dbias (n,)
-// receives the sum over the rows of the left half of dz, and dbias_right (n,) that of the right
-// half. If interleaved, dbias (2n,) receives the sums of both halves. act (rows, n) receives y; it
-// has the strides of dy, and may be dy itself. Only a z that is not interleaved supports act.
+// (rows, 2n) from dy (rows, n) and z (rows, 2n). The halves of z are left and right. dbias (n,)
+// receives the sum of the left half of dz over the rows, and dbias_right (n,) receives the sum of
+// the right half. If z is interleaved, dbias (2n,) receives the sums of both halves. act (rows, n)
+// receives y. act has the strides of dy and may be dy itself. If z is interleaved, act must be
+// nullptr.
 struct GateBackwardParams {
   const void* dy;
   const void* z;
   void* dz;
   void* act;                  // nullptr if not requested
   void *dbias, *dbias_right;  // nullptr if not requested
-  float* partials;            // 2 * column_partials(rows, n) values, or nullptr without dbias
+  float* partials;            // 2 * column_partials(rows, n) values; nullptr without dbias
   int64_t rows;
   int64_t n;
   int64_t dy_row_stride;
@@ -59,7 +60,7 @@ struct GateBackwardParams {
   DType dtype;
 };
 
-// All sizes must be at least 1.
+// The launchers. All sizes must be at least 1.
 void launch_activation_backward(const ActivationBackwardParams& params, cudaStream_t stream);
 void launch_gate_backward(const GateBackwardParams& params, cudaStream_t stream);
 void launch_partial_sums(const PartialSumsParams& params, cudaStream_t stream);
