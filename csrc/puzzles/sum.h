@@ -5,8 +5,8 @@
 
 namespace torchweld {
 
-// Computes `to` = the sum of x (rows, n) over `dim`, rounded once for any number of threads. `to`
-// is (n,) for dim 0 and (rows,) for dim 1. An empty sum is 0.
+// Computes `to` = the sum of x (rows, n) over `dim`. The sum is rounded once, with any number of
+// threads. `to` is (n,) for dim 0 and (rows,) for dim 1. An empty sum is 0.
 void sum_into(const Tensor& to, const Tensor& x, int64_t dim);
 
 }  // namespace torchweld

@@ -29,8 +29,8 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
   if (acc_dtype(x) == x.scalar_type()) {
     at::add_out(z, x, at::native::wrapped_scalar_tensor(value));
   } else {
-    // Pass `value` as a float32 tensor with dims. torch would round a scalar to 16 bits before the
-    // addition, but it does not round such a tensor.
+    // Pass `value` as a float32 tensor that has the number of dims of x. torch would round a scalar
+    // to 16 bits before the addition, but it does not round a tensor that has dims.
     const std::vector<int64_t> ones(x.dim(), 1);
     at::add_out(z, x, at::full(ones, value, at::kDouble).to(acc_dtype(x)));
   }
@@ -38,8 +38,8 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
 }
 
 #ifdef TORCHWELD_CUDA
-// A contiguous tensor is processed as a matrix with kWidth columns, or as one row if kWidth does
-// not divide the tensor's size. Any width is possible, and kWidth fits the tiles.
+// A contiguous tensor is processed as a matrix with kWidth columns, or as one row if its size is
+// not a multiple of kWidth. Any other width would also be correct. kWidth fits the tiles.
 constexpr int64_t kWidth = 16384;
 
 Tensor add_scalar_cuda(const Tensor& x, double value) {

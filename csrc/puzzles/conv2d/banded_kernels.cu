@@ -1,10 +1,11 @@
-// Convolution in 16 bits on tensor cores, for kernels too large for puzzles/conv2d/cells.cuh.
+// Convolution in 16 bits on tensor cores, for convolution kernels that are too large for
+// puzzles/conv2d/cells.cuh.
 //
 // A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0],
 // where j0 is a tile's first column, and band_p[k, n] is weight[p, k - n] if k - n is a column of
-// the kernel, else 0. For kernels with up to 9 columns, a tile of 16 rows by 8 columns then needs
-// kernel_height mma m16n8k16 instructions. For wider kernels, the tile needs two or three times as
-// many. Products are exact, and accumulators are fp32.
+// the convolution kernel, else 0. If the convolution kernel has up to 9 columns, a tile of 16 rows
+// by 8 columns needs kernel_height mma m16n8k16 instructions. For wider convolution kernels, the
+// tile needs two or three times as many. Products are exact, and accumulators are fp32.
 //
 // A block stages its rows of x, with halo and zeros, in shared memory. Images are stacked
 // (StackedRows), so that a block can process many small images. Each warp computes its own tiles.
@@ -36,15 +37,16 @@ struct BandedConfig {
   static_assert(sizeof(T) == 2 && kTilesN * kVector == kShape.columns());
 };
 
-// The sizes in a block's shared memory. They are computed from the size of the convolution kernel.
+// The sizes of the arrays in a block's shared memory. They depend on the size of the convolution
+// kernel.
 template <typename Config>
 struct BandedLayout {
   int steps;       // number of mma instructions along K per row of weights
-  int before;      // number of vectors of a staged row left of the block's output columns
-  int halo;        // number of vectors of a staged row left and right of the block's output columns
+  int before;      // number of vectors of a staged row before the block's output columns
+  int halo;        // number of vectors of a staged row before and after the output columns
   int pitch;       // number of elements from one staged row to the next
   int rows;        // the number of staged rows
-  int band_words;  // number of words of all band matrices
+  int band_words;  // number of 32-bit words in all band matrices
 
   TW_HOST_DEVICE BandedLayout(int kernel_height, int kernel_width, bool flipped) {
     steps = (kernel_width - 1 + kVector + kBlockK - 1) / kBlockK;
@@ -60,7 +62,7 @@ struct BandedLayout {
   }
 };
 
-// The offset of a stacked row in x, and its offset in z. An offset is -1 for a row of zeros.
+// The offset of a stacked row in x, and its offset in z. An offset of -1 stands for a row of zeros.
 struct RowOffsets {
   int64_t in_x, in_z;
 };
@@ -120,7 +122,7 @@ __device__ __forceinline__ void stage_vector(T* s_to, const Conv2dArgs<T>& args,
   store_vec(s_to, in);
 }
 
-// Copies the block's rows of x to shared memory: first the outputs' columns, then the halo.
+// Copies the block's rows of x to shared memory: first the columns of the outputs, then the halo.
 template <typename Config>
 __device__ __forceinline__ void stage_rows(const BandedShared<Config>& shared,
                                            const BandedLayout<Config>& layout,
@@ -163,8 +165,8 @@ __device__ __forceinline__ void recompute_tile(const BandedShared<Config>& share
   }
 }
 
-// Computes a tile of the warp and writes it to shared memory. The tile has the 16 rows from `row`
-// on.
+// Computes a tile of the warp and writes it to shared memory. The first of the tile's 16 rows is
+// `row`.
 template <typename Config>
 __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
                                              const BandedLayout<Config>& layout,
@@ -172,7 +174,7 @@ __device__ __forceinline__ void compute_tile(const BandedShared<Config>& shared,
                                              int shift, typename Config::T* s_z) {
   using T = typename Config::T;
   constexpr int kTilesN = Config::kTilesN;
-  constexpr int kPairs = (kTilesN + 2) / 2;  // the number of pairs of vectors
+  constexpr int kPairs = (kTilesN + 2) / 2;  // number of pairs of 16-byte vectors of a row of x
   const int lane = threadIdx.x % kWarp;
   float r_acc[kTilesN][4] = {};
   const uint32_t s_from =

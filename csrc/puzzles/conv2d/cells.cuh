@@ -35,8 +35,8 @@ struct CellsConfig {
   static constexpr bool kFlipped = kFlipped_;
   // The maximum number of cells that a window covers vertically.
   static constexpr int kDown = (kSize + 2) / kCellRows + 1;
-  static constexpr int kBands = (kSize + 1) / 2;  // number of pairs that a window covers
-  // The number of words of the neighbouring cell that are loaded.
+  static constexpr int kBands = (kSize + 1) / 2;  // number of pairs of columns that a window covers
+  // The number of words that a lane loads of its row of the neighbouring cell.
   static constexpr int kBeside = kBands > 3 ? 4 : 2;
   static constexpr int kBuffers = kDown + kShape.ahead;
   // The number of blocks per SM. It is lower if single elements are loaded, because the predicates
@@ -48,7 +48,7 @@ struct CellsConfig {
                 kCellsMinRows % kCellRows == 0);
 };
 
-// The row of a strip that a lane holds.
+// A strip of cells, as one of its four lanes sees it. The lane holds one row of each cell.
 template <typename T>
 struct Strip {
   const T* g_x;      // address of the lane's row in the next cell of x
@@ -97,8 +97,8 @@ __device__ __forceinline__ Strip<typename Config::T> find_strip(
           clamped(column, kCellColumns)};
 }
 
-// Loads kCount pairs of columns. The first pair is at g_row. Columns outside the image become
-// zeros.
+// Loads kCount pairs of columns. The first pair is at g_row. Sets columns outside the image to
+// zero.
 template <bool kVector, int kCount, typename T>
 __device__ __forceinline__ void load_pairs(uint32_t (&r_words)[kCount], const T* g_row, bool valid,
                                            int columns) {
@@ -126,7 +126,7 @@ struct CellRow {
   uint32_t words[4], beside[kBeside];
 
   // Loads the lane's row of a cell. With vector loads, only the outermost lanes also load their row
-  // of the neighbouring cell. The other lanes get it from another lane in exchange().
+  // of the neighbouring cell. The other lanes receive this row from another lane in exchange().
   template <bool kVector>
   __device__ __forceinline__ void load(const Strip<typename Config::T>& strip, int row) {
     const bool loads_beside = !kVector || strip.outermost;
@@ -203,10 +203,10 @@ struct WeightTable {
   }
 };
 
-// Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1). In
-// accumulator tile o, rows g hold what even pairs of x add to pair o - 1 of z, and rows g + 8 hold
-// what odd pairs of x add to pair o of z. A cell of z has pairs 0 to 3, so only rows g + 8 of tile
-// 0 and only rows g of tile 4 are used.
+// Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1). Rows g
+// (0 to 7) of accumulator tile o hold what even pairs of x add to pair o - 1 of z. Rows g + 8 of
+// tile o hold what odd pairs of x add to pair o of z. A cell of z has pairs 0 to 3, so only rows g
+// + 8 of tile 0 and only rows g of tile 4 are used.
 template <typename Config, int kSide, typename Word>
 __device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], const Word& word,
                                               const uint32_t (&r_band)[Config::kBands]) {
@@ -229,7 +229,7 @@ __device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], con
   }
 }
 
-// Accumulates the products of a cell and of its neighbouring cell with the weights.
+// Accumulates the products of the weights with a cell and with its neighbouring cell.
 template <typename Config>
 __device__ __forceinline__ void multiply_cell(float (&r_acc)[kCellTiles][4],
                                               const CellRow<Config>& cell,
@@ -333,9 +333,9 @@ __launch_bounds__(kCellsThreads, Config::blocks_per_sm(kVector)) void conv2d_cel
 #pragma unroll
       for (int u = 0; u < kBuffers; ++u) {
         const int step = first + u;
-        // NOTE: this is a return, not a break. After a break, control flow would merge. At that
-        // point the compiler would move the cells in flight to other registers and therefore wait
-        // for them.
+        // NOTE: this is a return, not a break. After a break, the control flow would merge with
+        // other paths. At the merge, the compiler would move the cells in flight to other
+        // registers, so it would wait for their loads.
         if (step >= plan.steps) return;
         load((u + kBuffers - 1) % kBuffers, step + kBuffers - 1);
         float r_acc[kCellTiles][4] = {};

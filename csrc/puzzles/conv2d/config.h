@@ -5,36 +5,38 @@
 
 namespace torchweld {
 
-// The engines. "Kernel" means the convolution kernel here. kDirect: fp32, square kernels with a
-// size in kDirectTiles, in registers. kBanded: 16 bits, on tensor cores. kGeneral: any dtype and
-// kernel. kCells: 16 bits, kernels up to 9 x 9, on tensor cores, without shared memory. kSmall:
-// fp32, images and square kernels that fit a tile of kSmallTiles. kNarrow: 16 bits, images of 8
-// columns and up to 8 rows, kernels up to 7 x 7, on tensor cores.
+// The engines. "Kernel" means the convolution kernel here.
+//   kDirect   fp32, square kernels of a size in kDirectTiles, in registers
+//   kBanded   16 bits, on tensor cores
+//   kGeneral  any dtype, any kernel
+//   kCells    16 bits, kernels up to 9 x 9, on tensor cores, without shared memory
+//   kSmall    fp32, images and square kernels that fit a tile of kSmallTiles
+//   kNarrow   16 bits, images of 8 columns and up to 8 rows, kernels up to 7 x 7, on tensor cores
 enum class Conv2dEngine : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, kNarrow };
 
 // A tile of the direct kernel. A thread computes kDirectColumns contiguous columns of a strip. The
 // strip has up to strip_rows rows and is computed from top to bottom. The loads of `ahead` rows are
 // in flight. The registers hold `buffers` rows of x and `buffers` rows of sums. If `ahead` equals
-// `buffers`, the registers of a row are reloaded directly after the row is added.
+// `buffers`, the registers of a row of x are reloaded directly after this row is added to the sums.
 struct DirectTile {
   int size;     // kernel height and width
   int buffers;  // the number of buffers; at least `size`
   int ahead;
   int strip_rows;
-  int blocks_per_sm;  // minimum number; limits the registers
+  int blocks_per_sm;  // minimum number of blocks per SM; it limits the registers
 };
 inline constexpr int kDirectThreads = 128;
 inline constexpr int kDirectColumns = 4;
 // NOTE: the tile for convolution kernels of size 4 has 5 buffers, so that a fifth row is in flight.
-// On an H200, it needs 1.06 to 1.08 times the time of a copy. With 4 buffers, it needed 1.09 to
-// 1.10 times.
+// On an H200, the direct kernel then needs 1.06 to 1.08 times the time of a copy. With 4 buffers,
+// it needed 1.09 to 1.10 times the time of a copy.
 inline constexpr DirectTile kDirectTiles[] = {
     {3, 3, 3, 16, 8}, {4, 5, 5, 16, 4}, {5, 5, 5, 16, 4}, {7, 7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
 
-// Returns the number of strips of an image. A strip has up to max_rows rows. While the call has
-// fewer than min_units strips, the rows of a strip are halved, down to min_rows. `across` is the
-// number of strips side by side in the batch.
+// Returns the number of strips of an image. `across` is the number of strips side by side in the
+// batch. A strip has up to max_rows rows. While the call has fewer than min_units strips, the
+// function halves max_rows, but not below min_rows.
 constexpr int64_t count_strips(int64_t height, int64_t max_rows, int64_t min_rows, int64_t across,
                                int64_t min_units) {
   const auto strips = [&] { return (height - 1) / max_rows + 1; };
@@ -42,8 +44,8 @@ constexpr int64_t count_strips(int64_t height, int64_t max_rows, int64_t min_row
   return strips();
 }
 
-// The number of rows in a strip. All strips of an image except the last one have this number of
-// rows. Small calls have smaller strips, to keep a large GPU busy.
+// direct_strip_rows returns the number of rows in a strip. All strips of an image except the last
+// one have this number of rows. Small calls have smaller strips, to keep a large GPU busy.
 inline constexpr int64_t kDirectMinThreads = 65536;
 inline constexpr int kDirectMinRows = 8;
 constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64_t height,
@@ -54,7 +56,7 @@ constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64
   return (height - 1) / strips + 1;
 }
 
-// A warp of the banded kernel computes tiles_m tiles of 16 rows by tiles_n tiles of 8 columns.
+// A warp of the banded kernel computes tiles_m x tiles_n tiles. A tile has 16 rows and 8 columns.
 struct BandedTile {
   int tiles_m;
   int tiles_n;
@@ -68,13 +70,13 @@ inline constexpr int kNumBandedTiles = sizeof(kBandedTiles) / sizeof(kBandedTile
 inline constexpr int kBandedMaxKernel = 31;
 
 // A tile of the cells kernel. Four lanes compute a strip of up to strip_rows rows, from top to
-// bottom. The loads of `ahead` cells of 4 rows are in flight. The convolution kernel may have up to
-// `size` rows and `size` columns.
+// bottom. A cell has 4 rows, and the loads of `ahead` cells are in flight. The convolution kernel
+// may have up to `size` rows and `size` columns.
 struct CellsTile {
   int size;
   int ahead;
   int strip_rows;
-  int blocks_per_sm;  // minimum number; limits the registers
+  int blocks_per_sm;  // minimum number of blocks per SM; it limits the registers
 };
 inline constexpr int kCellsWarps = 4;
 inline constexpr int kCellsThreads = 32 * kCellsWarps;
@@ -84,9 +86,9 @@ inline constexpr CellsTile kCellsTiles[] = {
     {3, 2, 32, 8}, {5, 2, 32, 8}, {7, 2, 64, 6}, {9, 2, 64, 5}};
 inline constexpr int kNumCellsTiles = sizeof(kCellsTiles) / sizeof(kCellsTiles[0]);
 
-// The number of rows in a strip. It is a multiple of the number of rows of a cell. All strips of an
-// image except the last one have this number of rows. Small calls have smaller strips, to keep the
-// schedulers of a large GPU busy.
+// cells_strip_rows returns the number of rows in a strip, a multiple of the number of rows of a
+// cell. All strips of an image except the last one have this number of rows. Small calls have
+// smaller strips, to keep the schedulers of a large GPU busy.
 inline constexpr int64_t kCellsMinStrips = 4096;
 inline constexpr int kCellsMinRows = 8;
 constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t height,
@@ -98,11 +100,11 @@ constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t
   return ((cells - 1) / strips + 1) * kCellRows;
 }
 
-// The narrow kernel is for images of at most two cells in height. It supports the first
+// The narrow kernel is for images that are at most two cells high. It supports the first
 // kNumNarrowTiles tiles of the cells kernel.
-// NOTE: for x (65536, 8, 8) on an H200, relative to a copy of x, the narrow kernel needs 0.96 to
-// 1.00 for convolution kernels of size 3 to 5, and 1.04 for size 7. The cells kernel needed 1.13 to
-// 1.25.
+// NOTE: the measurements for x (65536, 8, 8) on an H200 are multiples of the time of a copy of x.
+// The narrow kernel needs 0.96 to 1.00 for convolution kernels of size 3 to 5, and 1.04 for size 7.
+// The cells kernel needed 1.13 to 1.25.
 inline constexpr int kNarrowHeight = 2 * kCellRows;
 inline constexpr int kNumNarrowTiles = 3;
 
@@ -111,7 +113,7 @@ inline constexpr int kNumNarrowTiles = 3;
 struct SmallTile {
   int size;           // kernel height and width
   int width;          // the maximum width of an image
-  int blocks_per_sm;  // minimum number; limits the registers
+  int blocks_per_sm;  // minimum number of blocks per SM; it limits the registers
 };
 inline constexpr int kSmallWarps = 4;
 inline constexpr int kSmallThreads = 32 * kSmallWarps;
@@ -121,8 +123,8 @@ inline constexpr int kSmallHeight = 16;  // the maximum height of an image
 inline constexpr SmallTile kSmallTiles[] = {{3, 16, 6}, {4, 16, 5}, {5, 16, 5}, {7, 8, 4}};
 inline constexpr int kNumSmallTiles = sizeof(kSmallTiles) / sizeof(kSmallTiles[0]);
 
-// A block of the general kernel computes kGeneralThreads * kGeneralRows outputs. It loops over
-// chunks of kTapChunk x kTapChunk taps (elements of the kernel).
+// A block of the general kernel computes kGeneralThreads * kGeneralRows outputs. Taps are the
+// elements of the convolution kernel. The block loops over chunks of kTapChunk x kTapChunk taps.
 inline constexpr int kGeneralThreads = 256;
 inline constexpr int kGeneralRows = 8;  // the number of outputs per thread
 inline constexpr int kTapChunk = 32;
@@ -195,8 +197,8 @@ constexpr int choose_banded_tile(int64_t width) {
 }
 
 // How blocks share the computation of dweight. The weights are divided into `chunks` squares of
-// taps x taps weights. `blocks` blocks compute one square, and each of them writes taps * taps
-// partials.
+// taps x taps weights. Each square is computed by `blocks` blocks, and each of these blocks writes
+// taps * taps partials.
 struct Conv2dWeightSplit {
   int taps;
   int64_t chunks_across;
@@ -206,7 +208,8 @@ struct Conv2dWeightSplit {
   constexpr int64_t partials() const { return chunks * blocks * taps * taps; }
 };
 inline constexpr int kWeightThreads = 256;
-inline constexpr int kWeightRows = 16;  // number of outputs of a column that a thread loops over
+// The number of outputs that a thread loops over. They lie in one column of an image.
+inline constexpr int kWeightRows = 16;
 inline constexpr int64_t kWeightBlocks = 1056;
 inline constexpr int64_t kMinWeightBlocks = 16;
 

@@ -78,8 +78,9 @@ Grads2 conv2d_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& weig
 }
 
 #ifdef TORCHWELD_CUDA
-// A tensor as images with contiguous columns. The stride of a dim with only one element is not
-// used, so the constructor sets it to 0, which counts as aligned.
+// A tensor as a batch of images with stride 1 along the last dim. The constructor copies a tensor
+// that has another stride there. The batch stride or row stride of a dim with only one element is
+// not used, so the constructor sets it to 0. A stride of 0 counts as aligned.
 struct Images {
   Tensor tensor;
   int64_t batch_stride, row_stride;

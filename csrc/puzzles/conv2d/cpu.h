@@ -1,6 +1,6 @@
 // CPU: convolution of single-channel images. An image is processed in strips of rows. Each strip is
 // copied, with its halo, to a buffer that is padded with zeros. Therefore no sum needs bounds
-// checks. The buffer has the dtype of the accumulator.
+// checks. The elements of the buffer have the dtype of the accumulator.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -28,12 +28,13 @@ struct ConvShape {
         kernel_width(weight.size(1)) {}
 
   int64_t strips() const { return (height + kStripRows - 1) / kStripRows; }
-  // pitch() is the length of a row of the buffer: the padded width plus the halo. padded_width() is
-  // the width, rounded up to whole groups of lanes.
+  // padded_width() is the width of an image, rounded up to whole groups of lanes. pitch() is the
+  // length of a row of the buffer: the padded width plus the halo.
   int64_t padded_width() const { return (width + 4 * kLanes - 1) / (4 * kLanes) * (4 * kLanes); }
   int64_t pitch() const { return padded_width() + kernel_width - 1; }
   int64_t buffer() const { return (kStripRows + kernel_height - 1) * pitch(); }
-  // Returns the number of tasks for `units` units of work. Each unit has `products` products.
+  // Returns the number of tasks for `units` units of work, if each unit consists of `products`
+  // products.
   int64_t tasks(int64_t units, int64_t products) const {
     constexpr int64_t kProducts = 1 << 18, kMax = 64;
     const int64_t per_task = std::max<int64_t>(1, kProducts / products);
@@ -112,8 +113,8 @@ inline void conv2d_into(Tensor& z, const Tensor& x, const Tensor& weight, bool f
   });
 }
 
-// Adds sum_ij dz[i, j] * x[i + p, j + q] to sums (taps,), for the outputs (i, j) of a strip. dz and
-// x are buffers that copy_strip filled.
+// Adds sum_ij dz[i, j] * x[i + p, j + q] to element (p, q) of sums (taps,), for all taps (p, q).
+// The outputs (i, j) are those of one strip. dz and x are buffers that copy_strip has filled.
 template <typename acc_t>
 void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape& s, int64_t rows) {
   for (int64_t p = 0; p < s.kernel_height; ++p) {

@@ -25,8 +25,8 @@ struct DirectConfig {
   }
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kElems = kDirectColumns;
-  // The window of a thread in a row of x. It consists of whole vectors and starts kBefore columns
-  // before the thread's first output.
+  // The window of a thread in a row of x. The window consists of whole vectors and starts kBefore
+  // columns before the thread's first output.
   static constexpr int kAccesses = 1 + (kSize - 1 + kElems - 1) / kElems;
   static constexpr int kWindow = kAccesses * kElems;
   static constexpr int kBefore = kFlipped ? (kAccesses - 1) * kElems : 0;
@@ -41,9 +41,11 @@ struct DirectConfig {
 
 // The clamped distances from a thread's first output to the bounds of the image.
 struct DirectBounds {
-  // The number of image rows above the output's row, and from the output's row on.
+  // rows_above is the number of image rows above the output's row. rows_below is the number of
+  // image rows from the output's row on.
   int rows_above, rows_below;
-  // The number of image columns left of the output's column, and from the output's column on.
+  // columns_left is the number of image columns left of the output's column. columns_right is the
+  // number of image columns from the output's column on.
   int columns_left, columns_right;
 };
 
@@ -51,8 +53,8 @@ __device__ __forceinline__ int clamped(int64_t distance) {
   return static_cast<int>(distance < 1024 ? distance : 1024);
 }
 
-// Loads three elements of a vector: the last three if kLast, else the first three. The fourth
-// element becomes 0.
+// Loads three elements of a vector: the last three if kLast is true, else the first three. The
+// other element of the vector becomes 0.
 // NOTE: if all four elements are loaded, the compiler reuses the register of the unused element,
 // and this reuse waits for the load. On an H200, the kernel then needed 1.23 times the time of a
 // copy, instead of 1.08 times. Inline PTX prevents the compiler from loading all four elements.
@@ -103,9 +105,9 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
   }
 }
 
-// Adds a row of x to the outputs that depend on it. `buffer` is the index of the row in the strip,
-// modulo kBuffers. kFirst must be true for the first kBuffers rows of the strip. Fewer outputs
-// depend on these rows.
+// Adds a row of x to the outputs that depend on this row. `buffer` is the index of the row in the
+// strip, modulo kBuffers. kFirst must be true for the first kBuffers rows of the strip. Fewer
+// outputs depend on these first rows.
 template <typename Config, bool kFirst>
 __device__ __forceinline__ void add_row(float (&r_z)[Config::kBuffers][Config::kElems],
                                         const float (&r_x)[Config::kWindow], int buffer,
@@ -160,8 +162,8 @@ __global__ __launch_bounds__(
   const DirectBounds bounds = {clamped(i), clamped(args.height - i), clamped(j),
                                clamped(args.width - j)};
   const int outputs = bounds.rows_below < rows ? bounds.rows_below : rows;
-  // [first_valid, behind) is the range of rows of x inside the image. Its row indices count from
-  // the first row of the strip's window.
+  // [first_valid, behind) is the range of rows of x that lie inside the image. Row 0 is the first
+  // row of the strip's window.
   const int first_valid = Config::kRowsBefore - bounds.rows_above;
   const int seen = outputs + kSize - 1;
   const int below = Config::kRowsBefore + bounds.rows_below;
@@ -190,8 +192,8 @@ __global__ __launch_bounds__(
   }
 
   float r_z[kBuffers][kElems];
-  // Whether the load of the next row is issued before the current row is added. If the loads of all
-  // buffers are in flight, a buffer can be reloaded only after its row is added.
+  // Whether the load of the next row is issued before the current row is added. If all buffers have
+  // loads in flight, a buffer can be reloaded only after its row is added.
   constexpr bool kLoadBefore = kAhead < kBuffers;
 #pragma unroll
   for (int buffer = 0; buffer < kBuffers; ++buffer) {
@@ -205,8 +207,9 @@ __global__ __launch_bounds__(
   for (int done = 1;; done += kBuffers) {
 #pragma unroll
     for (int buffer = 0; buffer < kBuffers; ++buffer) {
-      // NOTE: this is a return, not a break. After a break, control flow would merge. At that point
-      // the compiler would move the rows in flight to other registers and therefore wait for them.
+      // NOTE: this is a return, not a break. After a break, the control flow would merge with other
+      // paths. At the merge, the compiler would move the rows in flight to other registers, so it
+      // would wait for their loads.
       if (done + buffer >= outputs) return;
       const int next = done + buffer + kBuffers - 1 + kAhead;
       if (kLoadBefore) load((buffer + kAhead) % kBuffers, next, false);

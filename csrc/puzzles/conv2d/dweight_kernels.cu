@@ -1,9 +1,10 @@
 // Computes dweight, the gradient of the weight of a convolution.
-//   dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q], x 0 behind the bottom and right edge
+//   dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
+// x is 0 behind the bottom and the right edge of an image.
 //
 // A block computes a square of kTaps x kTaps weights over a slice of the outputs. A thread
-// processes a column of kWeightRows outputs at a time, from top to bottom. The thread's window of x
-// is in registers. The block writes its partials, and a second kernel adds up the partials of all
+// processes kWeightRows outputs of one column at a time, from top to bottom. The thread's window of
+// x is in registers. The block writes its partials, and a second kernel adds up the partials of all
 // blocks. Both kernels add in a fixed order, so the sums have the same bits in every run.
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
@@ -24,7 +25,7 @@ struct WeightArgs {
   int64_t x_batch_stride, x_row_stride;
   int64_t chunks_across;
   int blocks;
-  int64_t items;  // number of columns of kWeightRows outputs in all images
+  int64_t items;  // number of items in all images; add_item says what an item is
   Divider by_width, by_row_blocks;
 };
 

@@ -102,8 +102,8 @@ struct Conv2dFamily {
     return all;
   }
 
-  // Returns the text for a configuration: the maximum size of the convolution kernel (cells,
-  // narrow), or the rows and columns of a block's tile (banded).
+  // Returns the text for a configuration. For cells and narrow, the text is the maximum size of the
+  // convolution kernel. For banded, it is the rows and columns of a block's tile.
   static std::string tile(const Encoded& x) {
     switch (static_cast<Conv2dEngine>(x[0])) {
       case Conv2dEngine::kCells:
@@ -117,8 +117,8 @@ struct Conv2dFamily {
   }
 
   // Returns the rows and columns of a block's tile. For the cells kernel, returns the rows of a
-  // strip and the number of cells in flight. If a kernel computes its tile from the image, the
-  // values are zeros.
+  // strip and the number of cells in flight. For a kernel that computes its tile from the image,
+  // the values are zeros.
   static Columns columns(const Conv2dProblem&, const Encoded& x) {
     const bool banded = x[0] == static_cast<int64_t>(Conv2dEngine::kBanded);
     const bool cells = x[0] == static_cast<int64_t>(Conv2dEngine::kCells);

@@ -1,7 +1,7 @@
-// Convolution with any kernel.
+// Convolution with a convolution kernel of any size, in any dtype.
 //
-// A block computes a tile of outputs. A thread computes kGeneralRows outputs of a column. Taps are
-// the elements of the convolution kernel. The block loops over chunks of kTapChunk x kTapChunk
+// A block computes a tile of outputs. A thread computes kGeneralRows outputs of one column. Taps
+// are the elements of the convolution kernel. The block loops over chunks of kTapChunk x kTapChunk
 // taps. For each chunk it copies the weights and the tile's x, with its halo, to shared memory in
 // fp32. A thread reads its window column by column, so that it reads each value once for all its
 // outputs. Images are stacked (StackedRows).
@@ -11,13 +11,13 @@
 namespace torchweld {
 namespace {
 
-// The tile of outputs of a block. `columns` must be a power of two.
+// The tile of outputs that a block computes. `columns` must be a power of two.
 struct GeneralTile {
   int columns;
 
   TW_HOST_DEVICE int rows() const { return kGeneralThreads / columns * kGeneralRows; }
-  // NOTE: an odd pitch avoids bank conflicts if a warp has several rows. staged_rows() includes one
-  // more row, because a thread reads the last row of its window although it does not use the row.
+  // NOTE: an odd pitch avoids bank conflicts if a warp has several rows. staged_rows() has one more
+  // row than the outputs need, because a thread also reads the row behind its window.
   TW_HOST_DEVICE int pitch(int taps_across) const { return (columns + taps_across - 1) | 1; }
   TW_HOST_DEVICE int staged_rows(int taps_down) const { return rows() + taps_down; }
   TW_HOST_DEVICE int floats(int taps_down, int taps_across) const {
@@ -29,9 +29,8 @@ __device__ __forceinline__ int chunk_of(int64_t left) {
   return static_cast<int>(left < kTapChunk ? left : kTapChunk);
 }
 
-// Adds the products of a chunk of taps_down x taps_across taps to r_z. Each column of taps has its
-// own accumulator, so that the error grows with the length of a column, not with the number of
-// taps.
+// Adds the products of taps_down x taps_across taps to r_z. Each column of taps has its own
+// accumulator, so that the error grows with the length of a column, not with the number of taps.
 __device__ __forceinline__ void add_taps(float (&r_z)[kGeneralRows], const float* s_x, int pitch,
                                          const float* s_weight, int taps_down, int taps_across) {
   for (int q = 0; q < taps_across; ++q) {

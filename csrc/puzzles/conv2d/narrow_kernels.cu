@@ -1,13 +1,14 @@
 // Convolution in 16 bits for images of 8 columns and up to 8 rows, on tensor cores, with the cells
-// of puzzles/conv2d/cells.cuh. A cell has no neighbouring cell and at most one cell below it.
+// of puzzles/conv2d/cells.cuh. In such an image, a cell has no neighbouring cell and at most one
+// cell below it.
 //
 // A warp first loads all its images, 8 cells per instruction. For example, four images of 8 rows
 // are 512 contiguous bytes. The four lanes of an image's upper cell are followed by the four lanes
 // of its lower cell.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
-// NaN. Therefore an output that is not finite is recomputed. The kernel does not multiply weights
-// by the zeros of the padding, but 0 times a weight of inf or NaN is NaN. Therefore, if a weight is
-// not finite, every output is recomputed.
+// NaN. Therefore an output that is not finite is recomputed. The kernel skips the products of the
+// weights with the zeros of the padding, although such a product is NaN if the weight is inf or
+// NaN. Therefore, if a weight is not finite, every output is recomputed.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/cells.cuh"
 
@@ -20,12 +21,12 @@ constexpr int kNarrowWarpImages = kNarrowLoads * kNarrowImages;
 
 template <typename T, int kTile, bool kFlipped, bool kWhole_>
 struct NarrowConfig : CellsConfig<T, kTile, kFlipped> {
-  static constexpr bool kWhole = kWhole_;  // images have kNarrowHeight rows
+  static constexpr bool kWhole = kWhole_;  // whether images have kNarrowHeight rows
   static_assert(kNarrowHeight == 2 * kCellRows && kWarp == kNarrowImages * kNarrowHeight);
 };
 
-// x and z must be contiguous. The lanes hold the rows in the order in which the kernel computes
-// them.
+// x and z must be contiguous. The lanes hold the rows of an image in the order in which the kernel
+// computes them.
 template <typename Config>
 __global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void conv2d_narrow_kernel(
     const Conv2dArgs<typename Config::T> args) {

@@ -1,11 +1,12 @@
 // Convolution in fp32 with small square kernels, for images up to 8 or 16 columns wide.
 //
-// A warp copies consecutive images to shared memory. After each image are 16 bytes of padding, to
-// avoid bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time. It
-// reads each row of the window of these outputs once and adds it to all outputs that depend on it.
-// The weights are in registers. Results overwrite rows of x that are no longer needed. At the end
-// the warp stores all images. The copies of other warps overlap with the math. The zeros below an
-// image, and the zeros to the right of an image of 8 columns, are neither read nor multiplied.
+// A warp copies consecutive images to shared memory. 16 bytes of padding follow each image there,
+// to avoid bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time.
+// The thread reads each row of the window of these outputs once and adds the row to all outputs
+// that depend on it. The weights are in registers. Results overwrite rows of x that are no longer
+// needed. At the end the warp stores all images. The copies of other warps overlap with the math.
+// The zeros below an image, and the zeros to the right of an image of 8 columns, are neither read
+// nor multiplied.
 // NOTE: 0 * inf is NaN. Therefore, if a weight is inf or NaN, the kernel later corrects the outputs
 // near the bottom and the right edge.
 #include "device/dispatch.cuh"
@@ -16,7 +17,7 @@
 namespace torchweld {
 namespace {
 
-constexpr int kElems = 4;  // number of elements of a 16-byte vector
+constexpr int kElems = 4;  // number of elements in a 16-byte vector
 
 // kAcross threads side by side compute an image.
 template <int kTile, int kAcross_, bool kFlipped_>
@@ -27,7 +28,7 @@ struct SmallConfig {
   static constexpr bool kFlipped = kFlipped_;
   static constexpr int kWidth = kSmallColumns * kAcross;
   static constexpr int kImages = kWarp / kAcross;  // the number of images per warp
-  // kWindow is the number of columns in a thread's window. For an image of 8 columns, the window
+  // kWindow is the number of columns in a thread's window. If an image has 8 columns, the window
   // has only the columns inside the image.
   static constexpr int kBeside = kAcross == 1 ? 0 : (kSize - 1 + kElems - 1) / kElems * kElems;
   static constexpr int kWindow = kSmallColumns + kBeside;
@@ -37,13 +38,13 @@ struct SmallPlan {
   FastDivisor by_image;  // divides by the number of rows of an image
   int height;
   int pitch;        // number of floats from one image in shared memory to the next
-  bool contiguous;  // x and z are contiguous, aligned and as wide as the tile
+  bool contiguous;  // whether x and z are contiguous, aligned and as wide as the tile
 };
 
-// Calls body(g_offset, s_offset) for every vector of the warp's contiguous images. The arguments
-// are the offsets of the vector from the first image, in global memory and in shared memory. The
-// function handles 4 rows of several images at a time, so that the offsets advance by constants and
-// need no divisions.
+// Calls body(g_offset, s_offset) for every 16-byte vector of the warp's contiguous images. g_offset
+// and s_offset are the offsets of the vector from the first image, in global memory and in shared
+// memory. The function handles 4 rows of several images at a time, so that both offsets advance by
+// constants and need no divisions.
 template <typename Config, typename Body>
 __device__ __forceinline__ void for_each_access(const SmallPlan& plan, int images,
                                                 const Body& body) {
@@ -112,8 +113,8 @@ __device__ __forceinline__ void store_images(const float* s_z, const Conv2dArgs<
   }
 }
 
-// A thread's view of an image in shared memory: the thread's 8 columns and the columns beside them.
-// Rows and columns are in the order in which the thread processes them.
+// An image in shared memory, as a thread sees it: the thread's 8 columns and the columns beside
+// these. Rows and columns are in the order in which the thread processes them.
 template <typename Config>
 struct SmallImage {
   float* s_first;  // the address of the thread's columns in the first row
@@ -148,8 +149,8 @@ struct SmallImage {
   }
 };
 
-// Computes the thread's outputs. They overwrite x in shared memory. All lanes of the warp must call
-// this function.
+// Computes the thread's outputs. The outputs overwrite x in shared memory. All lanes of the warp
+// must call this function.
 template <typename Config>
 __device__ __forceinline__ void convolve_image(
     const SmallImage<Config>& image, int height,
@@ -178,7 +179,7 @@ __device__ __forceinline__ void convolve_image(
         }
       }
     }
-    if (Config::kAcross > 1) __syncwarp();  // the other thread has read these rows
+    if (Config::kAcross > 1) __syncwarp();  // the other thread of the image has read these rows
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (first + r < height) image.store(r_z[r], first + r);
@@ -230,9 +231,9 @@ __global__ __launch_bounds__(kSmallThreads, Config::kShape.blocks_per_sm) void c
   copy_async_wait<0>();
   __syncwarp();
 
-  // NOTE: lanes with the same half of the columns are consecutive. They have no bank conflicts,
-  // because the pitch of an image is an odd number of vectors. Lanes without an image compute with
-  // undefined values, which are not stored.
+  // NOTE: lanes that process the same half of the columns are consecutive. They have no bank
+  // conflicts, because the pitch of an image is an odd number of vectors. Lanes without an image
+  // compute with undefined values, and their results are not stored.
   const int across = lane / Config::kImages;
   float* s_first = s_images + lane % Config::kImages * plan.pitch + across * kSmallColumns;
   if (Config::kFlipped) s_first += (plan.height - 1) * Config::kWidth;

@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// Division by a divisor that the host knows. The division is fast if both operands are below 2^31.
+// Divides by a number that the host knows. The division is fast if both operands are below 2^31.
 class Divider {
  public:
   explicit Divider(int64_t divisor)
@@ -77,13 +77,13 @@ void for_each_grid(Conv2dArgs<T> args, int64_t blocks, const Launch& launch) {
   });
 }
 
-// The images of a batch, stacked along H. After each image are kernel_height - 1 rows of zeros,
-// which are the padding of the image. The rows of a block may belong to several images.
+// The images of a batch, stacked along H. kernel_height - 1 rows of zeros follow each image and are
+// its padding. The rows of a block may belong to several images.
 template <typename T>
 struct StackedRows {
   const Conv2dArgs<T>& args;
 
-  // Returns the offset of stacked row `stacked` in x or z, or -1 if the row is a row of zeros.
+  // Returns the offset of stacked row `stacked` in x or z, or -1 if this row is a row of zeros.
   __device__ __forceinline__ int64_t offset(int64_t stacked, int64_t batch_stride,
                                             int64_t row_stride) const {
     if (stacked < 0) return -1;

@@ -1,6 +1,6 @@
 // mul_relu:  z[i, j] = relu(x[i, j] * y[i])       x, z (rows, cols), y (rows,)
-// Gradient:  dx[i, j] = g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[i, j], with g = dz if the
-//            product is positive, else 0; one pass over dz and x computes both
+// Gradient:  dx[i, j] = g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[i, j], where g = 0 if the
+//            product is at most 0, else dz; one pass over dz and x computes both gradients
 //
 // Products, their signs and sums are computed in fp32 (fp64 for fp64 inputs).
 #include <ATen/ops/empty.h>

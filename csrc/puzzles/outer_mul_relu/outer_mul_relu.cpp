@@ -1,6 +1,6 @@
 // outer_mul_relu:  z[i, j] = relu(x[j] * y[i])       x (cols,), y (rows,), z (rows, cols)
-// Gradient:        dx[j] = sum_i g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[j], with g = dz if
-//                  the product is positive, else 0; one pass over dz computes both
+// Gradient:        dx[j] = sum_i g[i, j] * y[i], dy[i] = sum_j g[i, j] * x[j], where g = 0 if the
+//                  product is at most 0, else dz; one pass over dz computes both gradients
 //
 // Products, their signs and sums are computed in fp32 (fp64 for fp64 inputs).
 #include <ATen/ops/empty.h>

@@ -1,4 +1,5 @@
-// Chooses the kernel of a sum over rows and the splits of long rows. This is pure host code.
+// Chooses the kernel that sums each row of a matrix, and the splits of long rows. This is pure host
+// code.
 #pragma once
 
 #include <cstdint>
@@ -7,42 +8,46 @@
 
 namespace torchweld {
 
-// A tile: `threads` threads sum a row or a split of a row. Each thread has `loads` 16-byte accesses
-// in flight.
+// A tile. `threads` is the number of threads that together sum a row or a split of a row. Each of
+// these threads has `loads` 16-byte accesses in flight.
 struct RowSumTile {
   int threads;
   int loads;
 };
 
 // The tiles, sorted by size. The first tile that reads the row in one pass is chosen. If no tile
-// does, the last tile is chosen, which is a whole block.
+// does, the last tile is chosen. The threads of the last tile are a whole block.
 inline constexpr RowSumTile kRowSumTiles[] = {{1, 2},  {2, 2},  {4, 2},  {8, 2},  {16, 2},
                                               {32, 2}, {32, 4}, {32, 8}, {256, 4}};
 inline constexpr int kNumRowSumTiles = sizeof(kRowSumTiles) / sizeof(kRowSumTiles[0]);
 inline constexpr int kRowSumThreads = 256;  // the number of threads per block of every tile
 
-// Contiguous unaligned rows with at most kStagedRowBytes bytes go through shared memory,
-// kStagedBytes bytes at a time.
+// Unaligned rows that are contiguous and have at most kStagedRowBytes bytes go through shared
+// memory, kStagedBytes bytes at a time.
 inline constexpr int kStagedRowBytes = 2048;
 inline constexpr int kStagedBytes = 16384;
 
-// The size of a split is at least kMinSplitBytes and at most kMaxSplitBytes. Usually there are
-// kSplitsPerSm splits per SM, or fewer if a split would have fewer than kGoodSplitBytes bytes. If
-// even kFewSplitsPerSm splits per SM are smaller than kGoodSplitBytes, there are kFewSplitsPerSm.
+// If kFewSplitsPerSm splits per SM would each have fewer than kGoodSplitBytes bytes, there are
+// kFewSplitsPerSm splits per SM. Otherwise there are kSplitsPerSm splits per SM, or fewer, so that
+// each split has at least kGoodSplitBytes bytes. In both cases, a split has at least kMinSplitBytes
+// and at most kMaxSplitBytes bytes. Only kMaxSplits can make a split larger.
 inline constexpr int64_t kMinSplitBytes = 16 << 10;
 inline constexpr int64_t kMaxSplitBytes = 256 << 10;
 inline constexpr int64_t kGoodSplitBytes = 128 << 10;
 inline constexpr int64_t kSplitsPerSm = 8;
 inline constexpr int64_t kFewSplitsPerSm = 4;
-inline constexpr int64_t kMaxSplits = 4096;      // one block adds up the partials of a row
-inline constexpr int64_t kMaxSplitRows = 16384;  // more rows than this fill the GPU without splits
+// The maximum number of splits of a row. It is limited, because one block adds up the partials of a
+// row.
+inline constexpr int64_t kMaxSplits = 4096;
+// If there are more rows than this, they fill the GPU without splits.
+inline constexpr int64_t kMaxSplitRows = 16384;
 
 struct RowSumProblem {
   int64_t rows;
   int64_t n;
   int elem_size;    // size of an element in bytes
   bool contiguous;  // whether the rows follow each other without gaps
-  bool aligned;     // every row starts on a 16-byte boundary
+  bool aligned;     // whether every row starts on a 16-byte boundary
   bool bfloat16;
   DeviceFacts device;
 };
@@ -60,8 +65,8 @@ struct RowSumChoice {
   constexpr int64_t partials(int64_t rows) const { return splits > 1 ? rows * splits : 0; }
 };
 
-// Returns the number of elements in a split. It is a multiple of the elements that a block reads at
-// once, so that every split has the alignment of the row.
+// Returns the number of elements in a split. It is a multiple of the number of elements that a
+// block reads at once, so that every split has the alignment of the row.
 constexpr int64_t row_sum_split_elems(const RowSumProblem& p, int64_t splits) {
   const RowSumTile& tile = kRowSumTiles[kNumRowSumTiles - 1];
   const int64_t round = int64_t{16} / p.elem_size * tile.threads * tile.loads;
@@ -93,8 +98,8 @@ constexpr RowSumChoice choose_row_sum(const RowSumProblem& problem) {
                     : (split_bytes > kMaxSplitBytes ? kMaxSplitBytes : split_bytes);
   const int64_t min_bytes = (bytes + kMaxSplits - 1) / kMaxSplits;
   split_bytes = split_bytes < min_bytes ? min_bytes : split_bytes;
-  // Round the size of a split up to a multiple of the bytes that a block reads at once, so that
-  // every split has the alignment of the row.
+  // Round the size of a split up to a multiple of the number of bytes that a block reads at once,
+  // so that every split has the alignment of the row.
   const int64_t round = int64_t{16} * kRowSumTiles[last].threads * kRowSumTiles[last].loads;
   const int64_t split_elems = (split_bytes + round - 1) / round * round / problem.elem_size;
   return {RowSumEngine::kTile, last, (problem.n + split_elems - 1) / split_elems, split_elems};

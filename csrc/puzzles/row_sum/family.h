@@ -1,4 +1,4 @@
-// The kernel family of sums over rows. This is pure host code.
+// The kernel family of the sums of rows. This is pure host code.
 #pragma once
 
 #include "core/family.h"

@@ -1,4 +1,4 @@
-// Sums over the last dim.  y[r] = sum_j x[r, j]        x (rows, n), y (rows,)
+// Sums over the last dim. y[r] = sum_j x[r, j] x (rows, n), y (rows,)
 //
 // If rows are short, up to 32 lanes of a warp sum a row. If short rows are contiguous and
 // unaligned, a block first copies several rows to shared memory. Longer rows have one block per
@@ -7,8 +7,8 @@
 // a fixed order, so sums have the same bits in every run.
 //
 // Error bound: a thread loads 16 bytes per access and kLoads accesses per round. The value of an
-// element goes through 3 additions within its access, 16 additions of a thread's accumulator, one
-// addition for every 16 rounds, and at most 60 additions between accumulators, threads and splits.
+// element goes through 3 additions within its access, 16 additions to a thread's accumulator, one
+// addition for every 16 rounds, and at most 60 additions of accumulators, threads and splits.
 // Therefore the error is at most (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the
 // result.
 #include "core/choices.h"
@@ -113,7 +113,7 @@ __device__ __forceinline__ float thread_sum(const typename Config::T* g_from, in
   return sum;
 }
 
-// Sums short rows. A row has at most one warp, and a block has several rows.
+// Sums short rows. Up to one warp sums a row, and a block sums several rows.
 template <typename Config>
 __global__ __launch_bounds__(kRowSumThreads) void row_sum_rows_kernel(
     const RowSumArgs<typename Config::T> args) {
@@ -174,8 +174,8 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T*
   constexpr int kLoads = kStagedBytes / kVectorBytes / kRowSumThreads;
   constexpr int kSums = 4;
   // NOTE: in shared memory, the first row has the same offset from a 16-byte boundary as in global
-  // memory. Therefore both the source and the destination of a copy are aligned. This needs space
-  // for one more access.
+  // memory. Therefore both the source and the destination of a copy are aligned. Because of this
+  // offset, the array has one more access.
   __shared__ alignas(kVectorBytes) T s_x[kStagedBytes / sizeof(T) + kElems];
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int64_t rows_left = rows - first_row;
@@ -225,7 +225,7 @@ void launch_staged(const RowSumArgs<T>& args, cudaStream_t stream) {
   int rows_per_block = kRowSumThreads;
   while (rows_per_block * row_bytes > kStagedBytes) rows_per_block /= 2;
   static_assert(kStagedBytes / kStagedRowBytes >=
-                kRowSumThreads / kWarp);  // a row has at most one warp
+                kRowSumThreads / kWarp);  // at most one warp sums a row
   for (int64_t first = 0; first < args.rows; first += kMaxGrid * rows_per_block) {
     const int64_t blocks = (args.rows - first + rows_per_block - 1) / rows_per_block;
     launch_kernel(row_sum_staged_kernel<T>, {std::min(blocks, kMaxGrid), kRowSumThreads}, stream,

@@ -11,7 +11,7 @@
 namespace torchweld {
 
 struct RowSumParams {
-  const void* x;  // (rows, n), row_stride elements apart
+  const void* x;  // (rows, n); rows are row_stride elements apart
   void* y;        // (rows,)
   int64_t rows;
   int64_t n;
@@ -22,7 +22,7 @@ struct RowSumParams {
   unsigned* counters;  // (rows,), zero before and after the launch; nullptr without splits
 };
 
-// Launches the sum. All sizes must be at least 1.
+// Launches the sums of all rows. All sizes must be at least 1.
 void launch_row_sum(const RowSumParams& params, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -6,10 +6,11 @@
 
 namespace torchweld {
 
-// A sweep computes all pairs of a row i and a key j. Each thread owns some elements of one side
-// (rows or keys) and streams all elements of the other side. Exponentials limit the speed of a
-// sweep. Therefore a thread computes the exponentials of some of its owned elements by a
-// polynomial. This balances the load of the FMA pipe and of the exponential unit.
+// A sweep computes e, the exponential of the score, for all pairs of a row i and a key j. Each
+// thread owns some elements of one side (rows or keys) and streams all elements of the other side.
+// Exponentials limit the speed of a sweep. Therefore a thread computes the exponentials of some of
+// its owned elements with a polynomial. This balances the load of the FMA pipe and of the
+// exponential unit.
 enum ScalarAttentionSweep {
   kForwardSweep,  // a thread owns rows i, and sums e and e v over j
   kQuerySweep,    // a thread owns rows i, and sums e (v - mean) k over j
@@ -18,11 +19,11 @@ enum ScalarAttentionSweep {
 };
 
 // A tile of a sweep.
-// NOTE: this struct has no default member initialisers, because nvcc 13.0 would run them only for
+// NOTE: this struct has no default member initialisers, because nvcc 13.0 would apply them only to
 // the first row of an array.
 struct ScalarAttentionTile {
   int owners;      // number of owned elements per thread
-  int polynomial;  // number of owned elements per thread that use the polynomial
+  int polynomial;  // number of owned elements per thread whose exponentials use the polynomial
   int chunk;       // number of streamed elements that share an accumulator
   int cost;        // the time per pair (i, j), relative to the other tiles of the sweep
 };
@@ -38,8 +39,8 @@ inline constexpr int kScalarAttentionThreads = 128;
 inline constexpr int kScalarAttentionStage = 512;  // the number of streamed elements per stage
 inline constexpr int kScalarAttentionMaxSplits = 64;
 
-// Returns the power of two that scales the values v. With scaled values, the sum of n products e v
-// with exponentials e below 2 overflows only if a value is infinite.
+// Returns the power of two that scales the values v. The exponentials e are below 2. With scaled
+// values, the sum of n products e v overflows only if a value is infinite.
 constexpr float scalar_attention_value_scale(int64_t n) {
   float scale = 0.5f;
   for (int64_t reach = 1; reach < n; reach *= 2) scale *= 0.5f;
@@ -48,14 +49,15 @@ constexpr float scalar_attention_value_scale(int64_t n) {
 
 struct ScalarAttentionChoice {
   int tile;
-  int splits;         // number of splits of the streamed side; one block per split
+  int splits;         // number of splits of the streamed side; each block has one split
   int64_t per_split;  // number of streamed elements of a split
 };
 
 // Returns the tile and the number of splits with the lowest estimated time on a GPU with `sms` SMs.
 constexpr ScalarAttentionChoice choose_scalar_attention(ScalarAttentionSweep sweep, int64_t n,
                                                         int sms) {
-  // The number of blocks per SM; with fewer blocks the exponential unit is idle at times.
+  // The number of blocks per SM that keeps the exponential unit busy. With fewer, it is idle at
+  // times.
   constexpr int64_t kBusyBlocks = 4;
   constexpr int64_t kMin = 32;  // minimum number of streamed elements per split
   // The time of the launch and of the reduction, in units of the time per streamed element.

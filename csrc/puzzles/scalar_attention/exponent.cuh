@@ -1,10 +1,10 @@
 // The two ways to compute the exponentials of scalar_attention, e = exp(q k - max_j q k).
 //
 // The largest score of a row is q * max(k) or q * min(k), so it is known before the sweep. If the
-// scores of a row have a small range (spans_little), the exponential is computed as 2^(scale * k +
-// shift) with an integer shift. The argument needs one FMA. The power of two is then computed by
-// the exponential unit, or by rounding to an integer and a polynomial. In all other rows, including
-// rows with inf and NaN, the maximum is first subtracted.
+// scores of a row have a small range (spans_little), the exponential is computed as
+// 2^(scale * k + shift) with an integer shift. The argument needs one FMA. The power of two is then
+// computed by the exponential unit, or by rounding to an integer and a polynomial. In all other
+// rows, including rows with inf and NaN, the maximum is first subtracted from the score.
 // Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (the reduction).
 #pragma once
 
@@ -17,7 +17,7 @@ struct KeyRange {
   float min, max;
 };
 
-// The exponent of a row: scale * k + shift.
+// The exponent of a row's exponentials: scale * k + shift.
 struct RowExponent {
   float scale, shift;
 };
@@ -28,7 +28,8 @@ __device__ __forceinline__ float top_key(float q, KeyRange keys) {
   return q >= 0.f ? keys.max : keys.min;
 }
 
-// Whether the fast exponentials of a row have an exact range reduction and normal results.
+// Whether the range reduction of a row's fast exponentials is exact and their results are normal
+// numbers.
 __device__ __forceinline__ bool spans_little(float q, KeyRange keys) {
   const float scale = q * kLog2OfE;
   return fabsf(scale) * (keys.max - keys.min) <= 100.f &&
@@ -44,9 +45,10 @@ __device__ __forceinline__ RowExponent row_exponent(float q, KeyRange keys) {
   return {q, 0.5f * top_key(q, keys)};
 }
 
-// Returns the factor that makes a row's exponentials relative to the exact maximum. With kFast, the
-// exponentials 2^(scale * k + shift) are up to sqrt(2) times too large or too small, because -shift
-// is the maximum of scale * k rounded to an integer. Without kFast, the factor is 1.
+// Returns the factor that makes a row's exponentials relative to the exact maximum of scale * k.
+// With kFast, -shift is this maximum rounded to an integer. Therefore the exponentials
+// 2^(scale * k + shift) are up to sqrt(2) times too large or too small. Without kFast, the factor
+// is 1.
 template <bool kFast>
 __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   if constexpr (!kFast) return 1.f;
@@ -71,7 +73,7 @@ __device__ __forceinline__ float exponential_polynomial(RowExponent row, float k
   constexpr float kRound = 12582912.f;  // 1.5 * 2^23
   const float anchor = kRound + row.shift;
   const float rounded = fmaf(row.scale, k, anchor);
-  // The subtraction anchor - rounded is exact, so f has one rounding.
+  // The subtraction anchor - rounded is exact, so f is rounded only once.
   const float f = fmaf(row.scale, k, anchor - rounded);
   float y = 0.0013264728477224708f;
   y = fmaf(y, f, 0.009671512991189957f);

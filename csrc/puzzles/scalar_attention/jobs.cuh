@@ -91,8 +91,8 @@ struct QueryJob : RowJob, SweepShape<kQuerySweep, kTile> {
   }
 };
 
-// The sums for the gradients of k and v: (sum_i p dz q (v - mean), sum_i p dz). The streamed dz is
-// dz * row_factor / sum, so that e times the streamed dz is p dz.
+// The sums for the gradients of k and v: (sum_i p dz q (v - mean), sum_i p dz). The member dz of
+// Stream is dz * row_factor / sum, so that e times this member is p dz.
 template <int kTile>
 struct KeyJob : SweepShape<kKeySweep, kTile> {
   static constexpr int kSums = 2;

@@ -13,7 +13,7 @@ constexpr int kMaxVectors = 4;
 constexpr int kPrepareThreads = 1024;
 constexpr int kReduceThreads = 256;
 
-// The vectors of a call. The first vector is the keys.
+// The vectors of a call. The first vector holds the keys.
 struct PrepareArgs {
   ScalarAttentionVector from[kMaxVectors];
   int count;
@@ -23,7 +23,7 @@ struct PrepareArgs {
 };
 
 // Converts every vector to fp32 with stride 1 and computes the range of the keys. One block
-// suffices, because its work is linear in n and the work of the sweeps is quadratic.
+// suffices, because the work of this kernel is linear in n and the work of the sweeps is quadratic.
 template <typename T>
 __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kernel(
     const PrepareArgs args) {
@@ -63,8 +63,8 @@ __global__ __launch_bounds__(kPrepareThreads) void scalar_attention_prepare_kern
   *args.g_keys = {min, -min_negative};
 }
 
-// The number of floats for the range of the keys. The scratch memory holds this range, the vectors,
-// and the partials of the splits, in this order.
+// The number of floats of scratch memory for the range of the keys. The scratch memory holds this
+// range, the vectors, and the partials of the splits, in this order.
 constexpr int64_t kRangeFloats = 4;
 
 // Copies the vectors (k, v, q, then others) to the scratch memory and returns the arguments of the

@@ -2,12 +2,13 @@
 // Gradient:          dq[i] = dz[i] sum_j p[i, j] (v[j] - z[i]) k[j]
 //                    dk[j] = sum_i p[i, j] dz[i] q[i] (v[j] - z[i]),  dv[j] = sum_i p[i, j] dz[i]
 //
-// This is attention with a head dim of 1. The largest score of a row is q[i] * max(k) or q[i] *
-// min(k), so the sums need no rescaling, and the memory is linear in n. scalar_attention_forward
-// also returns two vectors (n,) for the backward, in fp32 (fp64 for fp64 inputs). `mean` is z
-// before rounding. `sum` is each row's sum of exp(q[i] * k[j] - max_j). The backward recomputes p
-// from `sum`. For large scores, this is more accurate than a logsumexp. The CPU code holds the
-// scores of one block of rows at a time. Its backward computes the softmax of the scores again.
+// This is attention with a head dim of 1. The largest score of a row is q[i] * max(k) or
+// q[i] * min(k), so the sums need no rescaling, and the memory is linear in n.
+// scalar_attention_forward also returns two vectors (n,) for the backward, in fp32 (fp64 for fp64
+// inputs). `mean` is z before rounding. `sum` is, for each row, the sum over j of
+// exp(q[i] * k[j] - the row's largest score). The backward recomputes p from `sum`. For large
+// scores, `sum` gives a more accurate p than a logsumexp. The CPU code holds the scores of one
+// block of rows at a time. The CPU backward computes the softmax of the scores again.
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_softmax.h>
@@ -60,8 +61,8 @@ Forward scalar_attention_forward_meta(const Tensor& q, const Tensor& k, const Te
 }
 TW_OP(scalar_attention_forward);
 
-// scalar_attention and scalar_attention_forward. `into` is the device's function that computes the
-// results.
+// The functions scalar_attention and scalar_attention_forward. `into` is the function of the device
+// that computes the results.
 template <auto into>
 Tensor scalar_attention_on(const Tensor& q, const Tensor& k, const Tensor& v) {
   Tensor z = scalar_attention_meta(q, k, v);
@@ -97,8 +98,8 @@ Grads3 scalar_attention_backward_meta(const Tensor& dz, const Tensor& q, const T
 TW_OP(scalar_attention_backward);
 
 // CPU: the division of the rows into blocks and groups. The scores of a block fit into the cache of
-// a core. The number of groups does not depend on the number of threads. Sums over rows are
-// accumulated per group, so that their bits do not depend on the number of threads.
+// a core. The number of groups does not depend on the number of threads. Each group accumulates its
+// own sums over rows, so that the bits of the sums do not depend on the number of threads.
 struct RowBlocks {
   static constexpr int64_t kScores = int64_t{1} << 16;
   static constexpr int64_t kMaxGroups = 32;

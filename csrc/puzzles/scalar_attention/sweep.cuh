@@ -2,16 +2,17 @@
 //
 // A Job defines the owned elements, the streamed elements, and the terms that a pair adds to the
 // sums of its owned element:
-//   Owner, Stream               an owned element in registers, a streamed one in shared memory
-//   owner(i), stream<kFast>(i)  load them
-//   row, key                    the row's exponent and the key of a pair
+//   Owner, Stream               an owned element in registers, a streamed element in shared memory
+//   owner(i), stream<kFast>(i)  load element i as an Owner or as a Stream
+//   row, key                    return the exponent of the row and the key of a pair
 //   fast_owner, fast_stream     whether the row allows the fast exponential (true for keys)
 //   prepare, add, factor        prepares an owner for a stage, adds a pair, scales the owner's sums
 // A block owns kThreads * kOwners elements and streams its split of the other side through shared
-// memory. A stage is the streamed elements in shared memory. For each stage, the block chooses the
-// fast or the general exponential. Each chunk of a few streamed elements has its own accumulator,
-// so that the error grows with the size of a chunk, not with n. Each split writes its partials. A
-// second kernel adds the partials in order, so results have the same bits in every run.
+// memory. A stage is the streamed elements that are in shared memory at one time. For each stage,
+// the block chooses the fast or the general exponential. Each chunk of a few streamed elements has
+// its own accumulator, so that the error grows with the size of a chunk, not with n. Each split
+// writes its partials. A second kernel adds the partials in order, so results have the same bits in
+// every run.
 #pragma once
 
 #include "device/vec.cuh"
