@@ -1,5 +1,5 @@
-// Chooses the engine and the tile of a row softmax. This is pure host code: it is tested without a
-// GPU, and explain prints its choice.
+// Chooses the engine and the tile of a row softmax. This is pure host code. Tests run it without a
+// GPU, and torchweld.explain prints its choice.
 //
 // There are three engines. The tile engine holds a row in registers. The ring engine holds a row in
 // the shared memory of a cluster, and loads the next row while the current row is reduced and
@@ -12,13 +12,13 @@
 
 namespace torchweld {
 
-// The rows that a tile supports. kScores: rows of 16-bit scores under a mask, in the forward.
-// kOthers: all rows except those of kScores.
+// The rows that a tile supports. kAll: all rows. kScores: in a forward with a mask, rows of 16-bit
+// scores. kOthers: all rows except those of kScores.
 enum class SoftmaxRows : int8_t { kAll, kScores, kOthers };
 
-// A tile of the tile engine. The registers of up to `threads` threads hold a row. A thread makes
-// `loads` 16-byte accesses. If rows are not aligned, a thread may also hold one element before or
-// after the aligned accesses.
+// A tile of the tile engine. A row is held in the registers of its threads, at most `threads` of
+// them. A thread makes `loads` 16-byte accesses. If rows are not aligned, a thread may also hold
+// one element before or after the aligned accesses.
 struct SoftmaxTile {
   int threads;
   int loads;
@@ -43,10 +43,10 @@ struct SoftmaxTile {
     return rows == SoftmaxRows::kAll || (rows == SoftmaxRows::kScores) == scores;
   }
   // Whether the registers hold the row without spills.
-  // NOTE: the forward could hold more than 32 values per thread. But then an SM would run only one
-  // block, and one block does not overlap loads with math. In 16 bits at n = 65536, such a forward
-  // took 2.2 times as long as a copy of the matrix. The streaming kernel needs 1.9 times the time
-  // of the copy.
+  // NOTE: in the forward, tiles of other rows than kScores could also hold more than 32 values per
+  // thread. But then an SM would run only one block, and one block does not overlap loads with
+  // math. In 16 bits at n = 65536, such a forward took 2.2 times as long as a copy of the matrix.
+  // The streaming kernel needs 1.9 times the time of the copy.
   constexpr bool fits_registers(int elem_size, bool backward, bool masked) const {
     if (!supports(elem_size, backward, masked)) return false;
     if (!backward) return values(elem_size) <= 32 || rows == SoftmaxRows::kScores;
@@ -56,10 +56,10 @@ struct SoftmaxTile {
 
 // The tiles in order of preference. The first legal tile is chosen.
 // NOTE: a causal row loads half of its scores on average, but stores all of them. With fewer
-// threads per row and more accesses per thread, more rows are in flight. In 16 bits on an H200, the
-// times, divided by the time of a copy of the matrix, are: n = 2048, 64 threads with 4 accesses
-// 0.78, 128 threads with 2 accesses 0.93; n = 8192, 128 threads with 8 accesses 0.80, 256 threads
-// with 4 accesses 0.88. fp32 does not gain.
+// threads per row and more accesses per thread, more rows are in flight. The times in 16 bits on an
+// H200 are multiples of the time of a copy of the matrix. For n = 2048, 64 threads with 4 accesses
+// need 0.78, and 128 threads with 2 accesses need 0.93. For n = 8192, 128 threads with 8 accesses
+// need 0.80, and 256 threads with 4 accesses need 0.88. fp32 does not gain.
 inline constexpr SoftmaxTile kSoftmaxTiles[] = {
     {32, 1, SoftmaxRows::kAll},    {32, 2, SoftmaxRows::kAll},     {32, 4, SoftmaxRows::kScores},
     {64, 2, SoftmaxRows::kOthers}, {64, 4, SoftmaxRows::kScores},  {128, 2, SoftmaxRows::kOthers},
@@ -70,8 +70,8 @@ inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxT
 
 // A configuration of the ring engine. The shared memory of `cluster` blocks holds a row. Each block
 // has a ring of slots. A producer warp of the block fills the slots, and groups of consumer threads
-// process rows in round-robin order. In the forward, a slot holds a chunk of x. In the backward, it
-// holds a chunk of y and a chunk of dy.
+// process rows in round-robin order. In the forward, a slot holds a chunk of x. In the backward, a
+// slot holds a chunk of y and a chunk of dy.
 struct SoftmaxRing {
   int cluster;
   // choose_softmax_ring() considers this ring only for rows of up to
@@ -96,8 +96,8 @@ struct SoftmaxRing {
   constexpr int slots() const { return (kSharedBytes - kExtraBytes) / (kThreads * kLoads * 16); }
 
   // read_once_to() is the maximum length of a row that the ring reads only once. capacity() is the
-  // maximum length of a row that the ring supports. A portable cluster may read some chunks of a
-  // row twice: up to a quarter of its slots.
+  // maximum length of a row that the ring supports. If the cluster is portable, the ring may read
+  // some chunks of a longer row twice, at most a quarter as many as it has slots.
   constexpr int64_t read_once_to(int elem_size, bool backward, bool aligned) const {
     return columns(slots(), elem_size, backward, aligned);
   }
@@ -109,22 +109,23 @@ struct SoftmaxRing {
   }
 
  private:
-  // The number of columns that fit into `chunks` chunks per block. An unaligned row begins within a
-  // 16-byte access, so that up to 16 / elem_size - 1 fewer columns fit.
+  // The number of columns that fit into `chunks` chunks per block. If a row is unaligned, it begins
+  // within a 16-byte access, so up to 16 / elem_size - 1 fewer columns fit.
   constexpr int64_t columns(int chunks, int elem_size, bool backward, bool aligned) const {
     return static_cast<int64_t>(cluster) * chunks * chunk_bytes(backward) / elem_size -
            (aligned ? 0 : 16 / elem_size - 1);
   }
 };
 
-// The rings in order of preference. choose_softmax_ring() has the rule. For rows of 16384 to 262144
-// columns, no other cluster size was faster on an H200. In clusters of up to four blocks, a block
-// holds at most 80 KiB (in the backward, of y and dy together), and the backward uses at least two
-// blocks. Limits between the measured row lengths, and longer rows, were not measured.
-// NOTE: 7 clusters of 16 leave 20 of 132 SMs idle. Clusters of 16 blocks are faster only for rows
-// that don't fit in 8 blocks. A cluster of 8 blocks reads some chunks of such rows twice. With 16
-// blocks, the backward of 262144 fp32 columns needs 1.04 times the time to move its three tensors.
-// With 8 blocks, it needs 1.13 times this time.
+// The rings in order of preference. choose_softmax_ring() chooses a ring. For rows of 16384 to
+// 262144 columns, no cluster size was faster on an H200 than the one that it chooses. In a cluster
+// of up to four blocks, a block holds at most 80 KiB of x, or of y and dy together. The backward
+// uses at least two blocks. Row lengths between the measured lengths, and longer rows, were not
+// measured.
+// NOTE: 7 clusters of 16 blocks occupy 112 of 132 SMs and leave 20 idle. Clusters of 16 blocks are
+// faster only for rows that don't fit in 8 blocks. A cluster of 8 blocks reads some chunks of these
+// rows twice. With 16 blocks, the backward of 262144 fp32 columns needs 1.04 times the time to move
+// its three tensors. With 8 blocks, it needs 1.13 times this time.
 inline constexpr SoftmaxRing kSoftmaxRings[] = {{1, {{40, 20}, {0, 0}}},
                                                 {2, {{80, 40}, {40, 20}}},
                                                 {4, {{160, 80}, {80, 40}}},
@@ -139,19 +140,19 @@ inline constexpr int kSoftmaxStreamThreads = 512;
 // the backward. fp32 rows use a ring only if no tile can hold the row, because the largest tile is
 // faster than a ring.
 inline constexpr int64_t kSoftmaxRingFrom[2] = {32768, 16384};
-// The range of row lengths for which the stream engine is preferred in 16 bits.
+// The range of lengths of 16-bit rows for which the forward prefers the stream engine.
 // NOTE: 16-bit rows in this range would need a tile with more than 512 threads. An SM would then
-// run only one block, and one block does not overlap loads with math. The stream engine, which
-// reads the rows twice, needs 1.16 times the time of a copy. A tile needs 1.35 times.
+// run only one block, and one block does not overlap loads with math. The stream engine reads the
+// rows twice and needs 1.16 times the time of a copy. A tile needs 1.35 times the time of a copy.
 inline constexpr int64_t kSoftmaxReadTwiceFrom = 16385, kSoftmaxReadTwiceTo = 24576;
 
 struct SoftmaxProblem {
   int64_t n;      // the length of a row
   int elem_size;  // size of an element in bytes
-  bool aligned;   // every row of the result starts on a 16-byte boundary
+  bool aligned;   // whether every row of the result starts on a 16-byte boundary
   bool backward = false;
   bool tiled = true;     // false if the mask needs the stream engine
-  bool in_phase = true;  // a row has the same offset from a 16-byte boundary in all tensors
+  bool in_phase = true;  // whether a row has one offset from a 16-byte boundary in all tensors
   int64_t rows = 1;
   bool masked = false;
   bool bfloat16 = false;
@@ -172,12 +173,12 @@ inline Refusal softmax_row_refusal(const SoftmaxProblem& p, int64_t capacity) {
   return p.n <= capacity ? Refusal() : Refusal("holds {} elements, the row has {}", capacity, p.n);
 }
 
-// Whether the call needs the scores in the backward, which is so with softcap or a sink. The scores
-// do not fit into registers in addition to y and dy.
+// Whether the call is a backward that needs the scores. A backward with softcap or a sink needs
+// them. The scores do not fit into registers in addition to y and dy.
 constexpr bool softmax_needs_scores(const SoftmaxProblem& p) { return p.capped && p.backward; }
 
-// The number of threads of the streaming kernel. In the backward with softcap or a sink, a short
-// row has only as many threads as 16-byte accesses, rounded up to whole warps.
+// Returns the number of threads of the streaming kernel. If a backward has softcap or a sink and
+// its rows are short, this is the number of 16-byte accesses of a row, rounded up to whole warps.
 constexpr int softmax_stream_threads(const SoftmaxProblem& p) {
   const int64_t accesses = (p.n + 16 / p.elem_size - 1) / (16 / p.elem_size);
   const bool fits = softmax_needs_scores(p) && accesses < kSoftmaxStreamThreads;
@@ -213,9 +214,9 @@ inline Refusal softmax_refusal(const SoftmaxProblem& p, const SoftmaxRing& ring)
   return softmax_row_refusal(p, ring.capacity(p.elem_size, p.backward, p.aligned));
 }
 
-// Returns the index of the first ring that supports the row, prefers its length and reads it only
-// once. If there is none, returns the index of the first ring that supports the row and prefers its
-// length. If there is none either, returns -1.
+// Returns the index of the first ring that supports the row, prefers the row's length and reads the
+// row only once. If no ring does all three, returns the index of the first ring that supports the
+// row and prefers the row's length. If there is no such ring either, returns -1.
 inline int choose_softmax_ring(const SoftmaxProblem& p) {
   int found = -1;
   for (int i = 0; i < kNumSoftmaxRings; ++i) {
@@ -227,7 +228,7 @@ inline int choose_softmax_ring(const SoftmaxProblem& p) {
   return found;
 }
 
-// Returns the minimum number of accesses per thread of a tile.
+// Returns the minimum number of accesses per thread of the tile that is chosen.
 // NOTE: for the forward of unmasked fp32 rows of 1025 to 4096 columns on an H200, tiles with 8
 // accesses need 0.99 of the time of tiles with 4 accesses. Longer rows, masked rows and 16-bit rows
 // do not gain.
@@ -259,8 +260,9 @@ inline SoftmaxChoice choose_softmax(const SoftmaxProblem& p) {
                    : SoftmaxChoice{SoftmaxEngine::kStream, 0};
 }
 
-// Returns the choice for a call: a forced or remembered choice, else choose_softmax(p). pick.cpp
-// defines it, so that kernels need not include core/choices.h.
+// Returns the configuration for a call. This is a forced or a remembered configuration if there is
+// one, else choose_softmax(p). pick.cpp defines the function, so that kernels need not include
+// core/choices.h.
 SoftmaxChoice pick_softmax(const SoftmaxProblem& p);
 
 }  // namespace torchweld

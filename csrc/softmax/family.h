@@ -53,8 +53,8 @@ struct SoftmaxFamily {
     return all;
   }
 
-  // Returns the text for a configuration: the threads and loads of a tile, the cluster size of a
-  // ring, or "" for a stream.
+  // Returns the text for a configuration. For a tile, the text is the threads and loads. For a
+  // ring, it is the cluster size. For a stream, it is empty.
   static std::string tile(const Encoded& x) {
     if (engine(x) == SoftmaxEngine::kStream) return "";
     if (engine(x) == SoftmaxEngine::kRing) return std::to_string(kSoftmaxRings[x[1]].cluster);

@@ -1,4 +1,4 @@
-// Launches the kernel of a row softmax or its backward, for every mask.
+// Launches the kernels of row softmax and its backward, for every mask.
 #pragma once
 
 #include <type_traits>
@@ -90,7 +90,7 @@ void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream
   });
 }
 
-// Whether every row of g_x has the same offset from a 16-byte boundary as the corresponding row of
+// Whether every row of g_x has the same offset from a 16-byte boundary as the same row of args.g_y,
 // the result.
 template <typename T>
 bool rows_in_phase(const RowArgs<T>& args, const T* g_x, int64_t row_stride) {

@@ -11,7 +11,7 @@
 namespace torchweld {
 
 struct SoftmaxParams {
-  const void* x;  // (rows, n), row_stride elements apart
+  const void* x;  // (rows, n); rows are x_row_stride elements apart
   void* y;        // (rows, n), contiguous
   int64_t rows;
   int64_t n;
@@ -30,8 +30,8 @@ struct SoftmaxBackwardParams {
   DType dtype;
 };
 
-// A function that returns the address of a counter. The counter is 0 before a ring kernel runs and
-// 0 after it. Only launches of ring kernels call the function.
+// A function that returns the address of a counter. The counter must be 0 before a ring kernel
+// runs, and the kernel leaves it at 0. Only launches of ring kernels call the function.
 using ZeroCounter = std::function<unsigned*()>;
 
 void launch_softmax(const SoftmaxParams& params, const ZeroCounter& counter, cudaStream_t stream);

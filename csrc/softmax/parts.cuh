@@ -25,9 +25,9 @@ struct NoMask {
 
 template <typename T>
 struct RowArgs {
-  const T* g_x;  // address of x in the forward, of y in the backward
+  const T* g_x;  // address of x in the forward, and of y in the backward
   const T* g_dy;
-  T* g_y;  // address of y in the forward, of dx in the backward
+  T* g_y;  // address of y in the forward, and of dx in the backward
   int64_t rows;
   int64_t n;
   int64_t x_row_stride;
@@ -47,7 +47,8 @@ __device__ __forceinline__ bool sees(const Range& live, Column column) {
   return column >= live.begin && column < live.end;
 }
 
-// Converts an access to fp32 and multiplies it by `factor`. Masked columns become `hidden`.
+// Converts an access to fp32. If there is a mask, also multiplies live columns by `factor` and sets
+// masked columns to `hidden`.
 template <typename Mask, typename T, int kElems>
 __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElems>& from,
                                        const KeyRange& live, int64_t first, float factor,
@@ -59,8 +60,8 @@ __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElem
   }
 }
 
-// Sets masked columns to 0. Callers use this function if a result of the row is not finite, because
-// masked columns then hold 0 * NaN, which is NaN.
+// Sets masked columns to 0. A caller uses this function if a result of the row is not finite,
+// because masked columns then hold 0 * NaN, which is NaN.
 template <typename T, int kElems, typename Range, typename Column>
 __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& live, Column first) {
 #pragma unroll
@@ -80,10 +81,10 @@ struct Exponent {
       : sign(scale > 0.f ? 1.f : (scale < 0.f ? -1.f : 0.f)),
         c((scale == 0.f ? 1.f : fabsf(scale)) * kLog2e) {}
 
-  // NOTE: results are too large by a factor of 2^kBias. The division by their sum cancels this
-  // factor. exp2_approx_ftz is one instruction that flushes subnormal results to 0, and the factor
-  // keeps results above the subnormal range. The instruction has an error of 2^-19, which is
-  // accurate enough only for 16-bit results.
+  // NOTE: operator() returns results that are too large by a factor of 2^kBias. The division by the
+  // sum of these results cancels the factor. exp2_approx_ftz is one instruction that flushes
+  // subnormal results to 0, and the factor keeps results above the subnormal range. The instruction
+  // has an error of 2^-19, which is accurate enough only for 16-bit results.
   static constexpr float kBias = sizeof(T) == 2 ? 32.f : 0.f;
 
   __device__ __forceinline__ float operator()(float x, float max) const {
@@ -115,7 +116,7 @@ struct CappedExponent : Exponent<T> {
   }
 
   // Returns the factor that normalises the exponentials of a row. If all scores of a row are -inf,
-  // the results are NaN, as in torch. With a sink, they are 0.
+  // the results of the row are NaN without a sink, as in torch, and 0 with a sink.
   __device__ __forceinline__ FinishedRow finish(const MaxSum& total, float sink) const {
     constexpr float kUnit = 1.f / (int64_t{1} << static_cast<int>(Exponent<T>::kBias));
     FinishedRow row = finish_row(scale, total.max, total.sum * kUnit, sink);
@@ -133,8 +134,8 @@ __device__ __forceinline__ auto exponent_of(const Mask& mask) {
   }
 }
 
-// Replaces a maximum of -inf by 0, so that values of -inf add 0 to the sum. -inf - (-inf) would be
-// NaN.
+// Returns 0 for a maximum of -inf, and `max` otherwise. Thus values of -inf add 0 to the sum.
+// Relative to a maximum of -inf, they would add NaN, because -inf - (-inf) is NaN.
 __device__ __forceinline__ float finite_max(float max) { return max == -INFINITY ? 0.f : max; }
 
 // Converts the scores of one vector load to arguments of `exponent`. Masked columns become -inf.
@@ -161,7 +162,7 @@ __device__ __forceinline__ void accumulate(MaxSum& running, float largest,
   for (int j = 0; j < kCount; ++j) running.sum += exponent(r_x[j], finite_max(max));
 }
 
-// The largest of the values that are not NaN, or -inf if all are NaN.
+// Returns the largest of the values that are not NaN, or -inf if all values are NaN.
 template <int kCount>
 __device__ __forceinline__ float largest(const float (&r_x)[kCount]) {
   float max = -INFINITY;

@@ -78,8 +78,8 @@ struct RingBackwardJob : RingRows<Config, Mask> {
 };
 #endif
 
-// *g_claims must be 0 before the launch and is 0 after the kernel. The number of clusters must not
-// exceed the number of rows.
+// *g_claims must be 0 before the launch, and the kernel leaves it at 0. The number of clusters must
+// not exceed the number of rows.
 template <typename Config, typename Mask>
 __global__ __launch_bounds__(Config::kBlockThreads, 1) void softmax_ring_backward_kernel(
     const RowArgs<typename Config::T> args, const Mask mask, unsigned* g_claims) {

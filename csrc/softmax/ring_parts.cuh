@@ -42,8 +42,8 @@ struct RingState {
   }
 };
 
-// The slice of a row that a block processes. The blocks of a cluster divide among themselves the
-// accesses of the row that have a live column.
+// The slice of a row that a block processes. The accesses of the row that have a live column are
+// divided among the blocks of the cluster.
 template <int kElems, int kCluster, int kChunkAccesses>
 struct RingSlice {
   int begin, end;  // the range of the row's live columns
@@ -77,7 +77,7 @@ struct RingSlice {
   TW_HOST_DEVICE bool sees(int column) const { return column >= begin && column < end; }
 };
 
-// A row claimed by a cluster, and the pipeline state of its first chunk.
+// A row that a cluster has claimed, and the pipeline state of the row's first chunk.
 template <typename State>
 struct RingClaim {
   int64_t row;
@@ -93,8 +93,9 @@ struct RingClaim {
   }
 };
 
-// Reduces one value per thread over the kThreads threads of a group and over all blocks of the
-// cluster, in a fixed order. `iteration` is the number of earlier calls by the group.
+// Reduces one value per thread, in a fixed order: over the kThreads threads of a group, and over
+// the same group of all blocks of the cluster. `iteration` is the number of earlier calls by the
+// group.
 template <int kThreads, int kGroups, int kCluster>
 struct RingExchange {
   BlockExchange<kThreads, kGroups> s_warps[2];
@@ -134,13 +135,14 @@ struct RingExchange {
   }
 
  private:
-  // Gathers one value from every block of the cluster, in the order of the blocks' ranks.
+  // Gathers one value from every block of the cluster. partials[b] is the value of the block with
+  // rank b.
   __device__ __forceinline__ void gather(float2 (&partials)[kCluster], float2 local,
                                          int iteration) {
     const int i = iteration % 2, thread = threadIdx.x % kThreads;
     // NOTE: two buffers suffice. A block sends its value of iteration n + 2 only after all blocks
-    // have sent theirs of iteration n + 1. Each block has read the values of iteration n before it
-    // sends its value of iteration n + 1.
+    // have sent their values of iteration n + 1. Each block has read the values of iteration n
+    // before it sends its value of iteration n + 1.
     if (thread == 0) mbarrier_arrive_expect_tx(&s_arrived[i], sizeof(float2) * kCluster);
     if (thread < kCluster) {
       send_to_block(&s_partials[i][blockIdx.x % kCluster], local, &s_arrived[i], thread);

@@ -4,14 +4,15 @@
 // counter as soon as its ring has a free slot. A static schedule was 6 % slower, because of the
 // slowest cluster. The producer, one warp per block, copies chunks of the live columns into the
 // ring while slots are free. The consumer groups process rows in round-robin order. A group reduces
-// each chunk when it arrives. Then it reduces the result over the warps of the group and over the
-// cluster. Then it reads the chunks again, stores the results and releases the slots. While one
-// group reduces, another group waits for the cluster or stores, and the copies of later rows are in
-// flight. All times were measured with softmax (2048, 65536) bfloat16.
+// each chunk when the chunk arrives. Then it reduces the result over the warps of the group and
+// over the cluster. Then it reads the chunks again, stores the results and releases the slots.
+// While one group reduces, another group waits for the cluster or stores, and the copies of later
+// rows are in flight. All times were measured with softmax (2048, 65536) bfloat16.
 //
 // If a row is longer than the ring, its first chunks are released at once and copied again after
-// the last chunk. This can't deadlock, because the producer fills the slots in order. A row need
-// not be aligned: it is copied in 16-byte accesses, and elements outside of the row are ignored.
+// the last chunk. The second copy can't deadlock, because the producer fills the slots in order. A
+// row need not be aligned: it is copied in 16-byte accesses, and elements outside of the row are
+// ignored.
 #pragma once
 
 #include "device/features.cuh"
@@ -37,8 +38,8 @@ struct RingShared {
 };
 
 #if TW_HAS_CLUSTERS
-// The row that a group processes: this block's slice of the row, and the pipeline state of its
-// first chunk.
+// The row that a group processes: the slice of the row that belongs to this block, and the pipeline
+// state of the slice's first chunk.
 template <typename Slice, typename State, typename T>
 struct RingRow {
   int64_t row;
@@ -99,8 +100,8 @@ struct RingRows {
     return Claim(s.s_claims[iteration % kClaims]);
   }
 
-  // Publishes a claim to all blocks of a cluster. The producers of all these blocks call this
-  // function. The block with rank 0 sends the claim.
+  // Publishes a claim to all blocks of the cluster. The producer of every block of the cluster
+  // calls this function. The block with rank 0 sends the claim.
   __device__ __forceinline__ void publish_claim(int iteration, uint32_t row,
                                                 const State& state) const {
     const int i = iteration % kClaims;
@@ -118,21 +119,22 @@ struct RingRows {
   }
 
   // Claims the next row from the counter, in the block with rank 0.
-  // NOTE: the counter wraps to 0 after args.rows claims. The clusters make exactly args.rows
-  // claims. Every row is claimed once, except the first row of each cluster, which needs no claim.
-  // In addition, each cluster makes one claim that finds no row.
+  // NOTE: the counter wraps to 0 after args.rows claims. The clusters together make exactly
+  // args.rows claims. Every row is claimed once, except the first row of each cluster, which needs
+  // no claim. In addition, each cluster makes one claim that finds no row.
   __device__ __forceinline__ uint32_t claim_next(unsigned* g_claims) const {
     if (rank != 0) return 0;
     return gridDim.x / Config::kCluster + atomicInc(g_claims, static_cast<uint32_t>(args.rows - 1));
   }
 
-  // Runs the producer thread. It copies all chunks of all rows, each as soon as a slot is free.
+  // Runs the producer thread. It copies all chunks of all rows, and each chunk as soon as a slot is
+  // free.
   __device__ __forceinline__ void copy(unsigned* g_claims) const {
     State state;
     for (int iteration = 0;; ++iteration) {
       const int64_t row = wait_for_claim(iteration).row;
       if (row >= args.rows) {
-        // Publish to the other groups, too, that there are no more rows.
+        // Publish also to the other groups that there are no more rows.
         for (int g = 1; g < Config::kGroups; ++g) {
           publish_claim(iteration + g, static_cast<uint32_t>(args.rows), state);
         }
@@ -163,7 +165,7 @@ struct RingRows {
       bytes += copies[k].bytes;
       edges |= copies[k].bytes != accesses * kVectorBytes;
     }
-    // Order the stores before the later bulk copy that overwrites the slot.
+    // Order the stores of copy_edges before the later bulk copy that overwrites the slot.
     if (edges) async_fence();
     mbarrier_arrive_expect_tx(&s.s_full[slot], bytes);
 #pragma unroll
@@ -206,8 +208,8 @@ struct RingRows {
 
   static __device__ __forceinline__ int group() { return threadIdx.x / Config::kThreads; }
 
-  // The index of the warp's first access in a chunk. The accesses of a warp are contiguous, so that
-  // warps behind the end of a row have no work.
+  // Returns the index of the warp's first access in a chunk. The accesses of a warp are contiguous,
+  // so that warps behind the end of a row have no work.
   static __device__ __forceinline__ int first_access() {
     return threadIdx.x % Config::kThreads / kWarp * kWarp * Config::kAccesses;
   }
@@ -268,7 +270,7 @@ struct RingRows {
     }
   }
 
-  // NOTE: the slot may still wait for an earlier chunk, of another group. The parity repeats after
+  // NOTE: the slot may still wait for an earlier chunk of another group. The parity repeats after
   // two phases, so a wait for s_full alone could return too early. Therefore the thread first waits
   // until the other group has released the earlier chunk.
   __device__ __forceinline__ void wait_for(const State& state) const {
@@ -298,7 +300,8 @@ struct RingRows {
     }
   }
 
-  // Converts access i to fp32 and multiplies it by `factor`. Masked columns become `hidden`.
+  // Converts access i to fp32. If there is a mask, also multiplies by `factor`. Masked columns
+  // become `hidden`.
   template <bool kFull>
   __device__ __forceinline__ void convert(float* r_to, const uint4& from, const Slice& p, int done,
                                           int i, float factor, float hidden) const {
@@ -317,8 +320,8 @@ struct RingRows {
     }
   }
 
-  // Loads this thread's accesses of a chunk of the first input as fp32 values times `factor`, and
-  // returns the largest of the values. Masked columns become -inf.
+  // Loads this thread's accesses of a chunk of the first input and converts them as convert() does,
+  // with `factor`. Masked columns become -inf. Returns the largest of the values.
   template <bool kFull>
   __device__ __forceinline__ float load_scores(float (&r_x)[kCount], int slot, const Slice& p,
                                                int done, float factor) const {

@@ -1,4 +1,5 @@
-// Row softmax and its backward under a mask, for rows that fit into registers and are read once.
+// Row softmax and its backward under a mask, for rows that fit into registers. Each row is read
+// once.
 //
 //   y = softmax(scale * x) over the live columns of a row, 0 elsewhere      x, y (rows, n)
 //   dx = scale * y * (dy - sum(dy * y)) over the live columns, 0 elsewhere
@@ -10,8 +11,8 @@
 // before or after the accesses belongs to one thread. If a row of the input has a different offset
 // from a 16-byte boundary than the corresponding row of the result, the row is loaded element by
 // element. Threads keep their values as 32-bit words. The compiler would split an array of 16-bit
-// values at the first condition on it, which made causal_softmax a tenth slower. The kernels are in
-// a header because causal_softmax instantiates them with its own masks.
+// values at the first condition on the array. With such an array, causal_softmax was a tenth
+// slower. The kernels are in a header because causal_softmax instantiates them with its own masks.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for merging
 // two partial results).
 #pragma once
@@ -84,7 +85,7 @@ struct RowSlice {
     return column(i) + (Config::kPeel ? kElems - 1 : 0) < n;
   }
 
-  // Loads access i of a live chunk. If the access has no live columns, its values become `hidden`.
+  // Loads access i of a live chunk. If the access has no live columns, sets its values to `hidden`.
   __device__ __forceinline__ void load(uint4& r_to, const T* g_row, int i, float hidden) const {
     const bool some = in_row(i) && touches<Mask>(live, column(i), kElems);
     if (some && (!Config::kPeel || phase_of(g_row + head) == 0)) {
@@ -141,7 +142,7 @@ struct RowSlice {
   }
 
   // Stores the results of access i. If `finite` is false, first sets masked columns to 0, because
-  // they hold 0 * NaN, which is NaN.
+  // masked columns then hold 0 * NaN, which is NaN.
   __device__ __forceinline__ void store(T* g_row, int i, float (&r_out)[kElems],
                                         bool finite) const {
     if (Mask::kMasked && !finite) {
@@ -152,8 +153,8 @@ struct RowSlice {
   }
 };
 
-// Makes the words opaque to the compiler. Otherwise the compiler would compute values from the
-// words once and keep these values in registers.
+// Makes the words opaque to the compiler. If the compiler saw the words, it would compute values
+// from them only once and keep these values in registers.
 __device__ __forceinline__ void hold_words(uint4& r) {
   asm volatile("" : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w));
 }
@@ -180,8 +181,8 @@ __global__ __launch_bounds__(Config::kThreads) void softmax_kernel(
     if (slice.chunk_is_live(i)) slice.load(r_in[i], g_x, i, hidden);
   }
   float r_edge = slice.load_edge(g_x, hidden);
-  // Whether zeros are stored to masked chunks while the loads are in flight. fp32 does not gain
-  // from this order.
+  // Whether the kernel stores zeros to masked chunks while the loads are in flight. fp32 does not
+  // gain from this order.
   constexpr bool kZerosFirst = Mask::kMasked && sizeof(T) == 2;
   if constexpr (kZerosFirst) {
 #pragma unroll

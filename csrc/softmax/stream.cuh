@@ -8,7 +8,7 @@
 
 namespace torchweld {
 
-// kElems is the number of elements in a 16-byte access, or 1.
+// kElems is the number of elements in an access. An access is 16 bytes or one element.
 template <typename T, int kElems, typename Mask>
 __global__ __launch_bounds__(kSoftmaxStreamThreads) void softmax_stream_kernel(
     const RowArgs<T> args, const Mask mask) {
