@@ -1,9 +1,9 @@
 // Chooses the engine and the tile of a matmul. This is pure host code: the launchers,
 // torchweld.explain and the CPU tests read the same tables.
 //
-// For each of its tiles, an engine has two functions: ..._refusal returns why the tile can't run a
-// problem, and ..._seconds estimates the tile's time. choose_gemm picks the fastest legal tile of
-// all engines.
+// Each engine has two functions of a problem and one of the engine's tiles: ..._refusal returns why
+// the tile can't run the problem, and ..._seconds estimates the time. choose_gemm picks the fastest
+// legal tile of all engines.
 #pragma once
 
 #include "gemm/rows/tiles.h"
@@ -16,8 +16,8 @@ namespace torchweld {
 // products with up to 16 rows of a.
 enum class GemmEngine : int8_t { kSync, kSm90, kRows };
 
-// Returns the number of floats per row of a split-K partial in the workspace: n, the number of
-// columns of y, rounded up to a multiple of 8, or twice that number in a gated product.
+// Returns the number of floats in a row of a split-K partial in the workspace. n is the number of
+// columns of y. The result is n rounded up to a multiple of 8, or twice this number if gated.
 constexpr int64_t gemm_sum_width(int64_t n, bool gated) {
   return (n + 7) / 8 * 8 * (gated ? 2 : 1);
 }
@@ -34,12 +34,13 @@ struct GemmChoice {
   }
   // Some kernels can also compute the sum of each row of a during the product. In the product for a
   // weight gradient a is dy^T, so these sums are the gradient of the bias. Returns the number of
-  // partial sums that the kernel writes per row of a, or 0 if the kernel can't sum the rows.
+  // partial sums that the kernel writes per row of a, or 0 if the kernel can't compute these sums.
   int64_t dbias_partials(const GemmProblem& p) const {
     if (engine != GemmEngine::kSm90 || !kSm90Tiles[tile].supports_dbias(p)) return 0;
     return kSm90Tiles[tile].tiles_n(p.m, p.width());
   }
-  // The number of ready flags. Each stream-K partial has one flag; other products need none.
+  // Returns the number of flags in global memory. Each stream-K partial has a flag that says that
+  // the partial is stored. Other products need no flags.
   int64_t flags(const GemmProblem& p) const {
     return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
   }
@@ -62,7 +63,8 @@ inline GemmChoice gemm_choice(const GemmProblem& p, GemmEngine engine, int tile,
   return {engine, tile, splits, (p.k_blocks() + parts - 1) / parts * p.block_k()};
 }
 
-// Calls body(engine, tile, splits) for every combination of engine, tile and split, legal or not.
+// Calls body(engine, tile, splits) for every combination of an engine, a tile and a number of
+// splits, even if the combination is not legal.
 template <typename Body>
 void for_each_gemm_choice(const Body& body) {
   for (int tile = 0; tile < kSyncTileCount; ++tile) {

@@ -3,8 +3,8 @@
 // that sums split-K partials share this code.
 //
 // The activation is a runtime value, not a template parameter, so that one kernel serves every
-// activation and gate. The switch on it costs nothing, because it is outside of the loop over the 8
-// values.
+// activation and gate. The switch on the activation costs nothing, because it is outside of the
+// loop over the 8 values.
 #pragma once
 
 #include "device/activation.cuh"
@@ -32,7 +32,7 @@ __device__ __forceinline__ void add_sums(float (&v)[kGroup], const float* g_sums
   }
 }
 
-// Rounds the first `columns` values of v and stores them at g_to, in contiguous columns.
+// Rounds the first `columns` values of v to T and stores them one after the other from g_to on.
 template <typename T>
 __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&v)[kGroup]) {
   if (columns == kGroup && reinterpret_cast<uintptr_t>(g_to) % 16 == 0) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ void store_group(T* g_to, int columns, const float (&
   }
 }
 
-// Stores the first `columns` values of v to every second element from g_to on. These values are one
-// half (left or right) of an interleaved pre-activation.
+// Stores the first `columns` values of v at g_to[0], g_to[2], g_to[4], ... The values are one half
+// (left or right) of an interleaved pre-activation.
 template <typename T>
 __device__ __forceinline__ void store_every_other(T* g_to, int columns, const float (&v)[kGroup]) {
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_every_other(T* g_to, int columns, const fl
   }
 }
 
-// Runs the epilogue for columns [column, column + 8) of y. `column` must be less than n.
+// Runs the epilogue for columns [column, column + 8) of y. `column` must be less than p.n.
 template <typename T>
 class GroupWriter {
   static constexpr bool kExact = sizeof(T) == 4;
@@ -72,9 +72,10 @@ class GroupWriter {
   __device__ __forceinline__ GroupWriter(const GemmParams& p, int64_t batch, int64_t column)
       : p_(p), batch_(batch), column_(column), columns_(int(min(int64_t{kGroup}, p.n - column))) {}
 
-  // v holds kGroups groups of 8 columns. Without a gate, group i belongs to row r(i) = row + i *
-  // row_step. In a gated product, groups i and kGroups / 2 + i hold the left and the right values
-  // of row r(i). Only the first `rows` of these rows exist in y; the others are not stored.
+  // v holds kGroups groups. A group is 8 columns of one row. Without a gate, group i belongs to row
+  // r(i) = row + i * row_step. In a gated product, groups i and kGroups / 2 + i hold the left and
+  // the right values of row r(i). Only rows r(0) to r(rows - 1) exist in y; the function stores no
+  // others.
   // NOTE: the function processes several rows at once to hide the latency of their loads.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
@@ -106,8 +107,8 @@ class GroupWriter {
     return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
   }
 
-  // Adds bias[at + i] to column i of groups kFirst to kLast - 1, or bias[at + 2 * i] if the left
-  // and right halves are interleaved.
+  // Adds a bias to column i of groups kFirst to kLast - 1. The bias is bias[at + i], or
+  // bias[at + 2 * i] if left and right columns alternate in the bias.
   template <int kFirst, int kLast, int kGroups>
   __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
     const GemmEpilogue& e = p_.epilogue;

@@ -1,4 +1,5 @@
-// Lists the configurations of a matmul for tune. This is pure host code.
+// Describes the engines, tiles and splits of a matmul to `tune` and `explain`. This is pure host
+// code.
 #pragma once
 
 #include "core/family.h"
@@ -53,8 +54,8 @@ struct GemmFamily {
     return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // Lists every tile with splits = 1, even if the tile can't run the problem, and with every other
-  // number of splits of K that the tile supports for the problem.
+  // Lists every tile with splits = 1, even if the tile can't run the problem. The list also has
+  // each other number of splits of K, for the tiles that support this number for the problem.
   static std::vector<Encoded> candidates(const GemmProblem& p) {
     std::vector<Encoded> all;
     for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {

@@ -2,9 +2,9 @@
 // torch.
 //
 // The shapes are a (M, K), b (N, K) and y (M, N). One of the two strides of each matrix is 1. b may
-// be a pair, which is two matrices with the same strides. In a gated product the pair is the left
-// and the right half of b, each (N, K). Otherwise the matrices of the pair are concatenated along
-// K.
+// be a pair: two matrices with the same strides. In a gated product the two matrices of the pair
+// are the left and the right half of b, and each half is (N, K). Otherwise the two matrices are
+// concatenated along K.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,29 +19,29 @@
 namespace torchweld {
 
 // NOTE: the data pointer, the batch stride, the half stride and the stride of the non-contiguous
-// dim must be multiples of 16 bytes. The size of the contiguous dim is padded to a multiple of 16
-// bytes. If the contiguous dim is K, the padding must hold zeros. layers/matmul.cpp copies operands
-// that don't meet these conditions.
+// dim must be multiples of 16 bytes. In memory, the contiguous dim must be padded to a multiple of
+// 16 bytes. If the contiguous dim is K, the padding must hold zeros. layers/matmul.cpp copies
+// operands that don't meet these conditions.
 struct GemmOperand {
   const void* data;
-  int64_t row_stride;       // distance between rows (M or N), in elements
-  int64_t k_stride;         // distance between columns (K), in elements
-  int64_t batch_stride;     // 0 if every batch reads the same matrix
+  int64_t row_stride;    // distance between rows (M or N), in elements
+  int64_t k_stride;      // distance between columns (K), in elements
+  int64_t batch_stride;  // distance between batches, in elements; 0 if all batches read one matrix
   int64_t half_stride = 0;  // distance between a pair's two matrices, in elements; may be < 0
-  // If the operand is a pair concatenated along K, the number of columns of each of the two
-  // matrices, which is a multiple of the k-block; otherwise 0. The kernels support such a pair only
-  // for b, and only if b is MN-major and a is K-major.
+  // For a pair that is concatenated along K, k_half is the number of columns of each of the two
+  // matrices. This number is a multiple of the k-block. For every other operand, k_half is 0. The
+  // kernels support such a pair only as operand b, and only if b is MN-major and a is K-major.
   int64_t k_half = 0;
 
-  // For a pair concatenated along K: column k of the concatenation lies at offset k * k_stride if k
-  // < k_half, and at offset k * k_stride + half_jump() otherwise.
+  // For a pair concatenated along K: column k of the concatenation lies at offset k * k_stride if
+  // k < k_half, and at offset k * k_stride + half_jump() otherwise.
   TW_HOST_DEVICE int64_t half_jump() const { return half_stride - k_half * k_stride; }
 };
 
-// The operands of a product whose K is concatenated from up to kMaxKSegments segments. Segment i
-// adds a[i] @ b[i]^T to the product; a[i] is (M, k[i]), b[i] is (N, k[i]), and k[i] is a multiple
-// of the k-block. Only Hopper's 16-bit kernels support segments, and only if a is K-major and b is
-// MN-major.
+// The operands of a product whose K dim is the concatenation of up to kMaxKSegments segments.
+// Segment i adds a[i] @ b[i]^T to the product; a[i] is (M, k[i]), b[i] is (N, k[i]), and k[i] is a
+// multiple of the k-block. Only Hopper's 16-bit kernels support segments, and only if a is K-major
+// and b is MN-major.
 inline constexpr int kMaxKSegments = 3;
 struct GemmSegments {
   int count;
@@ -51,31 +51,32 @@ struct GemmSegments {
 
 struct GemmEpilogue {
   const void* bias = nullptr;  // (N,), or (2N,) if gated
-  bool bias_fp32 = false;      // whether the bias is fp32 even if the operands are 16-bit
+  bool bias_fp32 = false;  // whether the bias is fp32; otherwise it has the dtype of the operands
   Activation activation = Activation::kNone;
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
   bool interleaved = false;  // if gated: whether left and right values alternate in bias and preact
-  // If not null, the epilogue also stores z = a @ b^T + bias here. z is (M, N), or (M, 2N) if
-  // gated. The rows of preact are contiguous, and it has the batch stride of y.
+  // If preact is not null, the epilogue also stores z = a @ b^T + bias there. z is (M, N), or
+  // (M, 2N) if gated. In memory, each row of z directly follows the previous row. The batch stride
+  // of z is that of y.
   void* preact = nullptr;
 };
 
 // A norm (norm/norm.h) that is applied to the rows of a before the product. Only the engine for few
-// rows supports it. The kernel multiplies by scale + scale_offset; scale_offset must be 0 if scale
-// is nullptr. scale and shift have the dtype of the operands. The size of a row of K elements must
-// be a multiple of 16 bytes.
+// rows supports a norm. The kernel multiplies the normalised values by scale + scale_offset. If
+// `scale` is nullptr, scale_offset must be 0. `scale` and `shift` have the dtype of the operands.
+// The size of a row of a, which has K elements, must be a multiple of 16 bytes.
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0, scale_offset = 0;
   const void* scale = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the scale is 1
   const void* shift = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the shift is 0
-  float* mean = nullptr;        // (M,), or nullptr if not requested
+  float* mean = nullptr;        // outputs mean and rstd: (M,), or nullptr if not requested
   float* rstd = nullptr;
 };
 
 struct GemmParams {
-  int64_t m, n, k, batch;  // n is the number of columns of y; a gated product has 2n rows of b
+  int64_t m, n, k, batch;  // n is the number of columns of y; if gated, b has 2n rows
   GemmOperand a, b;
   void* y;
   int64_t y_row_stride, y_batch_stride;  // the elements of a row of y are contiguous
@@ -84,20 +85,21 @@ struct GemmParams {
   GemmNorm norm;
   GemmEpilogue epilogue;
   GemmChoice choice;
-  float* workspace;  // choice.workspace_floats(...) floats, or nullptr if that is 0
-  uint64_t* flags;   // choice.flags(...) flags, or nullptr if that is 0
-  // Memory for copies of operands: gemm_written_bytes(...) bytes, or nullptr if that is 0.
+  float* workspace;  // choice.workspace_floats(...) floats, or nullptr if this number is 0
+  uint64_t* flags;   // choice.flags(...) flags, or nullptr if this number is 0
+  // Memory of gemm_written_bytes(...) bytes for copies of operands, or nullptr if no bytes are
+  // needed.
   void* written;
-  // The fp32 partial sums of each row of a, of shape (choice.dbias_partials(...), M), or nullptr if
-  // the sums are not requested.
+  // Output: fp32 partial sums of each row of a. The shape is (choice.dbias_partials(...), M). The
+  // pointer is nullptr if the sums are not requested.
   float* dbias_partials;
-  // If not null, K is concatenated from these segments, and a and b are the operands of the first
-  // segment. The struct itself lies in host memory.
+  // If not null, K is the concatenation of these segments, and `a` and `b` above are the operands
+  // of the first segment. The GemmSegments struct lies in host memory.
   const GemmSegments* segments = nullptr;
 };
 
-// The chosen engine may have to copy an operand to another format. Returns the number of bytes of
-// scratch memory for these copies, or 0 if the engine reads all operands in place.
+// Returns the number of bytes of scratch memory that the chosen engine needs for copies of operands
+// in another format. Returns 0 if the engine reads all operands in place.
 int64_t gemm_written_bytes(const GemmParams& params);
 
 // Throws std::runtime_error if the launch fails. All sizes must be at least 1.

@@ -1,4 +1,4 @@
-// CPU matmuls of blocks that are small enough to stay in the cache.
+// Matmuls on the CPU. The matrices are blocks that are small enough to stay in the cache.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -10,8 +10,8 @@
 
 namespace torchweld {
 
-// Computes c (m, n) = a (m, k) @ b (k, n), or c += a @ b if `add`, on one thread. All matrices are
-// contiguous.
+// Computes c (m, n) = a (m, k) @ b (k, n) on one thread. If `add` is true, computes c += a @ b
+// instead. All matrices are contiguous.
 template <typename T>
 void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add) {
   with_vectors([&] {
@@ -36,8 +36,8 @@ inline void block_matmul(float* c, const float* a, const float* b, int64_t m, in
     if (!add) std::fill_n(c, m * n, 0.0f);
     return;
   }
-  // The rounding error of a chain of fp32 additions grows with its length k. Therefore K is split
-  // into blocks of equal size, and the sums of the blocks are added.
+  // The rounding error of a chain of fp32 additions grows with the length of the chain. Therefore K
+  // is split into blocks of at most kMaxChain elements, and the sums of the blocks are added.
   constexpr int64_t kMaxChain = 192;
   const int64_t blocks = divide_up(k, kMaxChain);
   for (int64_t i = 0; i < blocks; ++i) {

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int kSumThreads = 256;
 
-// Each thread handles 8 columns of one row of y. It adds up their split-K partials in a fixed order
-// and applies the epilogue.
+// Each thread handles 8 columns of one row of y. The thread adds up the split-K partials of these
+// columns in a fixed order and applies the epilogue.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
     split_sum_kernel(const __grid_constant__ GemmParams p, int64_t groups) {

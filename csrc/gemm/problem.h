@@ -23,19 +23,20 @@ constexpr int gemm_elem_size(GemmMath math) {
   return math == GemmMath::kFloat16 || math == GemmMath::kBFloat16 ? 2 : 4;
 }
 
-// A k-block is a slice of K that has 128 bytes per operand row: 64 16-bit elements or 32 fp32
-// elements.
+// A k-block is a slice of K. In each row of an operand it has 128 bytes: 64 elements of 16 bits or
+// 32 elements of fp32.
 inline constexpr int kKBlockBytes = 128;
 
 struct GemmProblem {
-  int64_t m, n, k, batch;  // n is the number of columns of y; a gated product has 2n rows of b
+  int64_t m, n, k, batch;  // n is the number of columns of y; if gated, b has 2n rows
   bool gated, pointwise;   // pointwise: whether the epilogue has a gate or an activation
   GemmMath math;
-  bool a_k_major, b_k_major;  // each of the four layouts has its own kernel
-  bool normed;                // whether the rows of a are normalised before the product
+  // Whether K is the contiguous dim of a and of b. Each of the four layouts has its own kernel.
+  bool a_k_major, b_k_major;
+  bool normed;  // whether the rows of a are normalised before the product
   DeviceFacts device;
 
-  // The number of rows of b; a gated product has two halves.
+  // The number of rows of b. In a gated product, b has two halves of n rows each.
   constexpr int64_t width() const { return gated ? 2 * n : n; }
   constexpr int block_k() const { return kKBlockBytes / gemm_elem_size(math); }
   constexpr int64_t k_blocks() const {

@@ -1,4 +1,5 @@
-// Numbers the work items of a matmul. A work item is one tile of y in one batch for one split of K.
+// Defines the order of the work items of a matmul. A work item is one tile of the result y in one
+// batch, for one split of K.
 #pragma once
 
 #include "core/fast_divide.h"
@@ -7,12 +8,13 @@
 
 namespace torchweld {
 
-// The number of rows of y in a band. A band is a group of adjacent rows of tiles. The schedule
-// finishes a band before it begins the next band.
+// The number of rows of y in a band. A band consists of all tiles of y in these rows. The schedule
+// finishes all tiles of a band before it begins the next band.
 inline constexpr int kBandRows = 2048;
 
-// The order of the work items, from the innermost loop to the outermost: the tiles of a band, the
-// bands of a split, the splits of a batch, the batches.
+// Orders the work items as four nested loops do. The outermost loop is over the batches. The next
+// loops are over the splits of a batch and over the bands of a split. The innermost loop is over
+// the tiles of a band.
 struct GemmSchedule {
   uint32_t tiles_m, tiles_n, items, band_tiles;
   FastDivisor tiles, splits, band_items, band_height, last_height;

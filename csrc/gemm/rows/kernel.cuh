@@ -8,12 +8,12 @@
 // block adds up the accumulators of its warps through shared memory, in the order of the warps.
 //
 // If the rows of a are short, the kernel can apply a norm to them before the product. Every block
-// computes the statistics of all rows while the block's first k-blocks arrive. Later it normalises
-// the fragments of a in registers.
+// computes the statistics of all rows while the block's first k-blocks arrive. Later the block
+// normalises the fragments of a in registers.
 //
 // On Hopper the kernel starts while the previous kernel ends (programmatic dependent launch, PDL).
-// Prefetching b into L2 before griddep_wait does not help: (16, 2048, 6144) took 10.8 us with the
-// prefetch and 9.9 us without.
+// A prefetch of b into L2 before griddep_wait does not help: (M, K, N) = (16, 2048, 6144) needed
+// 10.8 us with the prefetch and 9.9 us without.
 #pragma once
 
 #include "core/launch.h"
@@ -34,7 +34,7 @@ struct RowsConfig {
   static constexpr bool kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr int kRows = RowsTile::kRows, kWarps = RowsTile::kWarps;
   static constexpr int kColumns = kT.columns, kStages = kT.stages;
-  // kOwn is the number of columns of y that the block computes.
+  // kHalves is the number of halves of b. kOwn is the number of columns of y that a block computes.
   static constexpr int kHalves = kGated ? 2 : 1, kOwn = kColumns / kHalves;
   static constexpr int kBlockK = kKBlockBytes / sizeof(T), kChunk = 16 / sizeof(T);
 
@@ -66,8 +66,8 @@ class RowsLoader {
   using T = typename Config::T;
   using Stage = typename Config::Stage;
   static constexpr int kChunk = Config::kChunk, kBlockK = Config::kBlockK, kOwn = Config::kOwn;
-  // The number of 16-byte chunks in a row of b's tile in shared memory. If b is K-major, such a row
-  // runs along K; otherwise it runs along the columns of y.
+  // The number of 16-byte chunks in a row of b's tile in shared memory. If b is K-major, a row of
+  // the tile runs along K. Otherwise it runs along N.
   static constexpr int kRowChunks = Config::kBKMajor ? 8 : Config::kColumns / kChunk;
   static constexpr int kTileRows = Config::kBKMajor ? Config::kColumns : kBlockK;
   static constexpr int kRowStep = kWarp / kRowChunks, kLoads = kTileRows / kRowStep;
@@ -143,14 +143,16 @@ class RowsLoader {
 
   const GemmParams& p_;
   int lane_, k_;
-  const T* from_[2];  // this lane's first chunk of b in the left half and in the right half
+  // The addresses of this lane's first chunk in the left and in the right half of b. If b is
+  // MN-major, both addresses are that of the lane's only first chunk.
+  const T* from_[2];
   const T* from_a_;
   int64_t row_stride_ = 0;
   int left_, rows_left_;
 };
 
-// Computes the mean and rstd of every row of a for the norm. Each warp handles kOf rows, which it
-// holds in registers.
+// Computes the mean and rstd of every row of a for the norm. Each warp handles kOf rows and holds
+// their values in registers.
 template <typename Config>
 class RowsStatistics {
   using T = typename Config::T;
@@ -253,7 +255,7 @@ class RowsFragments {
       if (norm_.scale != nullptr) scale = unpack_pair<T>(load_word(shared_address(s.scale) + at));
       if (norm_.shift != nullptr) shift = unpack_pair<T>(load_word(shared_address(s.shift) + at));
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // i selects row g or row g + 8 of the fragment
+      for (int i = 0; i < 2; ++i) {  // i selects row lane / 4 or row lane / 4 + 8
         const float2 x = unpack_pair<T>(r[half * 2 + i]);
         r[half * 2 + i] =
             pack_pair<T>(fmaf(of_[i].normalise(x.x), scale.x + norm_.scale_offset, shift.x),

@@ -1,6 +1,6 @@
-// The tiles of the engine for up to 16 rows of a. They need sm_80 or newer and 103 KiB of shared
-// memory per block. The A100, the H100 and newer data-centre GPUs have that much. This is pure host
-// code.
+// The tiles of the engine for products with up to 16 rows of operand a. The engine needs sm_80 or
+// newer. Its smallest tile needs 103 KiB of shared memory per block. The A100, the H100 and newer
+// data-centre GPUs have that much. This is pure host code.
 #pragma once
 
 #include <algorithm>
@@ -14,17 +14,19 @@ namespace torchweld {
 // A block multiplies all rows of a by `columns` rows of b. The k-blocks are assigned to the warps
 // of the block in round-robin order.
 struct RowsTile {
-  int columns;  // the number of rows of b per block, over both halves if gated
+  int columns;  // the number of rows of b that a block multiplies, over both halves if gated
   int stages;   // the number of stages in each warp's ring
   int blocks_per_sm;
-  float bytes_per_ns;  // memory throughput of one SM, for rows_seconds
+  float bytes_per_ns;  // an estimate of the memory throughput of one SM, which rows_seconds uses
 
   static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
   // The kernel can normalise the rows of a only if K is at most kMaxNormed.
   static constexpr int kMaxNormed = 1536;
-  // The number of bytes of one stage: a k-block each of b, a, the norm's scale and its shift.
+  // The number of bytes of one stage. A stage holds one k-block of b, of a, and of the norm's scale
+  // and shift.
   constexpr int stage_bytes() const { return (columns + kRows + 2) * kKBlockBytes; }
-  // The number of bytes of shared memory: all stages of all warps, and the statistics of 16 rows.
+  // The number of bytes of shared memory of a block. This memory holds all stages of all warps, and
+  // the statistics of 16 rows.
   constexpr int shared_bytes() const { return kWarps * stages * stage_bytes() + kRows * 16; }
   constexpr int64_t blocks(const GemmProblem& p) const { return divide_up(p.width(), columns); }
 };
@@ -34,7 +36,7 @@ inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64,
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
 inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
-  // the maximum K, because the kernel counts K in 32 bits
+  // The maximum of K. The limit exists because the kernel counts K in 32 bits.
   constexpr int64_t kMaxSize = int64_t{1} << 30;
   if (gemm_elem_size(p.math) != 2) return "the engine for few rows needs 16-bit operands";
   if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
@@ -58,7 +60,7 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
 // Estimates the time of the kernel without its launch and its first loads. The main part is the
 // longer of two times: the time to read b once from memory or L2, at kMemoryBytes per second, and
 // the time in which the busiest SM reads the operands of its blocks. A norm adds kNormUs, and
-// kBlockNormUs for every block that this SM runs. The constants were fitted on an H200, together
+// kBlockNormUs for every block of the busiest SM. The constants were fitted on an H200, together
 // with those of sm90_seconds.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;

@@ -2,12 +2,12 @@
 // the activation or the gate, rounds, and stores y. Each warp writes boxes of 16 rows of results to
 // shared memory. TMA then copies the boxes to global memory.
 //
-// In ping-pong tiles the epilogue of one warpgroup runs while the other warpgroup multiplies. A
-// k-block of the multiplication takes 512 clocks. The tensor cores have priority at the register
-// file, so a warp in the epilogue needs 5 to 8 clocks per instruction. For (8192, 768) times (768,
-// 3072) with GELU in bf16 on an H200, the mainloop of a tile needs 6100 clocks and its epilogue
-// needs 6500 to 8500 (9500 in its first version). Plain stores instead of TMA make the product a
-// tenth slower. Neither twice as many boxes nor earlier loads of the bias change the time.
+// In ping-pong tiles the epilogue of one warpgroup runs while the other warpgroup multiplies, 512
+// clocks per k-block. The tensor cores have priority at the register file, so a warp in the
+// epilogue needs 5 to 8 clocks per instruction. For (8192, 768) times (768, 3072) with GELU in bf16
+// on an H200, a tile needs 6100 clocks for its mainloop and 6500 to 8500 for its epilogue (9500 in
+// the first version of this code). Plain stores instead of TMA make the product a tenth slower.
+// Neither twice as many boxes nor earlier loads of the bias change the time.
 #pragma once
 
 #include "device/activation.cuh"
@@ -31,7 +31,7 @@ class Sm90Epilogue {
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
   static constexpr int kValues = kGroups * 4;  // the number of values of one thread in a box
   static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
-  static constexpr int kBiases = (kT.block_n + 127) / 128;  // bias values per thread
+  static constexpr int kBiases = (kT.block_n + 127) / 128;  // the number of bias values per thread
   static constexpr int kSlots = kT.boxes;
   // The number of columns of y in one tile.
   static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
@@ -74,7 +74,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Writes the bias to shared memory from the registers that fetch_bias filled. The caller must
+  // Writes the bias, which fetch_bias loaded into registers, to shared memory. The caller must
   // synchronise the warpgroup before and after the call.
   __device__ __forceinline__ void share_bias() const {
 #pragma unroll
@@ -102,20 +102,20 @@ class Sm90Epilogue {
     }
   }
 
-  // Waits until TMA has written all boxes to global memory. Every warp must call this before the
-  // CTA ends.
+  // Waits until TMA has written all boxes to global memory. Every warp must call this function
+  // before the CTA ends.
   __device__ __forceinline__ void wait() const {
     if (lane_ == 0) tma_wait_all();
   }
 
  protected:
   using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
-  static constexpr int kAcross = kTileColumns / kColumns;  // boxes side by side in a tile
-  // The number of boxes that are stored for a part of y with 16 rows and kColumns columns. One box
-  // is for y; the pre-activation, if stored, has one box, or two in a gated product.
+  static constexpr int kAcross = kTileColumns / kColumns;  // number of boxes across a tile
+  // The number of boxes that are stored for 16 rows and kColumns columns of y: one box of y and, if
+  // `preact` is true, one box of the pre-activation (two boxes in a gated product).
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
 
-  // The coordinates in y at which the warp's part of the tile starts.
+  // Where a warp's part of the tile starts in y. For a Box: where the box starts in y or preact.
   struct Place {
     int row, column, batch;
   };
@@ -146,7 +146,8 @@ class Sm90Epilogue {
   // Returns the row and the column of y at which this warp's part of the tile starts.
   static __device__ __forceinline__ Place place_of(const WorkTile& work, int rank) {
     const int warpgroup = fresh_thread() / 128 - 1;
-    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();  // in the tile
+    // The first row of the warpgroup in the tile.
+    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();
     return {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row +
                 fresh_thread() % 128 / 32 * 16,
             int(work.tile_n) * kTileColumns, int(work.batch)};
@@ -165,8 +166,8 @@ class Sm90Epilogue {
     return result++ % kSlots;
   }
 
-  // Each iteration of the loop in finish_boxes handles kIterationValues accumulators of a thread:
-  // its values of one box or, in a gated product, of 16 rows and all columns of the tile.
+  // Each iteration of the loop in finish_boxes handles kIterationValues accumulators of a thread.
+  // These belong to one box or, in a gated product, to 16 rows and all columns of the tile.
   static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
   static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
   static constexpr int kIterations = kAccumulators / kIterationValues,
@@ -174,8 +175,7 @@ class Sm90Epilogue {
   using IterationValues = float[kIterationValues];
 
   // Sets `v` to the accumulators of one iteration.
-  // NOTE: the function branches on `iteration`, because it would take more instructions to select
-  // each value from all accumulators.
+  // NOTE: one branch needs fewer instructions than to choose each value among all accumulators.
   template <int kIndex = 0>
   static __device__ __forceinline__ void copy_values(IterationValues& v, const Flat& sums,
                                                      int iteration) {
@@ -263,7 +263,7 @@ class Sm90Epilogue {
     }
   }
 
-  // Waits until TMA has read all boxes except the last kPending ones, so that their slots are free.
+  // Frees slots: waits until TMA has read all boxes except the last kPending boxes.
   template <int kPending>
   __device__ __forceinline__ void wait_for_slots() const {
     if (lane_ == 0) tma_wait_read<kPending>();
@@ -314,8 +314,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Writes kGroups / 2 groups, starting at group kFirst, to a box. Each left value is followed by
-  // the right value of the same column.
+  // Writes groups kFirst to kFirst + kGroups / 2 - 1 of both halves to a box. Each left value is
+  // followed by the right value of the same column.
   template <int kFirst>
   __device__ __forceinline__ void stage_pairs(const float (&left)[kValues],
                                               const float (&right)[kValues], int slot) const {
@@ -359,8 +359,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Stores a box element by element. TMA can't store results whose rows don't start on 16-byte
-  // boundaries.
+  // Stores a box element by element. This is for results whose rows don't start on 16-byte
+  // boundaries, because TMA can't store them.
   __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;

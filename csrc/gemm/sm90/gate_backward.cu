@@ -4,8 +4,8 @@
 namespace torchweld {
 namespace {
 
-// Returns the tensor map of z or dz (halves = 2, shape (M, 2N)) or of act (halves = 1, shape (M,
-// N)). A box has 16 rows and 64 columns of one half.
+// Returns the tensor map of one matrix. `halves` is 2 for z (M, 2N) and dz (M, 2N), and 1 for act
+// (M, N). A box has 16 rows and 64 columns of one half.
 TensorMap half_map(const GemmParams& p, const void* data, int64_t halves) {
   constexpr Sm90Tile kTile = gate_backward_tile();
   constexpr int kElemBytes = 2;

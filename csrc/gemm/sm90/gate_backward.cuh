@@ -4,8 +4,8 @@
 // warp then writes it into the box of the left values, and TMA stores it in act.
 //
 // A pair of boxes holds the left and the right values of 16 rows and 64 columns. The first two
-// pairs of a tile are loaded during its mainloop. Each further pair is loaded while the warp
-// computes the pair before it.
+// pairs of a tile are loaded during the mainloop of the tile. Each further pair is loaded while the
+// warp computes the gradients of the previous pair.
 #pragma once
 
 #include "device/mma_sync.cuh"
@@ -37,7 +37,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
   static constexpr Sm90Tile kT = gate_backward_tile();
   static constexpr int kPairs = kT.boxes / 2;
   static constexpr uint32_t kPairBytes = 2 * Base::kBoxBytes;
-  // A thread computes the gradients of a box in parts.
+  // A thread computes the gradients of its values of a box in kParts parts.
   static constexpr int kParts = 2, kPartValues = Base::kValues / kParts;
   using Part = float[kPartValues];
   static_assert(kT.pingpong && Base::kIterations == 2 * kPairs);
@@ -47,7 +47,8 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
   static constexpr bool kLoadsRows = true;
   static constexpr bool kLoadsBias = false;
 
-  // This kernel has no bias. s_bias holds kPairs barriers per warp, one for each pair.
+  // This kernel has no bias. Instead, s_bias holds kPairs mbarriers per warp, one for each pair of
+  // boxes.
   __device__ __forceinline__ GateBackwardEpilogue(const Sm90GateBackwardParams& p, char* s_staging,
                                                   float* s_bias, int warpgroup)
       : Base(p, s_staging, s_bias, warpgroup), params_(p) {
@@ -62,7 +63,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
     __syncwarp();
   }
 
-  // Loads the first pairs of the tile.
+  // Loads the first kPairs pairs of boxes of the tile.
   __device__ __forceinline__ void fetch_rows(const WorkTile& work, int rank) {
     const Place place = Base::place_of(work, rank);
     this->template wait_for_slots<0>();
@@ -70,7 +71,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
     for (int pair = 0; pair < kPairs; ++pair) load(place, pair);
   }
 
-  // NOTE: every tile loads into each pair of buffers twice, so the parity of the pair's barrier is
+  // NOTE: every tile loads into each pair of boxes twice, so the parity of the pair's mbarrier is
   // the same at the start of every tile.
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
     const Place place = Base::place_of(work, rank);
@@ -82,12 +83,12 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
         this->template wait_for_slots<0>();
         load(place, iteration + 1);
       }
-      float dy[Base::kValues];  // gate_grad overwrites it with the result of the gate
+      float dy[Base::kValues];  // gate_grad overwrites dy with the result of the gate
       Base::copy_values(dy, sums, iteration);
       const uint32_t s_left = s_pairs_ + iteration % kPairs * kPairBytes,
                      s_right = s_left + Base::kBoxBytes;
       mbarrier_wait(s_loaded_ + iteration % kPairs, iteration / kPairs);
-      // NOTE: the gradients of a whole box would need 32 more registers, which spill.
+      // NOTE: without the parts, a thread would need 32 more registers, and registers would spill.
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         Part left, right;
@@ -147,8 +148,8 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
     tma_commit();
   }
 
-  // The address of the row of a box that this lane passes to ldmatrix and stmatrix, for groups j
-  // and j + 1.
+  // Returns the address that this lane passes to ldmatrix and stmatrix for groups j and j + 1 of a
+  // box. It is the address of 8 values of one row of the box.
   __device__ __forceinline__ uint32_t row_of(uint32_t s_box, int j) const {
     const int row = this->lane_ % 16;
     return s_box + row * Base::kBoxRowBytes + (Base::chunk_of(row, j + this->lane_ / 16) << 4);

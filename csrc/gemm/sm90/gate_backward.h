@@ -14,8 +14,8 @@ namespace torchweld {
 // act = gate(left, right) is an operand of a product, and a @ b^T is the gradient of act. The
 // kernel computes a @ b^T but does not store it. From the accumulators and the values of left and
 // right, it computes the gradients of left and right. z (M, 2N) holds left and right side by side.
-// dz (M, 2N) receives their gradients; it may be z itself. act (M, N) receives the result of the
-// gate.
+// dz (M, 2N) receives their gradients; dz may be the same memory as z. act (M, N) receives the
+// result of the gate.
 struct GateBackwardMatmulParams {
   GemmParams gemm;  // 16-bit operands, a K-major and b MN-major; no bias and no y
   Gate gate;
@@ -25,8 +25,9 @@ struct GateBackwardMatmulParams {
 };
 
 // The tile of the kernel. One warpgroup runs its epilogue, which waits for memory, while the other
-// warpgroup multiplies. The epilogue has two pairs of boxes per warp: it loads one pair while it
-// computes another. The memory of these boxes limits the tile to five stages.
+// warpgroup multiplies. The epilogue has two pairs of boxes per warp, so that a warp can load one
+// pair while it computes the gradients of the other pair. The memory of these boxes limits the tile
+// to five stages.
 constexpr Sm90Tile gate_backward_tile() {
   Sm90Tile tile = kSm90Tiles[kPingPong128x128Cluster2];
   tile.stages = 5;
@@ -47,16 +48,17 @@ inline Refusal gate_backward_refusal(const GemmProblem& p) {
   return sm90_refusal(p, gate_backward_tile(), /*streams=*/false);
 }
 
-// Returns the time in which memory transfers `values` values per element of y. The speed was
-// measured on an H100, with the pass of gate_backward over (16384, 8192) bfloat16.
+// Returns the time in which memory transfers `values` values per element of y. kBytesPerSecond was
+// measured on an H100, with the pointwise pass of gate_backward over (16384, 8192) bfloat16.
 inline double gate_transfer_seconds(const GemmProblem& p, int values) {
   constexpr double kBytesPerSecond = 2.9e12;
   const double elements = static_cast<double>(p.m) * static_cast<double>(p.n);
   return elements * values * gemm_elem_size(p.math) / kBytesPerSecond;
 }
 
-// Predicts the time of the kernel. The mainloops hide the epilogues as far as the memory keeps up:
-// an epilogue reads left and right, and writes their gradients and act.
+// Predicts the time of the kernel. The mainloops hide the epilogues as far as the memory keeps up,
+// so the result is the longer of two times: that of the mainloops, and that of the memory
+// transfers. An epilogue reads left and right, and writes their gradients and act.
 inline double gate_backward_seconds(const GemmProblem& p) {
   GemmProblem pointwise = p;
   pointwise.pointwise = true;

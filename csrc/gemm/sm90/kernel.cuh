@@ -50,7 +50,7 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
                                           int b_term) {
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kRowElems = Config::kSwizzleRowElems, kCluster = kT.cluster;
-  // K may be concatenated from several matrices. Each has tensor maps of its own.
+  // K may be the concatenation of several segments. Each segment has its own tensor maps.
   const TensorMap *map_a = &p.a, *map_b = &p.b;
   if constexpr (Config::kSegments) {
     int first_k = 0;
@@ -77,7 +77,8 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
             b_batch = p.b_batched ? int(work.batch) : 0;
   // b may consist of two halves, and its tensor map has a dim for them. In a gated product the
   // halves contain different rows of b; otherwise they contain different columns (K). b_k and
-  // b_half are the coordinates of this k-block in the tensor map.
+  // b_half are the coordinates of this k-block in the tensor map of b, along K and along the dim of
+  // the halves.
   constexpr bool kSwapAb = kT.swap_ab();
   const bool second = !Config::kGated && k >= p.b_k_half;
   const int b_k = second ? k - p.b_k_half : k;
@@ -173,10 +174,10 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
   using Epilogue = typename Sm90EpilogueOf<Config, Params>::Type;
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
-  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // the number of rows of one warpgroup
+  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // the number of rows that one warpgroup computes
   using Sums = typename Epilogue::Sums;
-  // All sums of a thread. If another worker runs the epilogue of the tile, they are stored as a
-  // stream-K partial.
+  // All sums that a thread holds. If another worker runs the epilogue of the tile, the thread
+  // stores these sums as a stream-K partial.
   struct Partials : Sm90DbiasSums<Config> {
     Sums acc;
   };
@@ -190,7 +191,8 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
     }
   };
-  // Returns the workspace slot in which worker `of` stores the partial of this warpgroup's rows.
+  // Returns the slot of the workspace for the partial that worker `of` has of this warpgroup's
+  // rows.
   const auto slot = [&](uint32_t of) {
     return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
            (kT.pingpong ? 0 : warpgroup);
@@ -206,7 +208,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
   Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
   Partials all;
   Sums& acc = all.acc;
-  // Warpgroup 0 issues its wgmmas first.
+  // In a ping-pong tile, warpgroup 1 lets warpgroup 0 issue its wgmmas first.
   if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kWarpSchedulerWg0, kConsumerThreads);
   for (int phase = 0; scheduler.next(); phase ^= 1) {
     if (kT.pingpong && phase != warpgroup) {
@@ -260,7 +262,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
     }
     if (loads_bias) {
       // Wait until all warps have read the bias of the previous tile. Ping-pong tiles need no wait
-      // here: an earlier barrier guarantees it.
+      // here, because all warps have met at a barrier after these reads.
       if (!kT.pingpong) named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
       epilogue.share_bias();
       named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
@@ -300,13 +302,14 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     prefetch_tensor_map(p.a);
     prefetch_tensor_map(p.b);
     prefetch_tensor_map(p.y);
-    // A stage is released by every warpgroup that reads it, in every CTA of the cluster.
+    // The empty barrier of a stage counts one arrival of every warpgroup that reads the stage, in
+    // every CTA of the cluster.
     s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
     mbarrier_init_fence();
   }
   if constexpr (Config::kDbias) {
-    // The kernel sums the rows of a by multiplying them with a matrix of ones. Such a kernel has no
-    // bias, so the ones are stored in the memory of the bias.
+    // The kernel computes the sum of each row of a as a product of a and a matrix of ones. Such a
+    // kernel has no bias, so the ones are stored in the memory of the bias.
     static_assert(sizeof(s.bias) >= kSameValuesBytes && sizeof(T) == 2);
     const T one = from_float<T>(1.f);
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;

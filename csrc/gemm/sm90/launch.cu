@@ -14,7 +14,7 @@ namespace torchweld {
 namespace {
 
 // Returns a stride that TMA accepts. The stride of a dimension with one element has no effect, so
-// it is replaced by a valid value.
+// 16 replaces it.
 int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 : stride; }
 
 struct Maps {
@@ -88,7 +88,8 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const bool swap_ab = tile.swap_ab();
   const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
                 tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
-  // The number of rows of y (if swap_ab: columns) that a cluster computes at a time.
+  // The number of rows of y that a cluster computes at a time. In a swap_ab tile, it is the number
+  // of columns of y.
   const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
   const int64_t k_blocks = divide_up(p.k, maps.block_k());
@@ -144,7 +145,8 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
     params.stores_y = p.y != nullptr && map_result(params.y, maps.result(p.y, p.n, p.y_row_stride,
                                                                          1, p.y_batch_stride));
     if (e.preact != nullptr) {
-      // The number of matrices side by side in the pre-activation: 1 if the halves are interleaved.
+      // The number of matrices side by side in the pre-activation. Interleaved halves form one
+      // matrix.
       const int apart = pairs ? 1 : halves;
       const TensorBox box =
           maps.result(e.preact, halves / apart * p.n, halves * p.n, apart, p.y_batch_stride);

@@ -14,9 +14,9 @@ Sm90Params sm90_params(const GemmParams& params, cudaStream_t stream);
 void launch_sm90_gemm(const GemmParams& params, cudaStream_t stream);
 
 // K-major copies of fp32 operands. For TF32, the copy of an operand is one fp32 matrix. For exact
-// fp32, the copy is three bf16 matrices, whose sum is the operand. In a gated product, every matrix
-// of b is stored as two matrices: the left half, then the right half. The matrices of an operand
-// follow one another at distance half_stride.
+// fp32, the copy is three bf16 matrices, whose sum is the operand. In a gated product, each of
+// these matrices of b is stored as two matrices: the left half, then the right half. The matrices
+// of an operand follow one another at distance half_stride.
 struct Sm90Written {
   GemmOperand a, b;
 };

@@ -22,14 +22,14 @@ struct Sm90Config {
   // Element type of the wgmma operands.
   using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
-  static constexpr bool kDbias = kDbias_;  // whether the kernel also sums the rows of a
+  static constexpr bool kDbias = kDbias_;  // whether the kernel also sums each row of a
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  // The number of halves of wgmma's operands A and B. It is 2 for b of a gated product, which has a
-  // left and a right half, and 1 otherwise. b is operand A in a swap_ab tile and operand B in every
-  // other tile.
+  // The number of halves that wgmma's operands A and B consist of. In a gated product, b has two
+  // halves: left and right. Every other operand counts as one half. b is operand A in a swap_ab
+  // tile and operand B in every other tile.
   static constexpr int kHalvesA = kGated && kT.swap_ab() ? 2 : 1,
                        kHalvesB = kGated && !kT.swap_ab() ? 2 : 1;
-  // Whether K may be concatenated from several matrices (GemmSegments).
+  // Whether the K dim may be the concatenation of several segments (GemmSegments).
   static constexpr bool kSegments = kMath != GemmMath::kTf32 && !kBf16x3 && !kGated &&
                                     (kT.swap_ab() ? !kAKMajor && kBKMajor : kAKMajor && !kBKMajor);
   static constexpr int kBlockK = kKBlockBytes / int(sizeof(T));
@@ -46,9 +46,10 @@ inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
 #if TW_HAS_WGMMA
-// The sums of the rows of a that a warpgroup multiplies. They are the accumulators of a wgmma whose
-// operand B is an (8, K) matrix of ones. All 8 columns of its result are equal. Four threads share
-// a row, and each of them holds the row's sum twice.
+// Holds the sum of each row of a, for the rows that a warpgroup multiplies. The sums are the
+// accumulators of a wgmma whose operand B is an (8, K) matrix of ones. Therefore all 8 columns of
+// the result are equal. Four threads share a row of the result, and each of them holds the sum
+// twice.
 template <class Config, bool kDbias = Config::kDbias>
 struct Sm90DbiasSums {
   float sums[Config::kT.wgmma_m_tiles()][4];
@@ -58,8 +59,8 @@ struct Sm90DbiasSums<Config, false> {};
 
 // Computes acc = (scale_d ? acc : 0) + a @ b^T over k_blocks k-blocks, for the rows of one
 // warpgroup. s_a and s_b are the addresses of the warpgroup's operands in stage 0. If kDbias is
-// true, also adds the sums of a's rows to `dbias`, with the matrix of ones at address s_ones. Calls
-// `issued` when all wgmmas have been issued.
+// true, also adds the sum of each row of a to `dbias`. In this case s_ones is the address of the
+// matrix of ones. Calls `issued` when all wgmmas have been issued.
 template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_mainloop(
     Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
@@ -68,8 +69,8 @@ __device__ __forceinline__ void sm90_mainloop(
   constexpr Sm90Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
-  // The distance in bytes between slices along K. A slice has 32 bytes of each row: the K of one
-  // wgmma.
+  // The distance in bytes between slices along K. A slice is the K of one wgmma: 32 bytes of each
+  // row of an operand.
   constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleRowBytes;
   constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleRowBytes;
   const auto descriptor = [](bool k_major, uint32_t s_at) {
@@ -139,18 +140,18 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   }
 }
 
-// Runs sm90_mainloop and also sums a's rows (dbias). All tiles in a row of tiles read the same rows
-// of a. Therefore K is divided among these tiles, and each tile sums a's rows only over its range
-// of K.
+// Runs sm90_mainloop and also computes the sum of each row of a (dbias). All tiles with the same
+// tile_m read the same rows of a. Therefore K is divided among these tiles, and each tile computes
+// its sums only over its own range of K.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_dbias_mainloop(
     const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,
     Sm90DbiasSums<Config>& dbias, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
-  // NOTE: the accumulators are set to 0 here, before the three calls of sm90_mainloop, any of which
-  // may be skipped. If each call decided at run time whether to clear the accumulators, ptxas would
-  // copy the accumulators and wait for every wgmma.
+  // NOTE: the accumulators are set to 0 here and not in the first call of sm90_mainloop, because
+  // any of the three calls may be skipped. If each call decided at run time whether to clear the
+  // accumulators, ptxas would copy the accumulators and wait for every wgmma.
 #pragma unroll
   for (auto& tile : dbias.sums) {
     tile[0] = tile[1] = tile[2] = tile[3] = 0.f;

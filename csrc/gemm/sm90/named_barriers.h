@@ -3,10 +3,11 @@
 
 namespace torchweld {
 
-// Barriers 3 and 4 have one use in ping-pong tiles and another in swap_ab tiles. No tile is both.
+// Barriers 3 and 4 have one use in ping-pong tiles and another in swap_ab tiles. No tile is both
+// ping-pong and swap_ab.
 enum GemmSm90Barrier : int {
-  kWarpgroupWg0 = 1,      // 1 and 2: synchronise the threads of one warpgroup
-  kWarpSchedulerWg0 = 3,  // 3 and 4: the warpgroup may issue its wgmmas (ping-pong)
+  kWarpgroupWg0 = 1,      // barriers 1 and 2: each synchronises one warpgroup
+  kWarpSchedulerWg0 = 3,  // barriers 3 and 4: one warpgroup may issue its wgmmas (ping-pong)
   kSwapAbRightFull = 3,   // the right halves of gated results are in shared memory
   kSwapAbRightEmpty = 4   // the warpgroup of the left halves has read the right halves
 };

@@ -23,10 +23,11 @@ TW_HOST_DEVICE int64_t padded_k(int64_t k) { return divide_up(k, 8) * 8; }
 struct Source {
   const float* data;
   int64_t row_stride, k_stride, batch_stride, rows, batch;
-  int64_t half_rows, k_half;  // the row or the column at which the second matrix of a pair begins
-  int64_t second_half;        // what `at` adds to the offset of a value in a pair's second matrix
-  void* to;                   // (batch, terms, rows, padded_k(k))
-  // The number of blocks per batch and slice of K, or 0 if the operand needs no copy.
+  // half_rows is the row, and k_half is the column, at which the second matrix of a pair begins.
+  int64_t half_rows, k_half;
+  int64_t second_half;  // added to the offset of every value in a pair's second matrix
+  void* to;             // the copy; its shape is (batch, terms, rows, padded_k(k))
+  // The number of blocks that copy one slice of K in one batch, or 0 if the operand needs no copy.
   uint32_t blocks;
 
   // If `gated` is true, the operand is a pair of matrices with rows / 2 rows each.
@@ -61,8 +62,8 @@ struct Params {
   uint32_t a_blocks;     // the number of blocks that copy a
 };
 
-// Writes the bf16 terms of eight adjacent values of a row. to_next is the distance to the next
-// term.
+// Writes the bf16 terms of eight adjacent values of a row. to_next is the distance between two
+// terms of the same value, in elements.
 __device__ __forceinline__ void write_bf16x3_terms(const float (&v)[8], __nv_bfloat16* g_to,
                                                    int64_t to_next) {
   uint32_t terms[3][4];
@@ -90,7 +91,7 @@ __device__ __forceinline__ void write_values(const float (&v)[8], float* g_to) {
 
 template <bool kBf16x3>
 __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
-  // The padding element puts the values of a column in different banks.
+  // The padding element puts values with the same row and different k in different banks.
   constexpr int kPitch = kTile + 1;
   __shared__ float s_tile[kTile * kPitch];  // [k][row]
   griddep_launch_dependents();

@@ -11,15 +11,17 @@
 namespace torchweld {
 
 struct Sm90Params {
-  // The tensor map of a (in a swap_ab tile: of b). For a, the dims are (K, M, 1, batch), or (M, K,
-  // 1, batch) if a is MN-major. For bf16x3 they are (K, M, terms, batch).
+  // The tensor map of a (in a swap_ab tile: of b). For a, the dims are (K, M, 1, batch), or
+  // (M, K, 1, batch) if a is MN-major. For bf16x3 they are (K, M, terms, batch).
   TensorMap a;
   // The tensor map of b (in a swap_ab tile: of a). For b, the dims are (K, N, halves, batch), or
-  // (N, K, halves, batch) if b is MN-major. For bf16x3 they are (K, N, terms * halves, batch). The
-  // halves of b are the left and the right matrix of a gated product, or two matrices of b_k_half
-  // columns each that are concatenated along K.
+  // (N, K, halves, batch) if b is MN-major. For bf16x3 they are (K, N, terms * halves, batch). In a
+  // gated product, the halves of b are the left and the right matrix. If b is a pair that is
+  // concatenated along K, the halves are its two matrices, each with b_k_half columns.
   TensorMap b;
-  TensorMap y, preact;  // the dims are (N, M, halves, batch); `halves` is 1 for y
+  // The dims of y are (N, M, 1, batch). The dims of preact are (N, M, halves, batch), or
+  // (2N, M, 1, batch) if left and right columns of preact alternate.
+  TensorMap y, preact;
   // Whether TMA stores y and the pre-activation. TMA can't store a matrix whose rows don't start on
   // 16-byte boundaries.
   bool stores_y, stores_preact;
@@ -28,14 +30,16 @@ struct Sm90Params {
   // have negative strides. Therefore, if b_reversed is 1, the first half of the tensor map is the
   // second half of b.
   int b_reversed;
-  int b_k_half;           // INT_MAX if b is not a pair along K
+  // The number of columns of each matrix of a pair b that is concatenated along K; otherwise
+  // INT_MAX.
+  int b_k_half;
   GemmSchedule schedule;  // the order of the tiles; all tiles of a cluster count as one
   StreamKSchedule stream_k;
   Sm90Partials partials;
   GemmParams gemm;
-  // If K is concatenated from several matrices (GemmSegments), the tensor maps of the second and
-  // the third segment, and their first columns along K. The first column of a missing segment is
-  // INT_MAX.
+  // The tensor maps of the second and the third segment, if K is the concatenation of several
+  // segments (GemmSegments). more_k holds the first column along K of each of these segments, or
+  // INT_MAX for a missing segment.
   TensorMap more_a[kMaxKSegments - 1], more_b[kMaxKSegments - 1];
   int more_k[kMaxKSegments - 1];
 };

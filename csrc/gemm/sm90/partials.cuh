@@ -56,18 +56,18 @@ struct Sm90Partials {
 };
 
 #if TW_HAS_CLUSTERS
-// The part of a tile whose final sums this CTA of the cluster computes and stores: of each thread's
-// values, the values with indices in [first, first + count).
+// The part of a tile for which this CTA of the cluster computes and stores the final sums. The part
+// consists of the values first to first + count - 1 of every thread.
 struct Sm90OutputSlice {
   int first, count;
 };
 
-// Sums v over the CTAs of a cluster, in the order of their ranges of K. Each CTA receives only the
-// sums of its output slice, in v. g_sums is a workspace with kThreads * kValues floats for each CTA
-// of the grid. kThreads threads of the CTA must call this function. The CTA's other warps must
-// meanwhile arrive at the cluster barrier and wait for it.
-// NOTE: the partial sums go through global memory. With distributed shared memory, the product (M,
-// K, N) = (64, 4096, 4096) took 3 us longer on an H200.
+// Sums v over the CTAs of a cluster, in the order of their ranges of K. Returns the output slice of
+// this CTA. Afterwards v holds the sums of that slice only. g_sums is a workspace with
+// kThreads * kValues floats for each CTA of the grid. kThreads threads of the CTA must call this
+// function. The CTA's other warps must meanwhile arrive at the cluster barrier and wait for it.
+// NOTE: the partial sums go through global memory. With distributed shared memory instead, the
+// product (M, K, N) = (64, 4096, 4096) took 3 us longer on an H200.
 template <int kSplitCluster, int kThreads, int kValues>
 __device__ __forceinline__ Sm90OutputSlice sm90_cluster_reduce(float (&v)[kValues], float* g_sums,
                                                                int thread) {

@@ -14,10 +14,11 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A warp holds 16 columns of y. With g = lane / 4 and t = lane % 4, a thread holds columns g and g
-// + 8 of these, in rows 2t and 2t + 1 of every group of 8 rows. In a gated tile the first warpgroup
-// holds the left halves. It receives the right halves from the second warpgroup and applies the
-// gate. If a cluster splits the K of the tile, each CTA stores only its output slice.
+// A warp holds 16 columns of y. With g = lane / 4 and t = lane % 4, a thread holds columns g and
+// g + 8 of these, in rows 2t and 2t + 1 of every group of 8 rows. In a gated tile the first
+// warpgroup holds the left values, and the second warpgroup holds the right values. The first
+// warpgroup receives the right values and applies the gate. If a cluster splits the K of the tile,
+// each CTA stores only its output slice.
 template <typename T, int kTile, bool kGated>
 class Sm90SwapAbEpilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
@@ -29,8 +30,8 @@ class Sm90SwapAbEpilogue {
   static constexpr bool kLoadsRows = false;
   static constexpr bool kLoadsBias = false;
 
-  // s_staging is shared memory with space for the values of 128 threads. A gated tile uses it for
-  // the right halves.
+  // s_staging is shared memory with space for the values of 128 threads. A gated tile uses it to
+  // pass the right values to the first warpgroup.
   __device__ __forceinline__ Sm90SwapAbEpilogue(const Sm90Params& p, char* s_staging, float*,
                                                 int warpgroup)
       : p_(p.gemm), s_right_(reinterpret_cast<float*>(s_staging)), warpgroup_(warpgroup) {

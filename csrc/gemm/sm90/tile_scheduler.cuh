@@ -12,9 +12,9 @@ namespace torchweld {
 struct StreamKSchedule {
   uint32_t tiles, whole_tiles, workers;
   FastDivisor k_blocks;          // divides by the number of k-blocks of one tile
-  uint32_t k_blocks_per_worker;  // the number of k-blocks in a worker's range
+  uint32_t k_blocks_per_worker;  // the minimum number of k-blocks in a worker's range
   uint32_t longer_workers;       // the number of workers whose range has one k-block more
-  uint32_t split_cluster;        // the number of workers that split the K of a tile, or 1
+  uint32_t split_cluster;        // the number of CTAs that split the K of a tile as a cluster, or 1
 
   StreamKSchedule(uint32_t tiles, int64_t k_blocks, const Sm90Stream& stream)
       : tiles(tiles),
@@ -30,8 +30,8 @@ struct StreamKSchedule {
 // k-block, so they share loads in L2. The worker then computes its range of k-blocks of the
 // stream-K tiles, the last tile first. The worker that computes the last k-block of a tile adds up
 // the partial sums of that tile. There is no deadlock: this worker waits only for workers with
-// lower numbers, which start no later, and a worker stores its partial sums before it waits for
-// others.
+// lower numbers. These workers start no later, and each of them stores its partial sums before it
+// waits for other workers.
 //
 // If split_cluster > 1, the CTAs of a cluster split the K of one tile and wait for each other.
 // split_cluster may exceed 1 only if kSplitsK is true.
@@ -48,7 +48,7 @@ class Sm90TileScheduler {
   // because registers are scarce.
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / kCluster; }
 
-  // Returns the first k-block of a worker's range.
+  // Returns where a worker's range begins in the sequence of the k-blocks of all stream-K tiles.
   static __device__ __forceinline__ uint32_t begin(const StreamKSchedule& stream_k,
                                                    uint32_t worker) {
     if (kSplitsK && stream_k.split_cluster > 1) {
@@ -87,9 +87,9 @@ class Sm90TileScheduler {
   }
   __device__ __forceinline__ bool begins() const { return first_k_block == 0; }
 
-  // Calls body(peer) for every other worker that computes k-blocks of the current tile, in
-  // descending order of their numbers. The current range must include the tile's last k-block and
-  // must not include its first.
+  // Calls body(peer) for every other worker that computes k-blocks of the current tile, from the
+  // highest to the lowest worker number. The current range must include the last k-block of the
+  // tile and must not include the first one.
   template <typename Body>
   __device__ __forceinline__ void for_each_peer(const Body& body) const {
     const uint32_t start = (tile - stream_k_.whole_tiles) * stream_k_.k_blocks.divisor();
@@ -102,7 +102,7 @@ class Sm90TileScheduler {
  private:
   const StreamKSchedule& stream_k_;
   uint32_t end_;   // the end of the k-blocks that remain in the worker's range
-  uint32_t next_;  // the next whole tile
+  uint32_t next_;  // the next whole tile of this worker
 };
 
 }  // namespace torchweld

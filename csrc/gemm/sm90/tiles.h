@@ -47,15 +47,15 @@ struct Sm90Tile {
   // includes the rows of both halves.
   int block_m, block_n;
   int stages;   // the number of pipeline stages in shared memory
-  int cluster;  // the number of CTAs per cluster, which share rows of b by multicast
+  int cluster;  // the number of CTAs per cluster; they share rows of b by multicast
   bool pingpong;
   int boxes;  // the number of boxes per warp for TMA stores; 0 for swap_ab tiles
   // Times in microseconds. k_block_us is the time of one k-block. tile_us is the time of a tile in
   // addition to its k-blocks. The times of 16-bit tiles of 128 columns or more are fitted to short
-  // products with sizes from common models, 474 on an H200 and 30 on an H100. An activation adds
-  // pointwise_us to tile_us; in ping-pong tiles this is only the part that the other warpgroup's
-  // mainloop does not hide. Stream-K adds stream_us once, and partial_us for each partial of a
-  // tile.
+  // products with sizes from common models: 474 products on an H200 and 30 on an H100. An
+  // activation adds pointwise_us to tile_us. In ping-pong tiles, pointwise_us is only the part of
+  // this time that the mainloop of the other warpgroup does not hide. Stream-K adds stream_us once,
+  // and partial_us for each partial of a tile.
   float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
   bool fp32 = false;  // whether the tile is for kFloat32, which needs two sets of accumulators
 
@@ -64,8 +64,8 @@ struct Sm90Tile {
 
   // The number of wgmmas, of 64 rows each, that cover a warpgroup's rows of a tile.
   constexpr int wgmma_m_tiles() const { return block_m / 64 / (pingpong ? 1 : kWarpgroups); }
-  // The number of columns of a box. A row of the box has 128 bytes. If block_n is not a multiple of
-  // 64, a row of 16-bit elements has 64 bytes.
+  // The number of columns of a box. A row of a box has 128 bytes, or 64 bytes if the elements have
+  // 16 bits and block_n is not a multiple of 64.
   constexpr int box_columns(int elem_bytes) const {
     return elem_bytes == 2 && block_n % 64 == 0 ? 64 : 32;
   }
@@ -83,8 +83,9 @@ struct Sm90Tile {
     const int bytes = stages * (stage_bytes() + 16) + staging_bytes() + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
   }
-  // tiles_m and tiles_n return the number of rows and columns of tiles in a product. The product
-  // has m rows of a and `width` rows of b. The tiles of a cluster count as one tile.
+  // tiles_m and tiles_n return the number of tiles along the rows of wgmma's operand A and along
+  // the rows of operand B. The product has m rows of a and `width` rows of b. The tiles of a
+  // cluster count as one tile.
   constexpr int64_t tiles_m(int64_t m, int64_t width) const {
     const int64_t rows = int64_t{block_m} * cluster;
     return ((swap_ab() ? width : m) + rows - 1) / rows;
@@ -119,8 +120,9 @@ struct Sm90Tile {
     if (gated && !a_k_major) return "a gated product needs a K-major first operand";
     return nullptr;
   }
-  // Whether this tile has kernels that also sum the rows of a. Such kernels exist only for the
-  // layout of a weight gradient, dy^T @ x. In that product the sums are the gradient of the bias.
+  // Whether this tile has kernels that also compute the sum of each row of a. Such kernels exist
+  // only for the layout of a weight gradient, dy^T @ x. In that product these sums are the gradient
+  // of the bias.
   constexpr bool supports_dbias(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
     return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_needs_k_major(math) &&
            unsupported_reason(a_k_major, b_k_major, gated) == nullptr;
@@ -161,7 +163,7 @@ static_assert(sm90_tiles_are_in_order());
 // "Stream-K", 2023.
 struct Sm90Stream {
   int64_t tiles = 0, workers = 1;
-  int split_cluster = 1;  // the number of workers of a cluster that split the K of one tile
+  int split_cluster = 1;  // the number of CTAs of a cluster that split the K of one tile, or 1
 };
 
 // Returns the stream-K schedule of a product. If the last round has fewer tiles than there are
@@ -193,7 +195,8 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blo
 inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
   const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, true);
   if (stream.tiles == 0) return 0;
-  // A wgmma with N = 8 sums the rows of a, so these sums need 8 columns of accumulators.
+  // A wgmma with N = 8 computes the sum of each row of a, so these sums need 8 columns of
+  // accumulators.
   const int dbias_columns = tile.supports_dbias(p) ? 8 : 0;
   return stream.workers * tile.cluster * tile.block_m * (tile.block_n + dbias_columns);
 }
@@ -218,7 +221,8 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (p.m > kMaxSize || p.width() > kMaxSize || p.k > kMaxSize || p.batch > kMaxSize) {
     return {"no tensor map has more than {} elements in a dimension", kMaxSize};
   }
-  // An upper bound on the number of k-blocks of all streamed tiles.
+  // All streamed tiles together must have fewer k-blocks than kMaxStreamed. There are at most 2 *
+  // sms streamed tiles.
   constexpr int64_t kMaxStreamed = int64_t{1} << 31;
   if (streams && double(sm90_k_blocks(p)) * 2 * p.device.sms >= kMaxStreamed) {
     return {"the streamed tiles would have {} k-blocks or more", kMaxStreamed};
@@ -246,8 +250,8 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     const double partials = std::max(1.0, 1 / share);
     // In stream-K the CTAs work on different k-blocks, so they share no loads. This slows a product
     // down only if its operands don't fit in L2. If there are more tiles than workers, the CTAs
-    // drift further apart the longer K is: (8192, 16384) x (16384, 4096) needs 1507 us with
-    // stream-K and 1403 us with whole tiles.
+    // also drift apart. With a longer K they drift further: (8192, 16384) x (16384, 4096) needs
+    // 1507 us with stream-K and 1403 us with whole tiles.
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
     const double drift = tile.tiles(p) > stream.workers
                              ? std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift)
@@ -264,10 +268,10 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
               : (tile.stream_us + tile.partial_us * partials) * (k_blocks - 1) / k_blocks;
   }
   // During a sequence of long products, as in the layers of a model, the GPU lowers its clock to
-  // limit its power. Tiles without clusters share no loads, so they draw more power, unless they
-  // are half empty. Ping-pong tiles load 1.5 times as many bytes per element of y as tiles of 256
-  // columns. They draw more power where the mainloop is long compared with the epilogue and all SMs
-  // have a tile.
+  // limit its power. Tiles without clusters share no loads, so products with such tiles draw more
+  // power, except products whose tiles are half empty. Ping-pong tiles load 1.5 times as many bytes
+  // per element of y as tiles of 256 columns. Therefore they draw more power, but only if the
+  // mainloop is long compared with the epilogue and all SMs have a tile.
   constexpr double kLongUs = 26, kLonger = 1.1, kPingPongLonger = 1.19;
   constexpr int64_t kLongSum = 32;
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
@@ -276,10 +280,10 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
       tile.tiles(p) >= p.device.max_active_clusters(tile.cluster)) {
     us *= kPingPongLonger;
   }
-  // NOTE: short measurements do not show that the power limit slows products of more than
-  // kSustainedUs. Repeated for 20 to 50 ms on an H100, (4096, 4096, 4096) needs 201 us with
-  // ping-pong tiles and 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and
-  // 1397 us. On an H200, ping-pong tiles make a Llama step of 1.2 B parameters 2.8 % slower.
+  // NOTE: the power limit slows products of more than kSustainedUs, but short measurements do not
+  // show this. Repeated for 20 to 50 ms on an H100, (4096, 4096, 4096) needs 201 us with ping-pong
+  // tiles and 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and 1397 us. On
+  // an H200, ping-pong tiles make a step of a Llama model with 1.2 B parameters 2.8 % slower.
   constexpr double kSustainedUs = 100, kSustainedPingPong = 1.15, kSustained192 = 1.08;
   if (draws_power && us > kSustainedUs && tile.block_n < 256) {
     us *= tile.pingpong ? kSustainedPingPong : kSustained192;

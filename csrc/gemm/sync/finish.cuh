@@ -1,6 +1,6 @@
-// The end of a work tile. Each warp writes its accumulators to shared memory and reads them back as
-// groups of 8 contiguous columns. It then runs the epilogue on these groups. If K is split, it
-// stores the groups in the workspace instead.
+// Finishes a work tile. Each warp writes its accumulators to shared memory and reads them back as
+// groups of 8 contiguous columns. The warp then runs the epilogue on these groups. If K is split,
+// the warp stores the groups in the workspace instead.
 #pragma once
 
 #include "gemm/element.cuh"
@@ -9,7 +9,7 @@
 
 namespace torchweld {
 
-// Returns the swizzled position of chunk c, which is 4 floats of a row, in a warp's staging memory.
+// Returns the swizzled index of chunk c in a row of a warp's staging memory. A chunk is 4 floats.
 // NOTE: with this swizzle there are no bank conflicts, neither in the 8-byte writes of fragments
 // nor in the 16-byte reads of every second chunk.
 template <int kColumns>
@@ -34,8 +34,8 @@ __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile&
   }
 }
 
-// Writes the accumulators of a warp to y, through the epilogue, or to the split-K workspace. The
-// accumulators pass through shared memory, 16 rows at a time.
+// Writes the accumulators of a warp to y, through the epilogue. If K is split, writes them to the
+// split-K workspace instead. The accumulators pass through shared memory, 16 rows at a time.
 template <GemmMath kMath, int kTile, int kM, int kN>
 __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
                                        const WorkTile& work, float* s_staging) {
@@ -96,8 +96,9 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
       writer.write(row, row_step, rows, v);
     }
     rows_left -= 16;
-    // NOTE: the loop over i is not unrolled, because its code is long. Every iteration uses acc[0],
-    // so the accumulators of later iterations move forward by one here.
+    // NOTE: the loop over i is not unrolled, because its code is long. An array in registers has no
+    // runtime index, so every iteration uses acc[0]. The accumulators of the later iterations move
+    // down by one index here.
 #pragma unroll
     for (int next = 1; next < kM; ++next) {
 #pragma unroll

@@ -14,9 +14,9 @@
 // ldmatrix spread evenly between the mma instructions.
 //
 // Each fp32 value is split into three bf16 terms. The product of two values is computed as six
-// products of terms, which are exact (device/mma_sync.cuh) and need as many instructions as three
-// TF32 products. If a block meets inf, NaN or a value that rounds to inf, it computes its work tile
-// again with kHandlesNonFinite.
+// products of terms. A product of two terms is exact (device/mma_sync.cuh), and the six products
+// need as many instructions as three TF32 products. If a block meets inf, NaN or a value that
+// rounds to inf, the block computes its work tile again with kHandlesNonFinite.
 #pragma once
 
 #include <type_traits>
@@ -57,10 +57,12 @@ struct OperandB {
 };
 
 // Computes acc += a @ b^T for two slices of fp32 operands. Each value is split into 16-bit terms,
-// and the terms of both slices form one slice: elements t and t + 4 of an fp32 slice become
-// elements 2t and 2t + 1. This permutes K in a and in b alike, so the product stays the same. If
-// kHandlesNonFinite is false, a value that is not finite or rounds to inf sets `check` to NaN.
-// read(r, operand, i, second) reads 16 rows of the first or the second slice.
+// and the terms of both fp32 slices form one 16-bit slice. Elements t and t + 4 of the first fp32
+// slice become elements 2t and 2t + 1 of the 16-bit slice. The elements of the second fp32 slice
+// follow in the same order, from element 8 on. This permutes K in a and in b alike, so the product
+// is unchanged. If kHandlesNonFinite is false, a value that is not finite or rounds to inf sets
+// `check` to NaN. read(r, operand, i, second) reads 16 rows of the operand, from the second slice
+// if `second` is 1 and from the first slice if it is 0.
 template <bool kHandlesNonFinite, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {
@@ -75,7 +77,7 @@ __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Re
       a[i].set(2 * second + 1, r[1], r[3], check);
     }
   }
-  uint32_t raw[2][4];  // the raw words of two n8 tiles of b
+  uint32_t raw[2][4];  // raw[s] holds the words of 16 rows of b in slice s
 #pragma unroll
   for (int j = 0; j < kN; ++j) {
     const int at = j % 2 * 2;
@@ -187,8 +189,9 @@ class OperandLoader {
 
   const GemmParams* p_;
   int k_blocks_;
-  // If b is a pair concatenated along K, the number of k-blocks to load before b's second matrix
-  // begins. The value is 0 or less if the second matrix has begun or b is not a pair.
+  // For a pair b that is concatenated along K, the number of k-blocks to load before the second
+  // matrix of b begins. The value is 0 or less if the second matrix has begun, or if b is not such
+  // a pair.
   int k_blocks_to_half_;
   TileLoader<T, kT.block_m, kT.threads(), kAKMajor> a_;
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;
@@ -205,10 +208,10 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kStages = kT.stages, kBytesA = kT.block_m * kKBlockBytes;
-  // Whether the warp reads the next slice while it multiplies the current slice. For fp32 there are
-  // too few registers for two slices.
+  // Whether the warp reads the next slice while it multiplies the current slice. With kFloat32
+  // there are too few registers for the fragments of two slices.
   constexpr bool kAhead = kMath != GemmMath::kFloat32;
-  // NOTE: the compiler spills registers in some kernels with threadIdx.x and in others with
+  // NOTE: some kernels spill registers if they read threadIdx.x, and others if they call
   // fresh_thread(). `make kernel-check` reports spills.
   constexpr bool kFresh = sizeof(T) == 4 && kT.blocks_per_sm < 3;
   const int thread = kFresh ? fresh_thread() : threadIdx.x;
@@ -274,7 +277,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
           }
         };
         multiply_split<kHandlesNonFinite>(acc, read_one, check);
-        __syncwarp();  // NOTE: without this the compiler mixes two iterations and spills
+        __syncwarp();  // NOTE: without this call the compiler mixes two iterations and spills
       }
       advance();
     }
@@ -330,14 +333,15 @@ void launch_sync_kernel(const GemmParams& p, cudaStream_t stream) {
   const int64_t at_once = int64_t{kT.blocks_per_sm} * device_facts().sms;
   const int64_t band_tiles = std::min(tiles_m, int64_t{kBandRows / kT.block_m});
   const GemmSchedule grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
-  // NOTE: if the work items need only a few rounds, every item gets a block of its own, because the
-  // GPU's block scheduler then balances the last round better. Otherwise the blocks are persistent.
+  // NOTE: a round is the at_once blocks that the GPU runs at the same time. If there are only a few
+  // rounds of work items, every item gets a block of its own, because the GPU's block scheduler
+  // then balances the last round better. Otherwise the blocks are persistent.
   constexpr int kFewRounds = 3;
   const int64_t blocks = grid.items < kFewRounds * at_once ? int64_t{grid.items} : at_once;
   launch_kernel(kernel, {blocks, kT.threads(), kT.shared_bytes()}, stream, p, grid);
 }
 
-// Launches the kernel for one of the four layouts of a tile.
+// Launches the kernel of a tile for the layouts of a and b. Each of them is K-major or MN-major.
 template <GemmMath kMath, int kTile>
 void launch_sync_tile(const GemmParams& p, cudaStream_t stream) {
   const bool a_k_major = p.a.k_stride == 1, b_k_major = p.b.k_stride == 1;

@@ -3,8 +3,8 @@
 //
 // A tile has kRows rows (M or N) of one k-block. The dim that is contiguous in global memory
 // determines the layout of the tile in shared memory:
-//   K-major   [row][k], 128 bytes a row; 16-byte chunk c of row r lies at c ^ (r % 8)
-//   MN-major  [k][row]; chunk c of column k lies at c ^ (k % 8), for fp32 at c ^ (k % 4 * 2)
+//   K-major   [row][k], 128 bytes per row; 16-byte chunk c of row r lies at index c ^ (r % 8)
+//   MN-major  [k][row]; chunk c of column k lies at c ^ (k % 8), or for fp32 at c ^ (k % 4 * 2)
 // With these swizzles, neither ldmatrix nor the 4-byte reads of MN-major fp32 have bank conflicts.
 #pragma once
 
@@ -25,12 +25,12 @@ struct RowOrder {
 };
 
 struct TileSource {
-  const char* data;    // the address of the batch in global memory
+  const char* data;    // the operand's matrix of this batch, in global memory
   int64_t row_bytes;   // distance between rows of the same half, in bytes
   int64_t k_bytes;     // distance between elements along K, in bytes
   int64_t half_bytes;  // distance from the left half to the right half, in bytes
-  int64_t first_row;   // the first row of this block's tile
-  int64_t rows;        // the number of rows of the operand
+  int64_t first_row;   // the first row of this block's tile; if gated, in each half
+  int64_t rows;        // the number of rows of the operand; if gated, of one half
   RowOrder order;
 };
 
@@ -106,18 +106,19 @@ class TileLoader {
   }
 
  private:
-  const char* from_;  // this thread's next chunk
-  // stride_bytes_ is the distance between chunks of this thread in a k-block. wrap_bytes_ is added
-  // to the address after the last chunk of a k-block, so that it points to the next k-block.
+  const char* from_;  // the global-memory address of this thread's next chunk
+  // stride_bytes_ is added to the address after each chunk of this thread. After the last chunk of
+  // a k-block, wrap_bytes_ is added as well, so that the address points to the next k-block.
   int64_t stride_bytes_, wrap_bytes_;
   int k_left_;  // the number of elements from this thread's chunk to the end of K
   uint32_t valid_ = 0;
   uint32_t s_offset_;
 };
 
-// Reads fragments of a warp's rows from the ring. A fragment covers one slice along K: two chunks,
-// which are 16 16-bit elements or 8 fp32 elements. The warp's first row is a multiple of 32, so
-// every address is offset_ + (swizzle_ ^ constant) plus a constant.
+// Reads fragments of a warp's rows from the ring. A fragment covers one slice along K. A slice has
+// two chunks, which are 16 elements of 16 bits or 8 elements of fp32. The warp's first row is a
+// multiple of 32, so every address has the form s_tile + offset_ + (swizzle_ ^ x) + y, where x and
+// y are the same for all lanes.
 template <typename T, int kRows, bool kKMajor>
 class FragmentReader {
   static constexpr int kSharedRowBytes = kKMajor ? 128 : kRows * int(sizeof(T));
@@ -131,8 +132,9 @@ class FragmentReader {
   template <bool kForA>
   static __device__ __forceinline__ FragmentReader make(int lane, int first_row) {
     const int q = lane >> 3, in = lane & 7, g = lane >> 2, t = lane & 3;
-    // ldmatrix loads four 8 x 8 matrices. A lane passes the address of a row of one of them.
-    // row_bit selects the matrix's group of 8 rows, and k_bit selects its chunk in the slice.
+    // ldmatrix loads four 8 x 8 matrices. Each lane passes the address of one row of one matrix.
+    // row_bit says which group of 8 rows this matrix covers, and k_bit says which chunk of the
+    // slice it covers.
     const int row_bit = kForA ? q & 1 : q >> 1, k_bit = kForA ? q >> 1 : q & 1;
     FragmentReader reader;
     if constexpr (kKMajor) {
@@ -148,7 +150,7 @@ class FragmentReader {
     return reader;
   }
 
-  // Loads the fragment of rows 16 * i to 16 * i + 15 of the warp in slice `slice`.
+  // Loads the fragment of the warp's rows 16 * i to 16 * i + 15 in slice `slice`.
   template <bool kForA>
   __device__ __forceinline__ void load(uint32_t (&r)[4], uint32_t s_tile, int i, int slice) const {
     if constexpr (kKMajor) {
