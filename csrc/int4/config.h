@@ -22,9 +22,9 @@ struct Int4Tile {
   int chunks;  // number of chunks per k-block
   int stages;  // number of stages of the ring in shared memory
   int blocks;  // number of blocks per SM if x is 16-bit; the registers per thread limit this number
-  // If true, the scale multiplies each group's accumulators. This supports any dtype and any group
-  // size. If false, the scale multiplies the weight. This needs only half as many accumulators, but
-  // requires 16-bit x and groups of whole chunks.
+  // If true, the scale of a group multiplies the accumulators of the group. This supports any dtype
+  // and any group size. If false, the scale multiplies the codes. This needs only half as many
+  // accumulators, but requires 16-bit x and groups of whole chunks.
   bool scale_sums;
   Int4Times times;
 
@@ -40,7 +40,7 @@ struct Int4Tile {
   constexpr bool supports(int elem_size, bool whole_chunks) const {
     return scale_sums || (elem_size == 2 && whole_chunks);
   }
-  // The bytes of a row of x in shared memory.
+  // The number of bytes in shared memory of a row of x, which is one token of one chunk.
   // NOTE: fp32 rows have 32 bytes of padding and 16-bit rows have a swizzle, to avoid bank
   // conflicts.
   static constexpr int x_row_bytes(int elem_size) {
@@ -64,7 +64,7 @@ struct Int4Tile {
 };
 
 // NOTE: the tiles for up to 32 tokens have two row tiles per warp and two chunks per k-block. An SM
-// then issues its instructions in half of the time in which it reads its slice of the weight.
+// then needs half as much time to issue the instructions as to read its slice of the weight.
 inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5500, 50}},
                                           {128, 16, 4, 2, 3, 5, true, {800, 360, 7500, 100}},
                                           {128, 32, 4, 2, 3, 4, true, {750, 540, 8300, 255}},
@@ -73,9 +73,8 @@ inline constexpr Int4Tile kInt4Tiles[] = {{64, 8, 2, 2, 4, 8, true, {700, 160, 5
                                           {256, 128, 8, 1, 4, 1, false, {1370, 1370, 6500, 4900}}};
 inline constexpr int kInt4TileCount = sizeof(kInt4Tiles) / sizeof(kInt4Tiles[0]);
 
-// The maximum number of tokens for kSync. It applies if x is fp32 or if groups are not whole
-// chunks. With more tokens, the weight is dequantised, and the matmul engine multiplies it
-// (kDense).
+// The maximum number of tokens for kSync if x is fp32 or if groups are not whole chunks. With more
+// tokens, the weight is dequantised, and the matmul engine multiplies it (kDense).
 inline constexpr int64_t kInt4DenseTokens = 128;
 
 // kDecode is for few tokens and keeps all of x in shared memory. kSync uses mma.sync and supports
@@ -213,7 +212,8 @@ inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int spl
       int4_blocks_time(times, tiles, splits, k_blocks, tile.blocks_per_sm(p.elem_size),
                        p.device.sms, p.device.clusters);
   if (splits == 1 || p.device.clusters) return time;
-  return time + kSumNs + 8 * splits * m * n / kSumBytesPerNs;  // 4 bytes written, 4 read
+  // Each partial is stored and loaded, with 4 bytes each time.
+  return time + kSumNs + 8 * splits * m * n / kSumBytesPerNs;
 }
 
 // Predicts the time of a wgmma tile in nanoseconds.
@@ -247,8 +247,8 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
     consider(Int4Engine::kLargeM, i, kInt4LargeMTiles[i]);
   for (int i = 0; i < kInt4SmallMTileCount; ++i) {
     const Int4SmallMTile& tile = kInt4SmallMTiles[i];
-    // Skip kSmallM tiles with as many tokens as a kLargeM tile, if x has more tokens than the tile.
-    // Such problems were not measured.
+    // Skip a kSmallM tile that has at least as many tokens as the smallest kLargeM tile, if x has
+    // more tokens than the kSmallM tile. Such problems were not measured.
     if (tile.tokens >= kInt4LargeMTiles[0].tokens && p.m > tile.tokens) continue;
     consider(Int4Engine::kSmallM, i, tile);
   }
@@ -260,12 +260,12 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
 inline Int4Choice choose_int4_sync(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;
-  int tokens = 0;  // number of tokens of the smallest tile that holds all tokens of x
+  int tokens = 0;  // number of tokens of the last legal tile
   for (int i = 0; i < kInt4TileCount; ++i) {
     const Int4Tile& tile = kInt4Tiles[i];
     if (int4_sync_refusal(p, tile, 1)) continue;
     if (tokens >= p.m && tile.tokens > tokens) break;
-    if (tile.tokens > tokens) best_time = -1;  // a later tile has at least as many tokens
+    if (tile.tokens > tokens) best_time = -1;  // all earlier tiles have too few tokens
     tokens = tile.tokens;
     for (int splits = 1; splits <= 8; splits *= 2) {
       if (splits > 1 && int4_split_k_blocks(p.shape, tile.chunks, splits) < 2) break;

@@ -50,8 +50,8 @@ struct Int4WorkTile {
 };
 
 // A thread's copies of x for one k-block. The k-block is stored as [chunk][token][64 columns]. A
-// row is one token of one chunk. For 16-bit x, 16-byte vector c of token r is stored at index c ^
-// (r % 8) of the row.
+// row is one token of one chunk. For 16-bit x, 16-byte vector c of token r is stored at index
+// c ^ (r % 8) of the row.
 template <const auto& kTiles, int kTile, int kElem, int kRowBytes = kInt4ChunkK * kElem>
 class Int4XCopies {
   static constexpr auto kT = kTiles[kTile];
@@ -85,8 +85,8 @@ class Int4XCopies {
   // The index (within the k-block) of the first chunk that the thread loads.
   __device__ __forceinline__ int first_chunk() const { return chunk_; }
 
-  // Loads the next k-block. valid(chunk) must return whether the split includes this thread's chunk
-  // first_chunk() + chunk of the k-block. Chunks outside of the split become 0.
+  // Loads the next k-block. valid(chunk) must return whether chunk first_chunk() + chunk of the
+  // k-block lies in the split. Chunks outside of the split become 0.
   template <typename Valid>
   __device__ __forceinline__ void load(uint32_t s_stage, const Valid& valid) {
 #pragma unroll
@@ -101,15 +101,15 @@ class Int4XCopies {
 
  private:
   const char* g_x_;
-  int64_t token_stride_;  // distance between two loads of the thread, in bytes
+  int64_t token_stride_;  // distance in x between the tokens of consecutive loads, in bytes
   int chunk_;
   uint32_t valid_ = 0;  // bit i is set if the token of the thread's load i exists
   uint32_t s_x_;
 };
 
-// A thread's copy of 16-bit scales or zeros for one k-block. Shared memory stores them as
-// [tile][chunk]. Three threads copy the scales and zeros of one chunk of a tile: two threads copy
-// 16 bytes of scales each, and one thread copies 8 bytes of zeros.
+// A thread's copy of scales or zeros for one k-block. The scales are 16-bit. Shared memory stores
+// scales and zeros as [tile][chunk]. Three threads copy the scales and zeros of one chunk of a
+// tile: two threads copy 16 bytes of scales each, and one thread copies 8 bytes of zeros.
 template <int kChunks>
 class Int4ScaleCopy {
  public:

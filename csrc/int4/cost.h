@@ -23,7 +23,7 @@ inline int64_t int4_split_k_blocks(const Int4Shape& shape, int chunks, int split
 }
 
 // The legal numbers of splits. Three splits are legal only for tiles with kThreeSplits, because
-// only their kernels are compiled for three splits.
+// only the kernels of these tiles are compiled for three splits.
 inline constexpr int kInt4Splits[] = {1, 2, 3, 4, 8};
 
 template <typename Tile>

@@ -28,7 +28,8 @@ inline Tensor aligned_contiguous(const Tensor& t) {
   return copy;
 }
 
-// Returns x (M, K), or a copy of x. The result has rows that are contiguous and 16-byte aligned.
+// Returns x (M, K), or a copy of x if needed. The result has stride 1 along K, and its rows start
+// on 16-byte boundaries.
 inline Tensor aligned_rows(const Tensor& x) {
   const bool rows = x.size(0) == 1 || x.stride(0) * x.element_size() % 16 == 0;
   return x.stride(1) == 1 && rows && is_aligned(x) ? x : aligned_contiguous(x.contiguous());

@@ -1,7 +1,6 @@
-// Dequantises the repacked weight for the matmul engine. Every gradient uses this kernel, and so
-// does every product with the engine kDense. A thread writes one unit, that is, eight values. Eight
-// consecutive threads write one chunk of a row. Therefore a warp writes whole cache lines, for four
-// rows.
+// Dequantises the repacked weight for the matmul engine. All gradients and all products with the
+// engine kDense use this kernel. A thread writes one unit, which is eight values. Eight consecutive
+// threads write one chunk of a row, so a warp writes whole cache lines of four rows.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "int4/params.h"

@@ -36,7 +36,8 @@ struct Int4Family : FirstSizeByClass {
     return int4_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // Lists every tile. A legal tile that can split K is listed with every number of splits.
+  // Lists every tile. If a tile is legal and its kernels have several numbers of splits, the list
+  // has the tile with each of these numbers.
   static std::vector<Encoded> candidates(const Int4Problem& p) {
     std::vector<Encoded> all;
     for (int i = 0; i < kInt4DecodeTileCount; ++i) {
@@ -78,7 +79,7 @@ struct Int4Family : FirstSizeByClass {
     return "";
   }
 
-  // For kDense all columns are zeros, because kDense calls the matmul engine.
+  // For kDense all columns but `splits` are 0, because kDense calls the matmul engine.
   static Columns columns(const Int4Problem& p, const Encoded& x) {
     const auto row = [&](const auto& tile, int shared_bytes) -> Columns {
       return {{"rows", tile.rows},

@@ -79,14 +79,15 @@ __device__ __forceinline__ uint32_t int4_slice_word(const uint4& words, int slic
 }
 
 // Computes (a & mask) | magic.
-// NOTE: with two constant operands the compiler would emit two instructions.
+// NOTE: this function uses asm, because `mask` and `magic` are constants. For two constant
+// operands, the compiler would emit two instructions.
 __device__ __forceinline__ uint32_t mask_or(uint32_t a, uint32_t mask, uint32_t magic) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(magic));
   return d;
 }
 
-// The zeros of a lane's two rows, g and g + 8, in one group.
+// The zeros of a lane's two rows in one group. The rows are lane / 4 and lane / 4 + 8.
 template <typename U>
 struct Int4Zeros {
   uint32_t low, high;  // two copies of (magic number + zero)
@@ -167,7 +168,7 @@ class Int4XReader {
 
  public:
   static constexpr int kTerms = sizeof(T) == 4 ? 3 : 1;
-  // One ldmatrix loads two groups, except in tiles of 8 tokens.
+  // One ldmatrix loads two groups of 16-bit x, except in tiles of 8 tokens.
   static constexpr int kCount = kTokens >= 16 && sizeof(T) == 2 ? 2 : 1;
   uint32_t r[kCount][kTerms][2];
 
@@ -175,7 +176,8 @@ class Int4XReader {
   static __device__ __forceinline__ uint32_t offset(int lane) {
     if constexpr (sizeof(T) == 2) {
       const int block = lane >> 3, in = lane & 7;
-      // NOTE: for 8 tokens, ldmatrix reads the first two blocks twice, because x ends there.
+      // NOTE: in a tile of 8 tokens, ldmatrix reads the first two 8 x 8 blocks twice, because x has
+      // no further blocks.
       const int row = in + (kTokens >= 16 ? block >> 1 << 3 : 0);
       return row * kRowBytes + (((block & 1) ^ in) << 4);
     } else {
@@ -184,7 +186,7 @@ class Int4XReader {
   }
 
   // Loads tokens [8 * kCount * i, 8 * kCount * (i + 1)) of a slice of a chunk. s_x is the lane's
-  // address in x. Without the swizzle, it is a multiple of 128.
+  // address in x. For 16-bit x, s_x is a multiple of 128 bytes plus the swizzle.
   __device__ __forceinline__ void load(uint32_t s_x, int chunk, int i, int slice) {
     const int from = (chunk * kTokens + i * 8 * kCount) * kRowBytes;
     if constexpr (sizeof(T) == 2) {

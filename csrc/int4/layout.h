@@ -1,18 +1,20 @@
-// The two layouts of 4-bit weights. weight (N, K) = scale * (code - zero), with one scale and one
-// zero per row and group of columns.
+// The two layouts of 4-bit weights. weight (N, K) = scale * (code - zero). Each row has one scale
+// and one zero per group of columns.
 //
-// Portable: words of eight codes along K, called units, lowest nibble first.
+// Portable layout: a word holds eight consecutive codes of a row, the first code in the lowest
+// nibble. These eight codes are called a unit.
 //
-// Repacked: tiles of 16 rows. A tile is a sequence of chunks of 64 columns, and a chunk has 32
-// lanes of four words. Word s of lane l holds eight codes of columns [16 s, 16 s + 16), in the
-// order of lane l's values in the 16 x 16 register operand of mma.sync or wgmma. With g = l / 4 and
-// t = l % 4, nibbles i and i + 4 are codes 2t and 2t + 1 of unit 2 s + i / 2 of the chunk, in row
-// g + 8 * (i % 2). One shift and one mask unpack nibbles i and i + 4 into the two halves of a
-// register. Rows and units behind the end of the weight are 0. All kernels read this layout.
-//   packed        (tiles, chunks, 128) words, the four words of a lane together
-//   packed_scale  (tiles, groups, 16), rows in the order 0, 8, 1, 9, ...: one load reads both
-//                 rows of a lane
-//   packed_zero   (tiles, groups, 2) words of eight zeros, of rows 0-7 and 8-15
+// Repacked layout: the rows form tiles of 16 rows. A tile is a sequence of chunks of 64 columns,
+// and a chunk has four words for each of 32 lanes. Word s of lane l holds eight codes of columns
+// [16 s, 16 s + 16), in the order of lane l's values in the 16 x 16 register operand of mma.sync or
+// wgmma. With g = l / 4 and t = l % 4, nibbles i and i + 4 are codes 2t and 2t + 1 of unit
+// 2 s + i / 2 of the chunk, in row g + 8 * (i % 2). One shift and one mask unpack nibbles i and
+// i + 4 into the two halves of a register. Rows and units behind the end of the weight are 0. All
+// kernels read this layout.
+//   packed        (tiles, chunks, 128) words; the four words of a lane are adjacent
+//   packed_scale  (tiles, groups, 16) scales of the rows in the order 0, 8, 1, 9, ..., so that one
+//                 load reads the scales of both rows of a lane
+//   packed_zero   (tiles, groups, 2) words of eight zeros: of rows 0-7, then of rows 8-15
 #pragma once
 
 #include <cstdint>
@@ -25,7 +27,7 @@ inline constexpr int kInt4Unit = 8;       // the number of codes in a word
 inline constexpr int kInt4TileRows = 16;  // the number of weight rows in a tile
 inline constexpr int kInt4ChunkK = 64;    // the number of columns (of K) in a chunk
 inline constexpr int kInt4ChunkUnits = kInt4ChunkK / kInt4Unit;
-inline constexpr int kInt4ChunkWords = 128;  // the number of words of codes in a chunk of a tile
+inline constexpr int kInt4ChunkWords = 128;  // the number of words in a chunk
 
 // The sizes of a weight and of its repacked form.
 struct Int4Shape {
@@ -54,8 +56,8 @@ TW_HOST_DEVICE uint32_t int4_repacked_word(int lane, int slice, const WordOf& wo
   return packed;
 }
 
-// The inverse of int4_repacked_word: returns the portable word of row `row` of the tile and unit
-// `unit` of the chunk, from the words of the chunk.
+// The inverse of int4_repacked_word. Reads the words of a chunk and returns the portable word of
+// row `row` of the tile and unit `unit` of the chunk.
 TW_HOST_DEVICE uint32_t int4_portable_word(const uint32_t* chunk, int row, int unit) {
   const int i = row / 8 + 2 * (unit % 2);
   uint32_t word = 0;
@@ -66,7 +68,7 @@ TW_HOST_DEVICE uint32_t int4_portable_word(const uint32_t* chunk, int row, int u
   return word;
 }
 
-// The index of a row of the tile among the 16 scales of a group.
+// Returns the index of a row's scale among the 16 scales that a tile has for a group.
 TW_HOST_DEVICE int int4_scale_place(int row) { return row % 8 * 2 + row / 8; }
 
 }  // namespace torchweld

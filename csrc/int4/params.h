@@ -18,15 +18,15 @@ struct Int4Weight {
   const uint32_t* zero;
 };
 
-// The parameters of a product. gemm.a is x (K contiguous, rows 16-byte aligned). gemm also holds y
-// and the bias. If a second kernel adds the partials of the splits, gemm also holds the workspace.
-// `weight` replaces operand b of gemm.
+// The parameters of a product. gemm.a is x: K-major, with rows that start on 16-byte boundaries.
+// `gemm` also holds y and the bias. If a second kernel adds the partials of the splits, `gemm` also
+// holds the workspace. `weight` replaces operand b of `gemm`.
 struct Int4LinearParams {
   GemmParams gemm;
   Int4Weight weight;
   Int4Choice choice;
   int sms;        // number of SMs of the device
-  bool clusters;  // the device supports thread-block clusters
+  bool clusters;  // whether the device supports thread-block clusters
 };
 
 // The operands of the decode and small-M kernels. x_row_bytes is in bytes, and y_row_stride is in

@@ -46,7 +46,7 @@ __device__ __forceinline__ void int4_load_bias(float (&bias)[kCount], const void
 }
 
 #if TW_HAS_CLUSTERS
-// Computes v[i], the sum of partial i of every split, in the order of the cluster's ranks. Every
+// Sets v[i] to the sum of partial i over all splits, in the order of the cluster's ranks. Every
 // block stores its 8 partials at the same shared memory address, s_from.
 template <int kSplits>
 __device__ __forceinline__ void int4_reduce_splits(float (&v)[kGroup], const float4* s_from) {

@@ -40,7 +40,8 @@ inline void int4_block_matmul(const Tensor& y, const Tensor& x, const Tensor& bl
   }
 }
 
-// the maximum number of x rows for these kernels; with more rows, dequantising the weight is faster
+// The maximum number of rows of x for which the weight stays packed. With more rows, it is faster
+// to dequantise the weight.
 constexpr int64_t kInt4FewBf16Rows = 48;
 
 #ifdef TW_SIMD_TARGETS
@@ -87,7 +88,7 @@ struct RepackedInt4Words {
 inline PortableInt4Words int4_words(const PortableInt4& weight) { return {weight}; }
 inline RepackedInt4Words int4_words(const RepackedInt4& weight) { return {weight}; }
 
-// Rows [first, end) of the weight, with a lookup table for each of their groups.
+// Rows [first, end) of the weight, with one lookup table for each group of each row.
 template <typename Words>
 struct Int4Bf16Rows {
   static constexpr int kLanes = 16;
@@ -151,9 +152,9 @@ struct Int4Bf16Rows {
     return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table)));
   }
 
-  // Adds to sums (kRowBlock, kXRows, 16) the products of x with rows [row, row + kRowBlock) of the
-  // weight, over groups [group_begin, group_end). For rows from `end` on, the function uses the
-  // last row.
+  // Multiplies x by rows [row, row + kRowBlock) of the weight, over groups [group_begin,
+  // group_end). Adds the products to sums (kRowBlock, kXRows, 16). In place of the rows from `end`
+  // on, the function uses the last row.
   template <int kXRows, int kRowBlock>
   TW_BF16_TARGET void add(float* sums, const at::BFloat16* x, int64_t row, int64_t group_begin,
                           int64_t group_end) const {
@@ -218,11 +219,12 @@ struct Int4Bf16Rows {
     }
   }
 
-  // Computes y for x (steps, vectors, kXRows, 32). Only the first `rows` rows of x are valid.
+  // Computes y for x (steps, vectors, kXRows, 32). Only the first `rows` of the kXRows rows are
+  // valid.
   template <int kXRows>
   void run(at::BFloat16* y, const at::BFloat16* x, int64_t rows, const at::BFloat16* bias,
            int64_t bias_stride) const {
-    // The number of weight rows per register tile; the number of vector registers limits it.
+    // The number of weight rows per register tile. The number of vector registers limits kRowBlock.
     constexpr int kRowBlock = kXRows == 8 ? 3 : 4;
     constexpr int64_t kCacheBytes = 32 << 10;
     const auto& shape = from.weight.shape;
@@ -289,7 +291,7 @@ void int4_bf16_into(const Tensor& y, const Tensor& x, const Weight& weight,
   }
   // The number of weight rows per task, and the maximum number of x rows per tile.
   constexpr int64_t kTaskRows = 64, kMaxRows = 8;
-  std::vector<Tensor> x_tiles;  // (steps, vectors, 1, 2, 4 or 8 rows, 32)
+  std::vector<Tensor> x_tiles;  // each is (steps, vectors, rows, 32) with 1, 2, 4 or 8 rows
   for (int64_t first = 0; first < rows; first += kMaxRows) {
     const int64_t count = std::min(kMaxRows, rows - first);
     x_tiles.push_back(

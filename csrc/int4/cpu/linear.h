@@ -1,9 +1,10 @@
 // CPU: y = x @ W^T + bias and dx = dy @ W for a 4-bit weight W in either layout.
 //
-// Each thread dequantises a block of W into a buffer that fits into its cache, and torch multiplies
-// the block. For a few rows of x or dy, W is dequantised in registers instead. For y, a block is a
-// range of rows of W. For dx, a block is a range of columns of W. Therefore no sum is split over
-// several blocks. Each dequantised value of W is rounded once, to the dtype of x.
+// Each thread dequantises a block of W into a buffer that fits into the cache, and torch multiplies
+// the block. For a few rows of x or dy, W is dequantised in registers instead. In the product for
+// y, a block is a range of rows of W. In the product for dx, it is a range of columns of W.
+// Therefore no sum is split over several blocks. Each dequantised value of W is rounded once, to
+// the dtype of x.
 #pragma once
 
 #include <ATen/Dispatch.h>

@@ -21,9 +21,10 @@ namespace torchweld {
 constexpr int kInt4Lanes = 16;
 constexpr int kInt4FewRows = 16;  // with more rows of x, dequantising the weight is faster
 
-// Offsets that convert a code to a float without a conversion instruction or a shift. Or-ing nibble
-// i of a word into the mantissa of 2^23 gives 2^23 + 16^i * code. Subtracting kInt4Offsets[zero][i]
-// leaves 16^i * (code - zero). x is divided by 16^i before the product.
+// Offsets that convert a code to a float without a conversion instruction or a shift. If nibble i
+// of a word is or-ed into the mantissa of 2^23, the float is 2^23 + 16^i * code. The code subtracts
+// kInt4Offsets.offset[zero][i] from the float, which leaves 16^i * (code - zero). x is divided by
+// 16^i before the product.
 constexpr int kInt4MantissaNibbles = 5;  // number of nibbles that fit into a mantissa
 
 struct Int4Offsets {
@@ -58,8 +59,8 @@ struct Int4Sums {
     add_products(values, x, std::make_index_sequence<kRows>());
   }
 
-  // Use pack expansions instead of loops, because an array stays in registers only if every index
-  // is a constant.
+  // These functions use pack expansions instead of loops, because an array stays in registers only
+  // if every index is a constant.
   template <size_t... r>
   void clear(std::index_sequence<r...>) {
     ((lanes[r] = Floats{}), ...);
@@ -87,7 +88,7 @@ struct Int4Sums {
   }
 };
 
-// Divides each vector of x (..., vectors, rows, 16) by 16^nibbles[vector].
+// Divides the values of vector v of x (..., vectors, rows, 16) by 16^nibbles[v].
 inline Tensor int4_scale_nibbles(const Tensor& x, int64_t rows, const std::vector<int>& nibbles) {
   const Tensor divided = x.contiguous();
   float* data = divided.mutable_data_ptr<float>();
@@ -99,9 +100,9 @@ inline Tensor int4_scale_nibbles(const Tensor& x, int64_t rows, const std::vecto
   return divided;
 }
 
-// Adds the bias to the sums of a weight row and stores them in a column of y. NOTE: the scales are
-// converted to float before, so that the kernels need no instance per dtype. Such instances would
-// be 1 MB of machine code, and 17 s of a build.
+// Adds the bias to the sums of a weight row and stores the results in a column of y. NOTE: the
+// scales are converted to float before the product, so that the kernels need no instance per dtype
+// of the scales. Such instances would add 1 MB of machine code, and 17 s to a build.
 struct Int4Result {
   const float* scales;
   FloatWriter y;
@@ -116,8 +117,8 @@ struct Int4Result {
   }
 };
 
-// The product for the portable layout. The 16 lanes of a vector belong to 16 units of a row. A
-// vector has the same column of each of these units.
+// The product for the portable layout. The 16 lanes of a vector belong to 16 units of a row, all at
+// the same position within the unit.
 struct PortableInt4Rows {
   static constexpr int64_t kColumns = kInt4Lanes * kInt4Unit, kTaskRows = 64;
   static constexpr int64_t kMax16Bit = 8;  // with more rows, dequantisation and oneDNN are faster
@@ -125,7 +126,7 @@ struct PortableInt4Rows {
   static constexpr int64_t kRowBlock = 4;
   const PortableInt4& weight;
 
-  Tensor x_lanes(const Tensor& x) const {  // (K / 128, 8 vectors, rows, 16)
+  Tensor x_lanes(const Tensor& x) const {  // returns (K / 128, 8 vectors, rows, 16)
     return int4_scale_nibbles(x.view({x.size(0), -1, kInt4Lanes, kInt4Unit}).permute({1, 3, 0, 2}),
                               x.size(0), {0, 1, 2, 3, 4, 0, 1, 2});
   }
@@ -166,15 +167,15 @@ struct PortableInt4Rows {
   }
 };
 
-// The product for the repacked layout. 16 words of a chunk are the words of four lanes t, with four
-// slices s each. Nibble i of word 4 t + s belongs to row g + 8 * (i % 2) and column 16 s + 8 * (i /
-// 2 % 2) + 2 t + i / 4.
+// The product for the repacked layout. In a chunk, rows g and g + 8 of a tile share 16 words: four
+// lanes t have four words each, one for each slice s. Nibble i of word 4 t + s belongs to row
+// g + 8 * (i % 2) and column 16 s + 8 * (i / 2 % 2) + 2 t + i / 4.
 struct RepackedInt4Rows {
   static constexpr int64_t kColumns = kInt4ChunkK, kTaskRows = kInt4TileRows;
   static constexpr int64_t kMax16Bit = kInt4FewRows;
   const RepackedInt4& weight;
 
-  Tensor x_lanes(const Tensor& x) const {  // (chunks, 4 vectors, rows, 16)
+  Tensor x_lanes(const Tensor& x) const {  // returns (chunks, 4 vectors, rows, 16)
     const Tensor padded =
         at::constant_pad_nd(x, {0, weight.shape.chunks() * kInt4ChunkK - x.size(1)});
     return int4_scale_nibbles(padded.view({x.size(0), -1, 4, 2, 4, 2}).permute({1, 5, 3, 0, 4, 2}),

@@ -1,7 +1,7 @@
-// CPU: dx = dy @ W for a few rows of dy. As in the forward, the weight stays packed and is read
-// once, 16 words at a time. A vector holds 16 codes: the same nibble of each of the 16 words. The
-// sums are in the order of these vectors and stay in the cache. Each time the code loads a sum, it
-// adds the products of four rows of W.
+// CPU: dx = dy @ W for a few rows of dy. As in the forward op (rows.h), the weight stays packed and
+// is read once, 16 words at a time. A vector holds 16 codes: the same nibble of each of the 16
+// words. The sums are in the order of these vectors and stay in the cache. Each time the code loads
+// a sum, it adds the products of four rows of W.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -38,7 +38,8 @@ struct Int4FourRows {
     words[0] >>= bits, words[1] >>= bits, words[2] >>= bits, words[3] >>= bits;
   }
 
-  // Adds the products of nibble kNibble, times 16^kNibble, to sums (rows, 16).
+  // Adds products to sums (rows, 16). The codes are those in nibble kNibble of the words. Each
+  // product is multiplied by 16^kNibble.
   template <int kNibble>
   void add(float* sums) const {
     add_rows<kNibble>(sums, std::make_index_sequence<kRows>());
@@ -65,9 +66,9 @@ struct Int4FourRows {
   }
 };
 
-// The portable layout. words() returns the words of a row in a block of columns. add() adds
-// products to the sums, a vector of kInt4Lanes sums per row of dy for each of the kVectors
-// positions of a code in its word. columns() reorders the sums to columns of dx.
+// The access to a weight in the portable layout. words() returns the words of a row in a block of
+// columns. add() adds products to `sums`, which is (kVectors, rows of dy, kInt4Lanes). Vector v is
+// for the codes at position v of their words. columns() reorders the sums to columns of dx.
 struct PortableInt4Columns {
   static constexpr int64_t kColumns = PortableInt4Rows::kColumns, kVectors = 8;
   const PortableInt4& weight;
@@ -90,7 +91,7 @@ struct PortableInt4Columns {
     rows.template add<1>(sums + 6 * kVector);
     rows.template add<2>(sums + 7 * kVector);
   }
-  static Tensor columns(const Tensor& sums, int64_t rows) {  // sums (blocks, 8, rows, 16)
+  static Tensor columns(const Tensor& sums, int64_t rows) {  // sums is (blocks, 8, rows, 16)
     return int4_scale_nibbles(sums, rows, {0, 1, 2, 3, 4, 0, 1, 2})
         .view({-1, kVectors, rows, kInt4Lanes})
         .permute({2, 0, 3, 1})
@@ -119,7 +120,7 @@ struct RepackedInt4Columns {
     rows.shift(24);
     rows.template add<0>(sums + 3 * kVector);
   }
-  static Tensor columns(const Tensor& sums, int64_t rows) {  // the inverse of the order of x_lanes
+  static Tensor columns(const Tensor& sums, int64_t rows) {  // inverts the order of x_lanes()
     return int4_scale_nibbles(sums, rows, {0, 2, 4, 0})
         .view({-1, 2, 2, rows, 4, 4})
         .permute({3, 0, 5, 2, 4, 1})
@@ -137,8 +138,8 @@ bool supports_int4_rows_backward(const Tensor& dy, const Weight& weight) {
          weight.shape.group_units() * kInt4Unit % Int4Columns<Weight>::kColumns == 0;
 }
 
-// Computes blocks [first, end) of the sums (blocks, vectors, kRows, 16) from dy (N, kRows) and all
-// rows of the weight.
+// Computes blocks [first, end) of `sums` (blocks, vectors, kRows, 16) over all rows of the weight.
+// `dy` is the transposed gradient (N, kRows).
 template <int kRows, typename Layout>
 void int4_rows_backward(float* sums, const float* dy, const float* scales, const Layout& layout,
                         int64_t first, int64_t end) {

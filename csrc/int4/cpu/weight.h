@@ -55,8 +55,8 @@ struct Int4WeightOnCpu {
 };
 
 // A weight in the portable layout. words() returns a pointer to `units` portable words of a row,
-// from unit `unit` on. The pointer may point into `buffer`. scale_at() returns an index into the
-// scales. zero() returns the value of a zero.
+// from unit `unit` on. The pointer may point into `buffer`. scale_at() returns the index of the
+// scale of a row and a group. zero() returns the zero of a row and a group.
 struct PortableInt4 : Int4WeightOnCpu {
   const uint32_t* words(int64_t row, int64_t unit, int64_t units, uint32_t* buffer) const {
     return word_data + row * shape.units() + unit;

@@ -1,7 +1,7 @@
 // The tiles of the decode kernel (int4/decode/kernel.cuh) for 16-bit x, and the division of the
-// work. An owner is a block, or a cluster with one block per split of K. It processes consecutive
-// tiles of 16 weight rows. Its warps divide the k-blocks of these tiles evenly. This is pure host
-// code that is tested without a GPU.
+// work. An owner is a block, or a cluster with one block per split of K. An owner processes
+// consecutive tiles of 16 weight rows. The warps of the owner divide the k-blocks of these tiles
+// evenly. This is pure host code that is tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -36,11 +36,10 @@ struct Int4DecodeTile {
   // The number of floats in shared memory for a warp's accumulators of one tile and two tokens.
   // NOTE: the padding avoids bank conflicts when fragments are written and rows are read.
   static constexpr int kPairFloats = 2 * kInt4TileRows + 8;
-  // The number of tiles that are reduced at a time.
+  // The maximum number of tiles whose accumulators an owner reduces at a time.
   static constexpr int kRoundTiles = 16;
 
-  // Returns the number of owners (blocks or clusters). It does not exceed the number that can run
-  // at once.
+  // Returns the number of owners (blocks or clusters). The GPU can run all owners at once.
   // NOTE: clusters of more than two blocks leave some SMs of a GPC unused: only 30 clusters of 4
   // blocks run on 132 SMs.
   int owners(int64_t tiles, int sms) const {
@@ -59,13 +58,13 @@ inline constexpr int kInt4DecodeTileCount = sizeof(kInt4DecodeTiles) / sizeof(kI
 struct Int4DecodePlan {
   // Number of owners (see the head of this file). Each owner computes its own row tiles.
   int owners;
-  int k_blocks, split_k_blocks;  // the number of k-blocks in K, and in a split
+  int k_blocks, split_k_blocks;  // the number of k-blocks of K, and of one split of K
   int base_tiles, extra_tiles;   // tiles per owner; the first extra_tiles owners have one more
   int stage_k_blocks;            // number of k-blocks per stage of x; the last stage may have fewer
-  int x_row_bytes;               // number of bytes per token of the split's x in shared memory
-  int x_bytes;                   // number of bytes of the barriers and of x in shared memory
-  int sum_floats;                // number of floats of a warp's accumulators of a tile
-  int slots;                     // number of slots; a slot holds one warp's accumulators of a tile
+  int x_row_bytes;  // number of bytes of a token in shared memory: the split's x and padding
+  int x_bytes;      // number of bytes of the barriers and of x in shared memory
+  int sum_floats;   // number of floats of a warp's accumulators of a tile
+  int slots;        // number of slots; a slot holds one warp's accumulators of a tile
   int split_pairs;  // number of pairs of partials that a block receives from each split
   int shared_bytes;
   FastDivisor split_divisor, stage_divisor, group_slices, tokens;
@@ -96,8 +95,8 @@ struct Int4DecodePlan {
     shared_bytes = static_cast<int>(std::min<int64_t>(all_x + sums, kTooMuch));
   }
 
-  // The bytes of the barriers: one barrier for the partials of the splits, and one for each stage
-  // of x.
+  // The number of bytes of the barriers. There is one barrier for the partials of the splits, and
+  // one for each stage of x.
   static constexpr int kBarrierBytes = (1 + Int4DecodeTile::kXStages + 1) / 2 * 16;
   static constexpr int64_t kTooMuch = 1 << 30;
 };

@@ -2,19 +2,19 @@
 // time of the kernel is the time of one read of the weight. All of x must fit into the shared
 // memory of a block or of a cluster of four blocks.
 //
-// An owner is a block, or a cluster with one block per split of K. It processes consecutive tiles
-// of 16 rows of W. Its warps divide the k-blocks of these tiles evenly. They load the k-blocks
-// directly into registers, one k-block ahead. If several warps compute the same tile, their
-// accumulators are added up in a fixed order. This is the only synchronisation of the warps. A
-// slice of a k-block lies in one group, and the scale of the group multiplies the accumulators of
-// the slice.
+// An owner is a block, or a cluster with one block per split of K. An owner processes consecutive
+// tiles of 16 rows of W. The warps of a block divide the k-blocks of these tiles evenly. Each warp
+// loads its k-blocks directly into registers, one k-block ahead. If several warps compute the same
+// tile, their accumulators are added up in a fixed order. This is the only synchronisation of the
+// warps. A slice of a k-block lies in one group, and the scale of the group multiplies the
+// accumulators of the slice.
 //
 // The latency of a warp limits the speed of the kernel, not memory bandwidth. Therefore the weight
 // bypasses shared memory, and k-blocks are long and have no branch (int4/decode/config.h).
 //
 // With PDL the kernel starts before the previous kernel ends. The previous kernel may write the
-// weight. Therefore the kernel only prefetches the weight to L2, which is coherent, before
-// griddep_wait. More loads in flight make the kernel slower, because they delay x. With a pipeline
+// weight. Therefore, before griddep_wait, the kernel only prefetches the weight to L2, because L2
+// is coherent. More loads in flight make the kernel slower, because they delay x. With a pipeline
 // of bulk or asynchronous copies, or with prefetches in the loop, int4 (1, 4096, 14336) bfloat16
 // took 10.1 us instead of 9.1. Two blocks load x for each other by multicast, because a byte from
 // L2 costs as much as a byte from memory while all SMs read.
@@ -45,9 +45,9 @@ __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int
   }
 }
 
-// A round: at most kRoundTiles consecutive tiles of an owner.
+// A round of an owner's work. It has at most kRoundTiles consecutive tiles.
 struct Int4DecodeRound {
-  int first_tile, tiles, left;  // `left` is the number of tiles from first_tile on
+  int first_tile, tiles, left;  // `left` is the number of the owner's tiles from first_tile on
 
   // NOTE: every use of a round recomputes it from the block index, to save registers.
   __device__ __forceinline__ Int4DecodeRound(const Int4DecodePlan& plan, int splits, int round) {
@@ -60,9 +60,9 @@ struct Int4DecodeRound {
   }
 };
 
-// Reduces the accumulators of a round's tiles and stores y, two rows at a time. The blocks of a
-// cluster send their partials to each other. Each block adds up one slice of the pairs of rows, in
-// the order of the splits.
+// Reduces the accumulators of a round's tiles and stores y, a pair of weight rows at a time. The
+// blocks of a cluster send their partials to each other. Each block adds up the partials of one
+// slice of these pairs, in the order of the splits.
 template <typename T, int kTile>
 __device__ __forceinline__ void int4_decode_finish(const Int4DecodeParams& p,
                                                    const Int4DecodeRound& round,
@@ -140,8 +140,8 @@ struct Int4DecodeRange {
     const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
-    // A later warp never begins at an earlier tile. Therefore no two pairs of a warp and a tile
-    // that it computes have the same warp + tile, and warp + tile serves as the slot of the pair.
+    // The slot for the sums of a tile that a warp computes is warp + tile. Two warps never use the
+    // same slot, because the next warp begins at the last tile of this warp or at a later tile.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.split_k_blocks;
     k_block = (work.first_tile + begin_tile) * plan.k_blocks +
@@ -150,8 +150,8 @@ struct Int4DecodeRange {
   }
 };
 
-// Computes the accumulators of each tile in the warp's range and stores them in their slots.
-// Returns whether any accumulator is inf or NaN.
+// Computes the accumulators of each tile in the warp's range and stores them in the slots of the
+// tiles. Returns whether any accumulator is inf or NaN.
 template <typename T, int kTile, bool kSpecial>
 __device__ __forceinline__ bool int4_decode_add(
     const Int4DecodeParams& p, Int4DecodeRange range, Int4DecodeX<T, kTile>& x,

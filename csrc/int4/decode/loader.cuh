@@ -50,7 +50,8 @@ class Int4DecodePartition {
   }
 
  private:
-  uint32_t total_, per_warp_;  // the last warps may have fewer than per_warp_
+  // The number of k-blocks of all warps, and of one warp. The last warps may have fewer.
+  uint32_t total_, per_warp_;
 };
 
 // Loads a lane's words, scales and zeros. k_block is an index in the whole weight.
@@ -98,9 +99,9 @@ class Int4DecodeLoader {
   const char *g_words_, *g_scale_;
 };
 
-// A split's columns of x in shared memory, one token after the other. They are loaded in stages
-// along K. With multicast, each block loads one slice of every stage, for itself and for the other
-// blocks that share x.
+// A split's columns of x in shared memory, one token after the other. The columns are loaded in
+// stages along K. With multicast, each block loads one slice of every stage, for itself and for the
+// other blocks that share x.
 template <typename T, int kTile>
 struct Int4DecodeX {
   static constexpr Int4DecodeTile kT = kInt4DecodeTiles[kTile];
@@ -199,7 +200,7 @@ struct Int4DecodeX {
   }
 
   // Waits for all stages of x. A block without tiles calls this function, because it must not exit
-  // while another block writes to its shared memory.
+  // while other blocks still write to the shared memory of this block.
   __device__ __forceinline__ void wait_all(const Int4DecodePlan& plan) {
     for (int k_block = 0; k_block < plan.split_k_blocks; k_block += plan.stage_k_blocks)
       wait(k_block, plan);

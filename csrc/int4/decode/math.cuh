@@ -6,11 +6,11 @@
 
 namespace torchweld {
 
-// The constants of an fma that converts a code to a 16-bit float. A code in the lowest bits of a
-// 16-bit float is a subnormal number, or a number of the first normal binade, which has the same
-// spacing. So the float is code * 2^-24 (fp16) or code * 2^-133 (bf16). 2^24 and 2^133 exceed the
-// exponent range, so the fma multiplies by the smaller kInt4Lift0. The result, code / kInt4Lift, is
-// called lifted. The final sums are multiplied by kInt4Lift.
+// An fma converts a code to a 16-bit float. A 16-bit float with the code in its lowest bits is a
+// subnormal number, or a number of the first normal binade, which has the same spacing. So the
+// value of the float is code * 2^-24 (fp16) or code * 2^-133 (bf16). 2^24 and 2^133 exceed the
+// exponent range, so the fma multiplies by the smaller constant kInt4Lift0. The result is
+// code / kInt4Lift and is called lifted. In the end, the sums are multiplied by kInt4Lift.
 template <typename U>
 inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
 template <typename U>
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c)
 // register.
 struct Int4LiftedZeros {
   uint32_t low, high;
-  uint32_t both;  // low + 16 * high: 8 bits, so it is exact in bf16, too
+  uint32_t both;  // low + 16 * high; it has 8 bits, so it is exact in bf16, too
 };
 
 // Extracts the zeros of a lane's two rows from the words of a group. The masks are the same for all
@@ -49,12 +49,12 @@ class Int4ZeroPlace {
  public:
   __device__ __forceinline__ explicit Int4ZeroPlace(int lane) {
     const int row = lane / 4;
-    bytes_ = 0x4040 + row / 2 * 0x0101;  // selector: byte row / 2, zero-extended, in both halves
+    bytes_ = 0x4040 + row / 2 * 0x0101;  // selects byte row / 2, zero-extended, in both halves
     mask_ = row % 2 ? 0x00f000f0 : 0x000f000f;
     lift_ = (row % 2 ? kInt4Lift4<U> : kInt4Lift0<U>) | kBothSigns;
     asm volatile(""
                  : "+r"(bytes_), "+r"(mask_),
-                   "+r"(lift_));  // NOTE: without asm, the compiler recomputes them in every slice
+                   "+r"(lift_));  // NOTE: without asm, every slice would recompute these values
   }
 
   __device__ __forceinline__ Int4LiftedZeros find(uint2 zeros) const {
@@ -72,8 +72,8 @@ class Int4ZeroPlace {
 
 // Unpacks a fragment of 16 rows and 16 columns to lifted values of code - zero. These values are
 // exact.
-// NOTE: logic instructions have half the rate of fma. Therefore fewer logic instructions are used:
-// a byte permutation extracts the upper bytes, and an fma computes the lower code of a byte as the
+// NOTE: logic instructions have half the rate of fma. Therefore this function uses few of them: a
+// byte permutation extracts the upper bytes, and an fma computes the lower code of a byte as the
 // byte minus 16 times the upper code.
 template <typename U>
 __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t word,
@@ -86,11 +86,12 @@ __device__ __forceinline__ void int4_unpack_lifted(uint32_t (&r)[4], uint32_t wo
   r[2] = fma_pair<U>(r[3], kSixteenTwice<U> | kBothSigns, bytes);
 }
 
-// A slice of the weight in a lane's registers: 16 rows and columns of one group.
+// A slice of the weight in a lane's registers: 16 rows and kChunks chunks of columns. All columns
+// of a slice lie in one group.
 template <int kChunks>
 struct Int4DecodeSlice {
   uint4 words[kChunks];
-  uint32_t scale;  // scales of rows g and g + 8
+  uint32_t scale;  // the scales of rows lane / 4 and lane / 4 + 8
   uint2 zeros;
 };
 
@@ -101,9 +102,10 @@ struct Int4DecodeMath {
   using Sums = float[kGroups][4];
   using Slice = Int4DecodeSlice<kT.chunks>;
 
-  // Computes acc += scale * (codes - zeros) @ x^T, lifted. s_x holds the addresses of this lane's
-  // ldmatrix rows of x. One ldmatrix reads 8 tokens by 32 columns. `offset` is the byte offset of
-  // the slice in these rows. Int4RowScales explains kSpecial.
+  // Computes acc += scale * (codes - zeros) @ x^T, where codes and zeros are lifted. s_x holds the
+  // addresses of the rows of x that this lane passes to ldmatrix. One ldmatrix reads 8 tokens by 32
+  // columns. `offset` is the byte offset of the slice in these rows. Int4RowScales explains
+  // kSpecial.
   template <bool kSpecial>
   static __device__ __forceinline__ void add(Sums& acc, const Slice& slice,
                                              const Int4ZeroPlace<T>& zero_place,

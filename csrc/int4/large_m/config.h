@@ -1,5 +1,6 @@
-// The tiles of the wgmma kernel for large M (int4/large_m/kernel.cuh), for 16-bit x and groups of
-// whole chunks. This is pure host code that is tested without a GPU.
+// The tiles of the wgmma kernel for large M (int4/large_m/kernel.cuh). x must be 16-bit, and a
+// group must consist of whole chunks of 64 columns. This is pure host code that is tested without a
+// GPU.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace torchweld {
 // of 64 columns.
 struct Int4LargeMTile {
   int rows, tokens;
-  int warps;   // multiple of 4; warp w computes the row tiles w, w + warps, ...
+  int warps;   // number of warps, a multiple of 4; warp w computes row tiles w, w + warps, ...
   int chunks;  // number of chunks per k-block
   // Number of stages of the ring. Two stages are multiplied while the other stages are loaded.
   int stages;
@@ -41,8 +42,8 @@ struct Int4LargeMTile {
   constexpr int ring_bytes() const { return stages * stage_bytes(); }
   constexpr int y_row_bytes() const { return rows * 2 + kInt4SumPadding * 4; }
   constexpr int sum_row_floats() const { return rows + kInt4SumPadding; }
-  // Returns the number of bytes of shared memory. y, or the partials of a split, overwrite the
-  // ring. In a persistent block y lies behind the ring instead.
+  // Returns the number of bytes of shared memory of a block. After the mainloop, y or the partials
+  // of a split overwrite the ring. In a persistent block y lies behind the ring instead.
   constexpr int shared_bytes() const {
     const int y = tokens * y_row_bytes(), sums = tokens * sum_row_floats() * 4;
     return std::max(sums, persistent ? ring_bytes() + y : std::max(ring_bytes(), y));
@@ -54,8 +55,8 @@ inline constexpr Int4LargeMTile kInt4LargeMTiles[] = {
     {128, 256, 8, 1, 4, 1, true, {710, 710, 4700, 2350}}};
 inline constexpr int kInt4LargeMTileCount = sizeof(kInt4LargeMTiles) / sizeof(kInt4LargeMTiles[0]);
 
-// The minimum number of tokens for the large-M tiles. With fewer tokens the mma.sync kernels are as
-// fast.
+// The minimum number of tokens for the wgmma tiles (small-M and large-M). With fewer tokens the
+// mma.sync kernels are as fast.
 inline constexpr int64_t kInt4LargeMTokens = 17;
 
 }  // namespace torchweld

@@ -1,5 +1,5 @@
-// The epilogue of the large-M kernel without split K. The accumulators hold y^T. The epilogue
-// transposes them, adds the bias and rounds.
+// The epilogue of the large-M kernel for products whose K is not split. The accumulators hold y^T.
+// The epilogue transposes them, adds the bias and rounds.
 #pragma once
 
 #include "device/features.cuh"
@@ -9,9 +9,9 @@
 
 namespace torchweld {
 
-// The shapes of the epilogue. The accumulators have the shape [row tile of the
-// warp][wgmma][fragment of 64 rows by kWgmmaN tokens]. kGroups and kTokensAtOnce are the shape of
-// the threads that store y.
+// The shapes of the epilogue. Sums is [kN row tiles of the warp][kM wgmmas][accumulators of a
+// thread]; a wgmma covers 64 rows by kWgmmaN tokens. To store y, the threads of a block form a
+// grid: kTokensAtOnce tokens by kGroups groups of columns.
 template <int kTile>
 struct Int4LargeMShape {
   static constexpr Int4LargeMTile kT = kInt4LargeMTiles[kTile];

@@ -1,11 +1,12 @@
 // Computes y = x @ W^T + bias for a repacked 4-bit weight W and many rows of x, with wgmma.
 // mma.sync reaches only half of wgmma's rate, measured with int4 (4096, 4096, 4096) bfloat16.
 //
-// A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
-// weight is the register operand of wgmma: each warp unpacks a slice of 16 columns of its own rows
-// while the tensor cores multiply the previous slice by x in shared memory. The accumulators hold
-// y^T, and stmatrix transposes them. The splits of a tile form a cluster. The blocks of the cluster
-// add up their partials through distributed shared memory, in a fixed order.
+// A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills a ring of
+// stages in shared memory. The weight is the register operand of wgmma: each warp unpacks a slice
+// of 16 columns of its own rows while the tensor cores multiply the previous slice by x in shared
+// memory. The accumulators hold y^T, and stmatrix transposes them. The splits of a tile form a
+// cluster. The blocks of the cluster add up their partials through distributed shared memory, in a
+// fixed order.
 //
 // Rounding: code - zero is exact. Each weight is rounded once, to the dtype of x.
 #pragma once
@@ -55,7 +56,7 @@ struct Int4LargeMWarp {
   }
 
 #if TW_HAS_WGMMA
-  // Computes acc += A x^T for one slice. s_x is the address of the chunk of x.
+  // Computes acc += A x^T for a slice A of the weight. s_x is the address of the chunk of x.
   __device__ __forceinline__ void multiply(Sums& acc, uint32_t s_x, int slice) {
     wgmma_fence();
 #pragma unroll

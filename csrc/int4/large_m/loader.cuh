@@ -1,10 +1,10 @@
 // Loads the ring of the large-M kernel.
 //
-// A stage holds
+// A stage of the ring holds
 //   weights  [tile of 16 rows][chunk][lane] 16 bytes, in the repacked layout
 //   x        [chunk][token][64 columns]; 16-byte vector c of token r is stored at c ^ (r % 8)
-//   scales   [tile][chunk] 32 bytes of scales, 8 bytes of zeros
-// Each warp copies the weights, scales and zeros that it reads.
+//   scales   [tile][chunk] 32 bytes of scales, then 8 bytes of zeros
+// A warp copies only the weights, scales and zeros that the warp itself reads.
 #pragma once
 
 #include "int4/copies.cuh"
@@ -18,7 +18,7 @@ class Int4LargeMLoader {
   static constexpr int kXChunkBytes = kInt4ChunkK * kElem;
   static constexpr int kWarpTiles = kT.row_tiles() / kT.warps;
   using ScaleCopy = Int4ScaleCopy<kT.chunks>;
-  // The number of loads of scales per warp.
+  // The number of copies of scales or zeros that a warp issues for each stage.
   static constexpr int kScaleLoads = kWarpTiles * kT.chunks * ScaleCopy::kCopies;
   static_assert(kT.warps % 4 == 0 && kWarpTiles * kT.warps == kT.row_tiles());
   static_assert(kScaleLoads <= 32);
@@ -91,8 +91,9 @@ class Int4LargeMLoader {
   }
 
   const char* g_weight_;
-  int64_t tile_stride_;  // the distance between two loads of the thread, in bytes
-  // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
+  int64_t tile_stride_;  // the distance in bytes between consecutive loads of the thread
+  // chunk_ is the first chunk of the next k-block. chunks_left_ is the number of chunks from chunk_
+  // to the end of the split.
   int chunk_, chunks_left_;
   Int4XCopies<kInt4LargeMTiles, kTile, kElem> x_;
   ScaleCopy scale_;

@@ -1,5 +1,6 @@
-// The tiles of the wgmma kernel for small M (int4/small_m/kernel.cuh), for 16-bit x and groups of
-// whole chunks. This is pure host code that is tested without a GPU.
+// The tiles of the wgmma kernel for small M (int4/small_m/kernel.cuh). x must be 16-bit, and a
+// group must consist of whole chunks of 64 columns. This is pure host code that is tested without a
+// GPU.
 #pragma once
 
 #include <algorithm>

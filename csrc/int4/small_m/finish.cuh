@@ -10,7 +10,7 @@
 
 namespace torchweld {
 
-// Whether the kernel uses lifted weights (see kInt4Lift).
+// Whether the kernel unpacks the weight to lifted values (see kInt4Lift).
 // NOTE: the exponent range of bf16 includes lifted weights. The exponent range of fp16 does not
 // include them.
 template <typename T>

@@ -9,8 +9,8 @@
 // of a k-block among themselves. A warp unpacks a slice of 16 columns while the tensor cores
 // multiply the previous slice.
 //
-// With PDL the kernel starts before the previous kernel ends. It reads no global memory before
-// griddep_wait.
+// With PDL the kernel starts before the previous kernel ends. Before griddep_wait, the kernel reads
+// no global memory.
 //
 // Rounding: code - zero is exact. Each weight is rounded once, to the dtype of x.
 #pragma once
@@ -28,8 +28,8 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// The weight in a warp's registers: the words of the next k-blocks, and the fragments of two
-// slices.
+// The weight in a warp's registers: the words of the next weight_stages k-blocks, and the fragments
+// of two slices.
 template <typename T, int kTile>
 class Int4SmallMWarp {
   static constexpr Int4SmallMTile kT = kInt4SmallMTiles[kTile];
@@ -86,7 +86,7 @@ class Int4SmallMWarp {
     scales_.scale(r);
   }
 
-  // Computes acc += A x^T for one slice. s_x is the address of the chunk of x.
+  // Computes acc += A x^T for a slice A of the weight. s_x is the address of the chunk of x.
   __device__ __forceinline__ void multiply(Int4SmallMSums<kTile>& acc, uint32_t s_x, int slice) {
     wgmma_fence();
     Wgmma<T, kT.tokens>::template multiply<0>(acc, a_[slice & 1],
@@ -100,8 +100,9 @@ class Int4SmallMWarp {
   Int4CodeScales<T> scales_;
   std::conditional_t<kLifted, Int4LiftedZeros, Int4Zeros<T>> zeros_;
   Int4ZeroPlace<T> zero_place_;
-  const char* g_words_;  // this lane's words of the next k-block
-  int left_;             // number of chunks of the split from the warp's first chunk on
+  const char* g_words_;  // the address of this lane's words of the next k-block
+  // The number of chunks from the warp's first chunk of the next k-block to the end of the split.
+  int left_;
 };
 #endif
 

@@ -3,7 +3,7 @@
 //
 // A stage of the ring holds
 //   x        [chunk][token][64 columns]; 16-byte vector c of token r is stored at c ^ (r % 8)
-//   scales   [tile of 16 rows][chunk] 32 bytes of scales, 8 bytes of zeros
+//   scales   [tile of 16 rows][chunk] 32 bytes of scales, then 8 bytes of zeros
 #pragma once
 
 #include "int4/copies.cuh"
@@ -20,7 +20,7 @@ struct Int4SmallMParams : Int4Operands {
 // The tile of y and the split of K that a block computes.
 struct Int4SmallMWorkTile {
   int first_tile, first_token;
-  int first_chunk, count;  // the first chunk of this block's split, and its number of chunks
+  int first_chunk, count;  // the first chunk of the block's split, and the split's number of chunks
   int split;
 
   __device__ __forceinline__ Int4SmallMWorkTile(const Int4SmallMParams& p,
@@ -69,7 +69,8 @@ class Int4SmallMLoader {
                work.first_tile + place / kT.chunks < p.tiles, place % kT.chunks,
                thread % ScaleCopy::kCopies, kScaleAt + place * kInt4ScaleBytes) {}
 
-  // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
+  // chunk_ is the first chunk of the next k-block. left_ is the number of chunks from chunk_ to the
+  // end of the split.
   int chunk_, left_;
   Int4XCopies<kInt4SmallMTiles, kTile, 2> x_;
   ScaleCopy scale_;

@@ -1,19 +1,19 @@
 // Computes y = x @ W^T + bias for a repacked 4-bit weight W, on the tensor cores of sm_80 and
 // newer.
 //
-// A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills the ring. The
-// weight is operand A. Each warp has its own rows and all tokens of the block, so that a block
-// unpacks every code only once. The accumulators hold y^T. They go through shared memory, so that
-// each thread can write 8 contiguous columns of y.
+// A block computes a tile of y (rows of W by tokens) for a split of K. cp.async fills a ring of
+// stages in shared memory. The weight is operand A. Each warp has its own rows and all tokens of
+// the block, so that a block unpacks every code only once. The accumulators hold y^T. They go
+// through shared memory, so that each thread can write 8 contiguous columns of y.
 //
 // The splits of a tile form a cluster. The blocks of the cluster add up their partials through
-// distributed shared memory. On devices without clusters, the second kernel of the matmul engine
-// adds the partials. In both cases the order is fixed.
+// distributed shared memory. On devices without clusters, the kernel of launch_gemm_sum adds the
+// partials. In both cases the order is fixed.
 //
-// Rounding: code - zero is exact. If scales multiply the fp32 sums of groups, only y is rounded.
-// With many 16-bit tokens, each dequantised weight is rounded once, to the dtype of x. This needs
-// only half as many accumulators. fp32 x is split into three bf16 terms, and the products of these
-// terms are exact.
+// Rounding: code - zero is exact. In tiles for few tokens and with fp32 x, the scales multiply the
+// fp32 sums of groups, so only y is rounded. In tiles for many tokens, the scales multiply the
+// codes, so each weight is rounded once, to the dtype of x. This needs only half as many
+// accumulators. fp32 x is split into three bf16 terms, and the products of these terms are exact.
 // Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
 #pragma once
 
@@ -45,7 +45,7 @@ struct Int4Warp {
   using Loader = Int4Loader<T, kTile, true>;
 
   int lane, first_tile;  // first_tile is the index of the warp's first row tile in the block
-  // The shared memory addresses of this lane in the first stage.
+  // The shared-memory addresses of this lane's data in the first stage.
   uint32_t s_words, s_x, s_scale, s_zero;
   Reader x;
 
@@ -64,7 +64,7 @@ struct Int4Warp {
     return load_words_4(s_words + stage + (n * kT.chunks + chunk) * 512);
   }
 
-  // Computes sums += A x^T for one slice. a has one fragment per row tile.
+  // Computes sums += A x^T for one slice. `a` holds one fragment of the weight A per row tile.
   __device__ __forceinline__ void multiply(Sums& sums, const uint32_t (&a)[kN][4], int stage,
                                            int chunk, int slice) {
 #pragma unroll
@@ -84,7 +84,7 @@ struct Int4Warp {
     }
   }
 
-  // Computes acc += scales * sums, then sets sums to 0.
+  // Computes acc += scales * sums for row tile n, then sets the sums of this row tile to 0.
   static __device__ __forceinline__ void add_scaled(Sums& acc, Sums& sums, int n,
                                                     const Int4RowScales<T>& scales) {
 #pragma unroll
@@ -98,7 +98,7 @@ struct Int4Warp {
   }
 };
 
-// A chunk in a stage of the ring. Used only if every chunk lies within one group.
+// A chunk in a stage of the ring. The kernel uses this class only if every chunk lies in one group.
 template <typename T, int kTile>
 struct Int4Chunk {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
@@ -137,7 +137,7 @@ struct Int4Chunk {
     typename Warp::Sums sums;
     int4_clear(sums);
     uint32_t a[kN][4];
-    // The special path is rare, so its code is kept small.
+    // The path for inf and NaN scales (kSpecial) is rare, so its code is kept small.
     constexpr int kUnroll = kSpecial ? 1 : 4;
 #pragma unroll kUnroll
     for (int slice = 0; slice < 4; ++slice) {
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kInt4Tiles[kTile].threads(),
       loader.load(s_base + free_stage * kStageBytes, divisors.group_chunks, thread);
     }
     copy_async_commit();
-    constexpr int kUnroll = sizeof(T) == 4 ? 1 : kT.chunks;  // the terms of fp32 need registers
+    constexpr int kUnroll = sizeof(T) == 4 ? 1 : kT.chunks;  // fp32 terms need many registers
 #pragma unroll kUnroll
     for (int chunk = 0; chunk < kT.chunks; ++chunk) {
       if constexpr (kWholeChunks) {

@@ -1,10 +1,11 @@
 // Loads the ring of the mma.sync kernel.
 //
-// A stage holds
+// A stage of the ring holds
 //   weights  [tile of 16 rows][chunk][lane] 16 bytes, in the repacked layout
-//   x        [chunk][token][column]; 16-bit: 16-byte vector c of token r is stored at c ^ (r % 8)
-//   scales   [tile][chunk][16], zeros [tile][chunk] two words; absent unless groups are whole
-//            chunks
+//   x        [chunk][token][column]; in 16 bits, 16-byte vector c of token r lies at c ^ (r % 8)
+//   scales   [tile][chunk][16]
+//   zeros    [tile][chunk] two words
+// Scales and zeros are absent unless every group consists of whole chunks.
 #pragma once
 
 #include "int4/copies.cuh"
@@ -15,14 +16,15 @@ template <typename T, int kTile, bool kWholeChunks>
 class Int4Loader {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
   static constexpr int kThreads = kT.threads(), kElem = sizeof(T);
-  // In each k-block, the chunks of a tile are contiguous. This is their size in 16-byte vectors.
+  // The number of 16-byte vectors that a tile has in a k-block. The tile's chunks are contiguous
+  // there.
   static constexpr int kTileVectors = kT.chunks * 32;
   static constexpr int kTileStep = kThreads / kTileVectors;
   static constexpr int kWeightLoads = kT.row_tiles() / kTileStep;
   static constexpr int kChunkBytes = kInt4ChunkWords * 4, kXChunkBytes = kInt4ChunkK * kElem;
   static constexpr int kXVectors = kXChunkBytes / 16;
-  // The number of 16-byte vectors of scales and the number of words of zeros. A thread loads at
-  // most one vector of scales or one word of zeros.
+  // The number of 16-byte vectors of scales and the number of words of zeros in a stage. A thread
+  // loads at most one vector of scales or one word of zeros.
   static constexpr int kScaleLoads = kT.scale_bytes(kElem) / 16;
   static constexpr int kZeroLoads = kT.zero_bytes() / 4;
   static constexpr int kZeroThread = kThreads - kZeroLoads;
@@ -117,8 +119,9 @@ class Int4Loader {
   }
 
   const char *g_weight_, *g_scale_ = nullptr;
-  int64_t tile_stride_;  // the distance between two loads of the thread, in bytes
-  // The first chunk of the next k-block, and the number of chunks that are not loaded yet.
+  int64_t tile_stride_;  // the distance in bytes between consecutive loads of the thread
+  // chunk_ is the first chunk of the next k-block. chunks_left_ is the number of chunks from chunk_
+  // to the end of the split.
   int chunk_, chunks_left_;
   Int4XCopies<kInt4Tiles, kTile, kElem, kT.x_row_bytes(kElem)> x_;
   int units_left_;  // the number of units of the split from this thread's first vector of x on
