@@ -66,7 +66,8 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
 }
 
 // Returns dz = dy * activation'(z). `preact` is y for relu, and z for other activations. Without an
-// activation, returns dy itself. If `preact` is donated (layers/donation.h), dz overwrites it.
+// activation, returns dy itself. If `preact` is donated (layers/donation.h), dz overwrites
+// `preact`.
 inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
                                   Activation activation) {
   if (activation == Activation::kNone) return dy;

@@ -2,8 +2,8 @@
 // afterwards; the tensor is then called donated. For example, dz overwrites the pre-activation z. z
 // is as large as y, and without the donation both z and dz would be in memory.
 //
-// The backward of an autograd Function creates a Donation object before it calls its backward op.
-// The kernels of that op write dz to the memory that `over` returns.
+// The backward of an autograd Function creates a Donation object before the Function calls its
+// backward op. The kernels of the backward op write dz to the memory that `over` returns.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -18,14 +18,14 @@ namespace torchweld {
 
 class Donation {
  public:
-  // The forward of a Function must call this when it saves the tensor. If a saved-tensor hook is
-  // active, the tensor is not donated, because the hook may keep a reference to it.
+  // The forward of a Function must call prepare() when it saves the tensor. If a saved-tensor hook
+  // is active, the tensor is not donated, because the hook may keep a reference to the tensor.
   static void prepare(torch::autograd::AutogradContext* ctx) {
     ctx->saved_data["donates"] = !has_hooks();
   }
 
   // Whether the backward may overwrite a tensor that the forward computes from t and saves. The
-  // forward calls this before it decides what to save.
+  // forward calls is_possible() before it decides what to save.
   static bool is_possible(const Tensor& t) { return !has_hooks() && runs_once(t, t); }
 
   // The backward of a Function creates this object. `saved` comes from get_saved_variables(), so

@@ -89,7 +89,7 @@ inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
 
 #ifdef TORCHWELD_CUDA
 // Computes z = x @ weight.T + bias and y = gate(left, right), where left and right are the halves
-// of z. `weight` is a pair of matrices. z is stored only if the tensor z is defined.
+// of z. `weight` is a pair of matrices. The function stores z only if the tensor `z` is defined.
 inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
                               const Matrix& weight, const OptionalTensor& bias, Gate gate,
                               bool interleaved) {

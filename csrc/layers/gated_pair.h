@@ -1,6 +1,6 @@
 // Helpers of gated_linear_pair and gated_mlp. Two linear layers with weights of their own compute
-// the left and the right half of z (..., 2N), which a gate combines (layers/gate.h).
-//   x (..., K), left and right (N, K), left_bias and right_bias (N,)
+// the left and the right half of z (..., 2N). A gate combines the halves (layers/gate.h).
+//   x (..., K), weights left and right (N, K), left_bias and right_bias (N,)
 #pragma once
 
 #include <ATen/ops/cat.h>
@@ -11,7 +11,7 @@
 
 namespace torchweld {
 
-// Checks x, the weights and the gate. Returns the sizes of gate(left, right).
+// Checks x, the weights `left` and `right`, and the gate. Returns the sizes of the gate's result.
 inline std::vector<c10::SymInt> check_pair(const char* op, const Tensor& x, const Tensor& left,
                                            const Tensor& right, c10::string_view gate) {
   auto sizes = check_linear(op, x, "left", left, std::nullopt);
@@ -78,7 +78,8 @@ inline void pair_backward_cpu(Tensor& dx, Tensor& dleft, Tensor& dright, Tensor&
 }
 
 #ifdef TORCHWELD_CUDA
-// Computes z, if it is defined, and y = gate(left, right).
+// Computes y, the gate of the left and the right half of z. Stores z too, if the tensor z is
+// defined.
 inline void pair_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x, const Tensor& left,
                              const Tensor& right, const OptionalTensor& left_bias,
                              const OptionalTensor& right_bias, Gate gate) {

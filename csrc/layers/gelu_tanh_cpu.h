@@ -1,5 +1,5 @@
-// CPU code of gelu's tanh approximation and its gradient. It uses exp instead of tanh, which is
-// three times as fast:
+// CPU code of gelu's tanh approximation and of its gradient. The code uses exp instead of tanh,
+// because exp is three times as fast:
 //   gelu(x) = x / (1 + e),  e = exp(-2 u),  u = sqrt(2 / pi) * (x + 0.044715 x^3)
 #pragma once
 

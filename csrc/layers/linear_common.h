@@ -42,7 +42,8 @@ inline Tensor empty_vector_grad(const Tensor& like, const c10::SymInt& size, boo
   return at::empty_symint({wanted ? size : c10::SymInt(0)}, like.options());
 }
 
-// Checks t, a statistic of the rows of x that the forward op saved. Error messages call x `x_name`.
+// Checks t, a statistic of the rows of x. The forward op has saved t. Error messages call x
+// `x_name`.
 inline void check_statistic(const char* op, const char* name, const Tensor& t, const Tensor& x,
                             const char* x_name = "x") {
   check_device(op, name, t, x_name, x);

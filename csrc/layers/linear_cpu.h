@@ -1,5 +1,5 @@
-// CPU code of y = activation(x @ weight.T + bias) and its gradients. It uses oneDNN if that is
-// faster than torch's matmul.
+// CPU code of y = activation(x @ weight.T + bias) and its gradients. The code calls oneDNN where
+// oneDNN is faster than torch's matmul.
 #pragma once
 
 #include <ATen/Context.h>
@@ -32,8 +32,8 @@ inline const char* onednn_activation(Activation activation) {
   }
 }
 
-// Returns the number of chains of additions per output of a product with x (M, K). Each chain adds
-// the products of one range of K.
+// An output of a product with x (M, K) is the sum of one or more chains of additions. Each chain
+// adds up the products of one range of K. Returns the number of chains.
 // NOTE: oneDNN adds up all of K in one chain, and the error of a chain grows with its length.
 // Therefore a float32 product is split into short chains. A 16-bit product has one chain: rounding
 // to 16 bits hides the error of a long chain, and each further chain would round the result again.
@@ -44,9 +44,9 @@ inline int64_t onednn_chains(const Tensor& x) {
 }
 
 // Returns activation(x (M, K) @ weight (N, K).T + bias) as a new tensor. Returns nullopt if the
-// caller must use torch's matmul instead. Examples are a torch without oneDNN and small products,
-// because finding oneDNN's kernel takes longer than a small product. If onednn_chains(x) is more
-// than 1, the activation must be "none".
+// caller must use torch's matmul instead. One case is a torch without oneDNN. Another case is a
+// small product, because the search for oneDNN's kernel takes longer than the product. If
+// onednn_chains(x) is more than 1, the activation must be "none".
 inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
                                     const OptionalTensor& bias, const char* activation = "none") {
   constexpr int64_t kMinProducts = 1 << 20;
@@ -70,8 +70,9 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
     return std::nullopt;
   }
   const int64_t k = x.size(1), chains = onednn_chains(x);
-  // With several chains, each one costs a copy of its block of the weight and a call of oneDNN. If
-  // x has few rows or the result is small, this takes longer than torch's matmul.
+  // If there are several chains, each chain costs a copy of a block of the weight and a call of
+  // oneDNN. If x has few rows or the result is small, all chains together take longer than torch's
+  // matmul.
   const bool pays = x.size(0) >= 32 && x.size(0) * weight.size(0) >= 1 << 14;
   if (chains > 1 && !pays) return std::nullopt;
   const bool rows = x.stride(1) == 1 && x.stride(0) >= k;
@@ -81,7 +82,7 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
   const auto without_gaps = [](const Tensor& t) {
     return t.t().is_contiguous() ? t : t.contiguous();
   };
-  // NOTE: oneDNN ignores the stride of the bias and reads it as contiguous.
+  // NOTE: oneDNN ignores the stride of the bias and reads the bias as contiguous.
   const OptionalTensor values = is_given(bias) ? OptionalTensor(bias->contiguous()) : std::nullopt;
   Tensor y;
   for (int64_t i = 0; i < chains; ++i) {
@@ -115,7 +116,7 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
 }
 
 // Computes `to` (M, N) = a @ b. The function may assign another tensor with the same strides to
-// `to`. For 16-bit operands it calls torch, which uses oneDNN itself.
+// `to`. For dtypes other than float32 it calls torch, which uses oneDNN itself.
 inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
   if (to.scalar_type() != at::kFloat) {
     at::mm_out(to, a, b);

@@ -36,8 +36,8 @@ struct Operand {
   Matrix matrix;
   bool k_major = true;
 
-  // other_k_major says whether the other operand is K-major. Only then do the kernels support a
-  // pair that is concatenated along K.
+  // other_k_major says whether the other operand of the product is K-major. If it is not, the
+  // kernels don't support a pair that is concatenated along K.
   explicit Operand(const Matrix& t, bool other_k_major = true) : matrix(t) {
     const int64_t rows = t.rows, k = t.columns, chunk = chunk_of(t.tensor);
     const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&
@@ -46,8 +46,8 @@ struct Operand {
         (rows == 1 || t.row_stride % chunk == 0) && t.pair != Pair::kColumns) {
       return;
     }
-    // The kernels load tiles of 8 rows and a k-block of columns from an MN-major operand. If the
-    // operand is a pair, each such tile must lie in one of the two matrices.
+    // From an MN-major operand, the kernels load tiles with 8 rows and one k-block of columns. If
+    // the operand is a pair, each such tile must lie in one of the two matrices.
     const int64_t k_block = kKBlockBytes / t.tensor.element_size();
     const bool whole = t.pair == Pair::kNone ? rows % chunk == 0 || t.zero_padded
                        : t.pair == Pair::kRows
@@ -88,8 +88,8 @@ struct Operand {
     return copy;
   }
 
-  // Returns a K-major copy of a pair that is concatenated along its rows. In the copy, the second
-  // matrix follows directly after the first.
+  // Returns a K-major copy of a pair of kind kRows. In the copy, the second matrix follows directly
+  // after the first.
   static Matrix copy_of_halves(const Matrix& t) {
     const int64_t k = t.columns, chunk = chunk_of(t.tensor);
     const int64_t width = (k + chunk - 1) / chunk * chunk;
@@ -122,7 +122,7 @@ Matrix Matrix::halves(const Tensor& weight, bool interleaved) {
 }
 
 Matrix Matrix::pair_of(const Tensor& left, const Tensor& right) {
-  // Strides in a tensor map must be smaller than this.
+  // Strides in a tensor map must be smaller than kMaxBytes.
   constexpr intptr_t kMaxBytes = intptr_t{1} << 40;
   const auto address = [](const Tensor& t) {
     return reinterpret_cast<intptr_t>(const_data<char>(t));
@@ -155,7 +155,7 @@ namespace {
 struct Segments {
   at::TensorList a, b;
 
-  // Whether the kernels can read the matrices where they are.
+  // Whether the kernels can read the matrices in place.
   bool in_place() const {
     const auto aligned = [](const Tensor& t) {
       return t.stride(1) == 1 && (t.size(0) == 1 || t.stride(0) % chunk_of(t) == 0) &&
@@ -187,8 +187,8 @@ struct Segments {
   }
 };
 
-// Launches the product of matmul_into for a row-major y. If `segments` is given, it holds a and b,
-// which are the operands of the first segment.
+// Launches the product of matmul_into for a row-major y. If `segments` is given, K is the
+// concatenation of all segments, and a and b are the operands of the first segment.
 bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
                     const MatmulEpilogue& epilogue, const MatmulNorm* norm,
                     const Segments* segments = nullptr);

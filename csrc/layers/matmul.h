@@ -12,8 +12,8 @@ namespace torchweld {
 bool matmul_may_use_tf32(const Tensor& t);
 
 // A matrix in the memory of a tensor. It may also be a batch of matrices, or a pair. A pair is two
-// matrices with the same shape and strides, which are used as one concatenated matrix. They are
-// concatenated along the rows or along the columns.
+// matrices with the same shape and strides that are used as one matrix. In this matrix, the rows of
+// the second matrix follow those of the first (kRows), or the columns do (kColumns).
 // NOTE: this is not a tensor view, because creating a view needs as much host time as a small op.
 struct Matrix {
   Tensor tensor;
@@ -22,7 +22,7 @@ struct Matrix {
   // Whether the memory from the end of the contiguous dim to the next 16-byte boundary is filled
   // with zeros.
   bool zero_padded = false;
-  // The dim along which the two matrices of a pair are concatenated. `rows` and `columns` are the
+  // The dim along which the two matrices of a pair follow one another. `rows` and `columns` are the
   // sizes of one of the two matrices.
   enum class Pair : int8_t { kNone, kRows, kColumns } pair = Pair::kNone;
   int64_t half_stride = 0;  // distance between a pair's two matrices, in elements
@@ -45,7 +45,8 @@ struct Matrix {
         column_stride(t.stride(-1)) {}
 
   // Returns the two halves (N, K) of weight (2N, K) as a pair. If interleaved, the left half is the
-  // even rows and the right half is the odd rows. Otherwise they are the first and the last N rows.
+  // even rows and the right half is the odd rows. Otherwise the halves are the first and the last N
+  // rows.
   static Matrix halves(const Tensor& weight, bool interleaved);
   // Returns `left` and `right`, both (N, K), as a pair. Copies them only if their strides differ or
   // if the distance of their addresses is not supported.
@@ -82,10 +83,10 @@ struct MatmulEpilogue {
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
   bool interleaved = false;  // whether left and right values alternate in bias and preact
-  // If defined, receives z = a @ b^T + bias. The rows of preact are contiguous, and it has the
-  // batch stride of y.
+  // If defined, receives z = a @ b^T + bias. In memory, each row of z directly follows the previous
+  // row. The batch stride of z is that of y.
   Tensor preact = {};
-  Tensor dbias = {};  // if defined, may receive the sum of each row of a, (M,)
+  Tensor dbias = {};  // (M,); if defined, may receive the sum of each row of a
 };
 
 // A norm of rows: (x - mean) * rstd * (scale + scale_offset) + shift. In RMSNorm, mean is 0.
@@ -115,19 +116,18 @@ struct MatmulNorm {
 bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 
 // Computes y = epilogue(a @ b.mT) with a (M, K), b (N, K) and y (M, N). All three may have a
-// leading batch dim, and the batch of a or b may be 1. If b is a pair concatenated along its rows,
-// its matrices are the two halves of a gated product. If b is a pair concatenated along its
-// columns, K is the number of columns of both matrices together. Strides are arbitrary and sizes
-// may be 0.
+// leading batch dim, and the batch of a or b may be 1. If b is a pair of kind kRows, its matrices
+// are the two halves of a gated product. If b is a pair of kind kColumns, K is the number of
+// columns of both matrices together. Strides are arbitrary and sizes may be 0.
 //
-// Returns true if the kernel has written epilogue.dbias, the sums of a's rows. Only some Hopper
-// kernels compute these sums: those for the layout of a weight gradient.
+// Returns true if the kernel has written the sum of each row of a to epilogue.dbias. Only some
+// Hopper kernels compute these sums: those for the layout of a weight gradient.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 
 // Computes y (M, N) = the sum of a[i] @ b[i] over all i, with a[i] (M, K_i) and b[i] (K_i, N). The
-// sum is one product whose K is concatenated. Hopper's 16-bit kernels read up to kMaxKSegments
-// matrices where they are; otherwise the operands are concatenated first.
+// sum is computed as one product whose K is concatenated. Hopper's 16-bit kernels read up to
+// kMaxKSegments matrices in place. In all other cases the function concatenates the operands first.
 void matmul_sum_into(const Matrix& y, at::TensorList a, at::TensorList b);
 
 }  // namespace torchweld

@@ -23,8 +23,8 @@ inline Tensor empty_matrix(int64_t rows, int64_t n, const Tensor& like) {
   return at::empty({rows, (n + chunk - 1) / chunk * chunk}, like.options()).narrow(1, 0, n);
 }
 
-// Returns a scratch matrix with the shape of x, whose rows start on 16-byte boundaries. It uses the
-// memory of dx if dx is requested and the rows of dx start on 16-byte boundaries.
+// Returns a scratch matrix with the shape of x. The rows of the matrix start on 16-byte boundaries.
+// The matrix uses the memory of dx if dx is requested and the rows of dx start on such boundaries.
 inline Tensor matrix_under(const Tensor& dx, const Tensor& x) {
   const bool reuses_dx = dx.numel() > 0 && x.size(-1) * x.element_size() % 16 == 0;
   return reuses_dx ? as_matrix(dx) : empty_matrix(count_rows(x), x.size(-1), x);
@@ -39,7 +39,7 @@ inline Tensor matrix_over(const Tensor& preact) {
                        : empty_matrix(count_rows(preact), preact.size(-1), preact);
 }
 
-// Returns the norm that an op of layers/norms.h describes by its vectors.
+// Returns the norm that has these vectors (layers/norms.h): LayerNorm has two, and RMSNorm has one.
 template <size_t kCount>
 RowNorm row_norm(const NormVectors<kCount>& vectors, double weight_offset) {
   RowNorm norm = {/*centred=*/kCount == 2, vectors[0]};
@@ -67,10 +67,10 @@ T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// Normalises the rows of x. If a residual is given, normalises the rows of x + residual, rounded to
-// the dtype of x, and stores these rows in `sum` (contiguous). If `saved` has statistics, uses
-// them; otherwise computes the statistics and stores them in `out`. If y (rows, K) is defined, it
-// receives the normalised rows.
+// Normalises the rows of x. If a residual is given, stores x + residual in `sum` (contiguous),
+// rounded to the dtype of x, and normalises the rows of `sum` instead. If `saved` has statistics,
+// uses them; otherwise computes the statistics and stores them in `out`. If y (rows, K) is defined,
+// y receives the normalised rows.
 inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const RowStatistics& out,
                      const RowStatistics& saved, const Tensor& y,
                      const OptionalTensor& residual = std::nullopt, const Tensor& sum = {}) {
@@ -120,8 +120,8 @@ inline Tensor norm_rows(const RowNorm& norm, const Tensor& x, double eps,
   return y;
 }
 
-// Computes y (rows, N) = epilogue(norm(x) @ weight.T). It uses a single kernel if the matmul
-// supports the norm.
+// Computes y (rows, N) = epilogue(norm(x) @ weight.T). The function launches a single kernel if the
+// matmul supports the norm.
 inline void norm_matmul_into(const Matrix& y, const RowNorm& norm, const Tensor& x, double eps,
                              const Tensor& weight, const MatmulEpilogue& epilogue,
                              const RowStatistics& out = {}) {
@@ -178,8 +178,8 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
 }
 
 // Returns dz (rows, N) = dy * activation'(z). `preact` is y for relu, and z for other activations.
-// If `preact` is donated, dz overwrites it. dbias receives the sum of dz over the rows, unless
-// dbias has size (0,).
+// If `preact` is donated, dz overwrites `preact`. dbias receives the sum of dz over the rows,
+// unless dbias has size (0,).
 inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
                                        const OptionalTensor& preact, Activation activation) {
   const bool writes = needs_preact(activation);
@@ -202,8 +202,9 @@ inline Tensor activation_backward_into(const Tensor& dbias, const Tensor& dy,
   return dz;
 }
 
-// Whether the matmul of the weight gradient should also compute the bias gradient. It should if
-// there is no activation: dz is then dy, so no other kernel needs to read dy.
+// Whether the matmul of the weight gradient should also compute the bias gradient. This is so if
+// the weight gradient is requested and there is no activation: dz is then dy, so no other kernel
+// needs to read dy.
 inline bool bias_beside_weight(bool wants_weight, Activation activation) {
   return wants_weight && activation == Activation::kNone;
 }

@@ -1,12 +1,13 @@
-// Defines an op that normalises the rows of x and multiplies them by a weight, and its gradient:
+// Defines an op and its gradient. The op normalises the rows of x and multiplies the normalised
+// rows by a weight:
 //   y = activation(norm(x) @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
 // <op>_forward also returns the pre-activation and the statistics of the rows, for the gradient. If
-// the gradient does not need the pre-activation (none, relu), it is a tensor of size (0,). The
-// statistics have shape (...) and are fp32, or fp64 for fp64 inputs. The backward computes the
-// normalised rows again from the statistics, so the normalised rows are not kept in memory. An RMS
-// op also has weight_offset, which is added to the scale.
+// the gradient does not need the pre-activation (none, relu), a tensor of size (0,) stands for the
+// pre-activation. The statistics have shape (...) and are fp32, or fp64 for fp64 inputs. The
+// backward computes the normalised rows again from the statistics, so the normalised rows are not
+// kept in memory. An RMS op also has weight_offset, which is added to the scale.
 #pragma once
 
 #include "core/dispatch.h"
@@ -24,7 +25,7 @@ using Repeat = T;
 
 // `Norm` must have
 //   kOp, kForward, kBackward  the names of the ops
-//   kVectors, kStatistics     the names of the arguments
+//   kVectors, kStatistics     the names of the norm's vectors and statistics in the arguments
 //   normalise                 CPU: computes the normalised rows, in x's dtype, and the statistics
 //   normalise_again           CPU: computes the normalised rows from saved statistics
 //   backward                  CPU: computes the gradients from the gradient of the normalised rows

@@ -1,14 +1,15 @@
-// Defines an op that normalises the rows of x once and multiplies them by several weights, and its
-// gradient:
+// Defines an op and its gradient. The op normalises the rows of x once and multiplies the
+// normalised rows by several weights:
 //   y_i = norm(x) @ weight_i.T + bias_i
 //   x (..., K), weight_i (N_i, K), bias_i (N_i,), y_i (..., N_i)
 //
 // <op>_forward returns all y_i and then the statistics of the rows (layers/norm_linear_op.h).
 // <op>_backward returns dx, all dweight_i, all dbias_i and the gradients of the norm's vectors.
-// Both return one flat list, because DTensor supports no list beside other results.
+// Both return one flat list, because DTensor supports no op that returns a list and other results.
 //
-// The backward computes the normalised rows again. Their gradient is the sum of dy_i @ weight_i,
-// which is one product of the concatenated dy_i and weight_i, so no pass adds gradients.
+// The backward computes the normalised rows again. Their gradient is the sum of dy_i @ weight_i
+// over all i. It is computed as one product of the concatenated dy_i and the concatenated weight_i,
+// so no further pass adds gradients.
 #pragma once
 
 #include <ATen/ops/cat.h>
@@ -20,7 +21,8 @@
 
 namespace torchweld {
 
-// `Norm` has the members that layers/norm_linear_op.h lists. The index packs are the same too.
+// `Norm` has the members that layers/norm_linear_op.h lists. The index packs are the ones of
+// NormLinear.
 template <typename Norm, typename = std::make_index_sequence<Norm::kVectors.size()>,
           typename = std::make_index_sequence<Norm::kStatistics.size()>,
           typename = std::make_index_sequence<Norm::kHasOffset>>
@@ -35,8 +37,8 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
   // Whether the gradients of x, the weights, the biases and the vectors are requested.
   using Mask = std::array<bool, 3 + sizeof...(v)>;
 
-  // The gradients that <op>_backward returns, for `count` weights. They are those of x, the
-  // weights, the biases and the vectors.
+  // The gradients that <op>_backward returns for `count` weights, in this order: the gradient of x,
+  // those of the weights, those of the biases, and those of the norm's vectors.
   struct Grads {
     Tensors all;
     size_t count;

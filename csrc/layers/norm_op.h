@@ -1,13 +1,15 @@
 // Defines the ops rms_norm, layer_norm, add_rms_norm and add_layer_norm, with their gradients:
 //   y = (r - mean) * rstd * (weight + weight_offset) + bias,  rstd = 1 / sqrt(var(r) + eps)
 //   x, residual, y (..., n), weight and bias (n,)
-// r is x or, for an add_ op, x + residual rounded to their dtype. RMSNorm has mean 0 and no bias.
-// LayerNorm has no weight_offset.
+// r is x. In an add_ op, r is x + residual, rounded to the dtype of x and residual. In RMSNorm the
+// mean is 0, and there is no bias. LayerNorm has no weight_offset.
 //
 // An add_ op also returns r as `sum`, and dsum is the gradient with respect to `sum`. dx is the
 // gradient with respect to x and also with respect to the residual:
 //   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dsum,  g = dy * (weight + weight_offset)
-// <op>_forward also returns the statistics (...) in fp32, or in fp64 for fp64 inputs.
+//   xhat = (r - mean) * rstd; in RMSNorm, the term mean(g) is absent
+// <op>_forward also returns the statistics mean and rstd, of shape (...). They are fp32, or fp64
+// for fp64 inputs.
 #pragma once
 
 #include <ATen/ops/zeros_like.h>
@@ -213,7 +215,8 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-      variable_list inputs(3 + kAdds + kCentred + !kCentred);  // also counts eps and weight_offset
+      // Autograd expects an entry for eps and weight_offset too.
+      variable_list inputs(3 + kAdds + kCentred + !kCentred);
       const Tensor dsum = kAdds ? grads[1] : Tensor();
       if (!grads[0].defined()) {
         // If y has no gradient, dsum is the gradient with respect to x and to the residual.
@@ -238,8 +241,7 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
   };
 
   // Under autocast, the op computes in the dtype of x and casts weight and bias to this dtype. If x
-  // and residual have different dtypes, the op uses the wider dtype, as torch does for x +
-  // residual.
+  // and residual have different dtypes, the op uses the dtype that x + residual has in torch.
   template <at::DeviceType device>
   static torch::CppFunction autocast() {
     return torch::CppFunction([](const Tensor& x, Repeat<const Tensor&, r>... residual,

@@ -97,8 +97,9 @@ struct Resolved {
   const char* source;
 };
 
-// Returns the forced choice of a problem, if there is one, else the remembered choice for `gpu`,
-// else `heuristic`. If `gpu` is null, the function uses the current device.
+// Returns the forced choice of a problem, if there is one. Otherwise returns the remembered choice
+// for `gpu`, if there is one, and otherwise `heuristic`. If `gpu` is null, the function uses the
+// name of the current GPU.
 template <typename KernelFamily>
 Resolved resolve(const std::string* gpu, const Encoded& problem, const Encoded& heuristic) {
   const Key key = {KernelFamily::kName, KernelFamily::shape_class(problem)};
@@ -202,7 +203,8 @@ void forget_choices() {
   table.by_gpu.clear();
 }
 
-// Returns the choice of a call on the GPU called `gpu`, and the origin of the choice.
+// Returns the choice that pick() would return for a problem on the GPU called `gpu`, and the source
+// of the choice: "forced", "tuned" or "heuristic".
 std::tuple<std::string, std::string> picked_choice(std::string gpu, std::string family,
                                                    at::IntArrayRef problem) {
   const char* op = "_picked_choice";
@@ -225,7 +227,7 @@ void observe(bool on) {
   state.records.clear();
 }
 
-// Starts observing this thread.
+// Starts to record the choices and the launches of this thread.
 void begin_observing() {
   this_thread.dry_run = false;
   observe(true);
@@ -253,7 +255,7 @@ void begin_dry_run(int64_t device) {
   observe(true);
 }
 
-// Stops observing and returns the records as JSON objects.
+// Stops the recording and returns the records as JSON objects.
 std::vector<std::string> end_observing() {
   std::vector<std::string> seen;
   for (const Record& record : this_thread.records) seen.push_back(record.json());

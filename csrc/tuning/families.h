@@ -2,7 +2,7 @@
 //
 // scalar_attention and the matrix passes are not families. They choose a configuration twice: for
 // the size of the scratch memory and for the launch. If they were families, another thread could
-// change the remembered choice between the two.
+// change the remembered choice between these two times.
 #pragma once
 
 #include <string_view>

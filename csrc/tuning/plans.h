@@ -1,4 +1,4 @@
-// Functions with which torchweld._C reports the grids of kernels that belong to no family.
+// Functions with which torchweld._C reports the grids of kernels that belong to no kernel family.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -13,10 +13,10 @@ struct Record {
   std::string family, part, source, choice, kernel, why;
   Encoded problem;
   Columns columns;
-  // The name of each rejected choice, and the reason.
+  // The name of each rejected choice, and the reason why it was rejected.
   std::vector<std::pair<std::string, std::string>> rejected;
-  // For each launch: registers, shared bytes, threads, local bytes, and the offset of the kernel's
-  // host function in the library.
+  // One entry for each launch: the number of registers, of bytes of shared memory, of threads and
+  // of bytes of local memory, and the offset of the kernel's host function in the library.
   std::vector<Encoded> kernels;
 
   std::string json() const;
