@@ -120,8 +120,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& t,
            describe(t));
 }
 
-// Returns the fix that an error message suggests for a weight of the wrong shape. If the weight was
-// passed as (K, N), the layout of GPT-2's Conv1D, instead of (N, K), the fix is .t().
+// Returns the fix that an error message suggests for a weight of the wrong shape. If the weight is
+// (K, N) instead of (N, K), the fix is .t(). GPT-2's Conv1D has weights (K, N).
 inline std::string transpose_fix(const char* name, const Tensor& weight, const c10::SymInt& k) {
   const bool transposed = weight.sym_size(1) != k && weight.sym_size(0) == k;
   return transposed ? std::string("; use ") + name + ".t()" : "";

@@ -55,8 +55,8 @@ inline at::Tensor driver_zeros(int64_t count, at::ScalarType type, const at::Ten
 
 // Returns at least `count` zeros. All calls of this thread on the current stream share them. If
 // this thread already has such memory for `max_streams` other streams, returns an undefined tensor.
-// NOTE: every thread has its own cache, with one entry per stream. Kernels that share the memory
-// must not overlap, and kernels of one stream do not.
+// NOTE: every thread has its own cache, with one entry per stream. Kernels that share an entry must
+// not overlap, and kernels of one stream never overlap.
 template <at::ScalarType type>
 at::Tensor cached_zeros(int64_t count, const at::Tensor& like, size_t max_streams = SIZE_MAX) {
   thread_local std::map<std::pair<c10::DeviceIndex, cudaStream_t>, at::Tensor> cache;

@@ -56,8 +56,8 @@ inline DType dtype_of(const at::Tensor& t) {
   }
 }
 
-// An optional vector with contiguous elements. A vector that is not contiguous is copied. data() is
-// nullptr if the vector is absent.
+// An optional vector with contiguous elements. A vector that is not contiguous is copied. data()
+// returns nullptr if the vector is absent.
 struct Vector {
   Tensor tensor;
 

@@ -1,6 +1,7 @@
 // Helpers to register an op: its kernels for every dispatch key, its handle, its autograd and its
 // autocast kernels. The file <op>.cpp first defines the function <op>_meta, then writes
-// TW_OP(<op>), then defines <op>_cpu and <op>_cuda. It registers the op with define_op.
+// TW_OP(<op>), then defines <op>_cpu and <op>_cuda. At its end the file registers the op with
+// define_op.
 //
 // If an op has a matmul, its autocast kernel casts all tensors to the autocast dtype. For example,
 // the norm in layer_norm_linear reads an x that is rounded to this dtype. softmax, causal_softmax,
@@ -167,13 +168,13 @@ void clear_non_differentiable(const variable_list& outputs) {
   for (const Tensor& output : outputs) clear_non_differentiable<Function>(output);
 }
 
-// The last step of a Function that saves its tensors before it computes its result. Activation
-// checkpointing recomputes a region only up to its last saved tensor, so it skips this step if the
-// op is the last one of the region.
+// The last step of an autograd Function that saves its tensors before it computes its result.
+// Activation checkpointing recomputes a region only until the last tensor of the region is saved.
+// Therefore the recomputation skips this step if the op is the last one of the region.
 //
-// The forward of such a Function returns a placeholder as its first output, and
-// finish(outputs, args...) computes the result. The gradient of the result is passed to the
-// Function as the gradient of the placeholder.
+// The forward of such a Function returns a placeholder as its first output, and finish(outputs,
+// args...) computes the result. The gradient of the result is passed to the Function as the
+// gradient of the placeholder.
 struct FinishFunction : torch::autograd::Function<FinishFunction> {
   static Tensor forward(AutogradContext*, const Tensor& /*placeholder*/,
                         const std::function<Tensor()>& finish) {
@@ -185,8 +186,8 @@ struct FinishFunction : torch::autograd::Function<FinishFunction> {
   }
 };
 
-// Returns a placeholder for a result with the dtype and the device of x. It has one element of
-// memory.
+// Returns a placeholder for a result with the dtype and the device of x. The placeholder has memory
+// for only one element.
 inline Tensor placeholder(const Tensor& x, c10::SymIntArrayRef sizes) {
   at::AutoDispatchBelowADInplaceOrView guard;
   return x.new_empty_symint(std::vector<c10::SymInt>(sizes.size(), 1)).expand_symint(sizes);

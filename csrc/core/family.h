@@ -6,11 +6,11 @@
 //   kName, kFields, kEngines        its name, the bounds of a problem's fields, the engines' names
 //   kFirstLegal                     whether choose() returns the first legal candidate
 //   Problem, Choice                 the argument and the result of choose()
-//   encode_fields(problem), decode_fields(encoded)   convert all but the device
+//   encode_fields(problem), decode_fields(encoded)   convert all fields except those of the device
 //   shape_class(encoded)            the problem under which tune remembers its choice
 //   choose(problem)                 the heuristic choice
 //   encode(choice)                  the engine, then the tile and the number of splits
-//   candidates(problem)             every choice, legal or not
+//   candidates(problem)             every choice that tune lists, legal or not
 //   refusal(problem, encoded)       why the kernels do not support the choice
 //   make(problem, encoded)          the Choice of a legal candidate
 //   tile(encoded)                   the tile's name with its splits; unique within an engine

@@ -22,7 +22,8 @@ inline constexpr int64_t kMaxGrid = 2147483647;
 // must be set before its launch.
 inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
 // An upper bound on the static shared memory of every kernel that uses dynamic shared memory. The
-// default limit counts both kinds, but launch_kernel does not know the static size.
+// limit kDefaultSharedBytes counts static and dynamic shared memory, but launch_kernel does not
+// know how much of it is static.
 inline constexpr int kMaxStaticBytes = 8 * 1024;
 
 struct Grid {

@@ -7,7 +7,8 @@
 
 namespace torchweld {
 
-// The number of threads that force or observe choices, plus 1 if any choices are remembered.
+// The number of threads that force choices, plus the number of threads that observe choices, plus 1
+// if any choices are remembered.
 extern std::atomic<int> choices_in_use;
 
 inline bool is_observed() { return choices_in_use.load(std::memory_order_relaxed) != 0; }

@@ -121,9 +121,9 @@ inline double exp_in_vectors(double x) {
   return e * first * second;
 }
 
-// Returns exp(x) for x <= 0 with an error of at most 2 ulp. It is faster than exp_in_vectors. x may
-// exceed 0 by a rounding error. If the result would be less than the smallest normal number, the
-// function returns 0.
+// Returns exp(x) for x <= 0 with an error of at most 2 ulp. This function is faster than
+// exp_in_vectors. x may exceed 0 by a rounding error. If the result would be less than the smallest
+// normal number, the function returns 0.
 inline float exp_of_negative(float x) {
   constexpr float kRound = 12582912.0f;
   x = x < -88.03f ? -88.03f : x;  // at -88.03, n is -127, for which 2^n is computed as 0
@@ -182,7 +182,8 @@ struct LaneSums {
   }
 };
 
-// Returns the dot product of a and b, accumulated in T. a and b may have different dtypes.
+// Returns the dot product of a and b. The accumulators have type T. a and b may have different
+// dtypes.
 template <typename T, typename A, typename B>
 T dot(const A* a, const B* b, int64_t n) {
   LaneSums<T> sums;
