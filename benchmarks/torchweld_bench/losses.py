@@ -178,15 +178,15 @@ def _forward(
         "loss": lambda: ops.linear_cross_entropy(x, weight, target),
         "ours": lambda: ops.linear_token_logprobs(x, weight, target, entropy=True),
         "eager": lambda: _eager_logprobs(x, weight, target),
-        "product": lambda: torch.mm(x, padded.t()),
+        "matmul alone": lambda: torch.mm(x, padded.t()),
     }
     graphs = {name: in_turn([call], 1) for name, call in calls.items()}
     times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
-    memory = {name: peak_memory(call) for name, call in calls.items() if name != "product"}
+    memory = {name: peak_memory(call) for name, call in calls.items() if name != "matmul alone"}
     for what, column in (("the loss", "loss"), ("log-probabilities and entropy", "ours")):
         name = f"{case}, {what} over one product"
-        both = {"ours": times[column], "product": times["product"]}
-        yield make_row(name, both, against="product", target=targets.get(name), **errors)
+        both = {"ours": times[column], "matmul alone": times["matmul alone"]}
+        yield make_row(name, both, against="matmul alone", target=targets.get(name), **errors)
     name = f"{case}, log-probabilities and entropy peak memory over eager, MiB"
     yield make_row(name, memory, against="eager", target=targets.get(name), **errors)
 
