@@ -40,7 +40,8 @@ struct Int4Tile {
   constexpr bool supports(int elem_size, bool whole_chunks) const {
     return scale_sums || (elem_size == 2 && whole_chunks);
   }
-  // The number of bytes in shared memory of a row of x, which is one token of one chunk.
+  // The number of bytes of a row of x in shared memory. A row holds the columns of one token in one
+  // chunk.
   // NOTE: fp32 rows have 32 bytes of padding and 16-bit rows have a swizzle, to avoid bank
   // conflicts.
   static constexpr int x_row_bytes(int elem_size) {

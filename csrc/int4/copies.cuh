@@ -50,8 +50,8 @@ struct Int4WorkTile {
 };
 
 // A thread's copies of x for one k-block. The k-block is stored as [chunk][token][64 columns]. A
-// row is one token of one chunk. For 16-bit x, 16-byte vector c of token r is stored at index
-// c ^ (r % 8) of the row.
+// row holds the 64 columns of one token in one chunk. For 16-bit x, 16-byte vector c of token r is
+// stored at index c ^ (r % 8) of the row.
 template <const auto& kTiles, int kTile, int kElem, int kRowBytes = kInt4ChunkK * kElem>
 class Int4XCopies {
   static constexpr auto kT = kTiles[kTile];

@@ -310,7 +310,7 @@ struct MatrixWork {
     }
   }
 
-  // Adds up the column sums over the groups of the block.
+  // The thread groups of the block have summed different rows. Adds up their column sums.
   __device__ __forceinline__ void leave_columns() {
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {

@@ -37,8 +37,8 @@ struct DvalueConfig {
   static_assert(sizeof(Shared) <= 99 * 1024, "the shared memory of every GPU from sm_80 on");
 };
 
-// Loads one step of transposed scores (16 keys, kStepRows rows) from a tile. s_step is the address
-// of the step's first row in the tile.
+// Loads the scores of one step (kStepRows rows, 16 keys) from a tile and transposes them. s_step is
+// the address of the step's first row in the tile.
 template <typename T, int kPitch>
 __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const T* s_step) {
   const int lane = threadIdx.x % kWarp;

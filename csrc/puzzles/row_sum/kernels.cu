@@ -7,10 +7,10 @@
 // a fixed order, so sums have the same bits in every run.
 //
 // Error bound: a thread loads 16 bytes per access and kLoads accesses per round. The value of an
-// element goes through 3 additions within its access, 16 additions to a thread's accumulator, one
-// addition for every 16 rounds, and at most 60 additions of accumulators, threads and splits.
-// Therefore the error is at most (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the
-// result.
+// element goes through 3 additions within its access and 16 additions to a thread's first
+// accumulator. Every 16 rounds, the thread adds the first accumulator to a second one. At most 60
+// additions of accumulators, threads and splits follow. Therefore the error is at most
+// (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the result.
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
