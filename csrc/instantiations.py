@@ -153,7 +153,7 @@ TABLE = [
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(0, 1)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(0, 1, 2)),
     ),
     Family(
         "attention_backward_2cta",
@@ -162,7 +162,7 @@ TABLE = [
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(2, 3)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(3,)),
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     # NOTE: in one file with the plain kernels, a few instructions of the masked ones change.

@@ -276,7 +276,7 @@ LONG = {"seqlen_q": 4096, "seqlen_k": 4096}
     [
         ((64, 64), "sm90 128x128x64"), ((8, 40), "sm90 128x128x64"), ((72, 8), "sm90 128x64x128"),
         ((64, 128), "sm90 128x64x128"), ((128, 128), "sm90 128x64x128"),
-        ((60, 64), "sync 16 bits 128x64x64"), ((136, 128), "sm90 64x64x192 to 128 2 blocks"),
+        ((60, 64), "sync 16 bits 128x64x64"), ((136, 128), "sm90 128x64x192 to 128"),
         ((200, 128), "sm90 64x64x256 2 blocks"), ((192, 136), "sm90 64x64x256 2 blocks"),
         ((8, 256), "sm90 64x64x256 2 blocks"), ((132, 256), "sync 16 bits 64x64x256 paired"),
     ],
@@ -316,8 +316,17 @@ def test_reasons_of_a_tile():
     pair = "sm90 64x64x256 2 blocks"
     assert "head dims of 129 to 256" in refusal(FAMILY, narrow, pair)
     assert refusal(FAMILY, problem(FAMILY, **wide), pair) == ""
-    unequal = refusal(FAMILY, problem(FAMILY, **wide), "sm90 64x64x192 to 128 2 blocks")
-    assert unequal == "the tile supports head dims up to 192 and 128"
+    unequal = "sm90 128x64x192 to 128"
+    dims = {"head_dim": 192, "head_dim_v": 128}
+    assert refusal(FAMILY, problem(FAMILY, **LONG, **dims), unequal) == ""
+    for fields, reason in (
+        ({"head_dim": 200}, "the tile is for head dims of 129 to 192"),
+        ({"head_dim": 128}, "the tile is for head dims of 129 to 192"),
+        ({"head_dim_v": 136}, "the tile supports head dims up to 192 and 128"),
+        ({"softcap": 1}, "the tile supports no soft cap"),
+    ):
+        assert refusal(FAMILY, problem(FAMILY, **LONG, **{**dims, **fields}), unequal) == reason
+    assert chosen(FAMILY, **LONG, **dims, softcap=1)["choice"] == pair
     alone = problem(FAMILY, H200 | {"clusters": 0}, **wide)
     assert "no clusters" in refusal(FAMILY, alone, pair)
     assert chosen(FAMILY, H200, **LONG, math=1, bfloat16=0)["engine"] == "sync"

@@ -91,49 +91,45 @@ inline constexpr int kNumAttentionBackwardTiles =
 // other warps add to dQ. Head dims below `dim` are padded with zeros. Under a general mask a tile
 // has the rows of one group (kAttentionBackwardRowPad). This leaves registers for the mask.
 //
-// For head dims above 128, two CTAs of a cluster process the same query tiles
+// For the largest head dims, two CTAs of a cluster process the same query tiles
 // (attention/sm90/bwd_2cta_kernel.cuh). Both warpgroups of a CTA have the same 64 keys. Each
 // warpgroup computes half of the rows of S and half of the columns of dK and dV. Each CTA computes
 // half of the columns of dQ.
 struct AttentionBackwardSm90Tile {
-  int dim;  // the number of columns of the sums of dQ
-  int rows;
-  int keys;                  // per block
-  int blocks;                // per cluster
-  int head_dim, head_dim_v;  // maximum
+  int dim;     // the largest head dim of Q and K
+  int dim_v;   // the largest head dim of V
+  int rows;    // the number of query rows
+  int keys;    // the number of keys of a CTA
+  int blocks;  // the number of CTAs in a cluster
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
-  // The number of dQ store warps. They alternate over the tiles of dQ and add them to global
-  // memory. The kernel of a 2-CTA tile has only one dQ store warp.
-  static constexpr int kDqStoreWarps = 2;
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
-  constexpr bool is_2cta() const { return dim > 128; }
+  constexpr bool is_2cta() const { return blocks > 1; }
+  // The number of dQ store warps. If there are two, they alternate over the query tiles. Each store
+  // warp has its own buffer of dQ. There are as many buffers of dS as buffers of dQ.
+  constexpr int dq_store_warps() const { return dim > 128 ? 1 : 2; }
   // Whether lse and delta of the query rows are one more k-slice of the products for S and dP. This
   // k-slice has kStatSliceBytes bytes per query row. With 128 rows it does not fit in shared
   // memory. Under a soft cap it can't be used, because tanh is applied before lse is subtracted.
   static constexpr int kStatSliceBytes = 16;
-  constexpr bool has_stat_slice(bool masked) const { return dim == 128 && !masked; }
+  constexpr bool has_stat_slice(bool masked) const { return !masked && dim > 64 && !is_2cta(); }
   // The size of the tile in shared memory, in bytes. Shared memory holds K, V, two stages of Q and
-  // dO, two buffers of dS, and one fp32 dQ tile per dQ store warp. In a 2-CTA tile, dO has one
-  // stage, dS has one buffer, and dQ is half a tile. Two more buffers hold half of the peer's K,
-  // and P. The peer's dS later overwrites P.
+  // dO, and the buffers of dS and of the fp32 dQ. In a 2-CTA tile, dO has one stage, and dQ is half
+  // a tile. Two more buffers hold half of the peer's K, and P. The peer's dS later overwrites P.
   constexpr int tile_bytes() const {
     if (!is_2cta()) {
-      return 2 * (2 * keys * dim + 2 * kStages * rows * dim + 2 * rows * keys) +
-             kDqStoreWarps * 4 * rows * dim;
+      return 2 * (keys + kStages * rows) * (dim + dim_v) +
+             dq_store_warps() * (2 * rows * keys + 4 * rows * dim);
     }
     const int elems =
-        keys * (dim + dim / 2 + head_dim_v) + rows * (kStages * dim + head_dim_v) + 2 * rows * keys;
+        keys * (dim + dim / 2 + dim_v) + rows * (kStages * dim + dim_v) + 2 * rows * keys;
     return 2 * elems + 2 * rows * dim;
   }
 };
 
 inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
-    {64, 128, 128, 1, 64, 64},
-    {128, 64, 128, 1, 128, 128},
-    {256, 64, 64, 2, 192, 128},
-    {256, 64, 64, 2, 256, 256}};
+    {64, 64, 128, 128, 1}, {128, 128, 64, 128, 1}, {192, 128, 64, 128, 1}, {256, 256, 64, 64, 2}};
 inline constexpr int kNumAttentionBackwardSm90Tiles =
     sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
 
@@ -188,12 +184,13 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
   if (wide > tile.dim || tile.dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
-    return {"the tile is for head dims of {} to {}", tile.dim > 64 ? tile.dim / 2 + 1 : 1,
-            tile.dim};
+    return {"the tile is for head dims of {} to {}",
+            tile.dim > 128 ? 129 : (tile.dim > 64 ? 65 : 1), tile.dim};
   }
-  if (p.head_dim > tile.head_dim || p.head_dim_v > tile.head_dim_v) {
-    return {"the tile supports head dims up to {} and {}", tile.head_dim, tile.head_dim_v};
+  if (p.head_dim_v > tile.dim_v) {
+    return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
   }
+  if (p.load.softcap && tile.dim_v < tile.dim) return "the tile supports no soft cap";
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
     return "the rows of the results are not aligned to 16 bytes";

@@ -158,6 +158,7 @@ struct AttentionLoad {
   bool causal, padded, bfloat16;
   int64_t window;  // 0 if there is no window
   bool packed;     // true if key_start or a key_end per row is given
+  bool softcap;
 };
 
 struct AttentionProblem {

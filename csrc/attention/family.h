@@ -21,7 +21,8 @@ struct AttentionNumbers {
                                       {"padded", 0, 1},
                                       {"bfloat16", 0, 1},
                                       {"window", 0, kMaxSize},
-                                      {"packed", 0, 1}};
+                                      {"packed", 0, 1},
+                                      {"softcap", 0, 1}};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
@@ -30,7 +31,8 @@ struct AttentionNumbers {
     return {p.load.heads,    p.seqlen_q,    p.seqlen_k,
             p.head_dim,      p.head_dim_v,  static_cast<int64_t>(p.math),
             p.load.group,    p.load.causal, p.load.padded,
-            p.load.bfloat16, p.load.window, p.load.packed};
+            p.load.bfloat16, p.load.window, p.load.packed,
+            p.load.softcap};
   }
   static AttentionProblem decode_fields(const Encoded& x) {
     return {x[1],
@@ -38,7 +40,7 @@ struct AttentionNumbers {
             x[3],
             x[4],
             static_cast<AttentionMath>(x[5]),
-            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0},
+            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0},
             {}};
   }
   static Encoded shape_class(Encoded x) {
@@ -185,15 +187,16 @@ struct AttentionBackwardFamily : AttentionNumbers {
     if (general(x)) return "";
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
-      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.head_dim) +
-             (tile.head_dim_v == tile.head_dim ? "" : " to " + std::to_string(tile.head_dim_v)) +
+      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.dim) +
+             (tile.dim_v == tile.dim ? "" : " to " + std::to_string(tile.dim_v)) +
              (tile.blocks > 1 ? " 2 blocks" : "");
     }
     const AttentionBackwardTile& tile = kAttentionBackwardTiles[x[1]];
     return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
            std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
   }
-  // The general kernels have no tile, so all their columns are 0.
+  // Returns the columns of the table that tune prints. They are 0 for the general kernels, which
+  // have no tile.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];

@@ -59,8 +59,8 @@ struct AttentionParams {
   bool tf32;  // fp32 matmuls may round to TF32
   DType dtype;
   AttentionChoice choice;
-  float* partials;  // attention_partial_floats() floats; nullptr if that number is 0
-  uint64_t* flags;  // attention_flags() flags (block_flags); nullptr if that number is 0
+  float* partials;  // size attention_partial_floats(); nullptr if the size is 0
+  uint64_t* flags;  // size attention_flags(), made by block_flags(); nullptr if the size is 0
   // The ticket counter of Hopper's kernels. It is 0 before and after a call. For other kernels,
   // `counters` is nullptr.
   unsigned* counters;
@@ -79,7 +79,8 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           s.head_dim_v,
           attention_math(dtype, tf32),
           {s.batch * s.nheads, s.nheads / s.nheads_kv, mask.causal, mask.leftpad != nullptr,
-           dtype == DType::kBFloat16, mask.window, mask.key_start || mask.has_row_ends},
+           dtype == DType::kBFloat16, mask.window, mask.key_start || mask.has_row_ends,
+           mask.softcap > 0.f},
           device_facts()};
 }
 

@@ -49,11 +49,12 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream);
 
-// Launches the kernel for head dims up to 128 (attention/sm90/bwd_kernel.cuh).
+// Launches the kernel for head dims up to 128, or up to 192 of Q and K and 128 of V
+// (attention/sm90/bwd_kernel.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream);
 
-// Launches the kernel for head dims from 129 to 256 (attention/sm90/bwd_2cta_kernel.cuh).
+// Launches the kernel for larger head dims up to 256 (attention/sm90/bwd_2cta_kernel.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_2cta_tile(const Args& args, cudaStream_t stream);
 

@@ -30,17 +30,12 @@ struct Backward2CtaConfig {
   static constexpr bool kEarlyLse = !kMasked;  // whether lse is loaded before S is complete
   // kStages is the number of stages of Q. dO has one stage.
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
-  // A TMA box has 64 columns. Its rows are the keys of a CTA or the rows of a query tile. Q and K
-  // have kBoxesQk boxes. V and dO have kBoxesV boxes. The buffers have space for kBoxes boxes. The
-  // boxes of Q and K that are not loaded may hold any values. They affect only columns of dK and dQ
-  // that are not stored.
-  static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns;
-  static constexpr int kBoxesQk = kShape.head_dim / kBoxColumns,
-                       kBoxesV = kShape.head_dim_v / kBoxColumns;
+  // A TMA box has 64 columns. Its rows are the keys of a CTA or the rows of a query tile.
+  static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns,
+                       kBoxesV = kBoxes;
   static constexpr int kKeyBoxBytes = kCtaKeys * kSwizzleRowBytes,
                        kQueryBoxBytes = kRows * kSwizzleRowBytes;
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
-  static constexpr int kValueBytes = kBoxesV * kKeyBoxBytes, kDoutBytes = kBoxesV * kQueryBoxBytes;
   static constexpr int kScoreBytes = kRows * kSwizzleRowBytes;  // P or dS, for 64 keys
   // Each warpgroup of the cluster computes a slice of dQ^T with 64 columns, in kDqFloats
   // accumulators per thread.
@@ -70,9 +65,9 @@ struct Backward2CtaShared {
   // Half of the columns of the peer's K. This CTA computes dQ for these columns.
   alignas(kSwizzleAtomBytes) char k_peer[Config::kBoxes / 2 * Config::kKeyBoxBytes];
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
-  alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
+  alignas(kSwizzleAtomBytes) char v[Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
-  alignas(kSwizzleAtomBytes) char dout[1][Config::kDoutBytes];
+  alignas(kSwizzleAtomBytes) char dout[1][Config::kQueryBytes];
   // Holds P, until both warpgroups have read P. Then the peer's dS overwrites P.
   alignas(kSwizzleAtomBytes) char p_or_peer_ds[Config::kScoreBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kScoreBytes];
@@ -107,7 +102,6 @@ template <typename Config>
 __device__ __forceinline__ void backward_2cta_load(const typename Config::Params& p,
                                                    typename Config::Shared& s) {
   constexpr int kRows = Config::kRows, kCtas = Config::kCtas, kBoxes = Config::kBoxes;
-  constexpr int kBoxesQk = Config::kBoxesQk, kBoxesV = Config::kBoxesV;
   const typename Config::WorkTile& work = s.work;
   const int steps = s.work.steps();
   if (steps == 0) return;
@@ -127,11 +121,10 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
     }
   };
   const auto load_tile = [&](char* s_tile, float* s_stats, const TensorMap& map,
-                             const float* g_stats, uint64_t* s_full, int boxes) {
+                             const float* g_stats, uint64_t* s_full) {
 #pragma unroll
-    for (int i = 0; i < (boxes + kCtas - 1) / kCtas; ++i) {
+    for (int i = 0; i < kBoxes / kCtas; ++i) {
       const int box = i * kCtas + rank, column = box * Config::kBoxColumns;
-      if (box >= boxes) break;
       const uint32_t s_box = shared_address(s_tile) + box * Config::kQueryBoxBytes;
       tma_load_multicast(s_box, map, s_full, column, tiles.tile * kRows,
                          tiles.head - work.sequence * nheads, work.sequence, 3);
@@ -146,9 +139,8 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
       mbarrier_wait(&s.q_pipeline.empty[q_state.stage], q_state.parity ^ 1);
       s.query_tiles[q_state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
     }
-    uint64_t* s_full =
-        s.q_pipeline.acquire(q_state, kBoxesQk * Config::kQueryBoxBytes + kStatBytes +
-                                          (Config::kMasked ? kSeenBytes : 0));
+    uint64_t* s_full = s.q_pipeline.acquire(
+        q_state, Config::kQueryBytes + kStatBytes + (Config::kMasked ? kSeenBytes : 0));
     if constexpr (Config::kMasked) {
       auto& s_seen = s.seen[q_state.stage];
       bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tiles.tile * kRows),
@@ -156,17 +148,17 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
       bulk_load(s_seen.live, &p.args.live_of(work.sequence, tiles.tile * kRows),
                 sizeof(s_seen.live), s_full);
     }
-    load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full, kBoxesQk);
+    load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full);
     if (step == 0) {
-      mbarrier_arrive_expect_tx(&s.k_full, (kBoxesQk + kBoxes / 2) * Config::kKeyBoxBytes);
-      load_kv(s.k, p.key, &s.k_full, 0, kBoxesQk, rank);
+      mbarrier_arrive_expect_tx(&s.k_full, (kBoxes + kBoxes / 2) * Config::kKeyBoxBytes);
+      load_kv(s.k, p.key, &s.k_full, 0, kBoxes, rank);
       load_kv(s.k_peer, p.key, &s.k_full, rank * (kBoxes / 2), kBoxes / 2, rank ^ 1);
     }
-    s_full = s.dout_pipeline.acquire(dout_state, Config::kDoutBytes + kStatBytes);
-    load_tile(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full, kBoxesV);
+    s_full = s.dout_pipeline.acquire(dout_state, Config::kQueryBytes + kStatBytes);
+    load_tile(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full);
     if (step == 0) {
-      mbarrier_arrive_expect_tx(&s.v_full, Config::kValueBytes);
-      load_kv(s.v, p.value, &s.v_full, 0, kBoxesV, rank);
+      mbarrier_arrive_expect_tx(&s.v_full, Config::kKeyBytes);
+      load_kv(s.v, p.value, &s.v_full, 0, kBoxes, rank);
     }
     q_state.advance();
     dout_state.advance();

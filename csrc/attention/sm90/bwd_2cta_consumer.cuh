@@ -23,9 +23,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   using typename Base::Params, typename Base::RowStats, typename Base::ScoreAcc,
       typename Base::ScoreOperand, typename Base::Shared, typename Base::State;
   using DoutState = PipelineState<1>;
-  static constexpr int kDkBoxes = Config::kBoxes / 2, kDvBoxes = Config::kBoxesV / 2;
-  using DkAcc = float[kDkBoxes * 32];
-  using DvAcc = float[kDvBoxes * 32];
+  static constexpr int kDkvBoxes = Config::kBoxes / 2;
+  using DkvAcc = float[kDkvBoxes * 32];
   using DqAcc = float[Config::kDqFloats];
 
   uint32_t s_k, s_v, s_q, s_dout, s_p, s_ds;
@@ -47,8 +46,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   }
 
   __device__ __forceinline__ void run() {
-    DkAcc acc_dk;
-    DvAcc acc_dv;
+    DkvAcc acc_dk, acc_dv;
 #pragma unroll
     for (float& x : acc_dk) x = 0.f;
 #pragma unroll
@@ -57,12 +55,12 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
     // Both warpgroups have passed kDsWritten after their last reads of V, so dV may overwrite V.
     // The other warpgroup's wgmmas may still read K, so dK waits for another barrier.
-    const int dk_box = warpgroup * kDkBoxes, dv_box = warpgroup * kDvBoxes;
-    Base::template epilogue_dkv<true>(acc_dv, s_v + dv_box * Config::kKeyBoxBytes, 0, dv_box,
-                                      p.dvalue, 1.f / (1 << kProbabilityShift<T>));
+    const int box = warpgroup * kDkvBoxes;
+    Base::template epilogue_dkv<true>(acc_dv, s_v + box * Config::kKeyBoxBytes, 0, box, p.dvalue,
+                                      1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
-    Base::template epilogue_dkv<false>(acc_dk, s_k + dk_box * Config::kKeyBoxBytes, 0, dk_box,
-                                       p.dkey, p.args.params.scale);
+    Base::template epilogue_dkv<false>(acc_dk, s_k + box * Config::kKeyBoxBytes, 0, box, p.dkey,
+                                       p.args.params.scale);
     tma_wait_read<0>();
     backward_sm90_close_dq_buffer(0, warpgroup);
   }
@@ -79,7 +77,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     }
   }
 
-  __device__ __forceinline__ void mainloop(DkAcc& acc_dk, DvAcc& acc_dv, int steps) {
+  __device__ __forceinline__ void mainloop(DkvAcc& acc_dk, DkvAcc& acc_dv, int steps) {
     State q_state;
     DoutState dout_state;
     ScoreAcc acc_s, acc_dp;
@@ -121,7 +119,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     const BackwardQueryTile tile = query_tile(q_state);
     zero_unseen_rows(q_state, dout_state, tile.unseen_rows);
     discard_accumulators(acc_s);
-    gemm_ss<Config::kBoxesQk, 0>(acc_s, s_k, s_q + q_state.stage * Config::kQueryBytes);
+    gemm_ss<0>(acc_s, s_k, s_q + q_state.stage * Config::kQueryBytes);
     if constexpr (Config::kEarlyLse) load_stats(r_lse, s.lse[q_state.stage]);
     return tile.is_edge;
   }
@@ -130,7 +128,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   __device__ __forceinline__ void mma_dp(ScoreAcc& acc_dp, const DoutState& dout_state) {
     s.dout_pipeline.wait(dout_state);
     init_dp(acc_dp, s.delta[0]);
-    gemm_ss<Config::kBoxesV, 1>(acc_dp, s_v, s_dout);
+    gemm_ss<1>(acc_dp, s_v, s_dout);
   }
 
   // Wait for S and dP, and convert them into P and dS. Issue dV += P^T dO over all rows, and dK +=
@@ -138,7 +136,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // dS to the peer.
   template <bool kFirstTile>
   __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
-                                            DvAcc& acc_dv, DkAcc& acc_dk, const State& q_state,
+                                            DkvAcc& acc_dv, DkvAcc& acc_dk, const State& q_state,
                                             const DoutState& dout_state, bool is_edge) {
     ScoreOperand p16, ds16;
     s_to_p(p16, acc_s, r_lse, q_state, is_edge);
@@ -156,7 +154,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // Issue dV += P^T dO over the warpgroup's own rows, exchange P with the other warpgroup, then
   // issue dV += P^T dO over the other warpgroup's rows.
   template <bool kFirstTile>
-  __device__ __forceinline__ void mma_dv(DvAcc& acc_dv, const ScoreOperand& p16) const {
+  __device__ __forceinline__ void mma_dv(DkvAcc& acc_dv, const ScoreOperand& p16) const {
     gemm_rs(acc_dv, p16, s_dout);
     // The buffer of P still holds the peer's dS of the previous tile. Wait until the other
     // warpgroup's dQ product has read that dS.
@@ -169,7 +167,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   }
 
   // Issue dK += dS^T Q over the warpgroup's own rows.
-  __device__ __forceinline__ void mma_dk(DkAcc& acc_dk, const ScoreOperand& ds16,
+  __device__ __forceinline__ void mma_dk(DkvAcc& acc_dk, const ScoreOperand& ds16,
                                          const State& q_state) const {
     gemm_rs(acc_dk, ds16, s_q + q_state.stage * Config::kQueryBytes);
   }
@@ -193,7 +191,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
 
   // Issue dK += dS^T Q over the other warpgroup's rows. Issue this warpgroup's slice of dQ^T = K^T
   // dS^T over the keys of both CTAs. Wait for dK and release Q.
-  __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, DkAcc& acc_dk, const State& q_state,
+  __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, DkvAcc& acc_dk, const State& q_state,
                                          const DoutState& dout_state) {
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
     gemm_other_rows(acc_dk, s_ds, s_q + q_state.stage * Config::kQueryBytes);
@@ -235,14 +233,14 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     async_fence();
   }
 
-  // Issue acc = (kScaleD ? acc : 0) + A B^T over kDepthBoxes * 64 columns. A is the 64 keys in
+  // Issue acc = (kScaleD ? acc : 0) + A B^T over all columns. A is the 64 keys in
   // s_keys. B is the warpgroup's rows of the query tile in s_rows.
-  template <int kDepthBoxes, int kScaleD>
+  template <int kScaleD>
   __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows) const {
     const TileDescriptor a(s_keys, 16), b(s_rows + first_row() * kSwizzleRowBytes, 16);
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < kDepthBoxes * 4; ++slice) {
+    for (int slice = 0; slice < Config::kBoxes * 4; ++slice) {
       const int box = slice / 4, in_row = slice % 4 * 32;
       Wgmma<T, kScoreRows>::template multiply<0, 0>(
           acc, a.offset(box * Config::kKeyBoxBytes + in_row),

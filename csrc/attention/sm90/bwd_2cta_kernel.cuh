@@ -7,9 +7,8 @@
 // the columns of dQ over the keys of both CTAs. To do so, the CTA loads these columns of the peer's
 // K and receives the peer's dS. This halves the number of additions to dQ in global memory. A
 // kernel with one CTA per 64 keys took 1.25 to 1.6 times as long. Shared memory is the bottleneck:
-// for 64 rows, 64 keys and 256 columns, shared memory is busy for 4000 clocks (3100 with head dims
-// of 192 and 128), and the tensor cores for 2560 clocks. Registers per thread: dK and dV 128, S and
-// dP 32, dQ 32.
+// for 64 rows, 64 keys and 256 columns, shared memory is busy for 4000 clocks, and the tensor cores
+// for 2560 clocks. Registers per thread: dK and dV 128, S and dP 32, dQ 32.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The
 // exchange between two CTAs is new.
 #pragma once

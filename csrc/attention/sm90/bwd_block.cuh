@@ -1,5 +1,5 @@
-// Attention backward on Hopper for head dims up to 128: the configuration, the shared memory and
-// the positions of tiles.
+// Attention backward on Hopper on one CTA, for head dims up to 128, or up to 192 of Q and K: the
+// configuration, the shared memory and the positions of tiles.
 #pragma once
 
 #include <type_traits>
@@ -30,7 +30,7 @@ struct BackwardSm90Config {
   static constexpr bool kMasked = kIsMasked<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
-  static constexpr int kDim = kShape.dim, kKeys = kShape.keys;
+  static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v, kKeys = kShape.keys;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
   static constexpr int kScoreRows = kRows;  // number of query rows in a warpgroup's scores
   // Whether an additional k-slice of the products for S and dP subtracts lse and delta
@@ -41,18 +41,20 @@ struct BackwardSm90Config {
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
   // A TMA box has 64 columns, and either all keys of the CTA or the rows of a query tile.
   static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns,
-                       kBoxesV = kBoxes;
+                       kBoxesV = kDimV / kBoxColumns;
   static constexpr int kKeyBoxBytes = kKeys * kSwizzleRowBytes,
                        kQueryBoxBytes = kRows * kSwizzleRowBytes;
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
-  // dS is stored as (2 warpgroups, kRows, 64 keys).
+  static constexpr int kValueBytes = kBoxesV * kKeyBoxBytes, kDoutBytes = kBoxesV * kQueryBoxBytes;
+  // A buffer of dS holds (2 warpgroups, kRows, 64 keys).
   static constexpr int kDsHalfBytes = kRows * kSwizzleRowBytes, kDsBytes = 2 * kDsHalfBytes;
   // A warpgroup computes a slice of dQ^T in kDqFloats accumulators per thread. The slice has 64
   // columns of dQ and all rows of the query tile. If dQ has only 64 columns, the slice has half of
-  // the rows.
+  // the rows. If dQ has three slices, the warpgroups alternate over the third slice.
   static constexpr int kDqRows = kDim == 64 ? kRows / 2 : kRows, kDqFloats = kDqRows / 2;
-  static constexpr int kDqSliceBytes = kDqFloats * 128 * 4, kDqSlices = 2;
-  static constexpr int kCtas = kShape.blocks, kDqStoreWarps = kShape.kDqStoreWarps;
+  static constexpr int kDqSliceBytes = kDqFloats * 128 * 4, kDqSlices = kDim == 64 ? 2 : kBoxes;
+  static constexpr int kCtas = kShape.blocks, kDqStoreWarps = kShape.dq_store_warps(),
+                       kDsStages = kDqStoreWarps;
   static __device__ __forceinline__ int cta_rank() { return 0; }
   // first_key is the first key of a warpgroup's scores. first_row is the first row of these scores
   // in the query tile.
@@ -66,7 +68,7 @@ struct BackwardSm90Config {
   static __device__ __forceinline__ const float* lse_tile(const Shared& s, int stage) {
     return s.stats[stage].lse;
   }
-  static_assert((kDim == 64 || kDim == 128) && kDqFloats % 4 == 0);
+  static_assert((kDim == 64 || kDim == 128 || kDim == 192) && kDqFloats % 4 == 0);
   static_assert(!kMasked || kRows == kAttentionBackwardRowPad);
 };
 
@@ -105,11 +107,11 @@ template <typename Config>
 struct BackwardSm90Shared {
   static constexpr int kStages = Config::kStages;
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
-  alignas(kSwizzleAtomBytes) char v[Config::kKeyBytes];
+  alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
-  alignas(kSwizzleAtomBytes) char dout[kStages][Config::kQueryBytes];
-  alignas(kSwizzleAtomBytes) char ds[2][Config::kDsBytes];
-  alignas(128) float dq[Config::kDqStoreWarps][2][Config::kDqFloats * 128];
+  alignas(kSwizzleAtomBytes) char dout[kStages][Config::kDoutBytes];
+  alignas(kSwizzleAtomBytes) char ds[Config::kDsStages][Config::kDsBytes];
+  alignas(128) float dq[Config::kDqStoreWarps][Config::kDqSlices][Config::kDqFloats * 128];
   std::conditional_t<Config::kStatSlice, StatSliceTile<Config::kRows>, RowStatsTile<Config::kRows>>
       stats[kStages];
   BackwardSm90Seen<Config> seen[kStages];
@@ -119,7 +121,7 @@ struct BackwardSm90Shared {
   // The number of dS buffers that a warpgroup still uses for dK of the previous work tile. Only one
   // thread of the warpgroup accesses it.
   int held_ds_buffers[2];
-  PipelineBarriers<kStages> ds_pipeline;  // from each warpgroup to both warpgroups
+  PipelineBarriers<Config::kDsStages> ds_pipeline;  // from each warpgroup to both warpgroups
   PipelineBarriers<1> k_pipeline, v_pipeline;
   PipelineBarriers<kWorkStages> work_pipeline;
   typename Config::WorkTile work[kWorkStages];

@@ -1,4 +1,5 @@
-// Attention backward on Hopper's tensor cores, in 16 bits, for head dims up to 128:
+// Attention backward on Hopper's tensor cores, in 16 bits, for head dims up to 128, or up to 192 of
+// Q and K and 128 of V:
 //
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
@@ -36,6 +37,7 @@
 #include "attention/sm90/bwd_consumer.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
 #include "attention/sm90/bwd_producer.cuh"
+#include "attention/sm90/bwd_unequal_consumer.cuh"
 #include "core/device.h"
 #include "core/launch.h"
 #include "device/features.cuh"
@@ -48,6 +50,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #if TW_HAS_WGMMA
   constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   constexpr int kConsumerWarps = kBackwardConsumerWarps;
+  using Consumer =
+      std::conditional_t<(Config::kDim > Config::kDimV), BackwardSm90UnequalConsumer<Config>,
+                         BackwardSm90Consumer<Config>>;
   extern __shared__ __align__(1024) char s_memory[];
   auto& s = *reinterpret_cast<BackwardSm90Shared<Config>*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -59,7 +64,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     s.q_pipeline.init(kConsumerWarps);
     s.dout_pipeline.init(kConsumerWarps);
     s.ds_pipeline.init(kConsumerWarps, kConsumerWarps);
-    s.k_pipeline.init(kConsumerWarps);
+    s.k_pipeline.init(Consumer::kKeyReleases);
     s.v_pipeline.init(2);
     s.work_pipeline.init(kConsumerWarps + Config::kDqStoreWarps);
     mbarrier_init_fence();
@@ -75,7 +80,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncwarp();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    BackwardSm90Consumer<Config>(p, s, warp / 4 - 1).run();
+    Consumer(p, s, warp / 4 - 1).run();
   }
 #endif
 }

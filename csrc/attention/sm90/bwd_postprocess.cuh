@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kSm90RowThreads)
 #pragma unroll
     for (int first = 0; first < Config::kDqSlices; first += 2) {
       const int slice = first + threadIdx.x / 128;
+      if (Config::kDqSlices % 2 == 1 && slice == Config::kDqSlices) break;
       const float4* g_acc =
           reinterpret_cast<const float4*>(args.g_dq) +
           (int64_t{blockIdx.x} * Config::kDqSlices + slice) * (kFloats / 4 * 128) +

@@ -58,12 +58,12 @@ __device__ __forceinline__ uint4 stat_slice_row(float score_offset, float delta)
 // Computes lse and delta = sum(dout * out) - dlse of every query row, including the padding rows of
 // scratch memory: (batch, nheads, rows). dlse is the gradient of lse. Because d lse / d score = p,
 // dS = p * (dP - sum(dout * out)) + p * dlse = p * (dP - delta). Also zeroes `counters` counters:
-// the ticket counters and the dQ semaphores behind them. kDim / 8 lanes compute a row together. A
+// the ticket counters and the dQ semaphores behind them. kDimV / 8 lanes compute a row together. A
 // thread handles kRowsPerThread rows. Source: preprocess of FlashAttention-2's backward.
-template <typename T, int kDim, bool kStatSlice, typename Args>
+template <typename T, int kDimV, bool kStatSlice, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_preprocess_kernel(const __grid_constant__ Args args, int64_t counters) {
-  constexpr int kLanes = kDim / 8, kRowsAtOnce = kSm90RowThreads / kLanes, kRowsPerThread = 4;
+  constexpr int kLanes = kDimV / 8, kRowsAtOnce = kSm90RowThreads / kLanes, kRowsPerThread = 4;
   const AttentionBackwardParams& p = args.params;
   const int64_t thread = int64_t{blockIdx.x} * kSm90RowThreads + threadIdx.x;
   for (int64_t i = thread; i < counters; i += int64_t{gridDim.x} * kSm90RowThreads) {
@@ -126,9 +126,9 @@ void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t st
   constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   constexpr int kRows = kIsMasked<Args> ? kShape.kMaskedRows : kShape.rows;
   constexpr bool kStatSlice = kShape.has_stat_slice(kIsMasked<Args>);
-  constexpr int kRowsPerCta = kSm90RowThreads / (kShape.dim / 8) * 4;
+  constexpr int kRowsPerCta = kSm90RowThreads / (kShape.dim_v / 8) * 4;
   const int64_t rows = args.params.sizes.batch * args.params.sizes.nheads * args.rows;
-  launch_kernel(attention_backward_sm90_preprocess_kernel<T, kShape.dim, kStatSlice, Args>,
+  launch_kernel(attention_backward_sm90_preprocess_kernel<T, kShape.dim_v, kStatSlice, Args>,
                 {divide_up(rows, kRowsPerCta), kSm90RowThreads}, stream, args,
                 kBackwardTickets + rows / kRows * kShape.blocks);
 }

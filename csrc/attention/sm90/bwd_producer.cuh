@@ -21,22 +21,25 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
   int left = work.steps();
   const int rows = static_cast<int>(p.args.rows);
   const int nheads = static_cast<int>(p.args.params.sizes.nheads);
+  constexpr std::integral_constant<int, Config::kBoxes> boxes_qk;
+  constexpr std::integral_constant<int, Config::kBoxesV> boxes_v;
   BackwardTileIterator tiles(work);
   if (left == 0) {
     s.k_pipeline.acquire(kv_state, 0);
     s.v_pipeline.acquire(kv_state, 0);
   }
-  const auto load_kv = [&](char* s_kv, const TensorMap& map, PipelineBarriers<1>& pipeline) {
-    uint64_t* s_full = pipeline.acquire(kv_state, Config::kKeyBytes);
+  const auto load_kv = [&](char* s_kv, const TensorMap& map, PipelineBarriers<1>& pipeline,
+                           auto boxes) {
+    uint64_t* s_full = pipeline.acquire(kv_state, boxes.value * Config::kKeyBoxBytes);
 #pragma unroll
-    for (int box = 0; box < Config::kBoxes; ++box) {
+    for (int box = 0; box < boxes.value; ++box) {
       tma_load(shared_address(s_kv) + box * Config::kKeyBoxBytes, map, s_full,
                box * Config::kBoxColumns, work.first_key, work.head_kv, work.sequence);
     }
   };
-  const auto load_tile = [&](char* s_tile, const TensorMap& map, uint64_t* s_full) {
+  const auto load_tile = [&](char* s_tile, const TensorMap& map, uint64_t* s_full, auto boxes) {
 #pragma unroll
-    for (int box = 0; box < Config::kBoxes; ++box) {
+    for (int box = 0; box < boxes.value; ++box) {
       tma_load(shared_address(s_tile) + box * Config::kQueryBoxBytes, map, s_full,
                box * Config::kBoxColumns, tiles.tile * kRows, tiles.head - work.sequence * nheads,
                work.sequence);
@@ -44,7 +47,7 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
   };
   using Stats = std::remove_reference_t<decltype(s.stats[0])>;
   constexpr int kSeenBytes = Config::kMasked ? sizeof(BlockMask) + kRows * sizeof(KeyRange32) : 0;
-  int q_bytes = Config::kQueryBytes + kSeenBytes, dout_bytes = Config::kQueryBytes;
+  int q_bytes = Config::kQueryBytes + kSeenBytes, dout_bytes = Config::kDoutBytes;
   if constexpr (Config::kStatSlice) {
     q_bytes += Stats::kBytes;
   } else {
@@ -67,20 +70,20 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
                 sizeof(s_seen.group), s_full);
       bulk_load(s_seen.live, p.args.g_live + row, sizeof(s_seen.live), s_full);
     }
-    load_tile(s.q[state.stage], p.query, s_full);
+    load_tile(s.q[state.stage], p.query, s_full, boxes_qk);
     Stats& s_stats = s.stats[state.stage];
     if constexpr (Config::kStatSlice) {
       bulk_load(s_stats.values, p.args.g_stat_slice + first_row, Stats::kBytes, s_full);
     } else {
       bulk_load(s_stats.lse, p.args.g_lse + first_row, Stats::kLseBytes, s_full);
     }
-    if (is_first) load_kv(s.k, p.key, s.k_pipeline);
+    if (is_first) load_kv(s.k, p.key, s.k_pipeline, boxes_qk);
     s_full = s.dout_pipeline.acquire(state, dout_bytes);
-    load_tile(s.dout[state.stage], p.dout, s_full);
+    load_tile(s.dout[state.stage], p.dout, s_full, boxes_v);
     if constexpr (!Config::kStatSlice) {
       bulk_load(s_stats.delta, p.args.g_delta + first_row, Stats::kDeltaBytes, s_full);
     }
-    if (is_first) load_kv(s.v, p.value, s.v_pipeline);
+    if (is_first) load_kv(s.v, p.value, s.v_pipeline, boxes_v);
     tiles.advance();
   }
 }
@@ -150,6 +153,7 @@ __device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Pa
                                                        const typename Config::WorkTile& work,
                                                        int store_warp, int step) {
   constexpr int kSliceFloats = Config::kDqSliceBytes / 4, kStoreWarps = Config::kDqStoreWarps;
+  constexpr bool kHasThirdSlice = Config::kCtas == 1 && Config::kDqSlices == 3;
   const int steps = work.steps();
   if (steps <= step) return;
   const bool lane_0 = threadIdx.x % kWarp == 0;
@@ -169,20 +173,25 @@ __device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Pa
       global_async_fence();
     }
     __syncwarp();
+    const auto add = [&](int slice) {
+      float* const g_slice =
+          p.args.g_dq + (tile * Config::kDqSlices + rank * 2 + slice) * kSliceFloats;
+      if (order == 0) {
+        bulk_store(g_slice, s.dq[store_warp][slice], Config::kDqSliceBytes);
+      } else {
+        bulk_add(g_slice, s.dq[store_warp][slice], Config::kDqSliceBytes);
+      }
+    };
     for (int wg = 0; wg < 2; ++wg) {
       named_barrier_wait(full + wg, kBackwardDqThreads);
       if (adds) {
-        const int slice = rank * 2 + wg;
-        float* const g_slice = p.args.g_dq + (tile * Config::kDqSlices + slice) * kSliceFloats;
-        if (order == 0) {
-          bulk_store(g_slice, s.dq[store_warp][wg], Config::kDqSliceBytes);
-        } else {
-          bulk_add(g_slice, s.dq[store_warp][wg], Config::kDqSliceBytes);
-        }
+        add(wg);
+        if (kHasThirdSlice && wg == 1) add(2);
         tma_commit();
       }
     }
-    if (adds) tma_wait_read<1>();
+    // The warpgroup that did not write the third slice overwrites this slice in the next step.
+    if (adds) tma_wait_read<kHasThirdSlice ? 0 : 1>();
     __syncwarp();
     named_barrier_arrive(empty, kBackwardDqThreads);
     if (adds) tma_wait_read<0>();
@@ -204,7 +213,6 @@ template <typename Config>
 __device__ __forceinline__ void backward_sm90_store_all_dq(const typename Config::Params& p,
                                                            typename Config::Shared& s,
                                                            int store_warp) {
-  static_assert(Config::kDqStoreWarps == 2);
   backward_sm90_open_dq_buffer(store_warp);
   for (int tiles = 0;; ++tiles) {
     const auto work_state = pipeline_state_of<kWorkStages>(tiles);
@@ -212,7 +220,8 @@ __device__ __forceinline__ void backward_sm90_store_all_dq(const typename Config
     const typename Config::WorkTile& work = s.work[work_state.stage];
     if (work.is_end()) break;
     // The store warps alternate across work tiles, too.
-    backward_sm90_store_dq<Config>(p, s, work, store_warp, (work.first_step ^ store_warp) & 1);
+    backward_sm90_store_dq<Config>(p, s, work, store_warp,
+                                   (work.first_step ^ store_warp) % Config::kDqStoreWarps);
     __syncwarp();
     if (threadIdx.x % kWarp == 0) mbarrier_arrive(&s.work_pipeline.empty[work_state.stage]);
   }

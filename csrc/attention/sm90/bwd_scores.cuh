@@ -120,11 +120,7 @@ struct BackwardSm90Scores {
     if (capped()) {
       exponentiate_capped(p16, acc_s, state, is_edge);
     } else {
-      if constexpr (!Config::kEarlyLse && !Config::kStatSlice) {
-        load_stats(r_lse, Config::lse_tile(s, state.stage));
-      }
-      subtract_lse(acc_s, r_lse);
-      if (is_edge) hide(acc_s, state);
+      s_to_exponents(acc_s, r_lse, state, is_edge);
 #pragma unroll
       for (float& x : acc_s) x = exponential<T>(x);
       pack(p16, acc_s);
@@ -249,6 +245,48 @@ struct BackwardSm90Scores {
     }
   }
 
+  // Replace S^T in acc_s by the exponents of P^T, which are -inf for hidden scores.
+  __device__ __forceinline__ void s_to_exponents(ScoreAcc& acc_s, RowStats& r_lse,
+                                                 const State& state, bool is_edge) const {
+    if constexpr (!Config::kEarlyLse && !Config::kStatSlice) {
+      load_stats(r_lse, Config::lse_tile(s, state.stage));
+    }
+    subtract_lse(acc_s, r_lse);
+    if (is_edge) hide(acc_s, state, -INFINITY);
+  }
+
+  // Set the values of the hidden scores to `hidden`. The values have the layout of the scores.
+  __device__ __forceinline__ void hide(ScoreAcc& values, const State& state, float hidden) const {
+    const int first_key = this->first_key() + warp() * 16 + lane() / 4;
+    if constexpr (Config::kMasked) {
+#pragma unroll
+      for (int n = 0; n < kScoreRows / 8; ++n) {
+        const int4 live = live_of(state, n);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!sees(live, i, first_key)) values[n * 4 + i] = hidden;
+        }
+      }
+    } else {
+      const int row = query_tile(state).tile * kRows + first_row() + lane() % 4 * 2,
+                end = seqlen_q() - row;
+      int begin[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = first_key + i * 8;
+        int first = work().span.first_row;
+        if (p.args.params.mask.causal) first = max(first, key - (seqlen_k() - seqlen_q()));
+        if (key < work().span.pad || key >= seqlen_k()) first = seqlen_q();
+        begin[i] = first - row;
+      }
+#pragma unroll
+      for (int i = 0; i < kScoreRows / 2; ++i) {
+        const int in_tile = i / 4 * 8 + i % 2;
+        if (in_tile < begin[i / 2 % 2] || in_tile >= end) values[i] = hidden;
+      }
+    }
+  }
+
  private:
   static __device__ __forceinline__ void pack(ScoreOperand& to, const ScoreAcc& from) {
 #pragma unroll
@@ -265,7 +303,7 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Replace S^T in acc_s by the exponents of P^T.
+  // Subtract lse from the scaled scores in acc_s.
   __device__ __forceinline__ void subtract_lse(ScoreAcc& acc_s, const RowStats& lse) const {
 #pragma unroll
     for (int i = 0; i < kScoreRows / 2; ++i) {
@@ -325,38 +363,6 @@ struct BackwardSm90Scores {
   static __device__ __forceinline__ bool sees(const int4& live, int i, int key) {
     const int own_key = key + i / 2 * 8;
     return i % 2 ? own_key >= live.z && own_key < live.w : own_key >= live.x && own_key < live.y;
-  }
-
-  // Set the exponent of P to -inf for the keys that a row does not see.
-  __device__ __forceinline__ void hide(ScoreAcc& exponents, const State& state) const {
-    const int first_key = this->first_key() + warp() * 16 + lane() / 4;
-    if constexpr (Config::kMasked) {
-#pragma unroll
-      for (int n = 0; n < kScoreRows / 8; ++n) {
-        const int4 live = live_of(state, n);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!sees(live, i, first_key)) exponents[n * 4 + i] = -INFINITY;
-        }
-      }
-    } else {
-      const int row = query_tile(state).tile * kRows + first_row() + lane() % 4 * 2,
-                end = seqlen_q() - row;
-      int begin[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int key = first_key + i * 8;
-        int first = work().span.first_row;
-        if (p.args.params.mask.causal) first = max(first, key - (seqlen_k() - seqlen_q()));
-        if (key < work().span.pad || key >= seqlen_k()) first = seqlen_q();
-        begin[i] = first - row;
-      }
-#pragma unroll
-      for (int i = 0; i < kScoreRows / 2; ++i) {
-        const int in_tile = i / 4 * 8 + i % 2;
-        if (in_tile < begin[i / 2 % 2] || in_tile >= end) exponents[i] = -INFINITY;
-      }
-    }
   }
 };
 #endif
