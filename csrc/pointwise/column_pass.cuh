@@ -10,8 +10,13 @@
 // load(row, column) loads kElems columns of a row, and add(row, column, loaded, sums) processes
 // them. If kWrites is true, add also stores elements of a result. The kernel loads two rows before
 // it processes the first one, so that both loads are in flight together.
+//
+// If no sums are requested, another kernel runs the op. It has one thread for every kElems columns
+// of a row, in the order of memory. For gated_activation of (16384, 8192) in bf16 on an H100, it
+// takes 0.82 of the time of the kernel with sums, and its backward 0.94.
 #pragma once
 
+#include "core/index.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
@@ -47,13 +52,29 @@ struct ColumnSum {
 template <typename T>
 using ColumnSumOf = ColumnSum<sizeof(T) == 4>;
 
-// g_partials is nullptr if no sums are requested.
-template <typename Op, bool kSumsUp>
-__global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_kernel(
-    const Op op, int64_t rows, int64_t n, int64_t rows_per_chunk, float* g_partials) {
-  constexpr int kElems = Op::kElems;
+// Runs the op without column sums. `vectors` is the number of groups of kElems columns in the
+// matrix, and row_vectors is their number in a row.
+template <typename Op>
+__global__ __launch_bounds__(kColumnThreads, 4) void element_pass_kernel(const Op op,
+                                                                         int64_t vectors,
+                                                                         int64_t row_vectors) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x;
+  if (i >= vectors) return;
+  // A division in 64 bits takes several times as long.
+  const int64_t row = vectors <= UINT32_MAX
+                          ? static_cast<uint32_t>(i) / static_cast<uint32_t>(row_vectors)
+                          : i / row_vectors;
+  const int64_t column = (i - row * row_vectors) * Op::kElems;
+  typename Op::Sum r_unused[Op::kSums > 0 ? Op::kSums : 1][Op::kElems] = {};
+  op.add(row, column, op.load(row, column), r_unused);
+}
+
+template <typename Op>
+__global__ __launch_bounds__(kColumnThreads,
+                             3) void column_pass_kernel(const Op op, int64_t rows, int64_t n,
+                                                        int64_t rows_per_chunk, float* g_partials) {
+  constexpr int kElems = Op::kElems, kSums = Op::kSums;
   constexpr int kTile = kWarp * kElems;
-  constexpr int kSums = Op::kSums > 0 ? Op::kSums : 1;  // an array must not be empty
   __shared__ float s_sums[kRowGroups][kSums][kTile];
   const int64_t first_column = static_cast<int64_t>(blockIdx.x) * kTile;
   const int64_t column = first_column + threadIdx.x * kElems;
@@ -69,7 +90,6 @@ __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_k
       if (next < end) op.add(next, column, in_next, r_sums);
     }
   }
-  if constexpr (!kSumsUp) return;
 
 #pragma unroll
   for (int s = 0; s < Op::kSums; ++s) {
@@ -79,13 +99,13 @@ __global__ __launch_bounds__(kColumnThreads, kSumsUp ? 3 : 4) void column_pass_k
     }
   }
   __syncthreads();
-  for (int i = threadIdx.y * kWarp + threadIdx.x; i < Op::kSums * kTile; i += kColumnThreads) {
+  for (int i = threadIdx.y * kWarp + threadIdx.x; i < kSums * kTile; i += kColumnThreads) {
     const int s = i / kTile, c = i % kTile;
     if (first_column + c >= n) continue;
     float sum = 0.f;
 #pragma unroll
     for (int group = 0; group < kRowGroups; ++group) sum += s_sums[group][s][c];
-    g_partials[(static_cast<int64_t>(blockIdx.y) * Op::kSums + s) * n + first_column + c] = sum;
+    g_partials[(static_cast<int64_t>(blockIdx.y) * kSums + s) * n + first_column + c] = sum;
   }
 }
 
@@ -108,19 +128,21 @@ void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, 
 template <typename T, typename Op>
 void launch_column_pass(const Op& op, int64_t rows, int64_t n, float* g_partials,
                         const ColumnSums& sums, cudaStream_t stream) {
-  constexpr int kTile = kWarp * Op::kElems;
-  const ColumnSplit split = split_rows(rows, n);
-  Grid grid((n + kTile - 1) / kTile, dim3(kWarp, kRowGroups));
-  grid.blocks.y = static_cast<unsigned>(split.chunks);
   if constexpr (Op::kWrites) {
     if (g_partials == nullptr) {
-      launch_kernel(column_pass_kernel<Op, false>, grid, stream, op, rows, n, split.rows_per_chunk,
-                    g_partials);
+      const int64_t row_vectors = n / Op::kElems, vectors = rows * row_vectors;
+      if (vectors == 0) return;
+      launch_kernel(element_pass_kernel<Op>, {divide_up(vectors, kColumnThreads), kColumnThreads},
+                    stream, op, vectors, row_vectors);
       return;
     }
   }
   if constexpr (Op::kSums > 0) {
-    launch_kernel(column_pass_kernel<Op, true>, grid, stream, op, rows, n, split.rows_per_chunk,
+    constexpr int kTile = kWarp * Op::kElems;
+    const ColumnSplit split = split_rows(rows, n);
+    Grid grid(divide_up(n, kTile), dim3(kWarp, kRowGroups));
+    grid.blocks.y = static_cast<unsigned>(split.chunks);
+    launch_kernel(column_pass_kernel<Op>, grid, stream, op, rows, n, split.rows_per_chunk,
                   g_partials);
     launch_add_partials<T>(g_partials, split.chunks, Op::kSums, n, sums, stream);
   }
