@@ -167,7 +167,7 @@ struct Scratch {
   int64_t wave = 0;  // number of blocks or clusters that run at once on Hopper, else 0
   int64_t group_parts = 1;
   int64_t rows;
-  int64_t delta, dq, turns, groups, live, parts, bytes;
+  int64_t delta, dq, tickets, groups, live, parts, bytes;
 
   explicit Scratch(const AttentionBackwardParams& params) {
     const AttentionSizes& sizes = params.sizes;
@@ -187,8 +187,8 @@ struct Scratch {
         kAttentionBackwardSm90Tiles[choice.tile].has_stat_slice(params.mask.is_general());
     constexpr int64_t kStatSliceFloats = AttentionBackwardSm90Tile::kStatSliceBytes / 4;
     dq = (has_stat_slice ? kStatSliceFloats : 2) * delta;
-    turns = dq + delta * columns;
-    groups = turns + turns_bytes() / 4;
+    tickets = dq + delta * columns;
+    groups = tickets + counter_bytes() / 4;
     const int64_t all_rows = params.mask.is_general() ? sizes.batch * rows : 0;
     constexpr int64_t kGroupFloats = sizeof(BlockMask) / 4, kRangeFloats = sizeof(KeyRange32) / 4;
     live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
@@ -196,8 +196,8 @@ struct Scratch {
     const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
     bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
   }
-  // The scratch memory holds the tickets first, then the counters.
-  int64_t turns_bytes() const {
+  // The number of bytes of the ticket counters and of the dQ semaphores behind them.
+  int64_t counter_bytes() const {
     return kBackwardTickets * 4 + delta / kAttentionBackwardRowsPerCounter * 4;
   }
 };
@@ -249,7 +249,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   args.g_delta = g_scratch + scratch.delta;
   args.g_dq = g_scratch + scratch.dq;
   args.g_parts = reinterpret_cast<float4*>(g_scratch + scratch.parts);
-  args.g_tickets = reinterpret_cast<unsigned*>(g_scratch + scratch.turns);
+  args.g_tickets = reinterpret_cast<unsigned*>(g_scratch + scratch.tickets);
   args.g_dq_semaphore = reinterpret_cast<int*>(args.g_tickets + kBackwardTickets);
   return args;
 }
@@ -342,7 +342,7 @@ void launch(const Args& args, const AttentionBackwardParams& params, cudaStream_
   } else if (choice.engine == AttentionEngine::kGeneral) {
     launch_attention_backward_general<T>(args, stream);
   } else {
-    clear_memory(args.g_tickets, Scratch(params).turns_bytes(), stream);
+    clear_memory(args.g_tickets, Scratch(params).counter_bytes(), stream);
     with_sync_tile<T>(choice.tile, [&](auto index) {
       launch_attention_backward_tile<T, index.value>(args, stream);
     });
