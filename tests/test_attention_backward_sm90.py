@@ -131,6 +131,7 @@ BLOCKS = [
     ((2, 7, 1, 300, 450, 128, 72), True, BF16), ((2, 7, 1, 300, 450, 128, 72), False, F16),
     ((1, 10, 2, 290, 200, 192, 128), True, BF16), ((1, 10, 2, 290, 200, 192, 128), False, F16),
     ((1, 16, 1, 136, 8500, 128, 128), True, BF16), ((1, 8, 1, 136, 8192, 256, 256), True, BF16),
+    ((2, 80, 10, 136, 1000, 192, 128), True, F16), ((1, 40, 10, 600, 1000, 192, 128), True, BF16),
 ]  # fmt: skip
 
 
@@ -180,17 +181,20 @@ def test_one_key_and_equal_keys_are_exact(dtype, dim):
 
 
 @on_hopper
-def test_views_and_scales():
-    q, k, v = inputs(BF16, 2, 8, 2, 100, 600, 128)
+@pytest.mark.parametrize("dim", [128, 192])
+def test_views_and_scales(dim):
+    q, k, v = inputs(BF16, 2, 8, 2, 100, 600, dim, 128)
     dout = dout_of(q, v)
-    wide = torch.randn(2, 600, 2, 304, device="cuda").to(BF16).transpose(1, 2)
-    views = wide[..., :128], wide[..., 136:264]  # both have rows on 16 bytes
+    wide = torch.randn(2, 600, 2, 336, device="cuda").to(BF16).transpose(1, 2)
+    views = wide[..., :dim], wide[..., 200:328]  # both have rows on 16 bytes
     for scale in (0.0, -0.3, 0.5):
         for name, grads in each("sm90", dout, q, *views, scale=scale):
             check_grads(name, grads, attention_grads(dout, q, *views, scale=scale))
-    shifted = torch.randn(2 * 8 * 100 * 128 + 1, device="cuda").to(BF16)[1:].view_as(q)
-    for name, grads in each("sm90", shifted, shifted, k, v):
-        check_grads(name, grads, attention_grads(shifted, shifted, k, v))
+    shifted_q, shifted_dout = (
+        torch.randn(t.numel() + 1, device="cuda").to(BF16)[1:].view_as(t) for t in (q, dout)
+    )
+    for name, grads in each("sm90", shifted_dout, shifted_q, k, v):
+        check_grads(name, grads, attention_grads(shifted_dout, shifted_q, k, v))
 
 
 @on_hopper
@@ -204,9 +208,9 @@ def test_scores_beyond_all_bounds_give_no_nan():
 
 @on_hopper
 @pytest.mark.parametrize("mask", [{}, {"window": 200}], ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dim, mask):
-    q, k, v = inputs(BF16, 4, 16, 4, 700, 700, dim)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dims, mask):
+    q, k, v = inputs(BF16, 4, 16, 4, 700, 700, *dims)
     dout = dout_of(q, v)
     kwargs = {"causal": True, **mask}
     pads = torch.tensor([0, 100, 500, 699], dtype=torch.int32, device="cuda")
