@@ -9,10 +9,10 @@
 // passes views of (batch, seqlen, nheads, head_dim) can reshape `out` to (batch, seqlen,
 // nheads * head_dim_v) without a copy.
 //
-// attention_forward also returns lse (batch, nheads, seqlen_q). The backward recomputes the
-// probabilities from lse. attention_with_lse also returns lse, as a differentiable result. The CPU
-// code holds the scores of one block of query rows at a time, so its memory is linear in the
-// sequence length.
+// attention_forward also returns lse (batch, nheads, seqlen_q), the logsumexp of each row's scaled
+// scores. The backward recomputes the probabilities from lse. attention_with_lse returns lse, too,
+// and lse is differentiable there. The CPU code holds the scores of one block of query rows at a
+// time, so its memory is linear in the sequence length.
 // Source: Dao, "FlashAttention-2", 2023, for the gradient from lse.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
@@ -133,7 +133,7 @@ TW_OP(attention_forward);
 TW_OP(attention_with_lse);
 TW_OP(attention_backward);
 
-// Computes an op of the forward. `fill` is the function that computes the results on a device.
+// Computes attention. `fill` is the function that computes `out` on a device.
 template <auto fill>
 Tensor attention_on(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& mask,
                     std::optional<double> scale) {

@@ -1,9 +1,10 @@
 // bmm:       y = a @ b           a (batch, M, K), b (batch, K, N), y (batch, M, N)
-// Gradient:  da = dy @ b^T, db = a^T @ dy; a gradient with batch 1 is summed over the batch of dy
+// Gradient:  da = dy @ b^T, db = a^T @ dy
 //
-// An operand with a batch of 1 is used for every batch of the other operand. The gradient of such
-// an operand is a single matmul that also sums over the batch. Therefore the gradient is rounded
-// only once, and its sum has a fixed order.
+// If the batch of an operand is 1, the op multiplies every matrix of the other operand by this one
+// matrix. The gradient of this one matrix is summed over the batch of dy. A single matmul computes
+// the product and the sum. Therefore the gradient is rounded only once, and its sum has a fixed
+// order.
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
@@ -52,9 +53,9 @@ Tensor stack_rows(const Tensor& t) { return t.reshape({t.size(0) * t.size(1), t.
 
 bool shared(const Tensor& t, const Tensor& dy) { return t.size(0) == 1 && dy.size(0) != 1; }
 
-// Computes the gradients. multiply(y, left, right) is the matmul of a device and must compute
-// y = left @ right. y is (M, N) or (batch, M, N). If y has a batch, left and right have the same
-// batch or a batch of 1.
+// Computes the gradients. multiply(y, left, right) is the matmul of a device and must compute y =
+// left @ right. y is (M, N) or (batch, M, N). If y is (batch, M, N), the batch of left is `batch`
+// or 1, and the batch of right is `batch` or 1.
 template <typename Multiply>
 void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted, const Tensor& dy,
                        const Tensor& a, const Tensor& b, const Multiply& multiply) {
@@ -112,8 +113,8 @@ Tensor bmm_cuda(const Tensor& a, const Tensor& b) {
   const Tensor y = bmm_meta(a, b);
   const OnDevice on(a.device());
   if (shared(b, y) && stacks(a)) {
-    // If b is shared, run one tall matmul. A tall matmul fills its tiles better than many short
-    // ones.
+    // If all matrices of `a` multiply one b, run one tall matmul. A tall matmul fills its tiles
+    // better than many short matmuls.
     multiply_cuda(stack_rows(y), stack_rows(a), b[0]);
   } else {
     multiply_cuda(y, a, b);

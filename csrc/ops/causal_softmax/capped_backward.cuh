@@ -2,9 +2,10 @@
 //   dx = scale * y * (dy - sum(dy * y)) * (1 - tanh(scale * x / softcap)^2) over the live columns
 //   sink_terms = -p_sink * sum(dy * y) for each row; p_sink is the softmax probability of the sink
 //
-// There is one block per row, with at most one thread per 16-byte access. The block reads the row
-// twice. The first read computes sum(dy * y) and, with a sink, the running (max, sum) of x. The
-// second read computes dx. For rows of usual length, the second read hits the cache.
+// A block computes one row. It has at most one thread for each 16-byte access of the row. The block
+// reads the row twice. The first read computes sum(dy * y). With a sink, it also computes the
+// maximum of the row's scores and the sum of their exponentials. The second read computes dx. For
+// rows of usual length, the second read hits the cache.
 // Source: see softmax/stream.cuh.
 #pragma once
 

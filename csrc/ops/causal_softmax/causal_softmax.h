@@ -21,7 +21,8 @@ inline MaskKind mask_kind(const MaskParams& mask) {
   return mask.is_general() ? MaskKind::kRange : MaskKind::kCausal;
 }
 
-// The mask and the scale of scores (batch, ..., seqlen_q, seqlen_k), which are flattened to rows.
+// The mask and the scale of scores (batch, ..., seqlen_q, seqlen_k). The kernels see the scores as
+// a matrix with seqlen_k columns.
 template <MaskKind kKind>
 struct ScoresMask {
   static constexpr bool kMasked = true, kCapped = kKind == MaskKind::kCapped;
@@ -60,8 +61,8 @@ struct ScoresMask {
       const int i = static_cast<int>(r) - static_cast<int>(fast_seqlen_q.divide(r)) * seqlen_q;
       int pad = mask.leftpad ? mask.leftpad[fast_rows_per_batch.divide(r)] : 0;
       pad = pad < 0 ? 0 : (pad > seqlen_k ? seqlen_k : pad);
-      // Rows of padding need no test. Under `causal`, a row of padding has end <= pad, so its range
-      // is empty.
+      // A row of padding needs no special case. Under `causal`, `end` is at most `pad` in such a
+      // row, so its range of keys is empty.
       const int end = i + seqlen_k - seqlen_q + 1;
       return {pad, end < seqlen_k ? end : seqlen_k};
     } else {

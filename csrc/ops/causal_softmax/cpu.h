@@ -122,9 +122,9 @@ void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
   }
 }
 
-// Computes a row of dscores. Over the live keys it is scale * y * (dy - sum(dy * y)) times the
-// slope of the cap. Elsewhere it is 0. If dsink is not null, *dsink becomes the row's term of the
-// sink's gradient. `scores` is read only with softcap or a sink.
+// Computes a row of dscores. For live keys, dscores is scale * y * (dy - sum(dy * y)) times the
+// slope of the cap. For all other keys, dscores is 0. If dsink is not null, *dsink becomes the
+// row's term of the sink's gradient. The function reads `scores` only with softcap or a sink.
 template <typename T, typename acc_t>
 void causal_softmax_backward_row(T* dscores, const T* dy, const T* y, const T* scores,
                                  const KeyRange& live, const CausalSoftmaxCpu::Head<acc_t>& head,

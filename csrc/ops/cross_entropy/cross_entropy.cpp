@@ -1,6 +1,7 @@
 // cross_entropy computes the cross entropy of z = softcap tanh(logits / softcap) / temperature.
 //   logits (..., N), target t (...), loss () or (...)
-//   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
+//   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2
+//   eps is label_smoothing, and lse is logsumexp(z)
 //
 // For a scalar loss, training reads the logits once and writes their gradient once.
 // cross_entropy_gradients_forward computes the loss and, for dloss = 1, the gradient of the logits.
@@ -9,15 +10,15 @@
 // doesn't wait. If dloss is 1, the kernel leaves the gradient as it is. Otherwise it reads and
 // writes the gradient once more.
 //
-// Some calls read the logits twice: calls with reduction "none", calls with float16, and calls
-// whose gradient can't be scaled in place (torch.compile, saved-tensor hooks, transforms). For
-// these calls, cross_entropy_forward also returns the lse of each row (0 for an ignored row), and
-// cross_entropy_backward computes the gradient from lse. float16 is excluded from the first way,
-// because a gradient without the loss scale would underflow.
+// These calls read the logits twice: calls with reduction "none", calls with float16, and calls
+// under torch.compile, saved-tensor hooks or transforms, where the gradient can't be scaled in
+// place. For these calls, cross_entropy_forward also returns the lse of each row (0 for an ignored
+// row), and cross_entropy_backward computes the gradient from lse. With float16, a gradient for
+// dloss = 1 would underflow, because it does not contain the loss scale.
 //
 // NOTE: no kernel overwrites the logits with their gradient. The forward can't know whether the
-// caller still reads the logits. The backward can't know either, because the Python object of a
-// tensor stays alive as long as the graph holds the tensor, even after its last variable is gone.
+// caller still reads the logits. The backward can't know either: while the graph holds a tensor,
+// the Python object of the tensor stays alive, even if no Python variable refers to it any more.
 // The stored gradient has no Python object. Therefore its reference count shows whether only the
 // graph holds the gradient.
 #include <ATen/ops/empty.h>

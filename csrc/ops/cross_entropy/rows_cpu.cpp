@@ -23,8 +23,8 @@ namespace torchweld::cross_entropy_op {
 namespace {
 
 #ifdef TW_SIMD_TARGETS
-// Convert between float16 and float, 16 elements at a time. The functions return the number of
-// converted elements. The caller must convert the remaining elements.
+// These functions convert float16 to float, or float to float16, 16 elements at a time. They return
+// the number of converted elements. The caller must convert the remaining elements.
 // NOTE: the compiler does not vectorise the conversions of c10::Half.
 __attribute__((target("avx512f"))) int64_t convert_avx512(float* to, const at::Half* from,
                                                           int64_t n) {
@@ -124,7 +124,8 @@ struct RowsCpu {
         constexpr int kLanes = LaneSums<T>::kLanes;
         static_assert(kBlock % kLanes == 0);
         LaneSums<T> sums;
-        // Logits of -inf fill the last lanes and add 0.
+        // Fill the lanes behind the last logit with -inf. The exponential of -inf adds 0 to the
+        // sum.
         std::fill(z + size, z + divide_up(size, int64_t{kLanes}) * kLanes, -kInfinity);
         for (int64_t j = 0; j < size; j += kLanes) {
           for (int lane = 0; lane < kLanes; ++lane) {

@@ -19,8 +19,8 @@ __global__ __launch_bounds__(kFoldThreads) void fold_layer_norm_kernel(const Fol
   const T* g_weight = static_cast<const T*>(p.weight) + row * p.weight_row_stride;
   T* g_folded = static_cast<T*>(p.folded_weight) + row * p.k;
 
-  // sums.x adds the products weight * ln_weight after their rounding to T, because weight_sum must
-  // be the exact row sum of the rounded weight that the matmul reads.
+  // sums.x is the sum of the products weight * ln_weight. Each product is first rounded to T,
+  // because weight_sum must be the exact row sum of the rounded weight that the matmul reads.
   float2 sums = make_float2(0.f, 0.f);
 #pragma unroll 2
   for (int64_t column = threadIdx.x; column < p.k; column += kFoldThreads) {

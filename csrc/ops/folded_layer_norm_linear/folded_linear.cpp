@@ -5,12 +5,12 @@
 //                                           + folded_bias)
 //                            with mean and rstd of each row of x (..., K); y (..., N)
 //
-// These ops are layer_norm_linear with the LayerNorm's own weights folded into the matmul, for
-// inference. weight_sum is the sum of the rounded folded weight. Therefore the mean cancels
-// exactly, except for the rounding of the accumulator. The kernels don't use the formula above.
-// They normalise the rows before the matmul, so that the error does not grow with |mean| / std. The
-// formula and the kernels give the same result only if weight_sum holds the row sums of
-// folded_weight. Callers must ensure this.
+// These ops compute layer_norm_linear for inference. ln_weight and ln_bias, the weights of the
+// LayerNorm, are folded into the operands of the matmul. weight_sum is the sum of the rounded
+// folded_weight. Therefore the formula cancels the mean exactly, except for the rounding of the
+// accumulator. The kernels don't use the formula. They normalise the rows of x before the matmul,
+// so that the error does not grow with |mean| / std. The formula and the kernels give the same
+// result only if weight_sum holds the row sums of folded_weight. Callers must ensure this.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/mv.h>
 #include <ATen/ops/native_layer_norm.h>

@@ -1,7 +1,7 @@
-// gated_activation computes y = gate(left, right), the gate of gated_linear as an op of its own.
+// gated_activation computes y = gate(left, right), the gate of gated_linear without the matmul.
 //   left, right and y (..., N)
-// The gradient computes dleft and dright in one pass over dy, left and right. All values are
-// computed in fp32 (fp64 for fp64 inputs) and rounded once.
+// The backward computes dleft and dright in one pass over dy, left and right. The forward
+// and the backward compute in fp32 (fp64 for fp64 inputs) and round each result once.
 #include "core/dispatch.h"
 #include "layers/gate.h"
 

@@ -271,8 +271,9 @@ Grads gated_mlp_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& l
 }
 #endif
 
-// The two ops of the recorded forward. FinishFunction calls the second op. If gated_mlp is the last
-// op of a region, activation checkpointing then does not recompute the second op.
+// The two ops that a recorded forward calls. GatedMlpFunction::forward calls PairForward.
+// FinishFunction later calls Linear. If gated_mlp is the last op of a checkpointed region, this
+// order saves the recomputation of Linear.
 constexpr struct PairForward
     : OpCall<PairForward, std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                      const OptionalTensor&, const OptionalTensor&,

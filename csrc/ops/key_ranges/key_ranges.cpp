@@ -39,9 +39,9 @@ Ranges _key_ranges_meta(const Tensor& cu_seqlens_q, const Tensor& key_begin,
     check_like(op, "key_end", *key_end, first, cu_seqlens_q);
     check_shape(op, "key_end", *key_end, {sequences}, "(sequences,)");
   } else {
-    // key_begin holds the begins and the ends. If callers passed one slice for the begins and one
-    // for the ends, the slices of a single sequence would have one element, and torch.compile makes
-    // a separate graph for size 1.
+    // key_begin holds both the begins and the ends. The alternative is one slice of it for the
+    // begins and another for the ends. But for a single sequence these slices would have one
+    // element, and torch.compile makes a separate graph for a size of 1.
     check_shape(op, "key_begin", key_begin, {sequences + 1}, "(sequences + 1,)");
   }
   TW_CHECK(tokens >= 0 && tokens <= INT32_MAX, op, "tokens must be from 0 to 2^31 - 1, but got ",

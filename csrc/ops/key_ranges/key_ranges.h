@@ -23,8 +23,8 @@ struct KeyRangesParams {
   // A token sees `before` keys before its position and `after` keys behind its position. For either
   // field, -1 stands for no limit.
   int64_t before, after;
-  // If top_left is true, the first query of a sequence is at the first key of the sequence.
-  // Otherwise the last query is at the last key.
+  // If top_left is true, the first query of a sequence has the position of the sequence's first
+  // key. Otherwise the last query has the position of the last key.
   bool top_left;
 
   // Returns the number of sequences that end at or before `token`. This number is also the index of

@@ -1,16 +1,16 @@
 // linear:  y = activation(x @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
-// linear_forward also returns the pre-activation z for the backward. If the gradient of the
-// activation does not need z (none, relu), z is a tensor of size (0,).
+// linear_forward also returns z, the pre-activation, for the backward. If the gradient of the
+// activation does not need z (none, relu), linear_forward returns a tensor of size (0,) instead.
 //
-// _linear_part writes y and the pre-activation into existing tensors. The caller passes some rows
-// of larger tensors, while the other rows of x are still arriving
+// _linear_part writes y and the pre-activation into existing tensors. These are some rows of larger
+// tensors. Other rows of x may still be arriving at that time
 // (python/torchweld/distributed/overlap.py). x, y and the pre-activation may have a leading batch
 // dim. _linear_part has no gradient.
 //
-// _activation_backward computes dz and the sum of dz over the rows. This is the first step of
-// linear_backward.
+// linear_backward begins with _activation_backward, which computes dz and the sum of dz over the
+// rows.
 #include "core/dispatch.h"
 #include "layers/linear_cpu.h"
 

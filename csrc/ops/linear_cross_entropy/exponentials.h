@@ -1,7 +1,7 @@
-// The ops behind keep="exponentials". In addition to loss and lse, the forward returns y and factor
-// (losses/exponentials.h). The backward computes the gradients from y and factor. With mean=True,
-// the forward also returns mean(z) of each row, which the loss of a sharded vocabulary needs for
-// label smoothing.
+// The ops that linear_cross_entropy calls with keep="exponentials" or keep="auto". In addition to
+// loss and lse, the forward returns y and factor (losses/exponentials.h). The backward computes the
+// gradients from y and factor. With mean=True, the forward also returns mean(z) of each row. A loss
+// with a sharded vocabulary needs mean(z) for label smoothing.
 #pragma once
 
 #include <ATen/ops/zeros.h>

@@ -1,12 +1,13 @@
 // linear_cross_entropy computes the cross entropy of
 //   z = softcap tanh(linear(x, weight, bias) / softcap) / temperature
 //   x (..., K), weight (N, K), bias (N,), target t (...), loss () or (...)
-//   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2, eps label_smoothing
+//   loss of a row = (1 - eps) (lse - z_t) + eps (lse - mean(z)) + z_loss lse^2
+//   eps is label_smoothing, and lse is logsumexp(z)
 //
 // keep="nothing": linear_cross_entropy_forward also returns lse of each row (0 if the row is
 // ignored). linear_cross_entropy_backward computes the logits again and uses lse. Its arguments
-// dlse and dmean are the gradients with respect to lse and mean(z). A shard of a vocabulary needs
-// these gradients, because another shard may have the target of the row.
+// dlse and dmean are the gradients with respect to lse and mean(z). If the vocabulary is sharded, a
+// shard needs dlse and dmean even for rows whose target is in another shard.
 //
 // keep="gradients": linear_cross_entropy_gradients_forward also computes the gradients for
 // dloss = 1. linear_cross_entropy_gradients_backward multiplies these gradients by dloss.

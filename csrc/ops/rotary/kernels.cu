@@ -1,11 +1,11 @@
 // Computes rotary position embedding on CUDA. One launch rotates both q and k.
 //
-// Each thread handles one position and kHeads heads. In each head, a thread has two 16-byte chunks.
-// The two chunks together hold both values of every pair. The thread reads cos and sin for its
-// chunks only once. It loads the chunks of all its heads before it rotates any chunk. The threads
-// of a position are consecutive. Therefore only the first of these threads loads the position's row
-// of the tables from L2, and the other threads find the row in L1. Additional threads copy the
-// values behind rotary_dim.
+// A thread processes one position and kHeads heads. In each head, it has two 16-byte chunks that
+// together hold whole pairs of values. The thread reads cos and sin for its chunks only once. It
+// loads the chunks of all its heads before it rotates any chunk. The threads of a position are
+// consecutive. Therefore the first of these threads loads the position's row of cos and sin from
+// L2, and the other threads find this row in L1. Additional threads copy the values of a head
+// behind its first rotary_dim values.
 #include "core/index.h"
 #include "core/launch.h"
 #include "device/access.cuh"

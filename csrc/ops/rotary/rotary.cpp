@@ -3,8 +3,8 @@
 // x stands for the first rotary_dim values of a head of q (batch, nheads, seqlen, head_dim) or of k
 // (batch, nheads_k, seqlen, head_dim). The op copies the other values of the head unchanged. cos
 // and sin are (batch or 1, seqlen, rotary_dim) or (seqlen, rotary_dim). rotate maps each pair (a,
-// b) to (-b, a). The pairs are (x[i], x[i + rotary_dim / 2]) or, if `interleaved` is true, (x[2i],
-// x[2i + 1]):
+// b) to (-b, a):
+//   pairs (a, b):  (x[i], x[i + rotary_dim / 2]) or, if `interleaved` is true, (x[2i], x[2i + 1])
 //   out_a = a cos_a - b sin_a,  out_b = b cos_b + a sin_b
 // The gradient is da = dout_a cos_a + dout_b sin_b and db = dout_b cos_b - dout_a sin_a.
 //

@@ -1,8 +1,8 @@
 // softmax over the last dim:  y[..., j] = exp(x[..., j]) / sum_k exp(x[..., k])       x, y (..., n)
 // Gradient:                   dx = y * (dy - sum(dy * y))
 //
-// Statistics are fp32 (fp64 for fp64). If all elements of a row are -inf, the results of the row
-// are NaN, as in torch.
+// The maximum and the sum of a row are computed in fp32 (fp64 for fp64 inputs). If all elements of
+// a row are -inf, the results of the row are NaN, as in torch.
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/empty.h>

@@ -1,5 +1,6 @@
-// Finds the gaps between the keys that a block of softmax_matmul's forward sees, and sets the rows
-// of value in these gaps to 0 in shared memory.
+// Gaps in a block of softmax_matmul's forward. A gap is a range of keys that no row of the block
+// sees, with seen keys before and after it. In shared memory, the block sets the rows of value in
+// gaps to 0.
 #pragma once
 
 #include "attention/gap_keys.cuh"
@@ -7,8 +8,8 @@
 
 namespace torchweld {
 
-// The gaps between the keys that a block's rows see under a general mask. Key indices count from
-// the position of the block's first row, because absolute key indices may not fit in 32 bits.
+// The gaps of a block under a general mask. Key indices count from the position of the block's
+// first row, because absolute key indices may not fit in 32 bits.
 template <typename Config>
 struct BlockGaps {
   GapKeys<Config::kBlockM> gaps;
@@ -18,8 +19,8 @@ struct BlockGaps {
     return clamp_int(key - position, -(1 << 30), 1 << 30);
   }
 
-  // Finds the gaps between the keys that the rows of `seen` see. All threads of the block call this
-  // function.
+  // Finds the gaps. `seen` has the ranges of keys that the rows of the block see. All threads of
+  // the block call this function.
   __device__ __forceinline__ void find(const TileMask& seen, int64_t position) {
     const int lane = threadIdx.x % kWarp, row = threadIdx.x / kWarp * 16 + lane / 4;
 #pragma unroll
@@ -35,7 +36,7 @@ struct BlockGaps {
     __syncthreads();
   }
 
-  // Sets those rows of a tile of value to 0 that lie in gaps. The tile starts at `key`. All threads
+  // Sets rows of a tile of value to 0 if they are in a gap. The tile starts at `key`. All threads
   // of the block call this function.
   __device__ __forceinline__ void clear(typename Config::T* s_value, int64_t key,
                                         int64_t position) const {

@@ -1,15 +1,14 @@
 // dscores = scale * p * (dout @ value^T - rowsum(dout * out)), 0 where a row does not see the key:
 //   p = exp(scale * scores - lse), dscores (seqlen_q, seqlen_k); dout, out (seqlen_q, head_dim_v)
-// With softcap, the slope of the cap is one more factor of dscores. Each row has a term in the sum
-// dsink:
+// With softcap, the slope of the cap is one more factor of dscores. dsink is a sum over rows. The
+// term of a row is:
 //   -exp(sink - lse) * rowsum(dout * out)
 //
-// A block has 128 query rows of a head, and a warp has 16 of these rows. The block loops over the
-// tiles of keys that its rows see. In each tile it loops over head_dim_v in chunks of 128 bytes.
-// cp.async fills a ring of tiles. If all chunks of dout fit in shared memory, dout stays there. The
-// gradients overwrite the scores in shared memory and are then stored, 128 bytes per row. An
-// element of dscores becomes 0 if its row does not see the key. Tiles of keys that no row sees are
-// not read.
+// A block processes 128 query rows of a head, and a warp processes 16 of these rows. The block
+// loops over the tiles of keys that its rows see. In each tile it loops over head_dim_v in chunks
+// of 128 bytes. cp.async fills a ring of tiles. If all chunks of dout fit in shared memory, dout
+// stays there. The gradients overwrite the scores in shared memory. The block then stores them to
+// dscores, 128 bytes per row. It does not read tiles of keys that none of its rows sees.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -34,7 +33,7 @@ struct DscoresConfig {
   struct Shared {
     alignas(16) T s_scores[kStages][kBlockM][kPitch];
     alignas(16) T s_value[kStages][kBlockN][kPitch];
-    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // has more stages if all chunks fit
+    alignas(16) T s_dout[kStages][kBlockM][kPitch];  // more stages if all chunks of dout fit
   };
   static constexpr int64_t kChunkBytes = sizeof(T) * kBlockM * kPitch;
   // The maximum number of chunks of dout that fit in the shared memory of every GPU from sm_80 on.

@@ -2,11 +2,12 @@
 //   p = exp(scale * scores - lse) (seqlen_q, seqlen_k) where a row sees the key, 0 elsewhere;
 //   dout (seqlen_q, head_dim_v), dvalue (seqlen_k, head_dim_v) of a head
 //
-// A block has 128 keys of a head and up to 128 columns of value. A warp has 16 of the keys. The
-// block loops over the query rows that see any of its keys, 32 rows at a time. cp.async fills a
-// ring of tiles. The transposed probabilities are the left operand of the matmul. They are computed
-// in registers and rounded to the dtype as in the forward. Under a general mask, the loop may
-// include rows that see none of the keys. Such rows are not read.
+// A block computes dvalue for 128 keys of a head and up to 128 columns of value. A warp has 16 of
+// the keys. The block loops over the query rows that see any of its keys, 32 rows at a time.
+// cp.async fills a ring of tiles. The left operand of the matmul is the transposed probabilities.
+// The kernel computes them in registers and rounds them to the dtype, as in the forward. Under a
+// general mask, the loop may include rows that see none of the keys. The block does not read such
+// rows.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2.
 #include "ops/softmax_matmul/parts.cuh"
 
@@ -55,8 +56,9 @@ __device__ __forceinline__ void load_left_transposed(uint32_t (&words)[4], const
 }
 
 // Returns biased_exp(z), for z <= 0.
-// NOTE: for bf16, a multiplication at the end produces subnormal results. The exponential
-// instruction can produce subnormal results directly, but then the masked kernel would spill.
+// NOTE: for bf16, the function computes 2^32 * exp(z) and multiplies it by 2^-32, so that subnormal
+// results are kept. The exponential instruction can return subnormal results directly, but the
+// masked kernel would spill with that version of the instruction.
 template <typename T>
 __device__ __forceinline__ float lean_exp(float z) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -2,12 +2,13 @@
 //   scores (seqlen_q, seqlen_k), value (seqlen_k, head_dim_v), out (seqlen_q, head_dim_v) of a head
 //
 // A block has 128 query rows of a head and up to 128 columns of value. A warp has 16 of the rows.
-// The block loops over the tiles of keys that its rows see. cp.async fills a ring of tiles.
-// ldmatrix loads scores into the registers of the left operand. In these registers the warp
-// replaces each score by its exponential relative to the running maximum, and rounds it. The tensor
-// cores multiply the exponentials by value. The kernel divides by the sum of exponentials once, at
-// the end. Every block reads its scores, so the scores are read once per 128 columns of value.
-// Under a general mask the loop runs from the first to the last key that any row sees.
+// The block loops over the tiles of keys that its rows see. Under a general mask, the loop runs
+// from the first to the last key that any row of the block sees. cp.async fills a ring of tiles.
+// ldmatrix loads scores into the registers of the left operand. The warp replaces each score there
+// by its exponential relative to the running maximum, and rounds it. The tensor cores multiply the
+// exponentials by value. At the end, the kernel divides once by the sum of exponentials. The blocks
+// of different columns of value all read the scores, so the scores are read once per 128 columns of
+// value.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022, algorithm 1 without its first product.
 #include "ops/softmax_matmul/block_gaps.cuh"
@@ -20,7 +21,7 @@ template <typename T_, bool kTf32_, int kBlockD_, bool kMasked_>
 struct ForwardConfig {
   using T = T_;
   static constexpr bool kMasked = kMasked_;
-  static constexpr bool kCapsLate = kMasked && sizeof(T_) == 2;  // caps scores in registers
+  static constexpr bool kCapsLate = kMasked && sizeof(T_) == 2;  // scores are capped in registers
   static constexpr bool kTf32 = kTf32_;
   static constexpr int kThreads = 256;
   static constexpr bool kExact = sizeof(T) == 4 && !kTf32;
@@ -92,8 +93,8 @@ struct CappedScoreExponent : ScoreExponent<T> {
     }
     __syncwarp();
   }
-  // Applies the soft cap to x = sign * score. The cap maps -inf to -1. Therefore callers hide
-  // scores after the cap.
+  // Applies the soft cap to x = sign * score. The cap maps -inf to -1. Therefore callers set hidden
+  // scores to -inf after the cap, not before.
   __device__ __forceinline__ float capped(float x) const {
     return scale.softcap > 0.f ? tanh_of<sizeof(T) == 4>(x * scale.cap) : x;
   }

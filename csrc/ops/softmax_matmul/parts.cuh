@@ -1,9 +1,9 @@
 // Functions for all kernels of softmax_matmul: tiles in shared memory, the steps of a matmul, and
 // masks.
 //
-// A step is 32 bytes of a row along K, that is, k16 of 16-bit elements or k8 of fp32. For every
-// type, the four registers of the left operand hold the bytes of the same positions in the step, so
-// ldmatrix loads them for every type. Only the contents of a 32-bit word differ.
+// A step is 32 bytes of a row along K: 16 elements of 16 bits, or 8 fp32 elements. Each of the four
+// registers of a left operand holds 4 bytes of the step. Which 4 bytes does not depend on the type.
+// Therefore ldmatrix loads left operands of every type.
 #pragma once
 
 #include <type_traits>
@@ -19,9 +19,9 @@
 namespace torchweld {
 
 constexpr int kStepBytes = 32;
-constexpr int kQuadBytes = 16;      // the bytes of half a step in one row; four lanes hold them
+constexpr int kQuadBytes = 16;      // bytes of half a step in one row; four lanes hold them
 constexpr int kPitchPadBytes = 16;  // bytes of padding per row, in tiles that ldmatrix loads
-constexpr int kPitchPadElems = 8;   // elements of padding per row, for loads by column
+constexpr int kPitchPadElems = 8;   // elements of padding per row, in tiles loaded by column
 
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
@@ -82,8 +82,8 @@ __device__ __forceinline__ uint32_t max_of_words<__nv_bfloat16>(uint32_t a, uint
   return *reinterpret_cast<const uint32_t*>(&m);
 }
 
-// Word r of a left operand holds kPerWord values. Returns the column of value `half` of this word
-// in the step. The value is in row lane / 4 + 8 * (r % 2) of the operand's 16 rows.
+// Word r of a left operand holds kPerWord values of one row, row lane / 4 + 8 * (r % 2) of 16.
+// Returns the index of the column of value `half` of this word, counted from the start of the step.
 template <typename T>
 __device__ __forceinline__ int step_column(int r, int half) {
   return threadIdx.x % 4 * kPerWord<T> + half + (r / 2) * (kQuadBytes / int(sizeof(T)));
@@ -124,8 +124,8 @@ __device__ __forceinline__ uint32_t last_bit(uint32_t value, const SplitTf32& te
 // Multiplies the left operand with fp32 accuracy, in three TF32 mma instructions. If an element of
 // the right operand has a last bit that its two TF32 terms don't hold, a fourth mma adds this bit.
 // Therefore the product of a probability of 1 and a value is exactly this value.
-// NOTE: each mma starts from zero, and ordinary additions add its result. The tensor core would
-// truncate when it accumulates.
+// NOTE: each mma starts from zero, and ordinary additions add its result to the accumulator. If the
+// tensor core added to the accumulator, it would truncate the sum.
 template <>
 struct LeftOperand<float, false> {
   uint32_t big[4], small[4], cross[4];
@@ -159,8 +159,8 @@ __device__ __forceinline__ void load_left(uint32_t (&words)[4], const T* s_step,
                                       lane / 16 * (kQuadBytes / int(sizeof(T)))));
 }
 
-// Computes acc (16, kColumns) += left (16, step) @ B. B (step, kColumns) consists of the rows of a
-// tile that start at s_rows.
+// Computes acc (16, kColumns) += left (16, step) @ B. B (step, kColumns) is a block of rows of a
+// tile. s_rows is the address of the first of these rows.
 template <typename T, bool kTf32, int kColumns, int kPitch>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
                                               const LeftOperand<T, kTf32>& left, const T* s_rows) {
@@ -184,8 +184,8 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[kColumns / 8][4],
   }
 }
 
-// Computes acc (16, kKeys) += left (16, step) @ B^T. B (kKeys, step) consists of the columns of a
-// tile that start at s_step.
+// Computes acc (16, kKeys) += left (16, step) @ B^T. B (kKeys, step) is a block of columns of a
+// tile. s_step is the address of the first of these columns.
 template <typename T, bool kTf32, int kKeys, int kPitch>
 __device__ __forceinline__ void multiply_transposed(float (&acc)[kKeys / 8][4],
                                                     const LeftOperand<T, kTf32>& left,
@@ -279,7 +279,7 @@ struct HeadIndex {
 
 // The keys that a block of query rows sees.
 struct TileMask {
-  KeyRange any;      // contains the keys of all rows of the block; {0, 0} if empty
+  KeyRange any;      // contains every key that a row of the block sees; {0, 0} if none
   KeyRange all;      // every row of the warp sees all these keys
   KeyRange rows[2];  // the keys that rows lane / 4 and lane / 4 + 8 of the warp see
 

@@ -1,8 +1,8 @@
-// The forward of softmax_matmul on Hopper, in 16 bits. It uses attention's kernel
+// The forward of softmax_matmul on Hopper, for 16-bit dtypes. It uses attention's kernel
 // (attention/sm90/fwd_kernel.cuh), but TMA loads scores instead of keys, and no product computes
-// the scores. A box has a tile's query rows and 64 keys. ldmatrix then loads the scores into
-// registers. A box must start on a 16-byte boundary. If the first live key of a sequence is not on
-// such a boundary, the loop starts up to 7 keys earlier and masks these keys.
+// the scores. A TMA box holds the scores of a tile's query rows for 64 keys. ldmatrix then loads
+// the scores into registers. A box must start on a 16-byte boundary. If the first live key of a
+// sequence is not on such a boundary, the loop starts up to 7 keys earlier and masks these keys.
 #pragma once
 
 #include "attention/sm90/fwd_kernel.cuh"
@@ -17,7 +17,7 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   // Every work tile reads all values of its head, so L2 bandwidth limits the kernel. Therefore a
   // work tile has many rows.
   static constexpr int kDim = 0, kDimV = kDimV_, kWarpgroups = kDimV > 128 ? 2 : 3;
-  // NOTE: with wide accumulators or a general mask, no registers are free for more keys.
+  // NOTE: wide accumulators or a general mask leave no registers for tiles of more than 64 keys.
   static constexpr int kKeys = kDimV > 64 || kMasked ? 64 : 128;
   static constexpr int kRows = 64 * kWarpgroups, kThreads = 128 * (kWarpgroups + 1),
                        kQueryStages = 1, kWarpRows = 16, kCtasPerSm = 1;
