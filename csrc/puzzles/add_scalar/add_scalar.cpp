@@ -38,8 +38,9 @@ Tensor add_scalar_cpu(const Tensor& x, double value) {
 }
 
 #ifdef TORCHWELD_CUDA
-// A contiguous tensor is processed as a matrix with kWidth columns, or as one row if its size is
-// not a multiple of kWidth. Any other width would also be correct. kWidth fits the tiles.
+// A contiguous tensor is processed as a matrix with kWidth columns. If its size is not a multiple
+// of kWidth, it is processed as one row. Other values of kWidth would also be correct. This value
+// fits the tiles of the kernel.
 constexpr int64_t kWidth = 16384;
 
 Tensor add_scalar_cuda(const Tensor& x, double value) {

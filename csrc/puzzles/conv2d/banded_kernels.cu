@@ -1,15 +1,16 @@
 // Convolution in 16 bits on tensor cores, for convolution kernels that are too large for
 // puzzles/conv2d/cells.cuh.
 //
-// A row of weights becomes a band matrix: z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0],
-// where j0 is a tile's first column, and band_p[k, n] is weight[p, k - n] if k - n is a column of
-// the convolution kernel, else 0. If the convolution kernel has up to 9 columns, a tile of 16 rows
-// by 8 columns needs kernel_height mma m16n8k16 instructions. For wider convolution kernels, the
-// tile needs two or three times as many. Products are exact, and accumulators are fp32.
+// Row p of the weights becomes a band matrix. For a tile whose first column is j0:
+//   z[i, j] += sum_k x[i + p, j0 + k] * band_p[k, j - j0]
+//   band_p[k, n] = weight[p, k - n] if k - n is a column of the convolution kernel, else 0
+// A tile has 16 rows and 8 columns. If the convolution kernel has up to 9 columns, the tile needs
+// kernel_height mma m16n8k16 instructions. If the convolution kernel is wider, the tile needs two
+// or three times as many instructions. Products are exact, and accumulators are fp32.
 //
-// A block stages its rows of x, with halo and zeros, in shared memory. Images are stacked
-// (StackedRows), so that a block can process many small images. Each warp computes its own tiles.
-// NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
+// A block copies its rows of x to shared memory, with their halo and with zeros outside the image.
+// Images are stacked (StackedRows), so that a block can process many small images. Each warp
+// computes its own tiles.
 // NaN. Therefore an output that is not finite is recomputed from its own window.
 #include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"

@@ -1,17 +1,23 @@
 // Convolution in 16 bits with small kernels, on tensor cores, without shared memory for x.
 //
-// A cell is 4 rows by 8 columns of 16-bit elements. Each of four lanes holds a row of 16 bytes.
-// Loads of x and stores of z have this layout. Operand A of m16n8k16 has the same layout: row g of
-// A holds a cell's even pairs of columns, and row g + 8 holds the odd pairs of the same cell.
-// Operand B is a band matrix of weights. B maps a pair of columns of x (k: 2 columns by 4 rows) to
-// a pair of columns of z (n: 2 columns by 4 rows) at a fixed distance. An output is the sum of the
-// contributions of even and odd pairs. The accumulators of a lane are 16 bytes of z.
+// A cell is 4 rows by 8 columns of 16-bit elements. Four lanes hold a cell: each lane holds one
+// row, that is, 16 bytes or four pairs of neighbouring columns. Loads of x and stores of z have
+// this layout. Operand A of m16n8k16 has this layout, too. For cell g of the warp (0 to 7) and one
+// lane:
+//   pair of columns  0            1                2             3
+//   place in A       row g, k0-7  row g + 8, k0-7  row g, k8-15  row g + 8, k8-15
+// Operand B is a band matrix of weights. Each 8 x 8 half of B multiplies one pair of columns of x
+// and adds to one pair of columns of z, in 4 rows: k % 8 is 2 * (row of x) + (column in the pair of
+// x), and n is 2 * (row of z) + (column in the pair of z). An output is the sum of two
+// accumulators, one for the even and one for the odd pairs of x. The sums of a lane are 16 bytes of
+// z.
 //
 // A strip is a column of cells. A warp computes several strips, which lie side by side or in
 // different images. It computes them from top to bottom, while the loads of the next cells are in
-// flight. An output depends on its own cell, on the cells below that cell, and on the cells to the
-// right. Neighbouring lanes hold the cells to the right. For the gradient with respect to x
-// (flipped), strips run from bottom to top, and an output depends on the cells to the left.
+// flight. A cell of z depends on the cell of x at the same place, on the cells of x below, and on
+// the cells of x to the right. Neighbouring lanes hold the cells to the right. For the gradient
+// with respect to x (flipped), strips run from bottom to top, and a cell depends on the cells to
+// the left.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
 // NaN. Therefore an output that is not finite is recomputed from its own window.
 #pragma once
@@ -36,7 +42,7 @@ struct CellsConfig {
   // The maximum number of cells that a window covers vertically.
   static constexpr int kDown = (kSize + 2) / kCellRows + 1;
   static constexpr int kBands = (kSize + 1) / 2;  // number of pairs of columns that a window covers
-  // The number of words that a lane loads of its row of the neighbouring cell.
+  // The number of words that a lane loads from its row of the neighbouring cell.
   static constexpr int kBeside = kBands > 3 ? 4 : 2;
   static constexpr int kBuffers = kDown + kShape.ahead;
   // The number of blocks per SM. It is lower if single elements are loaded, because the predicates
@@ -155,7 +161,7 @@ struct CellRow {
   }
 };
 
-// The weights in shared memory, with a margin of zeros. The first entry is (p, q) = (-kMargin, -1).
+// The weights and a margin of zeros, in shared memory. The table starts at (p, q) = (-kMargin, -1).
 template <typename Config>
 struct WeightTable {
   static constexpr int kMargin = kCellRows - 1;
@@ -203,10 +209,10 @@ struct WeightTable {
   }
 };
 
-// Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1). Rows g
-// (0 to 7) of accumulator tile o hold what even pairs of x add to pair o - 1 of z. Rows g + 8 of
-// tile o hold what odd pairs of x add to pair o of z. A cell of z has pairs 0 to 3, so only rows g
-// + 8 of tile 0 and only rows g of tile 4 are used.
+// Accumulates the products of the cell (kSide 0) or of the neighbouring cell (kSide 1):
+//   rows 0 to 7 of accumulator tile o    what the even pairs of x add to pair o - 1 of z
+//   rows 8 to 15 of accumulator tile o   what the odd pairs of x add to pair o of z
+// A cell of z has pairs 0 to 3, so tile 0 uses only rows 8 to 15, and tile 4 uses only rows 0 to 7.
 template <typename Config, int kSide, typename Word>
 __device__ __forceinline__ void multiply_side(float (&r_acc)[kCellTiles][4], const Word& word,
                                               const uint32_t (&r_band)[Config::kBands]) {

@@ -34,9 +34,9 @@ inline constexpr DirectTile kDirectTiles[] = {
     {3, 3, 3, 16, 8}, {4, 5, 5, 16, 4}, {5, 5, 5, 16, 4}, {7, 7, 2, 64, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
 
-// Returns the number of strips of an image. `across` is the number of strips side by side in the
-// batch. A strip has up to max_rows rows. While the call has fewer than min_units strips, the
-// function halves max_rows, but not below min_rows.
+// Returns the number of strips that divide the height of an image. `across` is the number of strips
+// side by side, in all images of the batch together. A strip has up to max_rows rows. While the
+// batch has fewer than min_units strips, the function halves max_rows, but not below min_rows.
 constexpr int64_t count_strips(int64_t height, int64_t max_rows, int64_t min_rows, int64_t across,
                                int64_t min_units) {
   const auto strips = [&] { return (height - 1) / max_rows + 1; };

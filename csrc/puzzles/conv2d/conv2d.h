@@ -54,7 +54,7 @@ void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_float16(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_bfloat16(int tile, const Conv2dParams& params, cudaStream_t stream);
-// Calls one of the two functions above, as params.dtype requires.
+// Calls launch_conv2d_cells_float16 or launch_conv2d_cells_bfloat16, as params.dtype requires.
 void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_narrow(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream);

@@ -133,8 +133,9 @@ void add_products(double* sums, const acc_t* dz, const acc_t* x, const ConvShape
 }
 
 // Computes dweight of conv2d. dz and x must be contiguous.
-// NOTE: the number of groups does not depend on the number of threads, and the sums of groups are
-// added in order. Therefore results have the same bits in every run.
+// NOTE: the strips of all images form groups. Each group has its own sums. The number of groups
+// does not depend on the number of threads, and the sums of the groups are added in order.
+// Therefore results have the same bits in every run.
 inline void conv2d_dweight_into(Tensor& dweight, const Tensor& dz, const Tensor& x) {
   const ConvShape s(x, dweight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "conv2d", [&] {

@@ -1,11 +1,12 @@
 // Convolution in fp32 with small square kernels, in registers.
 //
 // A thread computes 4 contiguous columns of a strip. It reads the rows of x from top to bottom,
-// while the loads of the next rows are in flight. It adds each row of x to the `size` rows of
-// outputs that depend on this row. The windows of neighbouring threads overlap, so loads of the
-// shared columns hit L1. The registers hold the weights, and a few rows of windows and of sums. A
-// block has up to 32 threads side by side. The other threads of the block compute the strips below
-// and the next images, so that small images fill a block.
+// while the loads of the next rows are in flight. For a row of x, it adds the products with the
+// weights to the rows of outputs that depend on this row. The number of these rows is the height of
+// the convolution kernel. The windows of neighbouring threads overlap, so loads of the shared
+// columns hit L1. The registers hold the weights, the window in a few rows of x, and a few rows of
+// sums. A block has up to 32 threads side by side. The other threads of the block compute the
+// strips below and the next images, so that small images fill a block.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
@@ -105,9 +106,9 @@ __device__ __forceinline__ void load_window(float (&r_x)[Config::kWindow], const
   }
 }
 
-// Adds a row of x to the outputs that depend on this row. `buffer` is the index of the row in the
-// strip, modulo kBuffers. kFirst must be true for the first kBuffers rows of the strip. Fewer
-// outputs depend on these first rows.
+// Adds the products of a row of x to the outputs that depend on this row. `buffer` is the index of
+// the row in the strip, modulo kBuffers. kFirst must be true for the first kBuffers rows of the
+// strip, because fewer outputs depend on these rows.
 template <typename Config, bool kFirst>
 __device__ __forceinline__ void add_row(float (&r_z)[Config::kBuffers][Config::kElems],
                                         const float (&r_x)[Config::kWindow], int buffer,

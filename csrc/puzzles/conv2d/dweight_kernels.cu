@@ -2,7 +2,7 @@
 //   dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q]
 // x is 0 behind the bottom and the right edge of an image.
 //
-// A block computes a square of kTaps x kTaps weights over a slice of the outputs. A thread
+// A block computes kTaps x kTaps weights of dweight. It sums over a slice of the outputs. A thread
 // processes kWeightRows outputs of one column at a time, from top to bottom. The thread's window of
 // x is in registers. The block writes its partials, and a second kernel adds up the partials of all
 // blocks. Both kernels add in a fixed order, so the sums have the same bits in every run.

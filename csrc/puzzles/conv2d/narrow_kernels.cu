@@ -2,9 +2,9 @@
 // of puzzles/conv2d/cells.cuh. In such an image, a cell has no neighbouring cell and at most one
 // cell below it.
 //
-// A warp first loads all its images, 8 cells per instruction. For example, four images of 8 rows
-// are 512 contiguous bytes. The four lanes of an image's upper cell are followed by the four lanes
-// of its lower cell.
+// A warp first loads all its images. One load instruction loads 8 cells, for example four images of
+// 8 rows, which are 512 contiguous bytes. In the warp, the four lanes of an image's lower cell
+// follow the four lanes of its upper cell.
 // NOTE: the zeros of the band are multiplied by values outside an output's window, and 0 * inf is
 // NaN. Therefore an output that is not finite is recomputed. The kernel skips the products of the
 // weights with the zeros of the padding, although such a product is NaN if the weight is inf or

@@ -1,14 +1,15 @@
 // Convolution in fp32 with small square kernels, for images up to 8 or 16 columns wide.
 //
-// A warp copies consecutive images to shared memory. 16 bytes of padding follow each image there,
+// A warp copies consecutive images to shared memory. There, 16 bytes of padding follow each image,
 // to avoid bank conflicts. A thread computes 8 columns of an image, 8 rows of outputs at a time.
-// The thread reads each row of the window of these outputs once and adds the row to all outputs
-// that depend on it. The weights are in registers. Results overwrite rows of x that are no longer
-// needed. At the end the warp stores all images. The copies of other warps overlap with the math.
-// The zeros below an image, and the zeros to the right of an image of 8 columns, are neither read
-// nor multiplied.
-// NOTE: 0 * inf is NaN. Therefore, if a weight is inf or NaN, the kernel later corrects the outputs
-// near the bottom and the right edge.
+// The window of these outputs is the part of x that they depend on. The thread reads each row of
+// the window once and adds its products to all outputs that depend on it. The weights are in
+// registers. Results overwrite rows of x that are no longer needed. At the end the warp stores all
+// images. The copies of other warps overlap with the math. The zeros below an image are neither
+// read nor multiplied. If an image has 8 columns, the zeros to its right are not read or multiplied
+// either.
+// NOTE: a weight of inf or NaN times such a zero would be NaN. Therefore, if a weight is inf or
+// NaN, the kernel later corrects the outputs near the bottom and the right edge.
 #include "device/dispatch.cuh"
 #include "device/mma_sync.cuh"
 #include "device/reduce.cuh"

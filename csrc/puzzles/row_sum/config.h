@@ -27,10 +27,11 @@ inline constexpr int kRowSumThreads = 256;  // the number of threads per block o
 inline constexpr int kStagedRowBytes = 2048;
 inline constexpr int kStagedBytes = 16384;
 
-// If kFewSplitsPerSm splits per SM would each have fewer than kGoodSplitBytes bytes, there are
-// kFewSplitsPerSm splits per SM. Otherwise there are kSplitsPerSm splits per SM, or fewer, so that
-// each split has at least kGoodSplitBytes bytes. In both cases, a split has at least kMinSplitBytes
-// and at most kMaxSplitBytes bytes. Only kMaxSplits can make a split larger.
+// The number of splits per SM. If kFewSplitsPerSm splits per SM would have fewer than
+// kGoodSplitBytes bytes each, there are kFewSplitsPerSm. Otherwise there are as many as possible
+// with at least kGoodSplitBytes bytes each, but at most kSplitsPerSm. In both cases, a split has at
+// least kMinSplitBytes bytes. A split has more than kMaxSplitBytes bytes only if the row would
+// otherwise have more than kMaxSplits splits.
 inline constexpr int64_t kMinSplitBytes = 16 << 10;
 inline constexpr int64_t kMaxSplitBytes = 256 << 10;
 inline constexpr int64_t kGoodSplitBytes = 128 << 10;
@@ -39,7 +40,7 @@ inline constexpr int64_t kFewSplitsPerSm = 4;
 // The maximum number of splits of a row. It is limited, because one block adds up the partials of a
 // row.
 inline constexpr int64_t kMaxSplits = 4096;
-// If there are more rows than this, they fill the GPU without splits.
+// Calls with more than kMaxSplitRows rows fill the GPU without splits.
 inline constexpr int64_t kMaxSplitRows = 16384;
 
 struct RowSumProblem {

@@ -1,4 +1,4 @@
-// Sums over the last dim. y[r] = sum_j x[r, j] x (rows, n), y (rows,)
+// Sums over the last dim:  y[r] = sum_j x[r, j]       x (rows, n), y (rows,)
 //
 // If rows are short, up to 32 lanes of a warp sum a row. If short rows are contiguous and
 // unaligned, a block first copies several rows to shared memory. Longer rows have one block per
@@ -6,11 +6,12 @@
 // block that finishes last in a row adds up the partials of the row's splits. Every sum is added in
 // a fixed order, so sums have the same bits in every run.
 //
-// Error bound: a thread loads 16 bytes per access and kLoads accesses per round. The value of an
-// element goes through 3 additions within its access and 16 additions to a thread's first
-// accumulator. Every 16 rounds, the thread adds the first accumulator to a second one. At most 60
-// additions of accumulators, threads and splits follow. Therefore the error is at most
-// (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the result.
+// Error bound. In each round, a thread makes kLoads accesses of 16 bytes. Each of these accesses
+// has its own accumulator. A value goes through up to 3 additions within its access and up to 16
+// additions to the accumulator. Every 16 rounds, the thread adds up its accumulators, adds the
+// result to its sum, and clears the accumulators. All other additions of accumulators, threads and
+// splits are at most 60. Therefore the error is at most
+//   (80 + n / 65536) * 2^-24 * sum |x|, plus the rounding of the result.
 #include "core/choices.h"
 #include "core/launch.h"
 #include "device/dispatch.cuh"
@@ -174,8 +175,8 @@ __global__ __launch_bounds__(kRowSumThreads) void row_sum_staged_kernel(const T*
   constexpr int kLoads = kStagedBytes / kVectorBytes / kRowSumThreads;
   constexpr int kSums = 4;
   // NOTE: in shared memory, the first row has the same offset from a 16-byte boundary as in global
-  // memory. Therefore both the source and the destination of a copy are aligned. Because of this
-  // offset, the array has one more access.
+  // memory. Therefore both the source and the destination of a copy are aligned. The array is one
+  // access longer than kStagedBytes, because of this offset.
   __shared__ alignas(kVectorBytes) T s_x[kStagedBytes / sizeof(T) + kElems];
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * rows_per_block;
   const int64_t rows_left = rows - first_row;

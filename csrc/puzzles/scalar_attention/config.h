@@ -56,8 +56,8 @@ struct ScalarAttentionChoice {
 // Returns the tile and the number of splits with the lowest estimated time on a GPU with `sms` SMs.
 constexpr ScalarAttentionChoice choose_scalar_attention(ScalarAttentionSweep sweep, int64_t n,
                                                         int sms) {
-  // The number of blocks per SM that keeps the exponential unit busy. With fewer, it is idle at
-  // times.
+  // The number of blocks per SM that keeps the exponential unit busy. With fewer blocks, the unit
+  // is idle at times.
   constexpr int64_t kBusyBlocks = 4;
   constexpr int64_t kMin = 32;  // minimum number of streamed elements per split
   // The time of the launch and of the reduction, in units of the time per streamed element.

@@ -2,10 +2,11 @@
 //
 // The largest score of a row is q * max(k) or q * min(k), so it is known before the sweep. If the
 // scores of a row have a small range (spans_little), the exponential is computed as
-// 2^(scale * k + shift) with an integer shift. The argument needs one FMA. The power of two is then
-// computed by the exponential unit, or by rounding to an integer and a polynomial. In all other
-// rows, including rows with inf and NaN, the maximum is first subtracted from the score.
-// Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (the reduction).
+//   2^(scale * k + shift), with an integer shift
+// The exponent needs one FMA. Then either the exponential unit computes the power of two, or the
+// code rounds the exponent to an integer and uses a polynomial. In all other rows, including rows
+// with inf and NaN, the maximum is first subtracted from the score.
+// Source: Cody and Waite, "Software Manual for the Elementary Functions", 1980 (range reduction).
 #pragma once
 
 #include "device/reduce.cuh"
@@ -28,8 +29,8 @@ __device__ __forceinline__ float top_key(float q, KeyRange keys) {
   return q >= 0.f ? keys.max : keys.min;
 }
 
-// Whether the range reduction of a row's fast exponentials is exact and their results are normal
-// numbers.
+// Whether a row allows the fast exponentials. In such a row, their range reduction is exact, and
+// they are normal numbers.
 __device__ __forceinline__ bool spans_little(float q, KeyRange keys) {
   const float scale = q * kLog2OfE;
   return fabsf(scale) * (keys.max - keys.min) <= 100.f &&
@@ -56,7 +57,7 @@ __device__ __forceinline__ float row_factor(float q, KeyRange keys) {
   return exp2_approx_ftz(-fmaf(row.scale, top_key(q, keys), row.shift));
 }
 
-// NOTE: exponentials below 2^-126 of the row's largest exponential are flushed to 0. They are
+// NOTE: exponentials below 2^-126 times the row's largest exponential are flushed to 0. They are
 // smaller than the rounding error of the sum.
 template <bool kFast>
 __device__ __forceinline__ float exponential(RowExponent row, float k) {

@@ -97,9 +97,10 @@ Grads3 scalar_attention_backward_meta(const Tensor& dz, const Tensor& q, const T
 }
 TW_OP(scalar_attention_backward);
 
-// CPU: the division of the rows into blocks and groups. The scores of a block fit into the cache of
-// a core. The number of groups does not depend on the number of threads. Each group accumulates its
-// own sums over rows, so that the bits of the sums do not depend on the number of threads.
+// CPU: the division of the rows into blocks, and of the blocks into groups. The scores of a block
+// fit into the cache of a core. The number of groups does not depend on the number of threads. A
+// sum over rows is accumulated in each group separately, so its bits do not depend on the number of
+// threads.
 struct RowBlocks {
   static constexpr int64_t kScores = int64_t{1} << 16;
   static constexpr int64_t kMaxGroups = 32;

@@ -5,7 +5,7 @@
 //   Owner, Stream               an owned element in registers, a streamed element in shared memory
 //   owner(i), stream<kFast>(i)  load element i as an Owner or as a Stream
 //   row, key                    return the exponent of the row and the key of a pair
-//   fast_owner, fast_stream     whether the row allows the fast exponential (true for keys)
+//   fast_owner, fast_stream     whether an element allows the fast exponential (true for keys)
 //   prepare, add, factor        prepares an owner for a stage, adds a pair, scales the owner's sums
 // A block owns kThreads * kOwners elements and streams its split of the other side through shared
 // memory. A stage is the streamed elements that are in shared memory at one time. For each stage,
