@@ -16,9 +16,9 @@ namespace torchweld {
 // scores. kOthers: all rows except those of kScores.
 enum class SoftmaxRows : int8_t { kAll, kScores, kOthers };
 
-// A tile of the tile engine. A row is held in the registers of its threads, at most `threads` of
-// them. A thread makes `loads` 16-byte accesses. If rows are not aligned, a thread may also hold
-// one element before or after the aligned accesses.
+// A tile of the tile engine. The registers of up to `threads` threads hold a row. A thread makes
+// `loads` 16-byte accesses. If rows are not aligned, a thread may also hold one element before or
+// after the aligned accesses.
 struct SoftmaxTile {
   int threads;
   int loads;
@@ -35,7 +35,7 @@ struct SoftmaxTile {
     const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
     return wanted < threads ? static_cast<int>(wanted < 32 ? 32 : wanted) : threads;
   }
-  // Whether threads keep the raw words of the row and compute the exponentials twice. This is so if
+  // Whether threads keep the raw words of the row and compute the exponentials twice. They do so if
   // a thread has more than 32 values.
   constexpr bool recomputes(int elem_size) const { return values(elem_size) > 32; }
   constexpr bool supports(int elem_size, bool backward, bool masked) const {
@@ -43,7 +43,7 @@ struct SoftmaxTile {
     return rows == SoftmaxRows::kAll || (rows == SoftmaxRows::kScores) == scores;
   }
   // Whether the registers hold the row without spills.
-  // NOTE: in the forward, tiles of other rows than kScores could also hold more than 32 values per
+  // NOTE: in the forward, tiles that are not for kScores could also hold more than 32 values per
   // thread. But then an SM would run only one block, and one block does not overlap loads with
   // math. In 16 bits at n = 65536, such a forward took 2.2 times as long as a copy of the matrix.
   // The streaming kernel needs 1.9 times the time of the copy.
@@ -97,7 +97,7 @@ struct SoftmaxRing {
 
   // read_once_to() is the maximum length of a row that the ring reads only once. capacity() is the
   // maximum length of a row that the ring supports. If the cluster is portable, the ring may read
-  // some chunks of a longer row twice, at most a quarter as many as it has slots.
+  // some chunks of a longer row twice. Their number is at most a quarter of the number of slots.
   constexpr int64_t read_once_to(int elem_size, bool backward, bool aligned) const {
     return columns(slots(), elem_size, backward, aligned);
   }
@@ -117,11 +117,10 @@ struct SoftmaxRing {
   }
 };
 
-// The rings in order of preference. choose_softmax_ring() chooses a ring. For rows of 16384 to
-// 262144 columns, no cluster size was faster on an H200 than the one that it chooses. In a cluster
-// of up to four blocks, a block holds at most 80 KiB of x, or of y and dy together. The backward
-// uses at least two blocks. Row lengths between the measured lengths, and longer rows, were not
-// measured.
+// The rings in order of preference. choose_softmax_ring() chooses a ring. Measured on an H200 with
+// rows of 16384 to 262144 columns: no other cluster size was faster than the chosen one. Other
+// lengths in this range, and longer rows, were not measured. In a cluster of up to four blocks, a
+// block holds at most 80 KiB of x, or of y and dy together. The backward uses at least two blocks.
 // NOTE: 7 clusters of 16 blocks occupy 112 of 132 SMs and leave 20 idle. Clusters of 16 blocks are
 // faster only for rows that don't fit in 8 blocks. A cluster of 8 blocks reads some chunks of these
 // rows twice. With 16 blocks, the backward of 262144 fp32 columns needs 1.04 times the time to move
@@ -177,8 +176,9 @@ inline Refusal softmax_row_refusal(const SoftmaxProblem& p, int64_t capacity) {
 // them. The scores do not fit into registers in addition to y and dy.
 constexpr bool softmax_needs_scores(const SoftmaxProblem& p) { return p.capped && p.backward; }
 
-// Returns the number of threads of the streaming kernel. If a backward has softcap or a sink and
-// its rows are short, this is the number of 16-byte accesses of a row, rounded up to whole warps.
+// Returns the number of threads of the streaming kernel. For a backward with softcap or a sink,
+// this is the number of 16-byte accesses of a row, rounded up to whole warps, but at most
+// kSoftmaxStreamThreads. For all other calls, it is kSoftmaxStreamThreads.
 constexpr int softmax_stream_threads(const SoftmaxProblem& p) {
   const int64_t accesses = (p.n + 16 / p.elem_size - 1) / (16 / p.elem_size);
   const bool fits = softmax_needs_scores(p) && accesses < kSoftmaxStreamThreads;
@@ -228,7 +228,8 @@ inline int choose_softmax_ring(const SoftmaxProblem& p) {
   return found;
 }
 
-// Returns the minimum number of accesses per thread of the tile that is chosen.
+// Returns the minimum of `loads` for choose_softmax_tile, which skips tiles with fewer accesses per
+// thread.
 // NOTE: for the forward of unmasked fp32 rows of 1025 to 4096 columns on an H200, tiles with 8
 // accesses need 0.99 of the time of tiles with 4 accesses. Longer rows, masked rows and 16-bit rows
 // do not gain.

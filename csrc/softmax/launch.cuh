@@ -90,8 +90,8 @@ void launch_stream(const RowArgs<T>& args, const Mask& mask, cudaStream_t stream
   });
 }
 
-// Whether every row of g_x has the same offset from a 16-byte boundary as the same row of args.g_y,
-// the result.
+// Whether every row of g_x has the same offset from a 16-byte boundary as the corresponding row of
+// the result, args.g_y.
 template <typename T>
 bool rows_in_phase(const RowArgs<T>& args, const T* g_x, int64_t row_stride) {
   return rows_aligned(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(g_x) -

@@ -60,8 +60,8 @@ __device__ __forceinline__ void unpack(float (&r_to)[kElems], const Vec<T, kElem
   }
 }
 
-// Sets masked columns to 0. A caller uses this function if a result of the row is not finite,
-// because masked columns then hold 0 * NaN, which is NaN.
+// Sets masked columns to 0. A caller uses this function if a result of the row is not finite.
+// Masked columns then hold 0 * NaN, which is NaN.
 template <typename T, int kElems, typename Range, typename Column>
 __device__ __forceinline__ void clear_hidden(Vec<T, kElems>& out, const Range& live, Column first) {
 #pragma unroll

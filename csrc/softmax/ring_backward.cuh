@@ -31,7 +31,7 @@ struct RingBackwardJob : RingRows<Config, Mask> {
     return r_in;
   }
 
-  // Converts the elements of y and dy from vector load i to fp32. Masked columns become 0.
+  // Converts the elements of y and dy of access i to fp32. Masked columns become 0.
   template <bool kFull>
   __device__ __forceinline__ void convert(float (&r_y)[kElems], float (&r_dy)[kElems],
                                           const Chunk& r_in, const Slice& p, int done,

@@ -93,9 +93,9 @@ struct RingClaim {
   }
 };
 
-// Reduces one value per thread, in a fixed order: over the kThreads threads of a group, and over
-// the same group of all blocks of the cluster. `iteration` is the number of earlier calls by the
-// group.
+// Reduces one value per thread, in a fixed order: first over the kThreads threads of a group, then
+// over the groups with the same index in all blocks of the cluster. `iteration` is the number of
+// earlier calls by the group.
 template <int kThreads, int kGroups, int kCluster>
 struct RingExchange {
   BlockExchange<kThreads, kGroups> s_warps[2];

@@ -1,13 +1,14 @@
 // The scheduling of rows in the ring kernels of softmax and its backward.
 //
-// Blocks are persistent. A cluster processes one row at a time and claims the next row from a
-// counter as soon as its ring has a free slot. A static schedule was 6 % slower, because of the
-// slowest cluster. The producer, one warp per block, copies chunks of the live columns into the
-// ring while slots are free. The consumer groups process rows in round-robin order. A group reduces
-// each chunk when the chunk arrives. Then it reduces the result over the warps of the group and
-// over the cluster. Then it reads the chunks again, stores the results and releases the slots.
-// While one group reduces, another group waits for the cluster or stores, and the copies of later
-// rows are in flight. All times were measured with softmax (2048, 65536) bfloat16.
+// Blocks are persistent. The blocks of a cluster process each row together. A cluster claims its
+// next row from a counter as soon as its ring has a free slot. A static schedule of rows was 6 %
+// slower, because the other clusters waited for the slowest cluster. One warp per block is the
+// producer. It copies chunks of the live columns into the ring while slots are free. The consumer
+// groups process rows in round-robin order. A group reduces each chunk when the chunk arrives. Then
+// it reduces the result over the warps of the group and over the cluster. Then it reads the chunks
+// again, stores the results and releases the slots. While one group reduces, another group waits
+// for the cluster or stores, and the copies of later rows are in flight. All times were measured
+// with softmax (2048, 65536) bfloat16.
 //
 // If a row is longer than the ring, its first chunks are released at once and copied again after
 // the last chunk. The second copy can't deadlock, because the producer fills the slots in order. A
@@ -127,14 +128,14 @@ struct RingRows {
     return gridDim.x / Config::kCluster + atomicInc(g_claims, static_cast<uint32_t>(args.rows - 1));
   }
 
-  // Runs the producer thread. It copies all chunks of all rows, and each chunk as soon as a slot is
-  // free.
+  // Runs the producer thread. It copies the chunks of all rows in order. It copies each chunk as
+  // soon as a slot is free.
   __device__ __forceinline__ void copy(unsigned* g_claims) const {
     State state;
     for (int iteration = 0;; ++iteration) {
       const int64_t row = wait_for_claim(iteration).row;
       if (row >= args.rows) {
-        // Publish also to the other groups that there are no more rows.
+        // Publish the end of the rows to the other groups, too.
         for (int g = 1; g < Config::kGroups; ++g) {
           publish_claim(iteration + g, static_cast<uint32_t>(args.rows), state);
         }
@@ -270,9 +271,9 @@ struct RingRows {
     }
   }
 
-  // NOTE: the slot may still wait for an earlier chunk of another group. The parity repeats after
-  // two phases, so a wait for s_full alone could return too early. Therefore the thread first waits
-  // until the other group has released the earlier chunk.
+  // NOTE: the slot may still belong to an earlier chunk, which another group has not released. The
+  // parity repeats after two phases, so a wait for s_full alone could return too early. Therefore
+  // the thread first waits until the other group has released the earlier chunk.
   __device__ __forceinline__ void wait_for(const State& state) const {
     mbarrier_wait(&s.s_empty[state.slot()], state.parity() ^ 1);
     mbarrier_wait(&s.s_full[state.slot()], state.parity());

@@ -7,12 +7,16 @@
 // The threads of a block hold one row. If rows are short, each warp holds one row. Each thread
 // loads all its accesses. Then the threads reduce (max, sum) once, and each thread stores its
 // accesses. The Mask gives the live columns. Chunks without live columns are neither loaded nor
-// computed. For unaligned rows (kPeel), the accesses are aligned in the result, and each column
-// before or after the accesses belongs to one thread. If a row of the input has a different offset
-// from a 16-byte boundary than the corresponding row of the result, the row is loaded element by
-// element. Threads keep their values as 32-bit words. The compiler would split an array of 16-bit
-// values at the first condition on the array. With such an array, causal_softmax was a tenth
-// slower. The kernels are in a header because causal_softmax instantiates them with its own masks.
+// computed.
+//
+// If rows are unaligned (kPeel), the first access of a row starts at the first 16-byte boundary of
+// the row of the result. Each column before the first access or after the last access belongs to
+// one thread. If a row of the input has a different offset from a 16-byte boundary than the row of
+// the result, the row is loaded element by element.
+//
+// Threads keep their values as 32-bit words. The compiler would split an array of 16-bit values at
+// the first condition on the array. With such an array, causal_softmax was a tenth slower. The
+// kernels are in a header because causal_softmax instantiates them with its own masks.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for merging
 // two partial results).
 #pragma once
