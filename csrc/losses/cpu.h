@@ -100,7 +100,7 @@ LogitStatistics<T> row_statistics(T* row, const T* bias, int64_t n, const LogitS
 }
 
 // Replaces a row of z by the gradient with respect to the row's logits. The gradient is rounded to
-// scalar_t, the dtype of the inputs. It is stored as elements of type E, the first of them at the
+// scalar_t, the dtype of the inputs, and stored as elements of type E. The first element is at the
 // start of the row. E is scalar_t or T. If E is bf16 and n is odd, a zero follows the last element.
 template <typename scalar_t, typename E, typename T>
 void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,

@@ -1,13 +1,14 @@
-// A loss engine that runs only three matmuls, because the forward stores exponentials. Instead of
-// the logits, the forward stores y = 2^(l - k), with l = log2(e) * z and one integer k per row. The
-// gradient with respect to a row's logits is factor * y, with one factor per row. The forward
-// modifies y at the target, so that factor * y is the gradient at the target too. The backward
-// therefore consists of two matmuls of y: dx = factor * (y @ weight) and dweight = y^T @
-// (factor * x).
+// A loss engine that runs only three matmuls, because the forward stores exponentials instead of
+// the logits. z are the logits after softcap and temperature:
+//   y = 2^(l - k),  l = log2(e) * z,  k is one integer per row
+//   gradient with respect to the logits = factor * y,  factor is one number per row
+// The forward modifies y at the target, so that factor * y is the gradient at the target, too. The
+// backward runs two matmuls of y:
+//   dx = factor * (y @ weight),  dweight = y^T @ (factor * x)
 //
-// No kernel reads all of y between the matmuls. The time of forward and backward together, on an
-// H100 in bf16, is 1.05 times that of three plain matmuls for (M, K, N) = (8192, 2048, 128256), and
-// 1.02 times for (8192, 4096, 151936).
+// No kernel reads all of y between the matmuls. On an H100 in bf16, forward and backward together
+// need 1.05 times the time of three plain matmuls for (M, K, N) = (8192, 2048, 128256), and 1.02
+// times their time for (8192, 4096, 151936).
 //
 // Source: quack (linear_cross_entropy.py) stores exponentials instead of the logits, with one k per
 // tile, so its backward must rescale the operand in registers. Here there is one k per row, so the
@@ -25,10 +26,10 @@
 namespace torchweld {
 
 // With label smoothing, the gradient has one more term, -uniform * dloss, which is the same for all
-// logits of a row. y does not contain this term. For this term, the backward adds a multiple of
-// sum(rows of `weight`) to each row of dx, and one vector to all rows of dweight. In the forward,
-// the mean of a row's logits is x @ mean(rows of `weight`) + mean(bias). With a softcap, the mean
-// would not have this form, so there must be no softcap.
+// logits of a row. factor * y does not contain this term. For this term, the backward adds to each
+// row of dx a multiple of sum(rows of `weight`), and to all rows of dweight one vector. In the
+// forward, the mean of a row's logits is x @ mean(rows of `weight`) + mean(bias). With a softcap,
+// the mean would not have this form. Therefore a call that needs the mean must not have a softcap.
 struct Exponentials {
   Tensor y;       // (..., N rounded up to a multiple of 64), in x's dtype; columns from N on are 0
   Tensor factor;  // (...), in the accumulation dtype; 0 for an ignored row

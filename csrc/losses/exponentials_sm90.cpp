@@ -169,8 +169,8 @@ struct UniformTerm {
   UniformTerm(double uniform, const Tensor& factor, const Tensor& dloss) {
     if (uniform != 0) each = (dloss * -uniform).masked_fill_(factor.eq(0), 0);
   }
-  // Also adds the term of upstream.dmean, the gradient with respect to the mean of the n values of
-  // z of a row.
+  // Also adds the term of upstream.dmean, the gradient with respect to mean(z) of each row. A row
+  // has n values of z.
   UniformTerm(const LossInputs& in, const Tensor& factor, const LossUpstream& upstream)
       : UniformTerm(uniform_gradient(in.options, in.weight.size(0)), factor, upstream.dloss) {
     if (!upstream.dmean.defined()) return;
@@ -307,8 +307,8 @@ void exponentials_recompute_sm90(const LossInputs& in, const Tensor& lse,
   const int64_t m = operands.rows.rows, n = operands.rows.n, k = operands.rows.k;
   const int columns = tile_columns(k);
   // kBytes limits the memory of three tensors together: y for a block of columns, dx in fp32, and
-  // the scaled rows of x. If dx is requested, the scaled rows use the memory of the result dx,
-  // which is written last.
+  // the rows of x times their factors. If dx is requested, the rows of x times their factors use
+  // the memory of the result dx, which is written last.
   constexpr int64_t kBytes = 280 << 20, kMinTiles = 8;
   const int64_t others = m * k * (grads.wanted[0] ? 4 : 2);
   const int64_t max_tiles = std::max((kBytes - others) / (m * columns * 2), kMinTiles);

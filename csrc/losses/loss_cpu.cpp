@@ -10,8 +10,8 @@
 namespace torchweld {
 namespace {
 
-// The rows of x and which of them are live. The target of a live row is not ignored. The matmuls
-// skip the ignored rows.
+// The rows of x, and the indices of the live rows. A row is live if its target is not ignored. The
+// matmuls skip the rows that are not live.
 struct TargetRows {
   Tensor x;        // (all rows, K)
   Tensor targets;  // (all rows,)
@@ -85,11 +85,11 @@ Tensor dlogits_of(const Tensor& z) {
   return z.view(c10::CppTypeToScalarType<E>()).narrow(1, 0, z.size(1));
 }
 
-// Returns the number of rows per chunk. If `sums_dweight` is true and there are several chunks,
-// their dweight is added up in an (n, k) matrix of the accumulation dtype. Every chunk reads and
-// writes the whole matrix. Therefore the limit of the rows per chunk is at least k / 2. The logits
-// of k / 2 rows need half the memory of the matrix. A single chunk needs no such matrix, so it may
-// have k rows more than the limit.
+// Returns the number of rows per chunk. If `sums_dweight` is true and there are several chunks, an
+// (n, k) matrix of the accumulation dtype holds the sum of the dweight of all chunks. Every chunk
+// reads and writes the whole matrix. To keep chunks few, the limit of the rows per chunk is at
+// least k / 2. The logits of k / 2 rows need half the memory of the matrix. A single chunk needs no
+// such matrix, so it may have k rows more than the limit.
 int64_t chunk_rows(int64_t rows, int64_t n, int64_t k, int64_t bytes_per_logit, bool sums_dweight) {
   if (rows == 0) return 1;
   const int64_t chunk = loss_chunk_rows(rows, n, bytes_per_logit);

@@ -84,8 +84,9 @@ inline LossOptions cross_entropy_options(const char* op, c10::string_view reduct
   return options;
 }
 
-// Checks `target` against x, which is the x or the logits of the op. `name` is the name of x, and
-// `size` is the name of its last dim. Returns the shape of a per-token result.
+// Checks `target` against x. x is the argument `x` or the argument `logits` of the op, `name` is
+// the name of this argument, and `size` is the name of its last dim. Returns the shape of a
+// per-token result.
 inline std::vector<c10::SymInt> check_target(const char* op, const Tensor& target, const char* name,
                                              const Tensor& x, const char* size, int64_t shift) {
   check_device(op, "target", target, name, x);

@@ -41,9 +41,9 @@ inline int64_t floor_to_power_of_two(int64_t n) {
 }
 
 // Computes dx (R, K) = dz (R, N) @ weight (N, K). If E is bf16, the rows of dz must be padded to an
-// even number of elements. Each task sums over one range of N, for one range of the columns of dx
-// or for all columns. At the end, the sums over the ranges of N are added. The numbers of ranges
-// are powers of two, so that threads get equal work.
+// even number of elements. A task computes the partial sums of one range of N, for one range of the
+// columns of dx or for all columns. At the end, the partial sums are added. Both N and the columns
+// are divided into a power of two of ranges, so that threads get equal work.
 template <typename E, typename T>
 Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& options) {
   constexpr int64_t kMaxSlices = 16, kBlock = 256, kMinTasks = 4, kMinColumns = 64;
@@ -92,8 +92,8 @@ class ParameterGradients {
     if (chunks == 0) dweight_sum_.zero_();
   }
 
-  // Adds the gradients of one chunk. dz (R, N) is the gradient of its logits, and x (R, K) its
-  // rows.
+  // Adds the gradients of one chunk. dz (R, N) is the gradient with respect to the chunk's logits,
+  // and x (R, K) holds the chunk's rows of x.
   void add(const Tensor& dz, const Tensor& x) {
     if (!wanted_[0] && !wanted_[1]) return;
     constexpr int64_t kColumns = 128;

@@ -62,7 +62,8 @@ template <typename T>
 struct RowGradient {
   T lse, scale, entropy_scale, expectation, uniform, target;
 
-  // dlse and dmean are the gradients with respect to lse and mean(z), if the op returns them too.
+  // dlse and dmean are the gradients with respect to lse and mean(z), if the op also returns lse or
+  // mean(z).
   TW_HOST_DEVICE static RowGradient of_loss(T dloss, T lse, const CrossEntropyTerms<T>& terms,
                                             int64_t n, T dlse = T(0), T dmean = T(0)) {
     const T eps = terms.label_smoothing, scale = dloss * (T(1) + T(2) * terms.z_loss * lse) + dlse;

@@ -1,5 +1,5 @@
-// Transposes of 16-bit matrices on the CPU. The loops transpose blocks in vectors of 16 bytes.
-// Every CPU has such vectors. A copy of single elements needs twice to fourteen times the time.
+// Transposes of 16-bit matrices on the CPU. The loops transpose blocks in vectors of 16 bytes,
+// which every CPU has. A loop that copies single elements takes 2 to 14 times as long.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ inline void transpose_pairs(uint16_t* to, int64_t to_stride, const uint16_t* fro
                             int64_t from_stride, int64_t rows, int64_t columns) {
   int64_t done_rows = 0, done_columns = 0;
 #ifdef TW_SHUFFLES
-  // A block of 16 pairs in each source row is one cache line.
+  // kLine pairs of a source row fill one cache line.
   constexpr int64_t kLine = 16;
   done_rows = rows / 4 * 4;
   done_columns = columns / 4 * 4;

@@ -1,6 +1,6 @@
 // The matmul epilogue that computes exponentials from the accumulators. It stores y = 2^(l - k) in
-// bf16. It also stores, in fp32, the sum of y over the columns of the tile for each row of a tile.
-// The sum is over the exponentials before they are rounded to bf16.
+// bf16. For each row of a tile, it also stores the fp32 sum of the exponentials over the tile's
+// columns. The exponentials are added before they are rounded to bf16.
 #pragma once
 
 #include "gemm/sm90/kernel.cuh"
@@ -61,8 +61,8 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
   const ExponentialsParams& e_;
   float reference_[kMTiles][2];
 
-  // The values of a thread in two rows, g and g + 8. They are a pair of neighbouring columns of row
-  // g, the same pair of row g + 8, the next pair of row g, and so on.
+  // The accumulators of a thread in rows g and g + 8. v[4 * i] and v[4 * i + 1] are two
+  // neighbouring columns of row g. v[4 * i + 2] and v[4 * i + 3] are the same columns of row g + 8.
   using RowValues = float[kT.block_n / 2];
 
   static __device__ __forceinline__ float (&box_values(RowValues& v, int box))

@@ -21,8 +21,8 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp, kElems = kVectorBytes /
 
 // A row's reference exponent is l of the row's target plus kAboveTarget. Thus a tile needs another
 // reference for the row only if the largest l in the tile exceeds l of the target by more than
-// kAboveTarget + kMaxAboveReference = 124. y is 2^-60 at the target. A y that is 2^60 times smaller
-// still is 2^-120, which is a normal bf16 number.
+// kAboveTarget + kMaxAboveReference = 124. y is 2^-60 at the target. Even a y that is 2^60 times
+// smaller, 2^-120, is a normal bf16 number.
 constexpr float kAboveTarget = 60;
 
 __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows p) {
