@@ -6,8 +6,8 @@
 
 namespace torchweld {
 
-// left and right are the operands of y = gate(left, right). Overwrites each of them with the
-// gradient with respect to it, and dy with y.
+// left and right are the operands of y = gate(left, right). The function overwrites left with its
+// gradient, right with its gradient, and dy with y.
 template <typename T, int kCount>
 __device__ __forceinline__ void gate_grad_of(T (&left)[kCount], T (&right)[kCount], T (&dy)[kCount],
                                              Gate gate) {

@@ -26,7 +26,7 @@ struct GateOp : GateArgs<T> {
   static constexpr int kSums = 2;
   static constexpr bool kWrites = true;
   using Sum = ColumnSumOf<T>;
-  int64_t first_step, apart;  // (1, n); for an interleaved z (2, 1)
+  int64_t first_step, apart;  // 1 and n; for an interleaved z 2 and 1
 
   struct Loaded {
     Vec<T, kElems> dy, left, right;

@@ -149,7 +149,8 @@ struct MatrixWork {
     if constexpr (Config::kKeepsColumns) return kept_head;
     return args.plan.head(row);
   }
-  // Returns by how many elements the accesses of a row are shifted. `head` is the head of the row.
+  // Returns the number of elements by which the accesses of a row are shifted. `head` is the number
+  // of elements of the row before its first access.
   __device__ __forceinline__ unsigned moved(int head) const { return Config::kEdges ? 0 : head; }
 
   __device__ __forceinline__ void run() {
@@ -192,7 +193,7 @@ struct MatrixWork {
     }
   }
 
-  // Returns the number of the block's rows in the batch from row `base` on, without the rows before
+  // Returns the number of rows of the block in the batch that starts at row `base`, counted from
   // the thread's first row. The thread processes every groups-th of these rows.
   __device__ __forceinline__ int rows_left(int64_t base) const {
     return static_cast<int>(min(block.end - base, static_cast<int64_t>(batch))) - group;
@@ -225,8 +226,8 @@ struct MatrixWork {
     const int left = rows_left(base);
     const int64_t first = row_of(base + group), step = groups * args.plan.phases;
     T* g_out = F::kWrites ? args.g_out + first * args.plan.n + column : nullptr;
-    // The rows of a batch are first added up without compensation. Their sum is then added to the
-    // compensated column sum, because an addition to a compensated sum needs six operations.
+    // The rows of a batch are first added up without compensation, and only their sum is added to
+    // the compensated column sum. An addition to a compensated sum needs six operations.
     float r_batch[kElems] = {}, r_rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

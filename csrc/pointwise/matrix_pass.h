@@ -108,12 +108,12 @@ struct MatrixRowTile {
   constexpr int64_t accesses() const { return int64_t{threads} * loads; }
 };
 inline constexpr MatrixRowTile kMatrixRowTile = {512, 4, 2};
-// A round is the blocks that the GPU runs at the same time. If a row has more accesses than a block
-// loads at a time, a block processes a whole row only if there are at least kMatrixRowRounds
-// rounds. With fewer rounds, the last round, in which most SMs would be idle, is too large a part
-// of the time. Measured in multiples of the time of the memory traffic, 8 rounds took 1.057 with
-// whole rows and 1.046 with tiles; 31 rounds took 1.021 with whole rows and 1.044 with tiles. No
-// number of rounds in between was measured.
+// Only for rows with more accesses than a block loads at a time: a block processes a whole row only
+// if the call has at least kMatrixRowRounds rounds. A round is the blocks that the GPU runs at the
+// same time. In the last round, most SMs may be idle. With few rounds, this is a large part of the
+// time. Measured in multiples of the time of the memory traffic, 8 rounds took 1.057 with whole
+// rows and 1.046 with tiles; 31 rounds took 1.021 with whole rows and 1.044 with tiles. No number
+// of rounds in between was measured.
 inline constexpr int kMatrixRowRounds = 16;
 
 inline constexpr int kMatrixThreads = 256;
@@ -127,9 +127,9 @@ inline constexpr int kMinPeeledAccesses = 8;
 // row's first 16-byte boundary. The block of tile 0 then also processes the elements before the
 // first access and after the last access of each of its rows.
 //
-// If threads keep values or sums of columns in registers, the same element of all rows of a block
-// must have the same offset from a 16-byte boundary. Rows i, i + phases, i + 2 phases, ... have the
-// same offset. They form phase i, and a block processes rows of one phase only.
+// If threads keep values or sums of columns in registers, an element of a column must have the same
+// offset from a 16-byte boundary in all rows of a block. Rows i, i + phases, i + 2 phases, ... have
+// the same offset. They form phase i, and a block processes rows of one phase only.
 struct MatrixPlan {
   bool vector;
   bool whole_rows;  // each block processes one row; tiles and rows_per_chunk are 1
@@ -167,7 +167,7 @@ struct MatrixPlan {
   }
 };
 
-// The alignment of the rows to 16-byte boundaries. `vector` is true if all matrices have one
+// The alignment of the rows to 16-byte boundaries. `vector` is true if all matrices have the same
 // alignment, so that the kernel can make 16-byte accesses. shift and shift_step are those of
 // MatrixPlan.
 struct MatrixAlignment {
@@ -196,9 +196,10 @@ struct MatrixAlignment {
   }
 };
 
-// Returns the number of lanes per row, a power of two. It is large enough for all accesses of the
-// row, up to kMatrixThreads. Each tile of a row has a place for one access per lane, used or not.
-// The function chooses fewer lanes if the tiles of a row then have at most 4/5 as many places.
+// Returns the number of lanes per row, a power of two. With that number, one tile covers all
+// accesses of the row, unless this needs more than kMatrixThreads lanes. places(lanes) is the
+// number of lanes in all tiles of a row, including lanes without an access. The function chooses
+// fewer lanes if this reduces the number of places to 4/5 or less.
 inline int choose_matrix_lanes(int64_t accesses) {
   constexpr int kMin = 64;
   int lanes = 1;
@@ -211,10 +212,10 @@ inline int choose_matrix_lanes(int64_t accesses) {
 }
 
 // Returns the number of chunks into which the batches of a phase are split. A round is the blocks
-// that run at the same time. For each number of rounds from 1 to kMaxRounds, one candidate is the
-// number of chunks whose blocks fill these rounds. The function returns the candidate with the
-// shortest modelled time. In the model, a block lasts as long as its batches and kStart more
-// batches, for its start and its end.
+// that run at the same time. There is one candidate for each number of rounds from 1 to kMaxRounds:
+// the number of chunks whose blocks fill these rounds. The function returns the candidate with the
+// shortest modelled time. In the model, a block takes the time of its batches, plus the time of
+// kStart batches for its start and its end.
 inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t blocks_at_once) {
   constexpr int kStart = 2, kMaxRounds = 8;
   int64_t chosen = 1, least = -1;

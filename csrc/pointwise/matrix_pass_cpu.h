@@ -25,8 +25,9 @@ struct MatrixPassCut {
   static constexpr int64_t kWidth = 4096;
   static constexpr int64_t kCells = 65536;  // the number of cells that one task processes at a time
   static constexpr int64_t kChunks = 64;    // the maximum number of chunks if columns are summed
-  // Column sums add this number of rows, and row sums add this number of cells per lane, in the
-  // working dtype. The result is then added to an fp64 sum.
+  // The number of values that are added up in the working dtype. Their sum is then added to an fp64
+  // sum. For a column sum, these are the values of kShortSums rows. For a row sum, these are
+  // kShortSums values per lane.
   static constexpr int64_t kShortSums = 16;
 
   int64_t width, strips, block_rows, chunk_rows, chunks;
