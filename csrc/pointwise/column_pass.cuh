@@ -1,20 +1,19 @@
-// A kernel that makes one pass over a (rows, n) matrix. It can compute up to two sums for each
-// column.
+// Two kernels that make one pass over a (rows, n) matrix.
 //
-// A block processes a tile of columns and a chunk of rows. It processes 8 rows at a time, with one
-// warp per row; each lane handles kElems contiguous columns. The block stores its partial sums in
-// scratch memory, whose layout is (chunk, sum, column). A second kernel (add_partials) adds up the
-// partial sums of all chunks. Both kernels add in a fixed order, so the sums have the same bits in
-// every run.
+// column_pass_kernel also computes up to two sums for each column. A block processes a tile of
+// columns and a chunk of rows. It processes 8 rows at a time, with one warp per row; each lane
+// handles kElems contiguous columns. The kernel loads two rows before it processes the first one,
+// so that both loads are in flight together. The block stores its partial sums in scratch memory,
+// whose layout is (chunk, sum, column). A second kernel (add_partials) adds up the chunks. Both
+// kernels add in a fixed order, so the sums have the same bits in every run.
+//
+// element_pass_kernel computes no sums. It has one thread for every kElems columns of a row, in the
+// order of memory. For gated_activation of (16384, 8192) in bf16 on an H100, it takes 0.82 of the
+// time that blocks of column_pass_kernel take without sums, and its backward takes 0.94.
 //
 // An Op has the members kElems, kSums (0 if it computes no sums), kWrites and Sum. Its function
 // load(row, column) loads kElems columns of a row, and add(row, column, loaded, sums) processes
-// them. If kWrites is true, add also stores elements of a result. The kernel loads two rows before
-// it processes the first one, so that both loads are in flight together.
-//
-// If no sums are requested, another kernel runs the op. It has one thread for every kElems columns
-// of a row, in the order of memory. For gated_activation of (16384, 8192) in bf16 on an H100, the
-// forward takes 0.82 of the time of the kernel with sums, and the backward takes 0.94 of that time.
+// them. If kWrites is true, add also stores elements of a result.
 #pragma once
 
 #include "core/index.h"
