@@ -6,8 +6,9 @@
 //   g = dy * (scale + scale_offset),  xhat = (x - mean) * rstd
 //
 // The grid has at most as many blocks as the GPU runs at once. Block b processes rows b, b +
-// gridDim.x, ... (or groups of rows) and accumulates dscale and dshift in registers. A second
-// kernel adds up the partial sums of the blocks in a fixed order.
+// gridDim.x, ... and accumulates dscale and dshift in registers. If one warp holds a row, a block
+// processes a group of four rows instead of a row. A second kernel adds up the partial sums of the
+// blocks in a fixed order.
 //
 // cp.async prefetches the next rows into a ring of stages in shared memory. A thread reads only
 // data that it has copied itself, so the copies need no barrier. The only barrier per row is for
@@ -83,7 +84,7 @@ struct Ring {
   }
 };
 
-// Waits for the oldest of the stages - 1 cp.async groups that are in flight.
+// Waits for a cp.async group. `stages` - 1 groups are in flight, and this is the oldest of them.
 __device__ __forceinline__ void wait_for_oldest(int stages) {
   static_assert(kMinNormStages == 2 && kMaxNormStages == 4);
   if (stages == 4) return copy_async_wait<2>();

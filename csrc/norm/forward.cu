@@ -7,9 +7,9 @@
 // subtracts first_mean first and mean(d) second, so the error of y does not grow with |mean| / std.
 // Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983.
 //
-// One warp or one block holds a row in registers. It loads the row, reduces two sums over its
-// threads and stores y. The kernel supports programmatic dependent launch: a following matmul can
-// run its setup before this kernel ends.
+// One warp or one block holds a row in registers. It loads the row, reduces the sums over its
+// threads and stores y. The kernel supports programmatic dependent launch: a matmul that follows
+// can run its setup before this kernel ends.
 #include "device/sm90/dependent_launch.cuh"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
@@ -62,10 +62,10 @@ __device__ __forceinline__ Vec<T, kElems> rounded_sum(const Vec<T, kElems>& x,
   return sum;
 }
 
-// NOTE: kCentred is a template parameter, because most of the time of RMSNorm would otherwise be
-// instructions for a mean of 0. On an H200, (16384, 2048) in bf16 takes 0.90 of the time. If the
-// second launch bound is 1, ptxas chooses more registers. Without them, RMSNorm with a residual
-// would spill on sm_80.
+// NOTE: kCentred is a template parameter. If it were a runtime value, RMSNorm would also execute
+// the instructions for a mean, which is 0. With the parameter, (16384, 2048) in bf16 takes 0.90 of
+// the time on an H200. If the second launch bound is 1, ptxas chooses more registers per thread.
+// With fewer registers, RMSNorm with a residual would spill on sm_80.
 template <typename Config, bool kAdds, bool kCentred>
 __global__ __launch_bounds__(Config::kThreads,
                              kAdds && !kCentred ? 1 : 0) void norm_kernel(const NormParams p,

@@ -7,17 +7,17 @@
 // the mean is 0. If a residual (rows, n) is given, the kernel adds it to x and rounds the sum to
 // the dtype of x. It then normalises this sum instead of x, and also stores the sum.
 //
-// If an op consists of a norm and a matmul, the norm is a kernel of its own and not a prologue of
-// the matmul. A prologue would normalise the rows again for every output tile along N. A prologue
-// is faster only for few and short rows (gemm/rows). A third way is to apply the mean in the
-// epilogue of the matmul, but this would lose digits if the mean is large relative to the standard
-// deviation. If the norm is a kernel of its own, the matmul usually finds the normalised rows in
-// L2.
+// If an op consists of a norm and a matmul, the norm is a kernel of its own. The matmul then
+// usually finds the normalised rows in L2. Two alternatives are:
+//   A prologue of the matmul normalises the rows. It would normalise them again for every output
+//   tile along N, so it is faster only for few and short rows (gemm/rows).
+//   The epilogue of the matmul applies the mean. This would lose digits if the mean is large
+//   relative to the standard deviation.
 //
-// Idle warps of the Hopper matmul could also normalise the rows during the matmul, but this is
-// slower than a separate kernel. The measurements are for layer_norm_linear with GELU on an H200.
-// For (M, K, N) = (8192, 768, 3072) it took 95 us with idle warps and 80 us with a separate kernel.
-// For (512, 1024, 4096) it took 24 us and 21 us.
+// A third alternative is that idle warps of the Hopper matmul normalise the rows during the matmul.
+// This is slower than a separate kernel. Times of layer_norm_linear with GELU on an H200: for (M,
+// K, N) = (8192, 768, 3072), 95 us with idle warps and 80 us with a separate kernel; for (512,
+// 1024, 4096), 24 us and 21 us.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -64,8 +64,8 @@ inline constexpr int kNumNormBackwardTiles =
 // the copies into the other stages are in flight.
 inline constexpr int kMinNormStages = 2, kMaxNormStages = 4;
 // The minimum number of rows that a block processes one after the other. If one warp holds a row,
-// this is the minimum per warp. With fewer rows per block there are more blocks, and their partial
-// sums cost more than the additional parallelism gains.
+// this is the minimum per warp. A smaller minimum would give more blocks. Their partial sums would
+// cost more than the additional parallelism gains.
 inline constexpr int64_t kMinNormBackwardRows = 4;
 
 struct NormBackwardPlan {
