@@ -1,12 +1,12 @@
 // CPU: the forward of attention. A tile of scores has 64 keys and up to 64 query rows, and stays in
 // the cache.
 //
-// A tile of scores is transposed: (keys, rows). Each query row is a vector lane, so its softmax
-// needs no sum across lanes. dkey and dvalue are plain matmuls of the tiles. Keys and values are
-// packed once, in the dtype of the statistics, from the first to the last key that a row of the
-// sequence sees. Padding is not read. A task of the forward computes a block of query rows. A task
-// of the backward computes a kv head with all its query heads, so the order of every sum does not
-// depend on the number of threads.
+// A tile of scores is transposed: (keys, rows). Each query row is a vector lane, so the softmax of
+// a row needs no sum across lanes. dkey and dvalue are plain matmuls of the tiles. Keys and values
+// are packed once, in the dtype of the statistics. The packed range goes from the first to the last
+// key that a row of the sequence sees, so padding is not read. A task of the forward computes a
+// block of query rows. A task of the backward computes all query heads of a kv head, so the order
+// of every sum does not depend on the number of threads.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -110,8 +110,8 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
 }
 
 // The forward for few query rows, as in decoding. It reads keys and values once and does not pack
-// them. A task computes a kv head with all its query heads. `key` and `value` must have stride 1
-// along the last dimension.
+// them. A task computes the rows of all query heads of a kv head. `key` and `value` must have
+// stride 1 along the last dimension.
 template <typename T>
 void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                             const Tensor& query, const Tensor& key, const Tensor& value) {

@@ -42,7 +42,8 @@ struct CpuHeads {
 struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   std::vector<KeyRange> seen;  // for each sequence: the range from the first to the last seen key
-  std::vector<std::vector<KeyRange>> gaps;  // per sequence: ranges in `seen` that no row sees
+  // For each sequence: the ranges of keys inside `seen` that no row sees.
+  std::vector<std::vector<KeyRange>> gaps;
 
   CpuAttention(const Tensor& query, const Tensor& key, const Tensor& value, const Mask& args,
                double scale)
@@ -55,9 +56,10 @@ struct CpuAttention : CpuScores {
 
   int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
   int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
-  // The number of query rows in a block. Under causal, a block computes all keys that its last row
-  // sees. Many of these keys are hidden from its first rows, so short sequences have small blocks.
-  // Long key sequences also have small blocks, so that the scores stay in the cache.
+  // The number of query rows in a block. Under causal, a block computes scores for all keys that
+  // its last row sees. Many of these keys are hidden from the first rows of the block, so short
+  // sequences have small blocks. Long key sequences also have small blocks, so that the scores stay
+  // in the cache.
   int64_t block_rows() const {
     const bool small = seqlen_q <= 16 || seqlen_k > 8192;
     return small ? 16 : (seqlen_q <= 32 || (mask.causal && seqlen_q <= 256)) ? 32 : 64;
@@ -142,8 +144,8 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
 
 // Packs keys or values into tiles (batch, nheads_kv, tiles, 64, columns). If `transposed` is true,
 // the tiles are (batch, nheads_kv, tiles, columns, 64). The tiles of a sequence hold its keys, from
-// the first to the last key that any row sees. Keys in a gap become zeros, because 0 * NaN would
-// make the results of rows that see other keys NaN.
+// the first to the last key that any row sees. Keys in a gap become zeros: they may be NaN, and 0 *
+// NaN would make the results of all rows in the block NaN.
 template <typename T, typename acc_t>
 Tensor pack_tiles(const CpuAttention& a, const Tensor& t, bool transposed) {
   const int64_t columns = t.size(3), tiles = a.tiles();
@@ -244,8 +246,8 @@ void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
   });
 }
 
-// Returns the term of one block of rows in the sum dsink of a head. `deltas` must come from
-// row_deltas.
+// dsink of a head is a sum over query rows. Returns the part of this sum for the rows of `block`.
+// `deltas` must come from row_deltas.
 template <typename acc_t>
 acc_t sink_gradient(acc_t sink, const acc_t* deltas, const CpuHeads<acc_t>& lse,
                     const CpuHeads<acc_t>* dlse, int64_t b, int64_t h, const QueryBlock& block) {

@@ -15,15 +15,16 @@
 // 134 us, and (1, 32, 8, 65536, 128) took 76 us instead of 72 us.
 //
 // On Hopper the kernel starts while the previous kernel ends (PDL). When the kernel has read its
-// keys, it lets the next kernel start. An earlier start of the next kernel does not help: with it,
-// (16, 12, 12, 1024, 64) took 17.5 us, and without PDL 16.8 us. A prefetch of keys to L2 before the
-// end of the previous kernel only slows the previous kernel down. With two prefetched tiles per
-// warp nothing was gained. With 16 prefetched tiles per warp, (64, 32, 8, 2048, 128) took 205 us
-// instead of 137 us.
+// keys, it lets the next kernel start. Two other schedules did not help:
+//   The kernel lets the next kernel start earlier. (16, 12, 12, 1024, 64) took 17.5 us with this
+//   schedule and 16.8 us without PDL.
+//   Before the previous kernel ends, the kernel prefetches keys to L2. This slows the previous
+//   kernel down. Two prefetched tiles per warp gained nothing. With 16 prefetched tiles per warp,
+//   (64, 32, 8, 2048, 128) took 205 us instead of 137 us.
 //
-// A flag says that the partial results of a split are stored. The block that waits for a flag also
-// clears it, so flags need no reset before a launch. Counters would need a reset, which cost up to
-// 4 us per call in a captured graph.
+// A set flag means that the partial results of a split are stored. The block that waits for a flag
+// also clears it, so flags need no reset before a launch. Counters would need a reset, which cost
+// up to 4 us per call in a captured graph.
 // Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
 #pragma once
 

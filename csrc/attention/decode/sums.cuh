@@ -120,7 +120,8 @@ struct DecodeSums {
   // group's last split calls this function.
   // NOTE: blocks start in the order of their indices. Therefore the blocks of the other splits have
   // started before this block waits for them.
-  // NOTE: the first loads of partial sums start before find_factors(), so that both overlap.
+  // NOTE: the first loads of partial sums start before find_factors(), so that they overlap with
+  // it.
   __device__ __forceinline__ void reduce_partials() const {
     for (int i = threadIdx.x; i < others(); i += Config::kThreads) {
       work.plan.flags.wait(first_partial() + i);
@@ -200,9 +201,9 @@ struct DecodeSums {
     }
   }
 
-  // These functions find the partial results of a group, that is, of all its splits but the last
-  // one. The memory of a group first holds the accumulators of these splits, then the maxima and
-  // sums of their rows.
+  // These functions return addresses of partial results. In a group, all splits except the last one
+  // have partial results. The memory of a group first holds the accumulators of these splits, then
+  // the maxima and sums of their rows.
   __device__ __forceinline__ int64_t first_partial() const { return work.group * others(); }
   __device__ __forceinline__ float* partial(int split) const {
     return p.partials + first_partial() * (kPartialFloats + 2 * kRows) + split * kPartialFloats;
