@@ -13,10 +13,10 @@
 
 namespace torchweld {
 
-// The work tile of a block: query rows [first_row, first_row + rows) of one head, and keys
-// [pad, pad + keys). Each of these keys is seen by at least one of these rows. Key indices count
-// from `pad`, the end of the padding. Row i of the head sees the keys with an index below
-// min(i + shift, all_keys).
+// The work tile of a block: query rows [first_row, first_row + rows) of one head, and keys [pad,
+// pad + keys) of its sequence. Each of these keys is seen by at least one of these rows. All other
+// key indices in this struct count from `pad`, the end of the padding. Row i of the head sees the
+// keys with an index below min(i + shift, all_keys).
 struct AttentionBlock {
   int64_t batch;
   int64_t head;
@@ -139,7 +139,8 @@ struct MaskedAttentionBlock : AttentionBlock {
     // NOTE: the code below reads the block from shared memory, because few registers are free.
     if (lane == 0) static_cast<AttentionBlock&>(*this) = block;
     __syncwarp();
-    // A lane has kLaneRows consecutive rows, so each set of kWarpRows rows has neighbouring lanes.
+    // A lane has kLaneRows consecutive rows, so the kWarpRows rows of a warp are in neighbouring
+    // lanes.
     constexpr int kLaneRows = kRows <= 64 ? 2 : kRows <= 128 ? 4 : 8;
     constexpr int kWarpLanes = kWarpRows / kLaneRows, kStep = kLaneRows <= 4 ? kLaneRows : 1;
     static_assert(kRows % kLaneRows == 0 && kRows <= 32 * kLaneRows);
@@ -242,7 +243,7 @@ struct MaskedAttentionBlock : AttentionBlock {
                                            int last) {
     pad = first;
     keys = last - first;
-    // Only first_position() uses `shift`, and it is only valid under `causal`. No code reads
+    // `shift` is used only by first_position(), which is valid only under `causal`. No code reads
     // all_keys from here on, because each row has its own end.
     shift = mask.position(0, sequence_end) - first + 1;
     gaps.first_position = kSeesNothing;

@@ -1,7 +1,7 @@
 // The launcher of attention's backward, and the kernels that prepare the statistics of the query
 // rows. The kernels for the gradients are in attention/sm90/bwd_kernel.cuh,
-// attention/sm90/bwd_2cta_kernel.cuh and attention/sync/bwd_tiles.cuh, and for large head dims in
-// attention/general/bwd.cu.
+// attention/sm90/bwd_2cta_kernel.cuh and attention/sync/bwd_tiles.cuh. The kernels for large head
+// dims are in attention/general/bwd.cu.
 #include <climits>
 #include <cmath>
 #include <stdexcept>
@@ -132,9 +132,9 @@ __global__ __launch_bounds__(kRowThreads) void attention_backward_dlse_kernel(
   args.g_delta[head * args.rows + row] -= g_dlse[i] * exp2f(-args.shift);
 }
 
-// dsink of a head is a sum over its sequences. A block computes the term of one sequence and head,
-// -sum(exp(sink - lse) * delta) over the query rows. A row that sees no key has lse = sink, so its
-// term is dlse.
+// dsink of a head is a sum over all sequences. A block computes the term of one sequence and one
+// head. The term is -sum(exp(sink - lse) * delta) over the query rows that see a key, plus the sum
+// of dlse over the other rows. The lse of these other rows is the sink.
 __global__ __launch_bounds__(kRowThreads) void attention_backward_sink_kernel(
     const __grid_constant__ MaskedBackwardArgs args, const float* g_dlse, float* g_dsink) {
   __shared__ BlockExchange<kRowThreads> s_exchange;
@@ -227,7 +227,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +
           sizes.seqlen_k * dims * elem_size,
       args.params.mask.is_uneven() || params.mask.key_start};
-  // Only under a plain causal mask do the blocks of a wave take different times. With a window or
+  // The blocks of a wave take different times only under a plain causal mask. With a window or
   // packed documents, all blocks take about the same time.
   const bool triangle = params.mask.causal && params.mask.window == 0 && !params.mask.key_start &&
                         !params.mask.has_row_ends;
@@ -304,7 +304,7 @@ void launch_sink(const MaskedBackwardArgs& args, const AttentionBackwardParams& 
                 params.dsink);
 }
 
-// Calls body with the tile index as a compile-time constant, if T has tiles.
+// Calls body with the tile index as a compile-time constant. Does nothing if T has no such tile.
 template <typename T, typename Body>
 void with_sm90_tile(int tile, const Body& body) {
   if constexpr (sizeof(T) == 2) dispatch_index<kNumAttentionBackwardSm90Tiles>(tile, body);

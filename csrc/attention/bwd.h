@@ -24,7 +24,7 @@ struct AttentionBackwardParams {
   DType dtype;
   AttentionChoice choice;
   const float* dlse;  // gradient with respect to lse, in the layout of lse, or nullptr
-  float* dsink;       // (batch, nheads) or nullptr: the caller sums it over the batch to get dsink
+  float* dsink;       // (batch, nheads) or nullptr; the sum over the batch is dsink of a head
 };
 
 // Returns the size of the scratch memory in bytes. The size depends on the tensor sizes, the

@@ -36,8 +36,8 @@ struct BackwardArgs {
   int* g_dq_semaphore;
   unsigned* g_tickets;  // one counter per launch: the number of tickets that blocks have drawn
 
-  // Returns the address of the partial that part `part` computes for the 64 keys of key tile
-  // `tile`. The partial is for dV if of_dv is true, else for dK. It has `columns` columns and the
+  // Returns the address of a partial gradient: dV if of_dv is true, else dK. Part `part` computes
+  // this partial for the 64 keys of key tile `tile`. The partial has `columns` columns and the
   // layout of wgmma's accumulators: (columns / 8, 128 threads) float4 values.
   __device__ __forceinline__ float4* part_sums(int part, int tile, bool of_dv, int columns) const {
     const AttentionSizes& sizes = params.sizes;
@@ -51,8 +51,8 @@ static_assert(kAttentionBackwardRowPad == BlockMask::kRows);
 
 // The arguments of the kernels for a general mask.
 struct MaskedBackwardArgs : BackwardArgs {
-  // cap is scale / softcap. A logit is softcap * tanh(score * cap), and score_factor multiplies the
-  // logit.
+  // cap is scale / softcap, or 0 if there is no soft cap. With a soft cap, a logit is softcap *
+  // tanh(score * cap), and score_factor multiplies softcap * tanh(...) instead of the score.
   float cap;
   BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
   KeyRange32* g_live;   // (batch, rows): the keys that a row sees, or {0, 0} if it sees none

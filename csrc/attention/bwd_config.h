@@ -1,5 +1,5 @@
-// Chooses the kernel and the tile of attention's backward. This is pure host code: it is tested
-// without a GPU, and explain prints its choice.
+// Chooses the kernel and the tile of attention's backward. This is pure host code. Tests run it
+// without a GPU, and `explain` prints the choice.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 
 namespace torchweld {
 
-// Every warp has a counter for every query tile. The counters keep the order in which blocks add to
-// dQ. A query tile has at most one counter per kAttentionBackwardRowsPerCounter rows.
+// Every warp has a counter for every query tile. The counters enforce the order in which blocks add
+// to dQ. A query tile has at most one counter per kAttentionBackwardRowsPerCounter rows.
 inline constexpr int kAttentionBackwardRowsPerCounter = 4;
 
-// A block has `warps` warps and `keys` keys. It loops over the query rows, `rows` at a time. The
-// keys are divided into strips of 16. Each strip belongs to a group of `groups` warps. A warp of
-// the group computes the scores of the strip for `cols` rows at a time and accumulates its slice of
-// the head dims. If `paired` is true, half of the warps compute P and accumulate dV, and the other
-// half compute dS and accumulate dK. The warps of a group then also divide the rows among
-// themselves.
+// A block has `warps` warps and `keys` keys. It loops over the query rows, `rows` rows at a time.
+// The keys are divided into strips of 16 keys. `groups` warps share a strip. Each of them computes
+// the scores of the strip for `cols` query rows at a time. Each of them accumulates dV and dK of
+// the strip for its own slice of the head dims. If `paired` is true, half of the warps compute P
+// and accumulate dV, and the other half compute dS and accumulate dK. The warps that share a strip
+// then also divide the query rows among themselves.
 struct AttentionBackwardTile {
   AttentionMath math;
   int head_dim;  // the maximum of head_dim and head_dim_v
@@ -28,8 +28,8 @@ struct AttentionBackwardTile {
   int warps;
   int groups;
   int blocks_per_sm;
-  // Whether a block starts to load the sums of dQ before it needs them, if all earlier blocks have
-  // added to these sums.
+  // Whether a block may load the sums of dQ before it needs them. It loads them early only if all
+  // earlier blocks have already added to these sums.
   bool prefetches;
   bool split;   // dV and dK have separate launches, because they don't fit in a warp's registers
   bool paired;  // whether different warps accumulate dV and dK
@@ -39,8 +39,8 @@ struct AttentionBackwardTile {
   constexpr int strips() const { return keys * groups / (strip_warps() * 16); }
   // The size of shared memory in bytes. Shared memory holds K, V, two stages of Q and dO, and two
   // buffers of dS. In fp32, Q and dO each have a buffer of bf16 terms and a buffer of fp32 values,
-  // and dS has one buffer. Paired warps also need a buffer of P. At the end are two stages of lse
-  // and delta, and the work tile.
+  // and dS has one buffer. Paired warps also need a buffer of P. The last 16 * rows + 128 bytes
+  // hold two stages of lse and delta, and the work tile.
   constexpr int shared_bytes() const {
     const int size = elem_size(math);
     const int tiles =
@@ -87,9 +87,10 @@ inline constexpr int kNumAttentionBackwardTiles =
     sizeof(kAttentionBackwardTiles) / sizeof(kAttentionBackwardTiles[0]);
 
 // A tile of Hopper's kernels. Each of two consumer warpgroups has 64 keys of the block. Both loop
-// over the query rows, `rows` at a time, with two stages of Q and dO. One warp loads tiles, and
-// other warps add to dQ. Head dims below `dim` are padded with zeros. Under a general mask a tile
-// has the rows of one group (kAttentionBackwardRowPad). This leaves registers for the mask.
+// over the query rows, `rows` rows at a time, with two stages of Q and dO. One warp loads tiles,
+// and other warps add to dQ. Head dims below `dim` are padded with zeros. Under a general mask, a
+// query tile has only kMaskedRows rows, the rows of one group (kAttentionBackwardRowPad). A smaller
+// tile leaves registers for the mask.
 //
 // For the largest head dims, two CTAs of a cluster process the same query tiles
 // (attention/sm90/bwd_2cta_kernel.cuh). Both warpgroups of a CTA have the same 64 keys. Each
@@ -109,14 +110,16 @@ struct AttentionBackwardSm90Tile {
   // The number of dQ store warps. If there are two, they alternate over the query tiles. Each store
   // warp has its own buffer of dQ. There are as many buffers of dS as buffers of dQ.
   constexpr int dq_store_warps() const { return dim > 128 ? 1 : 2; }
-  // Whether lse and delta of the query rows are one more k-slice of the products for S and dP. This
-  // k-slice has kStatSliceBytes bytes per query row. With 128 rows it does not fit in shared
-  // memory. Under a soft cap it can't be used, because tanh is applied before lse is subtracted.
+  // Whether the products for S and dP have one more k-slice, which subtracts lse and delta of the
+  // query rows (StatSliceTile). The k-slice has kStatSliceBytes bytes per query row. In a tile of
+  // 128 rows, it does not fit in shared memory. Under a soft cap it can't be used, because tanh
+  // must be applied to a score before lse is subtracted.
   static constexpr int kStatSliceBytes = 16;
   constexpr bool has_stat_slice(bool masked) const { return !masked && dim > 64 && !is_2cta(); }
   // The size of the tile in shared memory, in bytes. Shared memory holds K, V, two stages of Q and
-  // dO, and the buffers of dS and of the fp32 dQ. In a 2-CTA tile, dO has one stage, and dQ is half
-  // a tile. Two more buffers hold half of the peer's K, and P. The peer's dS later overwrites P.
+  // dO, and the buffers of dS and of the fp32 dQ. In a 2-CTA tile, dO has only one stage, and the
+  // buffer of dQ holds only half of the columns of dQ. A 2-CTA tile has two more buffers: one for
+  // half of the peer's K, and one for P. The peer's dS later overwrites P.
   constexpr int tile_bytes() const {
     if (!is_2cta()) {
       return 2 * (keys + kStages * rows) * (dim + dim_v) +
@@ -137,7 +140,7 @@ inline constexpr int kNumAttentionBackwardSm90Tiles =
 inline constexpr int kAttentionBackwardSm90ExtraBytes = 3 * 1024;
 
 // The number of query rows in a group. A group has one BlockMask. In scratch memory, the query rows
-// are padded to whole groups. The number is a multiple of the rows of every kSync tile.
+// are padded to whole groups. A group consists of whole query tiles of every kSync tile.
 inline constexpr int64_t kAttentionBackwardRowPad = 64;
 
 // Returns the multiple to which the number of query rows is rounded up in scratch memory.
@@ -225,8 +228,8 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
   return {AttentionEngine::kGeneral, 0};
 }
 
-// The number of keys of a block of Hopper's kernels. In a 2-CTA kernel, the number of keys of a
-// cluster.
+// The number of keys that a block of Hopper's kernels processes. In the 2-CTA kernel, this is the
+// number of keys that a cluster processes.
 inline constexpr int64_t kAttentionBackwardSm90Keys = 128;
 
 // The number of 64-key tiles in the partial dK or dV of a part. The keys are rounded up to whole
@@ -236,12 +239,12 @@ TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k)
 }
 
 // The number of parts into which Hopper's kernels divide the query heads of a kv head. Each part
-// has its own blocks. Without causal, the number is chosen so that an SM gets at most one block.
-// With causal, an SM gets at most two blocks, and the longer block runs first. A part has at least
-// kPartRows query rows on average. The partial dK and dV of the parts need up to 35 MB of fp32
-// scratch memory on 132 SMs. Times on an H100 relative to one part, for (batch, nheads/nheads_kv,
-// seqlen, head_dim): (1, 32/1, 8192, 128) 0.28, (1, 28/4, 2048, 128) 0.41, (1, 32/8, 2048, 128)
-// 0.73.
+// has its own blocks. Without causal, the number is chosen so that each SM gets at most one block.
+// With causal, each SM gets at most two blocks, and runs the longer block first. A part has at
+// least kPartRows query rows on average. On 132 SMs, the partial dK and dV of the parts need up to
+// 35 MB of fp32 scratch memory.
+// Times on an H100 relative to one part, for (batch, nheads/nheads_kv, seqlen, head_dim):
+//   (1, 32/1, 8192, 128) 0.28   (1, 28/4, 2048, 128) 0.41   (1, 32/8, 2048, 128) 0.73
 constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,
                                                  int64_t seqlen_k, int64_t wave, bool causal) {
   constexpr int64_t kPartRows = 512;
@@ -264,15 +267,19 @@ static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 // blocks wait to add to dQ.
 //
 // A wave is one block per SM. Under causal, the blocks of a wave start together and end one after
-// the other. The blocks of the last keys end first. If all blocks loop over the query tiles
-// downwards, the blocks of the next wave start with the same tile at different times, so they share
-// no loads. If instead every second wave loops upwards, the blocks of that wave start one after the
-// other with later and later tiles, which the blocks that started before them process at the same
-// time. All blocks of such a wave end together, just when the next wave has to start. Alternating
-// directions are faster if a kv head has many query heads. Times on an H100 relative to downwards
-// only, in the notation of attention_backward_group_parts: (1, 64/8, 8192, 128) 0.89, (4, 64/8,
-// 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192, 64) 0.97.
-// If every kv head has only one query head, alternating directions take up to 1.2 times as long.
+// the other. The blocks of the last keys end first. There are two ways to loop over the query
+// tiles:
+//   downwards only   The blocks of the next wave start one after the other, all with the last
+//                    tile. They read the same tile at different times, so they share no loads.
+//   alternating      Every second wave loops upwards. A block of such a wave that starts later
+//                    also starts with a later tile. The blocks that started before it process
+//                    the same tile at this time, so the blocks share loads. All blocks of such a
+//                    wave end together, just when the next wave has to start.
+// Alternating directions are faster if a kv head has many query heads. Times on an H100 relative to
+// downwards only, in the notation of attention_backward_group_parts: (1, 64/8, 8192, 128) 0.89, (4,
+// 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192, 64)
+// 0.97. If every kv head has only one query head, alternating directions take up to 1.2 times as
+// long as downwards only.
 struct AttentionBackwardOrder {
   int64_t at_once;  // the number of parts whose blocks run at the same time
   // Number of blocks between two changes of the loop direction; 0 if all blocks loop downwards.
@@ -280,7 +287,7 @@ struct AttentionBackwardOrder {
 };
 
 // The work of a call. A part is some of the query heads of a kv head. If
-// attention_backward_group_parts is 1, a part is all query heads of a kv head.
+// attention_backward_group_parts() returns 1, a part is all query heads of a kv head.
 struct AttentionBackwardLoad {
   int64_t parts;
   int64_t heads;  // number of query heads per part

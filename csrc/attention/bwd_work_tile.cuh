@@ -28,11 +28,11 @@ struct alignas(8) BackwardWorkTile {
   int end_head;
   int first_tile;  // query tiles [first_tile, last_tile] of each head
   int last_tile;
-  // Only for Hopper's kernels: the number of query heads for which the loop processes one query
-  // tile before it goes on to the next query tile.
-  // NOTE: tile_steps is 1 if all blocks have the same query tiles. Otherwise the blocks of later
-  // keys have fewer query tiles. With tile_steps = 1, the blocks of later keys would wait for the
-  // blocks of earlier keys at the end of every head.
+  // Only for Hopper's kernels: the number of consecutive loop steps that process the same query
+  // tile. Each of these steps processes another query head.
+  // NOTE: tile_steps is 1 if all blocks have the same query tiles. Otherwise, the blocks of later
+  // keys have fewer query tiles, and tile_steps is the number of query heads. With tile_steps = 1,
+  // the blocks of later keys would wait for the blocks of earlier keys at the end of every head.
   int tile_steps;
   int direction;   // only for Hopper: 1 if the loop visits query tiles in ascending order, else -1
   int first_step;  // persistent kernel only: number of loop steps in the CTA's earlier work tiles
@@ -97,10 +97,10 @@ struct alignas(8) BackwardWorkTile {
   }
 
   // The version of get_work for a general mask. The kThreads threads that call this function are
-  // the whole block or one warp. dq_order is the index of the key tile. A group has
-  // kAttentionBackwardRowPad query rows. first_tile is the first query tile of the first group
-  // whose key range overlaps the block's keys. last_tile is the last query tile of the last such
-  // group.
+  // the whole block or one warp. dq_order is the index of the key tile. A group consists of
+  // kAttentionBackwardRowPad query rows and has a range of keys. The loop needs the groups with a
+  // range that overlaps the block's keys. first_tile is the first query tile of the first such
+  // group, and last_tile is the last query tile of the last such group.
   template <typename Config, int kThreads = Config::kThreads>
   __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
                                                   unsigned* g_ticket) {
@@ -134,9 +134,9 @@ struct alignas(8) BackwardWorkTile {
   }
 };
 
-// Copies rows of a matrix to s_tile. If kBits is false, copies the rows [begin, end) of the tile.
-// If kBits is true, copies row i of the tile if bit i of `rows` is set. Sets all other rows of
-// s_tile to zero, and also the columns from column `cols` on.
+// Copies rows of a matrix to s_tile. Row i of s_tile receives row first_row + i of the matrix if i
+// is in [begin, end) (kBits is false), or if bit i of `rows` is set (kBits is true). Sets all other
+// rows of s_tile to zero. Sets the columns from column `cols` on to zero, too.
 template <typename Config, bool kBits = false, typename Tile, typename T>
 __device__ __forceinline__ void load_tile(Tile& s_tile, const T* g_head, int64_t row_stride,
                                           int first_row, int begin, int end, int64_t cols,

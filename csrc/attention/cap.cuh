@@ -26,10 +26,10 @@ __device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
 
 // Replaces each score by tanh(score * cap). If kExact is true, the result has fp32 accuracy. In the
 // backward, cap has the sign of scale.
-// NOTE: tanh needs two slow instructions, and a probability needs only one. The scores of most
-// models are far below the cap. If all scores of a warp are small, the warp uses a polynomial
-// instead of tanh. If kOneWay is true, the warp always uses tanh. Kernels that lack registers for
-// two code paths set kOneWay.
+// NOTE: the tanh of a score takes two slow instructions, and the exponential of a score takes only
+// one. The scores of most models are far below the cap. If all scores of a warp are small, the warp
+// uses a polynomial instead of tanh. If kOneWay is true, the warp always uses tanh. Kernels that
+// lack registers for two code paths set kOneWay.
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {

@@ -18,11 +18,12 @@ constexpr int elem_size(AttentionMath math) { return math == AttentionMath::k16B
 
 inline constexpr int kBf16x3Bytes = 6;  // bytes of the three bf16 terms of a value
 
-// A block has `warps` warps and `rows` query rows. It loops over the keys, `keys` at a time, with
-// `stages` stages in shared memory. Each stage has a buffer for keys and a buffer for values. In
-// fp32, a stage holds either keys or values, in two buffers: fp32 values that are being loaded, and
-// the bf16 terms that are multiplied. If there is one stage, it holds keys and values alternately.
-// Head dims below `dim` are padded with zeros.
+// A block has `warps` warps and `rows` query rows. It loops over the keys, `keys` keys at a time.
+// Shared memory has `stages` stages. In 16 bits and TF32, each stage has a buffer for keys and a
+// buffer for values. In fp32, each stage holds either keys or values, and has two buffers: one for
+// fp32 numbers that are being loaded, and one for the bf16 terms that are multiplied. If there is
+// only one such stage, it holds keys and values alternately. Head dims below `dim` are padded with
+// zeros.
 struct AttentionTile {
   AttentionMath math;
   int dim;
@@ -61,10 +62,10 @@ inline constexpr AttentionTile kAttentionTiles[] = {
     {AttentionMath::kFloat32, 256, 32, 16, 1, 2, 2}};
 inline constexpr int kNumAttentionTiles = sizeof(kAttentionTiles) / sizeof(kAttentionTiles[0]);
 
-// A tile for few query rows. The query heads that share a kv head have their rows packed into tiles
-// of kRows rows. The keys of a sequence are divided into splits, one per block. The `warps` warps
-// of a block alternate over tiles of `keys` keys. Each warp has its own `stages` buffers of keys
-// and values.
+// A tile for few query rows. A tile of kRows rows holds packed rows of all query heads that share a
+// kv head. The keys of a sequence are divided into splits, one per block. The `warps` warps of a
+// block alternate over tiles of `keys` keys. Each warp has its own `stages` buffers of keys and
+// values.
 struct AttentionDecodeTile {
   int dim;
   int keys;
@@ -112,8 +113,8 @@ struct AttentionSm90Tile {
   constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
   // The number of TMA boxes that `columns` columns need in shared memory.
   static constexpr int boxes(int columns) { return (columns + kBoxColumns - 1) / kBoxColumns; }
-  // The bytes of the buffer for the query rows of a work tile. The output of a warpgroup later
-  // overwrites its query rows, so the output must fit as well.
+  // The bytes of the buffer for the query rows of a work tile. A warpgroup later overwrites its
+  // query rows with its output, so the output must fit as well.
   constexpr int query_bytes() const {
     return 2 * kBoxColumns * rows() * std::max(boxes(dim), boxes(dim_v));
   }
@@ -196,7 +197,7 @@ inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
 }
 
 // Returns the reason why a tile for head dims up to `dim` does not support the sizes of the
-// problem, or an empty Refusal. This function does not check the dtype.
+// problem. If the tile supports the sizes, returns an empty Refusal. The dtype is not checked here.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
   if (p.head_dim > dim || p.head_dim_v > dim) return {"the tile supports head dims up to {}", dim};
   return attention_sizes_refusal(p);
@@ -236,7 +237,7 @@ inline double attention_sm90_cost(const AttentionProblem& p, const AttentionSm90
   const int64_t seqlen_q = divide_up(p.seqlen_q, documents),
                 seqlen_k = divide_up(p.seqlen_k, documents), heads = p.load.heads * documents;
   const int64_t tiles = divide_up(seqlen_q, tile.rows());
-  double keys = 0, max_keys = 0;  // costs of a head's tiles: their sum and their maximum
+  double keys = 0, max_keys = 0;  // the sum and the maximum of the costs of a head's tiles
   const auto tile_cost = [&](int64_t seen) {
     const double cost = static_cast<double>(divide_up(seen, tile.keys) * tile.keys) + kEmptyKeys;
     max_keys = std::max(max_keys, cost);

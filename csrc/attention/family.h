@@ -1,5 +1,5 @@
-// Lists the configurations of attention's forward and backward from which `tune` chooses. All of it
-// is host code.
+// Lists the configurations of attention's forward and backward from which `tune` chooses. This is
+// host code.
 #pragma once
 
 #include "attention/bwd_config.h"
@@ -136,7 +136,8 @@ struct AttentionFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
            std::to_string(tile.dim);
   }
-  // The general kernel has no tile, so all its columns are 0.
+  // Returns the columns of the table that `tune` prints. The general kernel has no tile, so all its
+  // columns except `splits` are 0.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     const auto row = [&](const auto& tile, int rows, int stages, int warps) -> Columns {
       return {{"rows", rows},
@@ -195,8 +196,8 @@ struct AttentionBackwardFamily : AttentionNumbers {
     return math_text(tile.math) + " " + tile_text(tile.keys, tile.rows) + "x" +
            std::to_string(tile.head_dim) + (tile.paired ? " paired" : "");
   }
-  // Returns the columns of the table that tune prints. They are 0 for the general kernels, which
-  // have no tile.
+  // Returns the columns of the table that `tune` prints. The general kernels have no tile, so the
+  // columns `keys` to `groups` are 0 for them.
   static Columns columns(const AttentionProblem&, const Encoded& x) {
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];

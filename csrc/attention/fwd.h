@@ -29,8 +29,8 @@ struct AttentionVariant<true> {
 // The order of the blocks. The heads are divided into sections. Blocks are ordered by section, then
 // by tile of query rows (the last rows first), then by head. The keys and values of a section stay
 // in the L2 cache. Even short sequences have several sections, so that the first blocks need not
-// wait for the keys of all heads. If a head has few tiles, the order of the tiles matters less, so
-// a section may have fewer heads.
+// wait for the keys of all heads. A section has fewer heads if a head has few tiles: the order of
+// the tiles then matters less.
 struct AttentionSchedule {
   int64_t section;  // the number of heads in a section
   int64_t tiles;    // the number of query tiles of a head

@@ -4,10 +4,12 @@
 // product P V.
 //
 // Gaps occur only under `causal` with key_start, or with a key_end per row. With a key_end per row,
-// V must be finite in gaps. Now assume `causal` with key_start and without a key_end per row. A row
-// that sees any key then also sees the key at its own position. Therefore the rows see all keys
-// from the first seen key to the position of the block's first row. Every key of a gap is then at
-// the position of a row that sees no key, and one bit per row describes the gaps.
+// V must be finite in gaps, and the kernels do not look for gaps.
+//
+// Under `causal` with key_start, a row that sees any key also sees the key at its own position.
+// Therefore the rows see all keys from the first seen key to the position of the block's first row.
+// Every later key is at the position of a row of the block. If the key is in a gap, this row sees
+// no key. One bit per row therefore describes the gaps.
 #pragma once
 
 #include <cstdint>

@@ -1,24 +1,25 @@
 // Defines the mask for host and device code. The mask determines which keys a query row sees.
 //
-// Sequence b has key_end[b] keys (seqlen_k if key_end is not given). Query row i has a position
-// among the keys and sees key j if all of these conditions hold:
+// Sequence b has key_end[b] keys, or seqlen_k keys if key_end is not given. Query row i has a
+// position among the keys. The row sees key j if all of these conditions hold:
 //   j >= leftpad[b]        the first leftpad keys of the sequence are padding
 //   j >= key_start[b, i]   the first key of the row, for packed documents or chunks
 //   j < key_end[b]         later keys are padding, or cache entries that are not filled yet
 //   j <= position          if causal
 //   j > position - window  and, without causal, j < position + window
-// The position of row i is i + key_end[b] - seqlen_q (bottom-right aligned), because the last
-// seqlen_q keys of a KV cache belong to the query rows. A key_end below seqlen_q can't describe a
-// cache. Such a key_end is the length of a sequence that is padded on the right, and row i has
-// position i (i + seqlen_k - seqlen_q if seqlen_k < seqlen_q). If the position of a row is below
-// leftpad, the row is padding and sees no key. The result of a row that sees no key is 0, its lse
-// is -inf (or the logit of the sink), and its gradients are 0. Keys that no row of a sequence sees
-// never affect the results, even if they are NaN.
+// The position of row i is i + key_end[b] - seqlen_q (bottom-right aligned): in a KV cache, the
+// last seqlen_q keys belong to the query rows. If key_end[b] < seqlen_q, the sequence is not a
+// cache but is padded on the right. The position of row i is then i + min(0, seqlen_k - seqlen_q).
+// If the position of a row is below leftpad[b], the row is padding and sees no key.
 //
-// key_end may also have one value per row: key_end[b, i]. The position of row i is then
-// key_end[b, i] - 1, its last key. In this case `causal` changes nothing, and the window ends at
-// that key. The CUDA kernels then require finite keys and values also at gaps, that is, at keys
-// that no row sees and that lie between keys that rows see.
+// If a row sees no key, its result is 0, its gradients are 0, and its lse is the logit of the sink,
+// or -inf if there is no sink. Keys that no row of a sequence sees never affect the results, even
+// if they are NaN.
+//
+// key_end may also have one value per row: key_end[b, i]. Then key_end[b, i] - 1 is the position of
+// row i, and also the last key that the row may see. With such a key_end, `causal` changes nothing,
+// and the window ends at that key. The CUDA kernels then require finite keys and values also at
+// gaps. Gaps are keys that no row sees and that lie between keys that rows see.
 //
 // leftpad, key_start and key_end stay on the device, so the host never waits for their values.
 // Values below 0 count as 0. Values above seqlen_k count as seqlen_k. Without causal, leftpad = 0
@@ -72,11 +73,12 @@ struct MaskParams {
   bool padded;        // leftpad is given
   bool has_row_ends;  // key_end has one value per row
 
-  // Whether the rows of a sequence may see different keys.
+  // Whether `causal`, the window or a key_end per row may let the rows of a sequence see different
+  // keys. key_start does not count.
   TW_HOST_DEVICE bool is_uneven() const { return causal || window > 0 || has_row_ends; }
 
-  // Whether kernels must clear gaps (GapKeys): padding between the first and the last key that a
-  // block sees.
+  // Whether kernels must clear gaps (GapKeys). A gap is padding that lies between the first and the
+  // last key that the rows of a block see.
   TW_HOST_DEVICE bool may_have_gaps() const { return causal && key_start && !has_row_ends; }
 
   // Whether the mask has more than `causal` and `leftpad`, so that it needs a kernel for general
@@ -140,7 +142,8 @@ struct MaskParams {
   }
 
   // Returns the keys that a query row at position `pos` sees. This version is for kernels that load
-  // the values of several rows before they use them. `key_start` is the row's key_start, or 0.
+  // the values of several rows before they use them. `key_start` is the key_start of the row, or 0
+  // if the mask has no key_start.
   TW_HOST_DEVICE KeyRange32 row_keys_32(int pos, int key_start,
                                         const SequenceMask32& sequence) const {
     constexpr int64_t kMaxWidth = int64_t{1} << 30;  // larger than every position
@@ -174,7 +177,7 @@ struct MaskParams {
 // the sequence see no key.
 struct alignas(16) BlockMask {
   static constexpr int kRows = 64;
-  int begin, end;  // [begin, end) has the keys of all rows; INT_MAX and 0 if no row sees a key
+  int begin, end;  // [begin, end) holds all keys that rows see; INT_MAX and 0 if no row sees a key
   // Every row sees all keys of [last_begin, first_end). The two values are INT_MAX and 0 if some
   // row sees no key.
   int last_begin, first_end;

@@ -59,8 +59,10 @@ struct AttentionParams {
   bool tf32;  // fp32 matmuls may round to TF32
   DType dtype;
   AttentionChoice choice;
-  float* partials;  // size attention_partial_floats(); nullptr if the size is 0
-  uint64_t* flags;  // size attention_flags(), made by block_flags(); nullptr if the size is 0
+  // attention_partial_floats() returns the number of partials, and attention_flags() the number of
+  // flags. block_flags() allocates the flags. If an array has no elements, its pointer is nullptr.
+  float* partials;
+  uint64_t* flags;
   // The ticket counter of Hopper's kernels. It is 0 before and after a call. For other kernels,
   // `counters` is nullptr.
   unsigned* counters;

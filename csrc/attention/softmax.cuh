@@ -64,9 +64,9 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
       // maximum. The sum of the row stays 0.
       const float top = max == -INFINITY ? 0.f : max;
       // NOTE: s * c - shift is one FMA. All scores of the row and `factor` use the same rounded
-      // `shift`, so the rounding error of `shift` cancels. For huge scores, however, 2^error
-      // overflows. Therefore the code first subtracts `top` from huge scores. inf - inf gives NaN,
-      // as in torch.
+      // `shift`, so the rounding error of `shift` cancels. For huge scores, however, this error is
+      // so large that 2^error overflows. Therefore the code first subtracts `top` from huge scores.
+      // inf - inf gives NaN, as in torch.
       float shift = __fmul_rn(top, c);
       float rise = __fmul_rn(row.max, c) - shift;
       if (!(fabsf(shift) < 0x1p14f)) {

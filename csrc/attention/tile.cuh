@@ -2,7 +2,8 @@
 //
 // A row has kDim elements in chunks of 16 bytes. Chunk c of row r is stored at chunk c ^ (r % 8),
 // so that the eight rows of an ldmatrix access every bank once. A tile starts at a multiple of its
-// row size, so the address of chunk c is (address of chunk 0) ^ (c * 16).
+// row size. Therefore the address of chunk c of a row is (address of chunk 0 of the row) ^ (c *
+// 16).
 #pragma once
 
 #include "attention/params.h"

@@ -49,8 +49,8 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream);
 
-// Launches the kernel for head dims up to 128, or up to 192 of Q and K and 128 of V
-// (attention/sm90/bwd_kernel.cuh).
+// Launches the kernel for head dims up to 128. If the head dim of V is at most 128, the head dim of
+// Q and K may be up to 192 (attention/sm90/bwd_kernel.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream);
 

@@ -92,7 +92,7 @@ enum Backward2CtaBarrier : int {
   kDsReady = 6,       // both warpgroups have written dS, so it may be sent
   kDsConsumedWg0 = 9  // 9 and 10: a warpgroup's dQ products no longer read dS
 };
-// The number of threads of the two consumer warpgroups and of the warp that sends dS.
+// The number of threads of the two consumer warpgroups and the warp that sends dS together.
 inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;
 
 #if TW_HAS_WGMMA

@@ -89,8 +89,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     mbarrier_wait(&s.v_full, 0);
     mma_dp(acc_dp, dout_state);
     mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
-    // NOTE: at the start of an iteration, no wgmma is in flight whose result the iteration reads.
-    // Otherwise ptxas would insert a wait directly after that wgmma (C7510).
+    // NOTE: when an iteration starts, all wgmmas whose results the iteration reads are complete. If
+    // such a wgmma were in flight, ptxas would insert a wait directly after the wgmma (C7510).
 #pragma unroll 1
     for (; steps > 1; --steps) {
       mma_dq(acc_dq, acc_dk, q_state, dout_state);
@@ -180,8 +180,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     store_scores(s_ds, ds16);
   }
 
-  // Expect the peer's dS, and signal to the peer that this warpgroup has read P, which that dS
-  // overwrites. Let the sender warp send this CTA's dS.
+  // Expect the peer's dS, which overwrites P. Signal to the peer that this warpgroup no longer
+  // reads P. Let the sender warp send this CTA's dS.
   __device__ __forceinline__ void signal_ds_send() {
     if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kScoreBytes);
     __syncwarp();
@@ -233,8 +233,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     async_fence();
   }
 
-  // Issue acc = (kScaleD ? acc : 0) + A B^T over all columns. A is the 64 keys in
-  // s_keys. B is the warpgroup's rows of the query tile in s_rows.
+  // Issue acc = (kScaleD ? acc : 0) + A B^T over all columns. A is the 64 keys in s_keys. B is the
+  // warpgroup's rows of the query tile in s_rows.
   template <int kScaleD>
   __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows) const {
     const TileDescriptor a(s_keys, 16), b(s_rows + first_row() * kSwizzleRowBytes, 16);

@@ -2,13 +2,17 @@
 // on clusters of two CTAs. attention/sm90/bwd_kernel.cuh has the formulas and shapes.
 //
 // A cluster processes 128 keys of a KV head, 64 in each CTA. Both CTAs loop over the same query
-// tiles and multicast Q and dO to each other. Each of the two warpgroups of a CTA computes half of
-// the columns of dK and dV. To do so, the warpgroups exchange P and dS. Each CTA computes half of
-// the columns of dQ over the keys of both CTAs. To do so, the CTA loads these columns of the peer's
-// K and receives the peer's dS. This halves the number of additions to dQ in global memory. A
-// kernel with one CTA per 64 keys took 1.25 to 1.6 times as long. Shared memory is the bottleneck:
-// for 64 rows, 64 keys and 256 columns, shared memory is busy for 4000 clocks, and the tensor cores
-// for 2560 clocks. Registers per thread: dK and dV 128, S and dP 32, dQ 32.
+// tiles and multicast Q and dO to each other.
+// dK and dV: each of the two warpgroups of a CTA computes half of the columns. For this, the
+// warpgroups exchange P and dS.
+// dQ: each CTA computes half of the columns, over the keys of both CTAs. For this, the CTA loads
+// these columns of the peer's K and receives the peer's dS. The exchange halves the number of
+// additions to dQ in global memory.
+//
+// A kernel with one CTA per 64 keys took 1.25 to 1.6 times as long. Shared memory is the
+// bottleneck: for 64 rows, 64 keys and 256 columns, shared memory is busy for 4000 clocks, and the
+// tensor cores for 2560 clocks. A thread uses 128 registers for dK and dV, 32 for S and dP, and 32
+// for dQ.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The
 // exchange between two CTAs is new.
 #pragma once
@@ -85,7 +89,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     Backward2CtaConsumer<Config>(p, s, warp / 4 - 1).run();
     __syncwarp();
   }
-  // A CTA may exit only when its peer no longer accesses its shared memory.
+  // The CTAs of a cluster exit together, because each CTA accesses the shared memory of the other.
   cluster_arrive();
   cluster_wait();
 #endif

@@ -50,7 +50,7 @@ struct BackwardSm90Config {
   static constexpr int kDsHalfBytes = kRows * kSwizzleRowBytes, kDsBytes = 2 * kDsHalfBytes;
   // A warpgroup computes a slice of dQ^T in kDqFloats accumulators per thread. The slice has 64
   // columns of dQ and all rows of the query tile. If dQ has only 64 columns, the slice has half of
-  // the rows. If dQ has three slices, the warpgroups alternate over the third slice.
+  // the rows. If dQ has three slices, the two warpgroups compute the third slice alternately.
   static constexpr int kDqRows = kDim == 64 ? kRows / 2 : kRows, kDqFloats = kDqRows / 2;
   static constexpr int kDqSliceBytes = kDqFloats * 128 * 4, kDqSlices = kDim == 64 ? 2 : kBoxes;
   static constexpr int kCtas = kShape.blocks, kDqStoreWarps = kShape.dq_store_warps(),
@@ -87,11 +87,13 @@ struct RowStatsTile {
   alignas(128) float lse[kRows], delta[kRows];
   static constexpr int kLseBytes = kRows * 4, kDeltaBytes = kRows * 4;
 };
-// Operand B of a wgmma with lse and delta of a query tile: each query row has the bfloat16 values
-// {a0, a1, a2, d0, d1, d2, 0, 0}. The sum of the first three values is (shift - lse * lse_factor) /
-// score_factor, and the sum of the next three values is -delta. Every row of operand A is {1, 1, 1,
-// 0, 0, 0, 0, 0} in the product for S and {0, 0, 0, 1, 1, 1, 0, 0} in the product for dP. Therefore
-// the products give S - lse and dP - delta. Three bfloat16 values hold all 24 bits of a float.
+// Operand B of a wgmma that subtracts lse and delta from the scores of a query tile. Each query row
+// has 8 bfloat16 values. a0 + a1 + a2 is (shift - lse * lse_factor) / score_factor, and d0 + d1 +
+// d2 is -delta. Three bfloat16 values hold all 24 bits of a float.
+//   B                                          a0 a1 a2 d0 d1 d2 0 0
+//   every row of A in the product for S         1  1  1  0  0  0 0 0
+//   every row of A in the product for dP        0  0  0  1  1  1 0 0
+// Therefore the products give S - lse and dP - delta.
 template <int kRows>
 struct StatSliceTile {
   alignas(128) uint4 values[kRows];
@@ -121,7 +123,7 @@ struct BackwardSm90Shared {
   // The number of dS buffers that a warpgroup still uses for dK of the previous work tile. Only one
   // thread of the warpgroup accesses it.
   int held_ds_buffers[2];
-  PipelineBarriers<Config::kDsStages> ds_pipeline;  // from each warpgroup to both warpgroups
+  PipelineBarriers<Config::kDsStages> ds_pipeline;  // both warpgroups write dS, and both read it
   PipelineBarriers<1> k_pipeline, v_pipeline;
   PipelineBarriers<kWorkStages> work_pipeline;
   typename Config::WorkTile work[kWorkStages];
@@ -134,9 +136,9 @@ struct BackwardQueryTile {
   bool is_edge;     // whether the mask hides some of the warpgroup's scores
 };
 
-// The producer writes the fields of a BackwardQueryTile for both warpgroups, if there is no general
-// mask. The fields are packed into two words, because the consumers read them between products,
-// where every load from shared memory takes long.
+// Packs the fields of a BackwardQueryTile for both warpgroups into two words. The producer calls
+// this function if there is no general mask. There are only two words because the consumers read
+// them between products, where every load from shared memory takes long.
 template <typename Config>
 __device__ __forceinline__ int2 pack_query_tile(const MaskParams& mask,
                                                 const typename Config::WorkTile& work, int tile) {
@@ -197,7 +199,7 @@ enum BackwardSm90Barrier : int {
 };
 inline constexpr int kBackwardConsumerThreads = 256;
 inline constexpr int kBackwardConsumerWarps = kBackwardConsumerThreads / 32;
-// The number of threads of a consumer warpgroup and of a dQ store warp.
+// The number of threads of a consumer warpgroup and a dQ store warp together.
 inline constexpr int kBackwardDqThreads = 128 + 32;
 
 #if TW_HAS_WGMMA
@@ -214,7 +216,7 @@ __device__ __forceinline__ void backward_sm90_open_dq_buffer(int store_warp) {
   named_barrier_arrive(kDqEmptyWg0 + 2 * store_warp, kBackwardDqThreads);
   named_barrier_arrive(kDqEmptyWg0 + 2 * store_warp + 1, kBackwardDqThreads);
 }
-// A consumer warpgroup waits until a store warp has read the warpgroup's last dQ.
+// At the end, a consumer warpgroup waits until a store warp has read the final dQ of the warpgroup.
 __device__ __forceinline__ void backward_sm90_close_dq_buffer(int store_warp, int warpgroup) {
   named_barrier_wait(kDqEmptyWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
 }

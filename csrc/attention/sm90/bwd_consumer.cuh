@@ -97,7 +97,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     s.k_pipeline.wait(kv_state);
     zero_unseen_keys();
     release_ds_buffers(step);
-    // From the third query tile on, each iteration also computes dQ of the tile two steps before.
+    // From the third query tile on, the iteration for a tile also computes dQ of the tile two steps
+    // before.
     const bool has_two = left > 1;
     left -= 2;
 #pragma unroll 1
@@ -108,8 +109,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
       mma_dp(acc_dp, step);
       mma_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, step, is_edge);
     }
-    // NOTE: at the start of an iteration, no wgmma is in flight whose result the iteration reads.
-    // Otherwise ptxas would insert a wait directly after that wgmma (C7510).
+    // NOTE: when an iteration starts, all wgmmas whose results the iteration reads are complete. If
+    // such a wgmma were in flight, ptxas would insert a wait directly after the wgmma (C7510).
 #pragma unroll 1
     for (; left > 0; --left, ++step) {
       mma_dq(acc_dq, step - 2);
@@ -155,7 +156,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     }
     s_to_p(p16, acc_s, r_lse, state, is_edge);
     mma_dv(acc_dv, p16, state);
-    // NOTE: if the arrival came before the product, ptxas would move it to before the exponentials.
+    // NOTE: if the warpgroup arrived before the product, ptxas would move the arrival to before the
+    // exponentials.
     if (warpgroup == 0) {
       named_barrier_arrive<kExpWg0 + 1, kBackwardConsumerThreads>();
     } else {
@@ -181,7 +183,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     gemm_dq(acc_dq, s_ds + state.stage * Config::kDsBytes);
   }
 
-  // Store dQ to the shared memory of a dQ store warp. The store warps alternate like the stages.
+  // Store dQ to the shared memory of a dQ store warp. The two store warps receive the dQ of
+  // alternate query tiles.
   // NOTE: async_fence takes long directly after these stores, so signal_dq_store is called after
   // the next wgmmas are issued.
   __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq, int store_warp) {

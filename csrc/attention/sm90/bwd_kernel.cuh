@@ -6,24 +6,25 @@
 //
 // The shapes are Q, dO (batch, nheads, seqlen_q, dim) and K, V (batch, nheads_kv, seqlen_k, dim). A
 // CTA processes 128 keys of a KV head, for all or some of the query heads of the KV head. It loops
-// over the query tiles that see these keys. Each of two consumer warpgroups has 64 of the keys. P^T
-// and dS^T stay in registers for dV and dK. Only dS also goes through shared memory, for dQ^T = K^T
-// dS^T.
+// over the query tiles whose rows see these keys. Each of two consumer warpgroups has 64 of the
+// keys. P^T and dS^T stay in registers for dV and dK. Only dS also goes through shared memory, for
+// dQ^T = K^T dS^T.
 //
 // A CTA is persistent: it draws work tiles by ticket until none is left. The loads of the next work
-// tile run while the consumers still process the last query tiles of the current one, and while dV
-// and dK are written.
+// tile start early. They run while the consumers process the last query tiles of the current work
+// tile and write its dV and dK.
 //
-// While one warpgroup computes exponentials, the other keeps the tensor cores busy. For this, the
-// warpgroups must be half a step apart: named barriers let only one of them compute exponentials at
-// a time (kExpWg0), and dQ of a query tile is computed one step late, so that a warpgroup rarely
-// waits for the other's dS. On an H100, this multiplies the time for Q of (4, 16, 4096, 64) without
-// causal by 0.84. Without the barriers, the factor is 0.97.
+// While one warpgroup computes exponentials, the other warpgroup keeps the tensor cores busy. For
+// this, the warpgroups must be half a step apart. Named barriers let only one warpgroup compute
+// exponentials at a time (kExpWg0). Also, dQ of a query tile is computed one step late, so that a
+// warpgroup rarely waits for the other warpgroup's dS. For Q of (4, 16, 4096, 64) without causal on
+// an H100, the barriers and the late dQ together multiply the time by 0.84. The late dQ without the
+// barriers multiplies it by 0.97.
 //
 // wgmma keeps shared memory busy with reads of operands. Therefore a load from shared memory takes
-// 150 to 300 cycles, and so does a fence after stores. For head dims above 64, lse and delta are
-// therefore part of the products (StatSliceTile). For smaller head dims, a StatSliceTile does not
-// fit in shared memory.
+// 150 to 300 cycles, and a fence after stores takes as long. For head dims above 64, the products
+// therefore also subtract lse and delta (StatSliceTile), so that no thread loads them. For smaller
+// head dims, a StatSliceTile does not fit in shared memory.
 //
 // dQ is deterministic: dQ store warps add to it in global memory, in fp32, in the order of the
 // keys. CTAs draw tickets in the order of their keys, so a CTA only waits for CTAs that have

@@ -1,7 +1,7 @@
 // The matmuls of a consumer warpgroup of attention's backward on Hopper, for the kernels that use
-// one CTA. The warpgroup has 64 keys of the CTA. The scores are transposed: the M dimension of
-// wgmma is the keys. Therefore P^T and dS^T can be register operands of dV += P^T dO and dK += dS^T
-// Q.
+// one CTA. The warpgroup has 64 keys of the CTA. The scores are transposed: the keys are the M
+// dimension of wgmma. Therefore P^T and dS^T can be register operands of the products dV += P^T dO
+// and dK += dS^T Q.
 #pragma once
 
 #include "attention/sm90/bwd_scores.cuh"
@@ -40,7 +40,8 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     }
   }
 
-  // Returns the stage of Q and dO of query tile `step`, counted over all work tiles.
+  // `step` is the index of a query tile. It counts the query tiles of all work tiles of the CTA.
+  // Returns the stage of Q and dO of this query tile.
   static __device__ __forceinline__ State state_of(int step) {
     return pipeline_state_of<Config::kStages>(step);
   }
@@ -151,8 +152,9 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     }
     wgmma_commit();
   }
-  // Operand A of the stat slice in registers: every row is 1 in columns 0 to 2 (lse), or in columns
-  // 3 to 5 (delta), and 0 in the others.
+  // Operand A of the stat slice in registers. In the product for S, every row is 1 in columns 0 to
+  // 2, which select lse. In the product for dP, every row is 1 in columns 3 to 5, which select
+  // delta. All other elements are 0.
   struct StatSelector {
     uint32_t words[4];
   };

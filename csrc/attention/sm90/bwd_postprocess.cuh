@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kSm90RowThreads)
 }
 
 // Computes dK or dV of 64 keys and 64 columns: adds the partial gradients of a KV head's parts in a
-// fixed order. The grid has one CTA per gradient, 64-key tile and 64 columns.
+// fixed order. The grid has one CTA per combination of a KV head, a 64-key tile, 64 columns and a
+// gradient (dK or dV).
 template <typename T>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_reduce_dkv_kernel(const __grid_constant__ BackwardArgs args,

@@ -39,8 +39,8 @@ struct BackwardLiveRows {
   }
 };
 
-// Returns the bfloat16 numbers {a, b, c} whose sum is x, in the upper halves of words. If x is not
-// finite, a is x.
+// Splits x into three bfloat16 numbers whose sum is x. Returns each number in the upper half of a
+// word. If x is not finite, the first number is x.
 __device__ __forceinline__ uint3 split_into_bfloat16(float x) {
   const auto upper = [](float x) { return __float_as_uint(x) & 0xffff0000u; };
   const uint32_t a = upper(x);
@@ -49,17 +49,18 @@ __device__ __forceinline__ uint3 split_into_bfloat16(float x) {
   return {a, b, upper(rest - __uint_as_float(b))};
 }
 
-// Returns a row of StatSliceTile.
+// Returns a row of StatSliceTile: terms of score_offset, and terms of -delta.
 __device__ __forceinline__ uint4 stat_slice_row(float score_offset, float delta) {
   const uint3 a = split_into_bfloat16(score_offset), d = split_into_bfloat16(-delta);
   return make_uint4(a.x >> 16 | a.y, a.z >> 16 | d.x, d.y >> 16 | d.z, 0);
 }
 
-// Computes lse and delta = sum(dout * out) - dlse of every query row, including the padding rows of
-// scratch memory: (batch, nheads, rows). dlse is the gradient of lse. Because d lse / d score = p,
-// dS = p * (dP - sum(dout * out)) + p * dlse = p * (dP - delta). Also zeroes `counters` counters:
-// the ticket counters and the dQ semaphores behind them. kDimV / 8 lanes compute a row together. A
-// thread handles kRowsPerThread rows. Source: preprocess of FlashAttention-2's backward.
+// Computes lse and delta = sum(dout * out) - dlse of every query row of the scratch memory (batch,
+// nheads, rows), including the padding rows. dlse is the gradient of lse. Because d lse / d score =
+// p, dS = p * (dP - sum(dout * out)) + p * dlse = p * (dP - delta). The kernel also zeroes
+// `counters` counters from g_tickets on: the ticket counters and the dQ semaphores behind them.
+// kDimV / 8 lanes compute a row together. A thread handles kRowsPerThread rows. Source: preprocess
+// of FlashAttention-2's backward.
 template <typename T, int kDimV, bool kStatSlice, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_preprocess_kernel(const __grid_constant__ Args args, int64_t counters) {

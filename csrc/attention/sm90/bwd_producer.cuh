@@ -64,7 +64,8 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
     uint64_t* s_full = s.q_pipeline.acquire(state, q_bytes);
     if constexpr (Config::kMasked) {
       auto& s_seen = s.seen[state.stage];
-      // NOTE: the warp has no registers to compute the index of the group apart from the row's.
+      // NOTE: the warp has no registers for a second index, so the group's index is computed from
+      // `row`.
       const int64_t row = int64_t{work.sequence} * rows + tiles.tile * kRows;
       bulk_load(&s_seen.group, p.args.g_groups + row / kAttentionBackwardRowPad,
                 sizeof(s_seen.group), s_full);
@@ -140,12 +141,13 @@ __device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Arg
   }
 }
 
-// A dQ store warp runs this function for a work tile. For each of its query tiles, it waits until
-// all earlier CTAs have added to dQ of the query tile. It then adds this CTA's slices to global
-// memory. The first CTA in the order stores instead of adding. Each CTA of a cluster adds to its
-// own columns and has its own semaphores. `step` is the warp's first query tile.
-// NOTE: kernels with two store warps alternate them over the query tiles, because one addition
-// takes as long as a step of the mainloop: the warp waits for the semaphore, and the sums must be
+// A dQ store warp runs this function for a work tile. The warp handles query tile `step` and every
+// kDqStoreWarps-th query tile after it. For each of them, the warp waits until all earlier CTAs
+// have added to dQ of the query tile. It then adds this CTA's slices of dQ to global memory. The
+// first CTA in the order stores instead of adding. Each CTA of a cluster adds to its own columns
+// and has its own semaphores.
+// NOTE: if a kernel has two store warps, they alternate over the query tiles, because one addition
+// takes as long as a step of the mainloop. The warp waits for the semaphore, and the sums must be
 // visible before the next CTA adds.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,

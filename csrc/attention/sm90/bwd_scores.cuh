@@ -32,8 +32,8 @@ struct TileDescriptor {
 };
 
 // The scores of a warpgroup. S^T has 64 keys, starting at first_key(), and kScoreRows query rows,
-// starting at first_row(). In every 8 rows, a thread's registers hold 4 scores: 2 adjacent rows
-// times 2 keys, which are 8 apart.
+// starting at first_row(). In every 8 query rows, a thread holds 4 scores: 2 adjacent rows times 2
+// keys. Key 1 is 8 keys behind key 0.
 template <typename Config>
 struct BackwardSm90Scores {
   using T = typename Config::T;
@@ -48,7 +48,7 @@ struct BackwardSm90Scores {
   const Params& p;
   Shared& s;
   const int warpgroup;
-  PipelineState<kWorkStages> work_state;  // the position of the current work tile
+  PipelineState<kWorkStages> work_state;  // the stage and the phase of the current work tile
 
   __device__ __forceinline__ BackwardSm90Scores(const Params& p, Shared& s, int warpgroup)
       : p(p), s(s), warpgroup(warpgroup) {}
@@ -154,7 +154,7 @@ struct BackwardSm90Scores {
     pack(ds16, acc_dp);
   }
 
-  // Zero the rows of a tile for which should_zero(row) is true. Both warpgroups call this.
+  // Zero the rows of a tile for which should_zero(row) is true. Both warpgroups call this function.
   template <int kBoxes, int kBoxBytes, typename ShouldZero>
   static __device__ __forceinline__ void zero_rows(char* s_tile, int rows,
                                                    const ShouldZero& should_zero) {
@@ -352,8 +352,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Returns the key ranges [x, y) and [z, w) that the thread's two rows among rows 8 n to 8 n + 7
-  // see.
+  // Rows 8 n to 8 n + 7 of the scores include two rows of this thread. Returns the keys that these
+  // two rows see: the key ranges [x, y) and [z, w).
   __device__ __forceinline__ int4 live_of(const State& state, int n) const {
     return *reinterpret_cast<const int4*>(
         &s.seen[state.stage].live[first_row() + n * 8 + lane() % 4 * 2]);

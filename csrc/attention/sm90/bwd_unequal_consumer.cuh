@@ -1,15 +1,16 @@
 // A consumer warpgroup of attention's backward on Hopper for head dims up to 192 of Q and K, and up
 // to 128 of V: the mainloop and the order of the matmuls.
 //
-// dK and dV need 160 registers per thread. Therefore S, dQ and dP share 32 registers, one after the
-// other, and P and dS share 16. dS is computed from P in 16 bits. dQ of a query tile is computed
-// one step late, so that a warpgroup rarely waits for the other warpgroup's dS.
+// dK and dV need 160 registers per thread. Therefore S, dQ and dP use the same 32 registers one
+// after the other, and P and dS use the same 16 registers. Only the 16-bit P is left when dS is
+// computed. dQ of a query tile is computed one step late, so that a warpgroup rarely waits for the
+// other warpgroup's dS. A step is:
 //
-//   S = K Q^T | P = exp(S) | dV += P^T dO, dQ of the last step | dP = V dO^T | dS | dK += dS^T Q
+//   S = K Q^T | P = exp(S) | dV += P^T dO, previous dQ | dP = V dO^T | dS | dK += dS^T Q
 //
-// dQ^T has three slices of 64 columns. Each warpgroup computes one slice, and in every second step
-// also the third slice. On an H200, the kernel needs 0.60 of the time of two CTAs with 64 keys each
-// for (4, 16, 4096, 192/128).
+// dQ^T has three slices of 64 columns. Each warpgroup computes one slice in every step, and the
+// third slice in every second step. For (4, 16, 4096, 192/128) on an H200, the kernel takes 0.60
+// times as long as a kernel with two CTAs of 64 keys each.
 #pragma once
 
 #include "attention/sm90/bwd_mma.cuh"
@@ -83,7 +84,8 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
     ScoreOperand operand;  // P, then dS
     zero_unseen_keys();
     const int first = step;
-    // NOTE: with S of the next query tile in flight beside dK, ptxas would find too few registers.
+    // NOTE: if S of the next query tile were in flight together with dK, ptxas would find too few
+    // registers.
 #pragma unroll 1
     for (; left > 0; --left, ++step) {
       const bool is_edge = mma_s(acc, step);
@@ -121,7 +123,8 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
     }
     s.dout_pipeline.wait(state);
     mma_dv(acc_dv, p16, state);
-    // NOTE: if the arrival came before the product, ptxas would move it to before the exponentials.
+    // NOTE: if the warpgroup arrived before the product, ptxas would move the arrival to before the
+    // exponentials.
     if (warpgroup == 0) {
       named_barrier_arrive<kExpWg0 + 1, kBackwardConsumerThreads>();
     } else {

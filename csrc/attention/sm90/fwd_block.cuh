@@ -18,8 +18,8 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
-  // NOTE: a mask needs registers. If the accumulators of O are wide, enough registers are free only
-  // if the tile has fewer keys.
+  // NOTE: a mask needs registers. If the accumulators of O are wide, they leave enough registers
+  // for a mask only if the tile has fewer keys.
   static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
   static constexpr int kThreads = kShape.threads(), kStages = kShape.stages;
@@ -40,11 +40,11 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   // online_softmax). Kernels with wide accumulators of O do this.
   static constexpr bool kLazyRescale = kDimV > 128;
   static constexpr bool kCapped = kCapped_;
-  // Whether the kernel has a second code path for small capped scores, whose softmax needs no
+  // Whether the kernel has a second code path for small capped scores. Their softmax needs no
   // maximum.
-  // NOTE: float16 kernels lack the second path, because probabilities up to 2^(c / 2) would
-  // overflow. Kernels with wide accumulators lack it, because no registers are free for two code
-  // paths.
+  // NOTE: float16 kernels lack the second path, because its probabilities can reach 2^(c / 2),
+  // which overflows in float16. Kernels with wide accumulators lack it, because no registers are
+  // free for two code paths.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
   using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
   using Params = AttentionSm90Params<kMasked>;

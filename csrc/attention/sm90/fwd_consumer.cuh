@@ -294,8 +294,8 @@ struct AttentionSm90Consumer {
   }
 
   // Set o_scale = 1 / row sum and store lse. This code runs while the last O += P V is in flight.
-  // NOTE: this code has no branches, so that the instructions of both rows can overlap. The
-  // instructions of one row depend on each other, and nothing else can be issued meanwhile.
+  // NOTE: the instructions of one row depend on each other, and no other work can be issued. The
+  // code for o_scale and lse has no branches, so that the instructions of both rows overlap.
   __device__ __forceinline__ void finalize(const AttentionBlock& block) {
     const int lane = thread % 32;
     float sum[2], lse[2];

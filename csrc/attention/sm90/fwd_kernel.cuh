@@ -4,14 +4,17 @@
 //
 // The shapes are Q (batch, nheads, seqlen_q, head_dim), K (batch, nheads_kv, seqlen_k, head_dim)
 // and V (batch, nheads_kv, seqlen_k, head_dim_v). A persistent CTA draws work tiles by ticket. A
-// work tile is kRows query rows of one head. The CTA's producer warp loads Q, K and V by TMA. Each
-// consumer warpgroup has 64 of the query rows. S, P and O stay in registers. Two overlaps hide the
-// time of the exponentials: the softmax of a tile of keys runs during P V of the previous tile, and
-// the warpgroups issue wgmma in ping-pong order. The longest work tiles come first, and heads whose
-// keys fit in the L2 cache run together (AttentionSchedule). The loop over the keys starts behind
-// the padding, so only the last tiles of keys need a mask. Short sequences spend most of their time
-// at the start and the end of work tiles. Therefore their CTAs have one consumer warpgroup and
-// share an SM. TMA writes zeros for rows and columns that don't exist.
+// work tile is kRows query rows of one head. The CTA's producer warp loads Q, K and V by TMA. TMA
+// writes zeros for rows and columns that don't exist. Each consumer warpgroup has 64 of the query
+// rows. S, P and O stay in registers.
+//
+// Two overlaps hide the time of the exponentials. The softmax of a tile of keys runs during P V of
+// the previous tile of keys. The warpgroups issue wgmma in ping-pong order.
+//
+// The longest work tiles come first. Heads run together if their keys fit in the L2 cache
+// (AttentionSchedule). The loop over the keys starts behind the padding, so only the last tiles of
+// keys need a mask. Short sequences spend most of their time at the start and the end of work
+// tiles. Therefore their CTAs have one consumer warpgroup each, and several CTAs share an SM.
 // Source: Shah et al., "FlashAttention-3", 2024.
 #pragma once
 

@@ -30,7 +30,8 @@ struct BackwardTools {
   Shared& shared;
   DqAccumulator<Config> dq;
   // This lane's addresses in the first tile of shared memory. All tiles except dS have rows of the
-  // same size. The lane's addresses in another tile are therefore these addresses plus an offset.
+  // same size. Therefore the lane's address in another tile is one of these addresses plus an
+  // offset.
   uint32_t s_left, s_right, s_mn;
   bool non_finite_keys = false;     // this thread has split an inf or NaN of K or V
   bool handles_non_finite = false;  // some thread has split an inf or NaN of K, V, Q or dO
@@ -147,8 +148,8 @@ struct BackwardTools {
   }
 
   // Returns the number of blocks that add to dQ of a query tile before this block. Under a general
-  // mask, the first block to add is the block of the first key that the tile's group of rows sees.
-  // If this group sees no key of this block, the function returns kAddsNothing.
+  // mask, only blocks with a key that the tile's group of rows sees add to dQ. If this block has no
+  // such key, the function returns kAddsNothing.
   static constexpr int kAddsNothing = -1;
   __device__ __forceinline__ int dq_order_of(const QueryTile& tile) const {
     if constexpr (Config::kMasked) {
@@ -215,7 +216,8 @@ struct BackwardTools {
     }
   }
 
-  // Whether every row of the query tile that starts at `first_row` sees every key of the block.
+  // Whether every row of the query tile sees every key of the block. `first_row` is the first row
+  // of the query tile.
   __device__ __forceinline__ bool all_visible(int first_row) const {
     if constexpr (Config::kMasked) {
       const BlockMask& group = args.group_of(work().sequence, first_row);

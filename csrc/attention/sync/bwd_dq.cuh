@@ -7,11 +7,11 @@
 // The first block stores its slice without reading earlier sums. The last block converts the sums
 // into the result dQ.
 //
-// Under a general mask, a BlockMask has the first and the last key that the query tile's group of
-// rows sees. The blocks from the first to the last of these keys add to dQ of the tile.
-// dq_order_of() counts from the first of these blocks. For any other block, all scores of the tile
-// are hidden. Such a block may compute the tile, but it neither adds nor waits. Therefore, under a
-// general mask too, a block only waits for blocks of lower key tiles.
+// Under a general mask, BlockMask::begin and BlockMask::end bound the keys that a group of query
+// rows sees. The blocks whose keys overlap this range add to dQ of the group's query tiles.
+// dq_order_of() counts from the first of these blocks. Any other block has only hidden scores in
+// such a tile. It may compute the tile, but it neither adds nor waits. Therefore, under a general
+// mask too, a block waits only for blocks of lower key tiles.
 #pragma once
 
 #include "attention/bwd_args.cuh"
@@ -128,9 +128,9 @@ struct DqAccumulator {
 
   // Lets the next block add. Callers call this function some time after add(). The release of the
   // semaphore then waits only a short time for the stores of add().
-  // NOTE: under a general mask, `order` changes from tile to tile, and no register is free to keep
-  // `order`. The function increments the semaphore instead. No other block writes to the semaphore
-  // at this time.
+  // NOTE: under a general mask, `order` differs between query tiles, and no register is free to
+  // keep `order`. Therefore the function increments the semaphore instead of storing order + 1. No
+  // other block writes to the semaphore at this time.
   __device__ __forceinline__ void signal(const BackwardArgs& args, const QueryTile& tile,
                                          int order) {
     if (!must_signal) return;

@@ -6,8 +6,9 @@
 
 namespace torchweld {
 
-// The operands of exact fp32 matmuls. If the number of pairs of right operands is a multiple of
-// kAtOnce, kAtOnce pairs are multiplied at the same time, otherwise one pair.
+// The operands of exact fp32 matmuls. Right operands come in pairs. If the number of pairs is a
+// multiple of kAtOnce, kAtOnce pairs are multiplied at the same time. Otherwise one pair is
+// multiplied at a time.
 template <int kAtOnce>
 struct SplitOperands {
   using Plane = Operands<__nv_bfloat16>;

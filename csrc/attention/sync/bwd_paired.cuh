@@ -6,13 +6,14 @@
 // compute dS^T, and accumulate dK. Therefore a warp can have twice as many keys as a warp that
 // accumulates both dV and dK. Every fragment of Q and dO that a warp loads is an operand of twice
 // as many mma instructions. This matters because shared memory, not the tensor cores, is the
-// bottleneck. P^T and dS^T are left operands in registers. If several warps have the same strip,
-// each of these warps computes the scores of some of the rows. It reads the scores of the other
-// rows from shared memory.
+// bottleneck. P^T and dS^T are left operands in registers. If several warps share a strip, each of
+// these warps computes the scores of the strip for some of the query rows. It reads the scores for
+// the other query rows from shared memory.
 //
 // Every warp adds its slice of dQ once per query tile. A key warp adds before it computes the next
-// tile, and a value warp adds after it computes the next tile. Therefore P is ready when a key warp
-// needs P. While half of the warps wait for the sums of dQ, the other half multiply.
+// query tile. A value warp adds after it computes the next query tile, so it computes P earlier
+// than a key warp needs P. While half of the warps wait for the sums of dQ, the other half
+// multiply.
 #pragma once
 
 #include "attention/sync/bwd_block.cuh"
@@ -33,8 +34,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   using typename Base::Shared;
   using typename Base::T;
   static constexpr int kStripWarps = Config::kStripWarps;
-  // The first row of the last mma step. An mma step covers kDepth of the kCols rows for which this
-  // warp holds scores.
+  // The first row of the last mma step. This warp holds scores for kCols rows, and an mma step
+  // covers kDepth of these rows.
   static constexpr int kLastStep = kCols - Ops::kDepth;
 
   // Accumulators of dV in a value warp, or of dK in a key warp.
@@ -105,9 +106,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     return this->tile_before(tile);
   }
 
-  // Waits for a tile and starts to load the next one. After the barrier, all warps have finished
-  // the scores of the previous tile, and dS of the previous tile is complete. No warp still reads
-  // dS of a tile before the previous one.
+  // Waits until `tile` is loaded, and starts to load the tile after it. After the barrier, all
+  // warps have finished the scores of the tile before `tile`, and dS of that earlier tile is
+  // complete. No warp still reads dS of tiles before that earlier tile.
   __device__ __forceinline__ void load_and_wait(const QueryTile& tile, int stage) {
     copy_async_wait<0>();
     __syncthreads();
@@ -191,9 +192,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // The version of exponentiate() for soft-capped scores. The function also stores P times the
-  // slope of the cap, 1 - tanh^2, in the memory for dS. The key warp that has the same strip and
-  // the same rows reads this product there and applies the mask.
+  // The version of exponentiate() for soft-capped scores. The function also computes P times the
+  // slope of the cap, 1 - tanh^2, and stores it in the buffer of dS. A key warp computes dS of this
+  // warp's strip and rows. It reads the product from the buffer and applies the mask.
   __device__ __forceinline__ void exponentiate_capped(Scores& r_p, int stage, int col) {
     const int first = col + threadIdx.x % 4 * 2;
     const float factor = args.params.mask.softcap * args.score_factor;
@@ -217,8 +218,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     this->store_scores(shared.ds[stage], r_held, col);
   }
 
-  // Converts dP into dS. The value warp that has the same strip and the same rows has stored P, or
-  // P times the slope of the soft cap, in shared memory.
+  // Converts dP into dS. A value warp has computed P of this warp's strip and rows. It has stored
+  // P, or P times the slope of the soft cap, in shared memory.
   __device__ __forceinline__ void differentiate(Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const ScoreTile& s_p = shared.ds[capped() ? stage : 2];
@@ -249,8 +250,8 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     }
   }
 
-  // Computes r_sum += S @ B. S consists of P^T or dS^T of the warp's strips, for all rows of the
-  // tile. B consists of the rows at s_rows. r_scores holds S for kCols rows. The warp reads S for
+  // Computes r_sum += S @ B. S is P^T or dS^T of the warp's strips, for all rows of the query tile.
+  // B is the query tile of dO or Q at s_rows. r_scores holds S for kCols rows. The warp reads S for
   // the other rows from s_scores. The function calls late() as soon as registers of r_scores are
   // free again.
   template <typename Late>
@@ -276,7 +277,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
   // Computes r_sum += S @ B over the kCols rows of one group. load(a, strip, row) loads a left
-  // operand of S. B consists of the group's rows of the tile at s_rows.
+  // operand of S. B consists of the group's rows in the query tile at s_rows.
   template <typename Load>
   __device__ __forceinline__ void add_rows(uint32_t s_rows, int group, const Load& load) {
     const uint32_t s_slice = s_rows + group * kCols * QTile::kRowBytes;
@@ -295,8 +296,9 @@ struct PairedBackwardBlock : BackwardTools<Config> {
   }
 
   // Returns the number of a named barrier. Each pair of a strip and a group of rows has two
-  // barriers, for "P is stored" and for "dS is stored". Value warps of the strip wait for P, and
-  // key warps of the strip wait for dS. The key warp of the strip and the group also waits for P.
+  // barriers: one for "P is stored", and one for "dS is stored". Value warps of the strip wait
+  // until P is stored, and key warps of the strip wait until dS is stored. One key warp has both
+  // the strip and the group, and it waits until P is stored, too.
   __device__ __forceinline__ int barrier_of(bool ds, int group) const {
     return 1 + (ds ? kStripWarps : 0) + this->strip_warp() / kGroups * kGroups + group;
   }

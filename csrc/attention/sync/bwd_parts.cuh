@@ -80,8 +80,8 @@ struct Operands {
     to[1] = {{r[2], r[3]}};
   }
 
-  // A result tile (m16 x n8) that is kept as an operand of a later product. r[0] has row g, and
-  // r[1] has row g + 8.
+  // A result tile (m16 x n8) that is kept as an operand of a later product. r[0] has row lane / 4
+  // of the tile, and r[1] has row lane / 4 + 8.
   struct Held {
     uint32_t r[2];
     __device__ __forceinline__ void set(const float (&r_tile)[4]) {
@@ -109,10 +109,10 @@ struct Operands {
 };
 
 // The operands of m16n8k8 in TF32, loaded from fp32 tiles.
-// NOTE: the results of one mma are the left operand of the next mma. A thread holds two
-// neighbouring columns, 2t and 2t + 1, of the results, but as the left operand it needs k = t and
-// k = t + 4. Any order of k gives the same product. Therefore the right operand, which is MN-major,
-// is loaded in the order of the results' columns.
+// NOTE: the results of one mma are the left operand of the next mma. A thread holds columns 2t and
+// 2t + 1 of the results (t is lane % 4), but a left operand has columns k = t and k = t + 4 in this
+// thread. Any order of k gives the same product. Therefore the results are used as they are, and
+// the right operand, which is MN-major, is loaded in the order of the results' columns.
 template <>
 struct Operands<float> {
   static constexpr int kDepth = 8;
@@ -246,10 +246,11 @@ template <typename T>
 constexpr int kProbabilityShift = std::is_same_v<T, __half> ? 15 : 0;
 
 // Returns the probability for an exponent that was computed with the factors in BackwardArgs. If T
-// has 16 bits, the exponent is to base 2 and includes kProbabilityShift.
-// NOTE: in fp32, the subtraction of lse precedes the change to base 2, so that the value multiplied
-// by kLog2e is small. In the other order, |lse| would multiply the rounding error of kLog2e.
-// Probabilities are clamped to 1, because the rounding of a score of 1e30 could give inf.
+// has 16 bits, the exponent is to base 2 and includes kProbabilityShift. In fp32, the exponent is
+// to base e.
+// NOTE: in fp32, lse is subtracted before the change to base 2, so kLog2e multiplies a small value.
+// If lse were subtracted after the change, the rounding error of kLog2e would be multiplied by
+// |lse|. Probabilities are clamped to 1, because the rounding of a score of 1e30 could give inf.
 template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));

@@ -4,15 +4,18 @@
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
-// Every warp has a strip of the keys and computes S^T and dP^T of its strip, so that P^T and dS^T
+// Every warp has a strip of the keys. It computes S^T and dP^T of the strip, so that P^T and dS^T
 // are already in its registers as the left operands of dV and dK. Only dS goes through shared
-// memory, for dQ. Blocks add to dQ in a fixed order (attention/sync/bwd_dq.cuh). A block loops over
-// the query heads of its kv head. For each query head, the block loops over the query tiles that
-// see the block's keys, from the last tile to the first. While a block computes a query tile, it
-// loads the next one. In fp32 the values of a tile are split into bf16 terms once for all warps
-// (attention/sync/terms.cuh). Blocks draw tickets in ascending order of their key tiles. Therefore
-// a block only waits for blocks that have started, and under `causal` the longest blocks start
-// first. All blocks of a head start with the last query rows, so that no block waits for a block at
+// memory, as an operand of dQ. Blocks add to dQ in a fixed order (attention/sync/bwd_dq.cuh).
+//
+// A block loops over the query heads of its kv head. For each query head, the block loops over the
+// query tiles whose rows see the block's keys, from the last tile to the first. While a block
+// computes a query tile, it loads the next one. In fp32, the threads of the block split each value
+// of a tile into bf16 terms once, and all warps read these terms (attention/sync/terms.cuh).
+//
+// Blocks draw tickets in ascending order of their key tiles. Therefore a block waits only for
+// blocks that have already started, and the longest blocks start first under `causal`. All blocks
+// of a head start with the last query rows. Therefore no block waits for a block that is still at
 // the diagonal.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2. The fixed order of dQ is new.
 #pragma once

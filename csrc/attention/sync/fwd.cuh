@@ -2,15 +2,19 @@
 //   out = softmax(scale * Q K^T) V, lse = log sum exp
 //   Q (seqlen_q, head_dim), K (seqlen_k, head_dim), V (seqlen_k, head_dim_v) of each batch and head
 //
-// A block has kRows query rows of one head and loops over the keys that any of these rows sees,
-// kKeys keys at a time. The loop starts with the first key that is not padding, so only the last
-// steps need a mask. A warp has kRows / 4 rows. It computes the scores of its rows, converts the
+// A block has kRows query rows of one head. It loops over the keys that any of these rows sees,
+// kKeys keys at a time. A warp has kRows / 4 rows. It computes the scores of its rows, converts the
 // scores to probabilities relative to a running maximum, and multiplies the probabilities by V.
-// Scores and probabilities stay in registers. During a step, the keys and values of the next step
-// arrive. Blocks are ordered by the section of their head (AttentionSchedule), then by work, with
-// the longest rows first. The keys and values of a section fit in the L2 cache. Under a general
-// mask, the loop runs from the first to the last key that any of the rows sees, and its first steps
-// need a mask, too. The soft cap precedes the mask. A sink is added to the sum of a row at the end.
+// Scores and probabilities stay in registers. During a step of the loop, the keys and values of the
+// next step arrive.
+//
+// Without a general mask, the loop starts with the first key that is not padding, so only the last
+// steps need a mask. Under a general mask, the loop runs from the first to the last key that any of
+// the rows sees, and its first steps need a mask, too. The soft cap is applied before the mask. A
+// sink is added to the sum of a row after the loop.
+//
+// Blocks are ordered by the section of their head (AttentionSchedule). In a section, the blocks
+// with the longest rows come first. The keys and values of a section fit in the L2 cache.
 // Source: Dao, "FlashAttention-2", 2023.
 #pragma once
 

@@ -1,10 +1,10 @@
 // The forward of attention on tensor cores in exact fp32. Blocks have the same work and the same
 // order as in attention/sync/fwd.cuh.
 //
-// Keys and values arrive in fp32 during the matmuls of the previous step and are then split into
+// Keys and values arrive in fp32 during the matmuls of the previous step. They are then split into
 // bf16 terms. With two stages, the keys and values of a step are split together. With one stage,
-// first the keys and then the values are split, in the same buffer. Two blocks fit on an SM, so
-// that one block multiplies while the other block splits.
+// the keys are split first, and the values are split later into the same buffer. Two blocks fit on
+// an SM, so that one block multiplies while the other block splits.
 #pragma once
 
 #include "attention/block.cuh"
@@ -34,9 +34,9 @@ struct AttentionSplitConfig : AttentionVariant<kMasked> {
 };
 
 // The results and sums of earlier key tiles, in local memory. Separate sums reduce the rounding
-// error. If all tiles of 8192 keys (256 tiles of 32 keys) are added to the same register, its value
-// is rounded 256 times. If the tiles are first added in groups of 8, a value is rounded only 8 + 32
-// times.
+// error. For example, 8192 keys are 256 tiles of 32 keys. If all these tiles are added to one
+// register, its value is rounded 256 times. If groups of 8 tiles are added up first, a value is
+// rounded only 8 + 32 times.
 //
 // NOTE: the code accesses local memory by address. Otherwise the compiler would keep these values
 // in registers and spill values that every tile needs.
@@ -179,8 +179,8 @@ __global__ __launch_bounds__(
   }
   // Waits until no warp needs the previous terms. Then splits the tiles that have arrived and
   // starts the next loads. Returns true if a tile or the query rows have an inf or NaN. With one
-  // stage, the function clears not only values but also keys that lie in a gap. This does no harm,
-  // because the mask hides the scores of these keys.
+  // stage, keys and values arrive in one buffer, so the function clears keys that lie in a gap as
+  // well as values. Cleared keys do no harm, because the mask hides their scores.
   const auto split_arrived = [&](int key, const auto& load_next) {
     copy_async_wait<0>();
     if constexpr (Config::kMasked) {

@@ -1,8 +1,8 @@
 // Exact fp32 in attention: tiles in shared memory whose values are stored as three bf16 terms.
 //
 // When a tile has arrived, every thread splits the values that it has copied. So each value is
-// split only once. Then every warp loads the terms with ldmatrix, like the elements of the 16-bit
-// kernels. The warp issues six mma instructions per product of two operands. Probabilities and
+// split only once. Then every warp loads the terms with ldmatrix, as the 16-bit kernels load their
+// elements. The warp issues six mma instructions per product of two operands. Probabilities and
 // their gradients are computed and split in registers.
 #pragma once
 

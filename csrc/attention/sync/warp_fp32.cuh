@@ -72,7 +72,7 @@ struct WarpMatmulSplit {
     }
   }
 
-  // Multiplies row `half` * 8 + g of a result tile by `factor` and stores this row to shared
+  // Multiplies row `half` * 8 + lane / 4 of a result tile by `factor` and stores this row to shared
   // memory. If `live` is false, stores zeros instead.
   static __device__ __forceinline__ void stage(char* s_rows, const Out& r_out, int tile, int half,
                                                float factor, bool live) {

@@ -1,9 +1,10 @@
 // The matmuls of one warp in TF32: m16n8k8 on fp32 tiles. The interface is the same as in
 // attention/sync/warp_16bit.cuh.
 //
-// P V processes each group of 8 keys in the order 0 2 4 6 1 3 5 7. With this order, the
-// probabilities in the layout of C are also in the layout of A. P V processes each group of 32
-// columns in the order 0 4 8 .. 28 1 5 .., so that a thread can load V 16 bytes at a time.
+// P V processes each group of 8 keys in the order 0 2 4 6 1 3 5 7. With this order, a thread that
+// holds probabilities in the layout of mma's C already has them in the layout of mma's A. P V
+// processes each group of 32 columns in the order 0 4 8 .. 28 1 5 .., so that a thread can load V
+// 16 bytes at a time.
 #pragma once
 
 #include "attention/tile.cuh"
