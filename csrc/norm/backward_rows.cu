@@ -35,8 +35,8 @@ struct BackwardConfig {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static constexpr int kSums = kCentred ? 2 : 1;
-  // Whether the scale stays in registers. For long rows of LayerNorm this would cause spills, so
-  // the kernel loads the scale again at each use.
+  // Whether the scale stays in registers. For long rows of LayerNorm, a scale in registers would
+  // cause spills, so the kernel loads the scale again at each use.
   static constexpr bool kKeepsScale = !kCentred || kThreads * kLoads < 2048;
 
   // Returns the first column of this thread's i-th 16-byte load of a row.

@@ -69,8 +69,8 @@ struct NormBackwardParams {
   void* dx;      // nullptr if not requested
   void* dscale;  // nullptr if not requested
   void* dshift;  // nullptr if not requested
-  // A workspace of plan_norm_backward(params).partials values. It is nullptr if neither dscale nor
-  // dshift is requested.
+  // A workspace. NormBackwardPlan::partials is the number of fp32 values in the workspace.
+  // `partials` is nullptr if neither dscale nor dshift is requested.
   float* partials;
   int64_t rows;
   int64_t n;

@@ -74,7 +74,7 @@ inline const A* widened(const S* row, int64_t n, A* buffer) {
 }
 
 // A vector type of 64 bytes. If the CPU has only narrower vectors, the compiler splits this type.
-// NOTE: if this were an array, the compiler would load and store the lanes for every addition.
+// NOTE: if the type were an array, the compiler would load and store the lanes for every addition.
 template <typename A>
 struct CpuLanes {
   typedef A Type __attribute__((vector_size(64)));
@@ -289,8 +289,8 @@ void backward(const NormUpstream& in, const NormGradients& out) {
   const bool sums_rows = wants_scale || wants_shift;
   S* const dx = out.dx.numel() > 0 ? out.dx.mutable_data_ptr<S>() : nullptr;
   const int64_t block = std::max<int64_t>(1, kTaskCells / n);
-  // Every task needs n fp64 values for each of its sums, which is as much memory as two fp32 rows.
-  // Therefore there is only about one task per 64 rows, but at least 8 and at most 64 tasks.
+  // Each sum of a task takes n fp64 values, which is as much memory as two fp32 rows. Therefore
+  // there is only about one task per 64 rows. `chunks` is at least 8 and at most 64.
   const int64_t chunks = std::clamp(rows / kChunkRows, kMinChunks, kMaxChunks);
   const int64_t task_rows = sums_rows ? std::max(block, divide_up(rows, chunks)) : block;
   const int64_t tasks = divide_up(rows, task_rows);
