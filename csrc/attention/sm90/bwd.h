@@ -11,8 +11,8 @@ namespace torchweld {
 // for a row that sees no key.
 template <typename Args>
 struct BackwardSm90Params {
-  // Boxes of 64 columns. A box of query or dout has the rows of a query tile. A box of key or value
-  // has the keys of a CTA.
+  // Tensor maps with boxes of 64 columns. A box of query or dout has the rows of a query tile. A
+  // box of key or value has the keys of a CTA.
   TensorMap query, key, value, dout;
   TensorMap dkey, dvalue;  // tensor maps with boxes of 64 columns and 64 keys
   Args args;
@@ -41,11 +41,12 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
           args};
 }
 
-// csrc/instantiations.py generates the files that instantiate these templates, one per dtype and
-// tile.
+// csrc/instantiations.py generates the two files that instantiate these templates: one file for the
+// kernels that use one CTA, and one file for the 2-CTA kernel.
 
 // Launches the kernel that computes lse and delta of the query rows
-// (attention/sm90/bwd_preprocess.cuh). It must run before the kernel that computes the gradients.
+// (attention/sm90/bwd_preprocess.cuh). This kernel must run before the kernel that computes the
+// gradients.
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream);
 

@@ -22,7 +22,7 @@ struct Backward2CtaConfig {
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kCtas = kShape.blocks;
   static constexpr int kDim = kShape.dim;
-  // kCtaKeys is the number of keys of a CTA, kKeys the number of keys of the cluster.
+  // kCtaKeys is the number of keys of a CTA. kKeys is the number of keys of the cluster.
   static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
   static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked);
@@ -90,14 +90,14 @@ struct Backward2CtaShared {
 enum Backward2CtaBarrier : int {
   kPWritten = 5,      // both warpgroups have written P
   kDsReady = 6,       // both warpgroups have written dS, so it may be sent
-  kDsConsumedWg0 = 9  // 9 and 10: a warpgroup's dQ products no longer read dS
+  kDsConsumedWg0 = 9  // 9, 10: the dQ products of warpgroup 0, 1 no longer read dS
 };
-// The number of threads of the two consumer warpgroups and the warp that sends dS together.
+// The number of threads of the two consumer warpgroups plus the warp that sends dS.
 inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;
 
 #if TW_HAS_WGMMA
 // One lane loads K and V once, and Q, dO, lse and delta of every query tile. Each CTA loads every
-// second box of Q and dO and multicasts it to both CTAs.
+// second box of Q and dO and multicasts these boxes to both CTAs.
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_load(const typename Config::Params& p,
                                                    typename Config::Shared& s) {
@@ -166,7 +166,8 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
   }
 }
 
-// Sends dS of every query tile to the peer CTA. There dS overwrites P. One warp runs this function.
+// Sends dS of every query tile to the peer CTA. In the peer, dS overwrites P. One warp runs this
+// function.
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_send_ds(typename Config::Shared& s) {
   const int steps = s.work.steps();

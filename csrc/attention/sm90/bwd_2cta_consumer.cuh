@@ -67,8 +67,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
 
  private:
   static __device__ __forceinline__ uint32_t peer() { return Config::cta_rank() ^ 1; }
-  // One lane of each warp arrives at the barriers of both CTAs. The producers of both CTAs fill the
-  // stage together, so both must wait for this warp.
+  // Release a stage of a pipeline: one lane of each warp arrives at the barriers of both CTAs. The
+  // producers of both CTAs fill the stage together, so both producers must wait for this warp.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     __syncwarp();
     if (lane() == 0) {
@@ -200,7 +200,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     gemm_dq<0>(acc_dq, s_k + box * Config::kKeyBoxBytes, s_ds);
     wgmma_wait<1>();
     consumer_release(&s.q_pipeline.empty[q_state.stage]);
-    // Wait for the peer's dS, and tell the peer that it has arrived.
+    // Wait for the peer's dS. Signal to the peer that this dS has arrived.
     mbarrier_wait(&s.ds_full, dout_state.parity);
     if (threadIdx.x == 128) mbarrier_arrive_at(&s.ds_sent, peer());
     __syncwarp();

@@ -121,7 +121,7 @@ struct BackwardSm90Shared {
   PipelineBarriers<kStages> q_pipeline, dout_pipeline;
   BackwardProducerCounts producer_counts;
   // The number of dS buffers that a warpgroup still uses for dK of the previous work tile. Only one
-  // thread of the warpgroup accesses it.
+  // thread of the warpgroup accesses this number.
   int held_ds_buffers[2];
   PipelineBarriers<Config::kDsStages> ds_pipeline;  // both warpgroups write dS, and both read it
   PipelineBarriers<1> k_pipeline, v_pipeline;
@@ -192,14 +192,14 @@ struct BackwardTileIterator {
 enum BackwardSm90Barrier : int {
   kDsWritten = 1,     // both warpgroups have written dS (2-CTA kernel), or no longer read dS
   kUnseenZeroed = 2,  // both warpgroups have zeroed the unseen rows or keys
-  kDqFullWg0 = 3,     // 3 and 4: a warpgroup's dQ is in shared memory (store warp 1: 5, 6)
-  kDqEmptyWg0 = 7,    // 7 and 8: a warpgroup's dQ has been read (store warp 1: 9, 10)
+  kDqFullWg0 = 3,     // 3, 4: dQ of warpgroup 0, 1 is in shared memory (5, 6 for store warp 1)
+  kDqEmptyWg0 = 7,    // 7, 8: dQ of warpgroup 0, 1 has been read (9, 10 for store warp 1)
   kConsumerWg0 = 11,  // barriers 11 and 12 synchronise the threads of one warpgroup each
-  kExpWg0 = 13        // 13 and 14: a warpgroup may compute its exponentials
+  kExpWg0 = 13        // 13, 14: warpgroup 0, 1 may compute its exponentials
 };
 inline constexpr int kBackwardConsumerThreads = 256;
 inline constexpr int kBackwardConsumerWarps = kBackwardConsumerThreads / 32;
-// The number of threads of a consumer warpgroup and a dQ store warp together.
+// The number of threads of a consumer warpgroup plus a dQ store warp.
 inline constexpr int kBackwardDqThreads = 128 + 32;
 
 #if TW_HAS_WGMMA

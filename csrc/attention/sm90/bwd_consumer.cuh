@@ -38,8 +38,9 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
       consumer_release(&s.work_pipeline.empty[work_state.stage]);
     }
     if (leads()) tma_wait_read<0>();
-    // Complete the barriers that have arrivals left, and let the dQ store warps finish with the dQ
-    // buffers of this warpgroup.
+    // Warpgroup 1 has arrived at kExpWg0 once more than warpgroup 0 has waited there, so warpgroup
+    // 0 waits once more. Then the warpgroup waits until the dQ store warps have read the dQ buffers
+    // of this warpgroup.
     if (warpgroup == 0) named_barrier_wait(kExpWg0, kBackwardConsumerThreads);
     for (int warp = 0; warp < Config::kDqStoreWarps; ++warp) {
       backward_sm90_close_dq_buffer(warp, warpgroup);
@@ -62,8 +63,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
       named_barrier_wait(kConsumerWg0 + warpgroup, 128);
       consumer_release(&s.k_pipeline.empty[0]);
     }
-    // A warpgroup reads only its own keys of V, so its dV may overwrite them at once. Both
-    // warpgroups read all of dS, so dK may overwrite dS only after the barrier.
+    // A warpgroup reads only its own 64 keys of V, so the warpgroup's dV may overwrite these keys
+    // at once. Both warpgroups read all of dS, so dK may overwrite dS only after the barrier.
     Base::template epilogue_dkv<true>(acc_dv, s_v, warpgroup * 64, 0, p.dvalue,
                                       1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();

@@ -100,7 +100,7 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     uint32_t s_lane;
     if constexpr (Config::kMasked) {
       // NOTE: the kernel for a general mask has no free register for the address. The asm keeps the
-      // compiler from moving the computation out of the loop.
+      // compiler from computing the address before the loop.
       int thread = threadIdx.x;
       asm volatile("" : "+r"(thread));
       s_lane = ds_lane_address(thread);

@@ -33,7 +33,7 @@ struct TileDescriptor {
 
 // The scores of a warpgroup. S^T has 64 keys, starting at first_key(), and kScoreRows query rows,
 // starting at first_row(). In every 8 query rows, a thread holds 4 scores: 2 adjacent rows times 2
-// keys. Key 1 is 8 keys behind key 0.
+// keys. The 2 keys are 8 apart.
 template <typename Config>
 struct BackwardSm90Scores {
   using T = typename Config::T;
@@ -139,8 +139,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Compute dS = P * (dP - delta). acc_s holds the factor that s_to_p computed, and kUnshift
-  // removes its 2^kProbabilityShift. acc_dp holds dP - delta.
+  // Compute dS = P * (dP - delta). acc_s holds the factor that s_to_p computed. kUnshift removes
+  // 2^kProbabilityShift from this factor. acc_dp holds dP - delta.
   static __device__ __forceinline__ void dp_to_ds(ScoreOperand& ds16, const ScoreAcc& acc_s,
                                                   ScoreAcc& acc_dp, bool is_edge) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
@@ -358,8 +358,8 @@ struct BackwardSm90Scores {
     return *reinterpret_cast<const int4*>(
         &s.seen[state.stage].live[first_row() + n * 8 + lane() % 4 * 2]);
   }
-  // Whether the score in register i (0 to 3) is visible, that is, its row sees its key. `key` is
-  // the thread's first key.
+  // Whether the score in register i (0 to 3) is visible, that is, whether the row of the score sees
+  // the key of the score. `key` is the thread's first key.
   static __device__ __forceinline__ bool sees(const int4& live, int i, int key) {
     const int own_key = key + i / 2 * 8;
     return i % 2 ? own_key >= live.z && own_key < live.w : own_key >= live.x && own_key < live.y;

@@ -47,8 +47,9 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
       process_work_tile();
       consumer_release(&s.work_pipeline.empty[work_state.stage]);
     }
-    // Complete the barriers that have arrivals left, and let the dQ store warp finish with the dQ
-    // buffer of this warpgroup.
+    // Warpgroup 1 has arrived at kExpWg0 once more than warpgroup 0 has waited there, so warpgroup
+    // 0 waits once more. Then the warpgroup waits until the dQ store warp has read the dQ buffer of
+    // this warpgroup.
     if (warpgroup == 0) named_barrier_wait(kExpWg0, kBackwardConsumerThreads);
     backward_sm90_close_dq_buffer(0, warpgroup);
   }
@@ -65,8 +66,8 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
     s.k_pipeline.wait(kv_state);
     s.v_pipeline.wait(kv_state);
     if (work().steps() > 0) mainloop(acc_dk, acc_dv, work().first_step, work().steps());
-    // A warpgroup reads only its own keys of V, so its dV may overwrite them at once. Both
-    // warpgroups read all of K, so dK may overwrite K only after the barrier.
+    // A warpgroup reads only its own 64 keys of V, so the warpgroup's dV may overwrite these keys
+    // at once. Both warpgroups read all of K, so dK may overwrite K only after the barrier.
     Base::template epilogue_dkv<true>(acc_dv, s_v, warpgroup * 64, 0, p.dvalue,
                                       1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();

@@ -208,7 +208,7 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
         }
         query_state.advance();
       }
-      // Load K of key tile j + 1 before V of key tile j. The consumers need them in this order,
+      // Load K of key tile j + 1 before V of key tile j. The consumers need K and V in this order,
       // because they compute S of key tile j + 1 before they compute O += P V of key tile j.
       for (int key = kKeys; key < block.keys; key += kKeys) {
         load_k(key);
