@@ -13,10 +13,10 @@
 
 namespace torchweld {
 
-// The work tile of a block: query rows [first_row, first_row + rows) of one head, and keys [pad,
-// pad + keys) of its sequence. Each of these keys is seen by at least one of these rows. All other
-// key indices in this struct count from `pad`, the end of the padding. Row i of the head sees the
-// keys with an index below min(i + shift, all_keys).
+// The work tile of a block. It has query rows [first_row, first_row + rows) of one head, and keys
+// [pad, pad + keys) of the sequence. Each of these keys is seen by at least one of these rows. All
+// other key indices in this struct count from `pad`, the end of the padding. Row i of the head sees
+// the keys with an index below min(i + shift, all_keys).
 struct AttentionBlock {
   int64_t batch;
   int64_t head;

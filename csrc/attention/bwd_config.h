@@ -50,7 +50,8 @@ struct AttentionBackwardTile {
             : size * (2 * keys * head_dim + 4 * rows * head_dim + (paired ? 3 : 2) * keys * rows);
     return tiles + 16 * rows + 128;
   }
-  // The number of accumulators per thread for the strips of a warp.
+  // The number of accumulators per thread for dV and dK of a warp's strips. In a split or paired
+  // tile, a warp has accumulators for only one of dV and dK.
   constexpr int sum_registers() const {
     return (split || paired ? 1 : 2) * strips() * head_dim / groups / 2;
   }
@@ -140,7 +141,7 @@ inline constexpr int kNumAttentionBackwardSm90Tiles =
 inline constexpr int kAttentionBackwardSm90ExtraBytes = 3 * 1024;
 
 // The number of query rows in a group. A group has one BlockMask. In scratch memory, the query rows
-// are padded to whole groups. A group consists of whole query tiles of every kSync tile.
+// are padded to whole groups. The number is a multiple of `rows` of every kSync tile.
 inline constexpr int64_t kAttentionBackwardRowPad = 64;
 
 // Returns the multiple to which the number of query rows is rounded up in scratch memory.
@@ -232,8 +233,8 @@ inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
 // number of keys that a cluster processes.
 inline constexpr int64_t kAttentionBackwardSm90Keys = 128;
 
-// The number of 64-key tiles in the partial dK or dV of a part. The keys are rounded up to whole
-// blocks.
+// A part of the query heads has a partial dK and a partial dV. Returns the number of 64-key tiles
+// in each of these partials. The keys are rounded up to whole blocks.
 TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k) {
   return divide_up(seqlen_k, kAttentionBackwardSm90Keys) * (kAttentionBackwardSm90Keys / 64);
 }
@@ -276,10 +277,11 @@ static_assert(attention_backward_group_parts(0, 0, 8, 8, 132, true) == 1);
 //                    the same tile at this time, so the blocks share loads. All blocks of such a
 //                    wave end together, just when the next wave has to start.
 // Alternating directions are faster if a kv head has many query heads. Times on an H100 relative to
-// downwards only, in the notation of attention_backward_group_parts: (1, 64/8, 8192, 128) 0.89, (4,
-// 64/8, 2048, 128) 0.86, (8, 32/8, 2048, 128) 0.95, (1, 16/2, 8192, 256) 0.93, (1, 64/8, 8192, 64)
-// 0.97. If every kv head has only one query head, alternating directions take up to 1.2 times as
-// long as downwards only.
+// downwards only, in the notation of attention_backward_group_parts:
+//   (1, 64/8, 8192, 128) 0.89   (4, 64/8, 2048, 128) 0.86   (8, 32/8, 2048, 128) 0.95
+//   (1, 16/2, 8192, 256) 0.93   (1, 64/8, 8192, 64) 0.97
+// If every kv head has only one query head, alternating directions take up to 1.2 times as long as
+// downwards only.
 struct AttentionBackwardOrder {
   int64_t at_once;  // the number of parts whose blocks run at the same time
   // Number of blocks between two changes of the loop direction; 0 if all blocks loop downwards.

@@ -104,7 +104,7 @@ struct AttentionSm90Tile {
   int speed;   // measured TFLOP/s with many long rows on an H200
 
   static constexpr int kWarpgroupRows = 64;
-  // The number of columns in a TMA box. They fill a swizzle row of 128 bytes.
+  // The number of columns in a TMA box. A row of the box fills a swizzle row of 128 bytes.
   static constexpr int kBoxColumns = 64;
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }

@@ -51,8 +51,9 @@ struct AttentionSchedule {
   }
 };
 
-// csrc/instantiations.py generates one file for each instance of these templates. `tile` is an
-// index into kAttentionTiles.
+// csrc/instantiations.py generates the files that instantiate these templates. The instances of
+// launch_attention_general are in attention/general/fwd.cu instead. `tile` is an index into
+// kAttentionTiles.
 template <typename T, AttentionMath kMath, bool kMasked>
 void launch_attention_tiles(int tile, const AttentionParams& params, cudaStream_t stream);
 template <bool kMasked>

@@ -1,5 +1,5 @@
-// Defines the scale and the soft cap, which convert scores into probabilities, and the last step of
-// the softmax of a row. This code is for host and device.
+// Defines how the scale and the soft cap convert scores into probabilities. Also defines the last
+// step of the softmax of a row. This code is for host and device.
 #pragma once
 
 #include <cmath>

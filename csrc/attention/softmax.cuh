@@ -60,8 +60,8 @@ __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
       }
       max = quad_max(max);
       if (kLazy && (max - row.max) * c <= 8.f) max = row.max;
-      // -inf - (-inf) is NaN. A row that has had only scores of -inf so far therefore uses 0 as its
-      // maximum. The sum of the row stays 0.
+      // -inf - (-inf) is NaN. Therefore a row uses 0 as its maximum if all scores of the row so far
+      // are -inf. The sum of the row stays 0.
       const float top = max == -INFINITY ? 0.f : max;
       // NOTE: s * c - shift is one FMA. All scores of the row and `factor` use the same rounded
       // `shift`, so the rounding error of `shift` cancels. For huge scores, however, this error is

@@ -2,8 +2,7 @@
 //
 // A row has kDim elements in chunks of 16 bytes. Chunk c of row r is stored at chunk c ^ (r % 8),
 // so that the eight rows of an ldmatrix access every bank once. A tile starts at a multiple of its
-// row size. Therefore the address of chunk c of a row is (address of chunk 0 of the row) ^ (c *
-// 16).
+// row size. Therefore the address of chunk c is (address of chunk 0 of the row) ^ (c * 16).
 #pragma once
 
 #include "attention/params.h"
@@ -34,7 +33,7 @@ struct SharedTile {
   static constexpr int kRows = kTileRows;
   static constexpr int kRowBytes = kCols * sizeof(T);
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kGroups = kRowBytes / 32;  // the K dimension of an mma is 32 bytes
+  static constexpr int kGroups = kRowBytes / 32;  // number of K steps of an mma (32 bytes) per row
   static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kChunks >= 2 && (kChunks & (kChunks - 1)) == 0);
   alignas(128) T s_data[kRows * kCols];
@@ -105,8 +104,8 @@ class AttentionLoader {
   __device__ __forceinline__ void load(int thread, uint32_t s_tile, int rows_left) {
     const ThreadChunks chunks(thread);
     const bool has_cols = chunks.chunk * Layout::kElems < cols_;
-    // NOTE: the copy size is 0 or 16 bytes, so ptxas replaces it by a predicate. Other sizes would
-    // cost ten instructions per copy.
+    // NOTE: the copy size is 0 or 16 bytes, so ptxas replaces the size by a predicate. Other sizes
+    // would cost ten instructions per copy.
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const bool live = has_cols && chunks.row + i * kRowStep < rows_left;

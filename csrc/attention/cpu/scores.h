@@ -23,8 +23,8 @@ struct CpuScores {
     if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
   }
 
-  // Returns the smallest range that contains every key that some row of the rows [row, row + rows)
-  // of sequence b sees.
+  // Returns the smallest range that contains all keys that the query rows [row, row + rows) of
+  // sequence b see.
   KeyRange keys_of_rows(int64_t b, int64_t row, int64_t rows) const {
     const SequenceMask sequence = mask.sequence(b);
     KeyRange all = {mask.seqlen_k, 0};

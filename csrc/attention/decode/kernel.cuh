@@ -57,8 +57,8 @@ struct AttentionDecodeConfig : AttentionVariant<kMasked> {
       T rings[kWarps][kStages][2][kKeys * kDim];
       DecodeSumsShared<kRows, kDim, kWarps> sums;
     };
-    // The maxima and sums of each warp. The rescaling factor of a warp later overwrites the warp's
-    // maximum.
+    // The maximum and the sum of each row in each warp. The factor that rescales the row's sums of
+    // the warp later overwrites the maximum.
     MaxSum warp_sums[kWarps][kRows];
     MaxSum block_sums[kRows];
     float factor[kRows];  // normalises the sums of a row; negative if the row sees no key

@@ -58,8 +58,8 @@ struct DecodeSums {
   const DecodeWork& work;
   typename Config::Shared& s;
 
-  // Stores the sums of the warps in shared memory and computes the factors that rescale them to a
-  // common maximum.
+  // Stores the sums of the warps in shared memory. Computes the factors that rescale these sums to
+  // a common maximum.
   template <int kTiles>
   __device__ __forceinline__ void gather(const OnlineRow (&rows)[kTiles][2],
                                          const float (&r_out)[kTiles][kDim / 8][4]) const {
@@ -120,8 +120,7 @@ struct DecodeSums {
   // group's last split calls this function.
   // NOTE: blocks start in the order of their indices. Therefore the blocks of the other splits have
   // started before this block waits for them.
-  // NOTE: the first loads of partial sums start before find_factors(), so that they overlap with
-  // it.
+  // NOTE: the first partial sums are loaded while find_factors() runs.
   __device__ __forceinline__ void reduce_partials() const {
     for (int i = threadIdx.x; i < others(); i += Config::kThreads) {
       work.plan.flags.wait(first_partial() + i);

@@ -11,9 +11,8 @@
 // the other query rows from shared memory.
 //
 // Every warp adds its slice of dQ once per query tile. A key warp adds before it computes the next
-// query tile. A value warp adds after it computes the next query tile, so it computes P earlier
-// than a key warp needs P. While half of the warps wait for the sums of dQ, the other half
-// multiply.
+// query tile. A value warp adds after it computes the next query tile. Therefore P is ready when a
+// key warp needs P. While half of the warps wait for the sums of dQ, the other half multiply.
 #pragma once
 
 #include "attention/sync/bwd_block.cuh"

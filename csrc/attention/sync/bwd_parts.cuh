@@ -190,8 +190,8 @@ struct Operands<float> {
     for (int i = 0; i < 4; ++i) to.r[i] = round_to_tf32(r_tile->r[kOrder[i]]);
   }
 
-  // NOTE: tensor cores truncate when they add. Therefore each mma starts from 0, and an fp32
-  // addition, which rounds, adds its result to `d`. Long sums then have the error of fp32.
+  // NOTE: tensor cores truncate when they add. Therefore each mma starts from 0. An fp32 addition,
+  // which rounds, then adds the result of the mma to `d`. Long sums then have the error of fp32.
   static __device__ __forceinline__ void mma(float (&d)[4], const Left& a, const Right& b) {
     float r_product[4] = {};
     mma_1688(r_product, a.r, b.r[0], b.r[1]);

@@ -134,7 +134,7 @@ struct BackwardBlock : BackwardTools<Config> {
   }
 
   // Converts the scores in r_p into P * 2^kProbabilityShift, and dP in r_ds into dS. shared.delta
-  // holds delta * 2^-kProbabilityShift, and kUnshift gives dP this factor, too.
+  // holds delta * 2^-kProbabilityShift. kUnshift multiplies dP by 2^-kProbabilityShift, too.
   __device__ __forceinline__ void differentiate(Scores& r_p, Scores& r_ds, int stage, int col) {
     constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
     const int first = col + threadIdx.x % 4 * 2;

@@ -46,8 +46,8 @@ struct AttentionConfig : AttentionVariant<kMasked> {
   static_assert(kWarpRows % 16 == 0 && kKeys % 16 == 0 && (kStages == 1 || kStages == 2));
 };
 
-// NOTE: `block` is in shared memory, because the loop rarely needs its values and has no free
-// registers.
+// NOTE: `block` is in shared memory, because the loop has no free registers and rarely needs the
+// values in `block`.
 template <typename Config>
 struct AttentionShared {
   static constexpr int kDim = Config::kDim;
