@@ -1,8 +1,8 @@
 // Picks the kernel configuration of a call. If tune forces a configuration on this thread, pick()
 // returns that one. Otherwise, if a configuration is remembered for the problem, pick() returns
-// that one. Otherwise it returns the heuristic choice. A single load tells pick() whether any
-// choice is forced or remembered, or any thread observes choices. This header includes no torch
-// header.
+// that one. Otherwise it returns the heuristic choice. In most calls no choice is forced or
+// remembered, and no thread observes choices; pick() finds this out with a single load. This header
+// includes no torch header.
 #pragma once
 
 #include <optional>

@@ -53,8 +53,9 @@ inline at::Tensor driver_zeros(int64_t count, at::ScalarType type, const at::Ten
   return at::from_blob(data, {bytes / elem}, free, like.options().dtype(type));
 }
 
-// Returns at least `count` zeros. All calls of this thread on the current stream share them. If
-// this thread already has such memory for `max_streams` other streams, returns an undefined tensor.
+// Returns a tensor of at least `count` zeros. All calls of this thread on the current stream get
+// the same memory. If this thread already has such tensors for `max_streams` other streams, returns
+// an undefined tensor.
 // NOTE: every thread has its own cache, with one entry per stream. Kernels that share an entry must
 // not overlap, and kernels of one stream never overlap.
 template <at::ScalarType type>

@@ -30,9 +30,9 @@ inline cudaStream_t current_stream() {
 }
 
 // Returns the address of a tensor's elements. In a dry run tensors have no memory, so the function
-// returns an address in a placeholder that is never read. It does not return nullptr, because
-// nullptr tells a launcher that the tensor is absent. The address is as far from a 16-byte boundary
-// as the tensor's first element would be.
+// returns an address in a placeholder, and no code reads this placeholder. nullptr would not do,
+// because it tells a launcher that the tensor is absent. The address is as far from a 16-byte
+// boundary as the tensor's first element would be.
 template <typename T>
 T* mutable_data(const at::Tensor& t) {
   alignas(16) static char placeholder[32];

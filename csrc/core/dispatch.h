@@ -200,8 +200,8 @@ struct Finishes<Function, std::void_t<decltype(&Function::finish)>> : std::true_
 
 // Returns the Autograd kernel of an op whose gradient is the autograd Function `Function`. If
 // autograd must record a call, the kernel applies Function; otherwise it calls the op without
-// autograd. Before Function, the kernel calls check(name, args...). Error messages then name this
-// op instead of <op>_forward, which Function calls.
+// autograd. Before it applies Function, the kernel calls check(name, args...). Error messages then
+// name this op instead of <op>_forward, which Function calls.
 template <typename Function, typename Op, typename Result, typename... Args, typename Check>
 torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) {
   return torch::CppFunction([check](Args... args) -> Result {

@@ -1,6 +1,6 @@
-// A KernelFamily is a group of kernels that solve one kind of problem. It encodes problems and
-// choices (engine, tile and splits) as integers. tune, explain and the remembered choices use these
-// codes. This is pure host code.
+// A KernelFamily is a group of kernels that solve one kind of problem. The family encodes problems
+// and choices (engine, tile and splits) as integers. tune, explain and the remembered choices use
+// these integers. This is pure host code.
 //
 // A family is a struct with these static members:
 //   kName, kFields, kEngines        its name, the bounds of a problem's fields, the engines' names

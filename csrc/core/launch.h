@@ -23,7 +23,7 @@ inline constexpr int64_t kMaxGrid = 2147483647;
 inline constexpr int kDefaultSharedBytes = 48 * 1024, kPortableCluster = 8;
 // An upper bound on the static shared memory of every kernel that uses dynamic shared memory. The
 // limit kDefaultSharedBytes counts static and dynamic shared memory, but launch_kernel does not
-// know how much of it is static.
+// know the static shared memory of a kernel.
 inline constexpr int kMaxStaticBytes = 8 * 1024;
 
 struct Grid {

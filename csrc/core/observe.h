@@ -13,7 +13,7 @@ extern std::atomic<int> choices_in_use;
 
 inline bool is_observed() { return choices_in_use.load(std::memory_order_relaxed) != 0; }
 
-// Whether this thread is in a dry run. In a dry run it records launches but does not execute them.
+// Whether this thread is in a dry run. In a dry run the thread records launches but executes none.
 bool thread_is_dry_run();
 inline bool is_dry_run() { return is_observed() && thread_is_dry_run(); }
 

@@ -108,8 +108,8 @@ inline double exp_in_vectors(double x) {
                    2.0;
   const double e = 1.0 + 2.0 * (p / (q - p));
   // 2^n is computed as a product of two powers of 2, because n may lie outside the exponent range
-  // of normal numbers. Adding 2048 makes the exponent positive, because AVX2 has no arithmetic
-  // right shift of 64-bit integers.
+  // of normal numbers. 2048 is added to make the exponent positive. The code halves the exponent
+  // with a right shift, and AVX2 has no arithmetic right shift of 64-bit integers.
   uint64_t bits, base;
   std::memcpy(&bits, &shifted, 8);
   std::memcpy(&base, &kRound, 8);

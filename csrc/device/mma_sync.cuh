@@ -2,13 +2,14 @@
 // asynchronous copies to shared memory.
 // Source: PTX ISA, "Warp-level matrix instructions" and "cp.async".
 //
-// A fragment is the part of an operand that a lane holds. The tables show the elements in the
-// registers of a fragment of m16n8k16 (16 bits) and of m16n8k8 (TF32), where g = lane / 4 and
-// t = lane % 4. `2t..` is the pair 2t, 2t + 1 along k. Elements are (row, k) in A and (row, column)
-// in C and D.
+// A fragment is the part of an operand that a lane holds. The table lists the elements in each
+// register of a fragment. The 16-bit rows are for m16n8k16, and the TF32 rows are for m16n8k8. g is
+// lane / 4 and t is lane % 4. `2t..` is the pair 2t, 2t + 1 along k. Elements are (row, k) in A and
+// (row, column) in C and D.
 //   A  16-bit: {(g, 2t..), (g+8, 2t..), (g, 2t+8..), (g+8, 2t+8..)}
 //      TF32:   {(g, t), (g+8, t), (g, t+4), (g+8, t+4)}
-//   B  16-bit: {(k 2t.., n g), (k 2t+8.., n g)}      TF32: {(k t, n g), (k t+4, n g)}
+//   B  16-bit: {(k 2t.., n g), (k 2t+8.., n g)}
+//      TF32:   {(k t, n g), (k t+4, n g)}
 //   C, D:      {(g, 2t), (g, 2t+1), (g+8, 2t), (g+8, 2t+1)}
 #pragma once
 
@@ -132,10 +133,10 @@ __device__ __forceinline__ uint32_t round_to_tf32(float x) {
 
 // Splits x into two TF32 values, so that x = big + small with a relative error of at most 2^-22.
 // Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022.
-// NOTE: in the product with `small` of the other operand, `cross` stands for x, not `big`. cross is
-// 0 if x is inf or NaN, and equals big otherwise. The product big * big already propagates inf and
-// NaN. With big in place of cross, inf * 0 would turn an inf result into NaN. A finite x that would
-// round to inf is truncated instead.
+// NOTE: the product of x and the other operand's `small` is computed as cross * small, not as big *
+// small. cross equals big, except that it is 0 if x is inf or NaN. The product big * big already
+// propagates inf and NaN. In big * small, inf * 0 would turn an inf result into NaN. A finite x
+// that would round to inf is truncated instead.
 struct SplitTf32 {
   uint32_t big, small, cross;
   __device__ __forceinline__ explicit SplitTf32(float x) {
@@ -148,8 +149,8 @@ struct SplitTf32 {
   }
 };
 
-// copy_async_4 and copy_async_8 copy `bytes` bytes, at most 4 or 8, from global to shared memory.
-// They fill the rest of the 4 or 8 bytes at s_to with zeros.
+// copy_async_4 writes 4 bytes and copy_async_8 writes 8 bytes at s_to in shared memory. The first
+// `bytes` of these bytes are copied from global memory, and the rest are zeros.
 __device__ __forceinline__ void copy_async_4(uint32_t s_to, const void* g_from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(s_to), "l"(g_from), "r"(bytes)
                : "memory");
@@ -162,10 +163,10 @@ __device__ __forceinline__ void copy_async_8(uint32_t s_to, const void* g_from, 
 // Splits the fp32 values x and y into three bf16 terms each: high + middle + low equals the value.
 // A member such as `high` holds the term of x and the term of y as a pair. A product of two bf16
 // terms is exact in the accumulator of a tensor core. A product of two TF32 terms is not.
-// NOTE: in the products with the smaller terms of the other operand, `cross` stands for the value,
-// not `high`. If kHandlesNonFinite is true, cross is 0 for a value that is inf or NaN, and equals
-// high otherwise. The product high * high already propagates inf and NaN. With high in place of
-// cross, inf * 0 would turn an inf result into NaN. A finite value that would round to inf is
+// NOTE: the products of a value and the other operand's smaller terms use `cross` in place of
+// `high`. If kHandlesNonFinite is true, cross equals high, except that it is 0 for a value that is
+// inf or NaN. The product high * high already propagates inf and NaN. With high in the other
+// products, inf * 0 would turn an inf result into NaN. A finite value that would round to inf is
 // truncated instead. If kHandlesNonFinite is false, inf, NaN and values that would round to inf set
 // `check` to NaN.
 template <bool kHandlesNonFinite>
@@ -253,7 +254,7 @@ struct TermFragment {
   }
 };
 
-// Computes partial = a @ b with fp32 accuracy for kM x 2 kPairs tiles. The instructions of the
+// Computes partial = a @ b with fp32 accuracy for kM by 2 * kPairs tiles. The instructions of the
 // tiles are interleaved. In each tile the products of the largest terms are added last. Until then
 // the sum is small, because it has only the other products. Therefore the truncation errors of
 // these first additions are negligible.

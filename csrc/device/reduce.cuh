@@ -68,10 +68,10 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum x, const Exponent& exponent)
   return {max, warp_sum(rescaled_sum(x, max, exponent))};
 }
 
-// Reduces one value per warp over a block of at most kThreads threads. If kGroups > 0, the block
-// has kGroups groups of kThreads threads. Each group then reduces its own values and has its own
-// barrier. Every thread receives the result. The result has the same bits in every run. Consecutive
-// calls must not use the same object, so a loop must alternate between two objects.
+// If kGroups is 0, reduces one value per warp over a block of at most kThreads threads. If kGroups
+// > 0, the block has kGroups groups of kThreads threads. Each group then reduces its own values and
+// has its own barrier. Every thread receives the result. The result has the same bits in every run.
+// Consecutive calls must not use the same object, so a loop must alternate between two objects.
 template <int kThreads, int kGroups = 0>
 struct BlockExchange {
   static constexpr int kWarps = kThreads / kWarp;

@@ -1,9 +1,9 @@
 // Chooses the engine and the tile of a matmul. This is pure host code: the launchers,
 // torchweld.explain and the CPU tests read the same tables.
 //
-// Each engine has two functions of a problem and one of the engine's tiles: ..._refusal returns why
-// the tile can't run the problem, and ..._seconds estimates the time. choose_gemm picks the fastest
-// legal tile of all engines.
+// Each engine has two functions that take a problem and a tile of the engine. ..._refusal returns
+// why the tile can't run the problem. ..._seconds estimates the time that the tile needs.
+// choose_gemm picks the fastest legal tile of all engines.
 #pragma once
 
 #include "gemm/rows/tiles.h"

@@ -74,8 +74,8 @@ class GroupWriter {
 
   // v holds kGroups groups. A group is 8 columns of one row. Without a gate, group i belongs to row
   // r(i) = row + i * row_step. In a gated product, groups i and kGroups / 2 + i hold the left and
-  // the right values of row r(i). Only rows r(0) to r(rows - 1) exist in y; the function stores no
-  // others.
+  // the right values of row r(i). The function stores only rows r(0) to r(rows - 1), because y has
+  // no further rows.
   // NOTE: the function processes several rows at once to hide the latency of their loads.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,

@@ -54,8 +54,9 @@ struct GemmFamily {
     return gemm_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // Lists every tile with splits = 1, even if the tile can't run the problem. The list also has
-  // each other number of splits of K, for the tiles that support this number for the problem.
+  // Lists pairs of a tile and a number of splits of K. Every tile is listed with splits = 1, even
+  // if it can't run the problem. A pair with another value of `splits` is listed only if the tile
+  // can run the problem with this value.
   static std::vector<Encoded> candidates(const GemmProblem& p) {
     std::vector<Encoded> all;
     for_each_gemm_choice([&](GemmEngine engine, int tile, int splits) {

@@ -50,15 +50,15 @@ struct GemmSegments {
 };
 
 struct GemmEpilogue {
-  const void* bias = nullptr;  // (N,), or (2N,) if gated
+  const void* bias = nullptr;  // shape (N,), or (2N,) if gated
   bool bias_fp32 = false;  // whether the bias is fp32; otherwise it has the dtype of the operands
   Activation activation = Activation::kNone;
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;  // if gated: whether left and right values alternate in bias and preact
-  // If preact is not null, the epilogue also stores z = a @ b^T + bias there. z is (M, N), or
-  // (M, 2N) if gated. In memory, each row of z directly follows the previous row. The batch stride
-  // of z is that of y.
+  bool interleaved = false;  // if gated: whether left and right alternate in `bias`, `preact`
+  // If `preact` is not null, the epilogue also stores z = a @ b^T + bias at this address. z is
+  // (M, N), or (M, 2N) if gated. In memory, each row of z directly follows the previous row. z has
+  // the batch stride of y.
   void* preact = nullptr;
 };
 
@@ -69,9 +69,9 @@ struct GemmEpilogue {
 struct GemmNorm {
   bool given = false, centred = false;
   float eps = 0, scale_offset = 0;
-  const void* scale = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the scale is 1
-  const void* shift = nullptr;  // (K,) on a 16-byte boundary; if nullptr, the shift is 0
-  float* mean = nullptr;        // outputs mean and rstd: (M,), or nullptr if not requested
+  const void* scale = nullptr;  // shape (K,), on a 16-byte boundary; nullptr for a scale of 1
+  const void* shift = nullptr;  // shape (K,), on a 16-byte boundary; nullptr for a shift of 0
+  float* mean = nullptr;        // outputs of shape (M,): mean and rstd; nullptr if not needed
   float* rstd = nullptr;
 };
 
@@ -85,13 +85,13 @@ struct GemmParams {
   GemmNorm norm;
   GemmEpilogue epilogue;
   GemmChoice choice;
-  float* workspace;  // choice.workspace_floats(...) floats, or nullptr if this number is 0
-  uint64_t* flags;   // choice.flags(...) flags, or nullptr if this number is 0
-  // Memory of gemm_written_bytes(...) bytes for copies of operands, or nullptr if no bytes are
-  // needed.
+  float* workspace;  // memory for split-K or stream-K partials; nullptr if there are none
+  uint64_t* flags;   // one flag per stream-K partial; nullptr if there are no such partials
+  // Memory for copies of operands; gemm_written_bytes() returns its size in bytes. The pointer is
+  // nullptr if this size is 0.
   void* written;
-  // Output: fp32 partial sums of each row of a. The shape is (choice.dbias_partials(...), M). The
-  // pointer is nullptr if the sums are not requested.
+  // Output (P, M): P fp32 partial sums of each row of a, where P is the result of
+  // choice.dbias_partials(). The pointer is nullptr if the caller does not request the sums.
   float* dbias_partials;
   // If not null, K is the concatenation of these segments, and `a` and `b` above are the operands
   // of the first segment. The GemmSegments struct lies in host memory.

@@ -23,15 +23,16 @@ constexpr int gemm_elem_size(GemmMath math) {
   return math == GemmMath::kFloat16 || math == GemmMath::kBFloat16 ? 2 : 4;
 }
 
-// A k-block is a slice of K. In each row of an operand it has 128 bytes: 64 elements of 16 bits or
-// 32 elements of fp32.
+// A k-block is a slice of K. One row of an operand has 128 bytes in a k-block: 64 elements of 16
+// bits or 32 elements of fp32.
 inline constexpr int kKBlockBytes = 128;
 
 struct GemmProblem {
   int64_t m, n, k, batch;  // n is the number of columns of y; if gated, b has 2n rows
   bool gated, pointwise;   // pointwise: whether the epilogue has a gate or an activation
   GemmMath math;
-  // Whether K is the contiguous dim of a and of b. Each of the four layouts has its own kernel.
+  // Whether K is the contiguous dim of a, and whether K is the contiguous dim of b. Each of the
+  // four combinations has its own kernel.
   bool a_k_major, b_k_major;
   bool normed;  // whether the rows of a are normalised before the product
   DeviceFacts device;

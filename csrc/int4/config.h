@@ -248,16 +248,17 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
     consider(Int4Engine::kLargeM, i, kInt4LargeMTiles[i]);
   for (int i = 0; i < kInt4SmallMTileCount; ++i) {
     const Int4SmallMTile& tile = kInt4SmallMTiles[i];
-    // Skip a kSmallM tile that has at least as many tokens as the smallest kLargeM tile, if x has
-    // more tokens than the kSmallM tile. Such problems were not measured.
+    // Skip a kSmallM tile if two conditions hold: it has at least as many tokens as the smallest
+    // kLargeM tile, and x has more tokens than the kSmallM tile. Such problems were not measured.
     if (tile.tokens >= kInt4LargeMTiles[0].tokens && p.m > tile.tokens) continue;
     consider(Int4Engine::kSmallM, i, tile);
   }
   return best;
 }
 
-// Considers only the smallest legal tiles that hold all tokens of x. Returns the fastest
-// configuration of these tiles by the time model. Returns kDense if no tile is legal.
+// Considers only the legal tiles of one token count: the smallest count that holds all tokens of x,
+// or the largest count if none does. Returns the fastest configuration of these tiles by the time
+// model. Returns kDense if no tile is legal.
 inline Int4Choice choose_int4_sync(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
   double best_time = -1;

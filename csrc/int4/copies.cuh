@@ -85,8 +85,8 @@ class Int4XCopies {
   // The index (within the k-block) of the first chunk that the thread loads.
   __device__ __forceinline__ int first_chunk() const { return chunk_; }
 
-  // Loads the next k-block. valid(chunk) must return whether chunk first_chunk() + chunk of the
-  // k-block lies in the split. Chunks outside of the split become 0.
+  // Loads the next k-block. valid(i) must return whether the chunk with index first_chunk() + i in
+  // the k-block lies in the split. Chunks outside of the split become 0.
   template <typename Valid>
   __device__ __forceinline__ void load(uint32_t s_stage, const Valid& valid) {
 #pragma unroll

@@ -1,9 +1,10 @@
 // Split-K and the time model of matmuls with a 4-bit weight. This is pure host code.
 //
-// The model is a sum of three terms: the time of a tile's k-blocks (alone on an SM or with other
-// blocks), the time to fill the pipeline, and the time to reduce the splits. It predicts
-// measurements within a few percent. A simpler model with a fraction of the peak rates was wrong by
-// a factor of two, because splits are not free.
+// The model is a sum of three terms: the time of the k-blocks of a tile, the time to fill the
+// pipeline, and the time to reduce the splits. The time of a k-block depends on the number of
+// blocks that the SM runs. The model predicts measurements within a few percent. A simpler model,
+// which assumed a fraction of the peak rates, was wrong by a factor of two, because each split
+// costs time.
 #pragma once
 
 #include <algorithm>

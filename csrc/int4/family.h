@@ -36,8 +36,8 @@ struct Int4Family : FirstSizeByClass {
     return int4_choice(p, engine(x), static_cast<int>(x[1]), static_cast<int>(x[2]));
   }
 
-  // Lists every tile. If a tile is legal and its kernels have several numbers of splits, the list
-  // has the tile with each of these numbers.
+  // Lists every tile. A legal tile that has kernels for several numbers of splits is listed once
+  // for each of these numbers.
   static std::vector<Encoded> candidates(const Int4Problem& p) {
     std::vector<Encoded> all;
     for (int i = 0; i < kInt4DecodeTileCount; ++i) {

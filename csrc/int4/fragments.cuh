@@ -168,7 +168,8 @@ class Int4XReader {
 
  public:
   static constexpr int kTerms = sizeof(T) == 4 ? 3 : 1;
-  // One ldmatrix loads two groups of 16-bit x, except in tiles of 8 tokens.
+  // The number of groups that one load reads. One ldmatrix reads two groups of 16-bit x, but only
+  // one group in tiles of 8 tokens.
   static constexpr int kCount = kTokens >= 16 && sizeof(T) == 2 ? 2 : 1;
   uint32_t r[kCount][kTerms][2];
 

@@ -4,13 +4,14 @@
 // Portable layout: a word holds eight consecutive codes of a row, the first code in the lowest
 // nibble. These eight codes are called a unit.
 //
-// Repacked layout: the rows form tiles of 16 rows. A tile is a sequence of chunks of 64 columns,
-// and a chunk has four words for each of 32 lanes. Word s of lane l holds eight codes of columns
-// [16 s, 16 s + 16), in the order of lane l's values in the 16 x 16 register operand of mma.sync or
-// wgmma. With g = l / 4 and t = l % 4, nibbles i and i + 4 are codes 2t and 2t + 1 of unit
-// 2 s + i / 2 of the chunk, in row g + 8 * (i % 2). One shift and one mask unpack nibbles i and
-// i + 4 into the two halves of a register. Rows and units behind the end of the weight are 0. All
-// kernels read this layout.
+// Repacked layout: the rows form tiles of 16 rows. A tile is a sequence of chunks of 64 columns. A
+// chunk has four words for each of 32 lanes. Word s of lane l holds eight codes of columns 16 s to
+// 16 s + 15. Lane l holds these values in the 16 x 16 register operand of mma.sync or wgmma. g is l
+// / 4 and t is l % 4. For i from 0 to 3:
+//   nibble i      code 2t of unit 2 s + i / 2 of the chunk, in row g + 8 * (i % 2) of the tile
+//   nibble i + 4  code 2t + 1 of this unit, in this row
+// One shift and one mask unpack nibbles i and i + 4 into the two halves of a register. Rows and
+// units behind the end of the weight are 0. All kernels read this layout.
 //   packed        (tiles, chunks, 128) words; the four words of a lane are adjacent
 //   packed_scale  (tiles, groups, 16) scales of the rows in the order 0, 8, 1, 9, ..., so that one
 //                 load reads the scales of both rows of a lane

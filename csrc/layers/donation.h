@@ -1,6 +1,6 @@
-// Donation saves memory in the backward. The backward may overwrite a saved tensor that is not read
-// afterwards; the tensor is then called donated. For example, dz overwrites the pre-activation z. z
-// is as large as y, and without the donation both z and dz would be in memory.
+// Donation saves memory in the backward. A saved tensor is donated if the backward may overwrite
+// it, because nothing reads the tensor afterwards. For example, dz overwrites the pre-activation z.
+// z is as large as y, and without the donation both z and dz would be in memory.
 //
 // The backward of an autograd Function creates a Donation object before the Function calls its
 // backward op. The kernels of the backward op write dz to the memory that `over` returns.

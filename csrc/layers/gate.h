@@ -100,9 +100,10 @@ inline void gated_matmul_into(const Tensor& y, const Tensor& z, const Tensor& x,
 
 // Returns dz (rows, 2N), the gradient with respect to z. If z is donated (layers/donation.h), dz
 // overwrites z. dbias (N,) receives the column sums of the left half of dz, and dbias_right (N,)
-// receives the column sums of the right half. If interleaved, dbias (2N,) receives the sums of both
-// halves. A gradient that is passed as a tensor of size (0,) is not computed. If replaces_dy is
-// true, y overwrites dy (rows, N); dy must then be contiguous, and z must not be interleaved.
+// receives the column sums of the right half. If interleaved, dbias (2N,) receives the column sums
+// of all of dz. A gradient that is passed as a tensor of size (0,) is not computed. If replaces_dy
+// is true, y = gate(left, right) overwrites dy (rows, N); dy must then be contiguous, and z must
+// not be interleaved.
 inline Tensor gate_backward_into(const Tensor& dbias, const Tensor& dbias_right, const Tensor& dy,
                                  const Tensor& z, Gate gate, bool interleaved,
                                  bool replaces_dy = false) {

@@ -32,8 +32,8 @@ inline Tensor empty_input_grad(const Tensor& x, bool wanted) {
 }
 
 // Allocates the gradient of a weight. Returns a tensor of size (0,) if the gradient is not
-// requested. If the weight is dense, the gradient has the strides of the weight. A weight may be
-// the transpose of a parameter; its gradient then has the memory layout of that parameter.
+// requested. If the weight is dense, the gradient has the strides of the weight. If the weight is
+// the transpose of a parameter, the gradient thus has the memory layout of that parameter.
 inline Tensor empty_weight_grad(const Tensor& weight, bool wanted) {
   return wanted ? at::empty_like(weight) : at::empty({0}, weight.options());
 }

@@ -36,8 +36,8 @@ struct Operand {
   Matrix matrix;
   bool k_major = true;
 
-  // other_k_major says whether the other operand of the product is K-major. If it is not, the
-  // kernels don't support a pair that is concatenated along K.
+  // other_k_major says whether the other operand of the product is K-major. If other_k_major is
+  // false, the kernels don't support a pair that is concatenated along K.
   explicit Operand(const Matrix& t, bool other_k_major = true) : matrix(t) {
     const int64_t rows = t.rows, k = t.columns, chunk = chunk_of(t.tensor);
     const bool base = reinterpret_cast<uintptr_t>(t.tensor.const_data_ptr()) % 16 == 0 &&

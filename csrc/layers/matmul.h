@@ -12,8 +12,9 @@ namespace torchweld {
 bool matmul_may_use_tf32(const Tensor& t);
 
 // A matrix in the memory of a tensor. It may also be a batch of matrices, or a pair. A pair is two
-// matrices with the same shape and strides that are used as one matrix. In this matrix, the rows of
-// the second matrix follow those of the first (kRows), or the columns do (kColumns).
+// matrices with the same shape and strides that are used as one matrix. The rows of the second
+// matrix follow the rows of the first (kRows), or the columns of the second follow the columns of
+// the first (kColumns).
 // NOTE: this is not a tensor view, because creating a view needs as much host time as a small op.
 struct Matrix {
   Tensor tensor;
@@ -82,7 +83,7 @@ struct MatmulEpilogue {
   // z = a @ b^T + bias (M, 2N).
   bool gated = false;
   Gate gate = Gate::kSigmoidTanh;
-  bool interleaved = false;  // whether left and right values alternate in bias and preact
+  bool interleaved = false;  // whether left and right values alternate in `bias` and `preact`
   // If defined, receives z = a @ b^T + bias. In memory, each row of z directly follows the previous
   // row. The batch stride of z is that of y.
   Tensor preact = {};
@@ -92,8 +93,8 @@ struct MatmulEpilogue {
 // A norm of rows: (x - mean) * rstd * (scale + scale_offset) + shift. In RMSNorm, mean is 0.
 struct RowNorm {
   bool centred;
-  OptionalTensor scale = std::nullopt;  // (K,)
-  OptionalTensor shift = std::nullopt;  // (K,)
+  OptionalTensor scale = std::nullopt;  // has the shape (K,)
+  OptionalTensor shift = std::nullopt;  // has the shape (K,)
   double scale_offset = 0;              // must be 0 without a scale
 };
 
@@ -120,8 +121,8 @@ bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 // are the two halves of a gated product. If b is a pair of kind kColumns, K is the number of
 // columns of both matrices together. Strides are arbitrary and sizes may be 0.
 //
-// Returns true if the kernel has written the sum of each row of a to epilogue.dbias. Only some
-// Hopper kernels compute these sums: those for the layout of a weight gradient.
+// Returns true if the kernel has written the sum of each row of a to epilogue.dbias. Only Hopper
+// kernels compute these sums, and only the kernels for the layout of a weight gradient.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
 

@@ -3,11 +3,11 @@
 //   y = activation(norm(x) @ weight.T + bias)
 //   x (..., K), weight (N, K), bias (N,), y (..., N)
 //
-// <op>_forward also returns the pre-activation and the statistics of the rows, for the gradient. If
-// the gradient does not need the pre-activation (none, relu), a tensor of size (0,) stands for the
-// pre-activation. The statistics have shape (...) and are fp32, or fp64 for fp64 inputs. The
-// backward computes the normalised rows again from the statistics, so the normalised rows are not
-// kept in memory. An RMS op also has weight_offset, which is added to the scale.
+// <op>_forward also returns the pre-activation and the statistics of the rows, for the gradient.
+// For the activations none and relu, the gradient does not need the pre-activation, so a tensor of
+// size (0,) stands for it. The statistics have shape (...) and are fp32, or fp64 for fp64 inputs.
+// The normalised rows are not kept in memory. The backward computes them again from the statistics.
+// An RMS op also has weight_offset, which is added to the scale.
 #pragma once
 
 #include "core/dispatch.h"

@@ -7,9 +7,9 @@
 // <op>_backward returns dx, all dweight_i, all dbias_i and the gradients of the norm's vectors.
 // Both return one flat list, because DTensor supports no op that returns a list and other results.
 //
-// The backward computes the normalised rows again. Their gradient is the sum of dy_i @ weight_i
-// over all i. It is computed as one product of the concatenated dy_i and the concatenated weight_i,
-// so no further pass adds gradients.
+// The backward computes the normalised rows again. The gradient of the normalised rows is the sum
+// of dy_i @ weight_i over all i. This sum is computed as one product of the concatenated dy_i and
+// the concatenated weight_i, so no further pass adds gradients.
 #pragma once
 
 #include <ATen/ops/cat.h>
@@ -37,8 +37,8 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
   // Whether the gradients of x, the weights, the biases and the vectors are requested.
   using Mask = std::array<bool, 3 + sizeof...(v)>;
 
-  // The gradients that <op>_backward returns for `count` weights, in this order: the gradient of x,
-  // those of the weights, those of the biases, and those of the norm's vectors.
+  // The gradients that <op>_backward returns for `count` weights. The order is: the gradient of x,
+  // the gradients of the weights, of the biases, and of the norm's vectors.
   struct Grads {
     Tensors all;
     size_t count;

@@ -1,8 +1,8 @@
 // Defines the ops rms_norm, layer_norm, add_rms_norm and add_layer_norm, with their gradients:
 //   y = (r - mean) * rstd * (weight + weight_offset) + bias,  rstd = 1 / sqrt(var(r) + eps)
 //   x, residual, y (..., n), weight and bias (n,)
-// r is x. In an add_ op, r is x + residual, rounded to the dtype of x and residual. In RMSNorm the
-// mean is 0, and there is no bias. LayerNorm has no weight_offset.
+// In rms_norm and layer_norm, r is x. In an add_ op, r is x + residual, rounded to the dtype of x
+// and residual. In RMSNorm the mean is 0, and there is no bias. LayerNorm has no weight_offset.
 //
 // An add_ op also returns r as `sum`, and dsum is the gradient with respect to `sum`. dx is the
 // gradient with respect to x and also with respect to the residual:

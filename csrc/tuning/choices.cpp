@@ -3,9 +3,9 @@
 //
 // Forced choices and observation belong to a thread. Remembered choices belong to the process and
 // to the name of a GPU. Therefore a file of remembered choices can be read before CUDA is
-// initialised. A remembered choice covers a shape class. If the choice does not support a problem
-// of the class, it is ignored for this problem. Outside of the library, a choice is identified by
-// its name.
+// initialised. A remembered choice covers a shape class. For a problem of this class that the
+// choice does not support, pick() ignores the choice. Outside of the library, a choice is
+// identified by its name.
 #include "core/choices.h"
 
 #include <torch/library.h>
@@ -97,9 +97,9 @@ struct Resolved {
   const char* source;
 };
 
-// Returns the forced choice of a problem, if there is one. Otherwise returns the remembered choice
-// for `gpu`, if there is one, and otherwise `heuristic`. If `gpu` is null, the function uses the
-// name of the current GPU.
+// Returns the forced choice of a problem, if there is one. Otherwise, if there is a remembered
+// choice for `gpu`, returns that choice. Otherwise returns `heuristic`. If `gpu` is null, the name
+// of the current GPU replaces it.
 template <typename KernelFamily>
 Resolved resolve(const std::string* gpu, const Encoded& problem, const Encoded& heuristic) {
   const Key key = {KernelFamily::kName, KernelFamily::shape_class(problem)};

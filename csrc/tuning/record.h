@@ -15,8 +15,9 @@ struct Record {
   Columns columns;
   // The name of each rejected choice, and the reason why it was rejected.
   std::vector<std::pair<std::string, std::string>> rejected;
-  // One entry for each launch: the number of registers, of bytes of shared memory, of threads and
-  // of bytes of local memory, and the offset of the kernel's host function in the library.
+  // One entry for each launch. An entry lists five numbers: the registers per thread, the bytes of
+  // shared memory, the threads per block, the bytes of local memory, and the offset of the kernel's
+  // host function in the library.
   std::vector<Encoded> kernels;
 
   std::string json() const;

@@ -1,5 +1,5 @@
 // Changes the register count of the threads of a warpgroup (setmaxnreg).
-// NOTE: ptxas ignores setmaxnreg (warning C7508) unless two conditions hold. The kernel has
+// NOTE: ptxas ignores setmaxnreg (warning C7508) unless two conditions hold: the kernel has
 // __launch_bounds__(threads, 1), and every warpgroup executes one setmaxnreg in a branch of its
 // own. setmaxnreg_inc waits until other warpgroups have released enough registers.
 #pragma once

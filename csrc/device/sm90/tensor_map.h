@@ -19,7 +19,7 @@ struct TensorBox {
   const void* data;
   int elem_size;       // size of an element in bytes: 2 or 4
   int64_t sizes[4];    // size of each dimension, in elements
-  int64_t strides[4];  // in elements; strides[0] is 1; the stride of an expanded dimension is 0
+  int64_t strides[4];  // in elements; strides[0] is 1; an expanded dimension has stride 0
   int box[4];          // size of the box in each dimension, in elements
   bool bfloat16 = false;
   bool tf32 = false;  // whether 4-byte values are rounded to TF32 during the copy

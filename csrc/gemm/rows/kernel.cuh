@@ -1,19 +1,20 @@
 // Computes y = epilogue(a @ b^T) for up to 16 rows of a, for example the tokens of a decode step.
-// The time of the kernel is the time to read b once. If b is small, the start and the end of the
-// kernel dominate its time.
+// Unless b is small, the kernel takes about as long as one read of b. If b is small, the start and
+// the end of the kernel dominate its time.
 //
 // Each block computes a few columns of y and processes all of K for them. Warp w multiplies
-// k-blocks w, w + kWarps, ... Each warp loads its k-blocks asynchronously into a ring of stages of
-// its own, so no warp waits for another warp. a is the 16-row A operand of mma.sync. At the end the
-// block adds up the accumulators of its warps through shared memory, in the order of the warps.
+// k-blocks w, w + kWarps, ... Each warp loads its k-blocks asynchronously into a ring of stages.
+// Every warp has a ring of its own, so no warp waits for another warp. a is the 16-row A operand of
+// mma.sync. At the end the block adds up the accumulators of its warps through shared memory, in
+// the order of the warps.
 //
 // If the rows of a are short, the kernel can apply a norm to them before the product. Every block
-// computes the statistics of all rows while the block's first k-blocks arrive. Later the block
+// computes the statistics of all rows while the first k-blocks of the block arrive. Later the block
 // normalises the fragments of a in registers.
 //
 // On Hopper the kernel starts while the previous kernel ends (programmatic dependent launch, PDL).
-// A prefetch of b into L2 before griddep_wait does not help: (M, K, N) = (16, 2048, 6144) needed
-// 10.8 us with the prefetch and 9.9 us without.
+// A prefetch of b into L2 before griddep_wait does not help. With this prefetch, (M, K, N) =
+// (16, 2048, 6144) needed 10.8 us; without it, 9.9 us.
 #pragma once
 
 #include "core/launch.h"
@@ -143,8 +144,9 @@ class RowsLoader {
 
   const GemmParams& p_;
   int lane_, k_;
-  // The addresses of this lane's first chunk in the left and in the right half of b. If b is
-  // MN-major, both addresses are that of the lane's only first chunk.
+  // from_[0] is the address of the first chunk that this lane loads from the left half of b, and
+  // from_[1] is the address for the right half. If b is MN-major, a lane loads chunks of only one
+  // half, and both addresses are equal.
   const T* from_[2];
   const T* from_a_;
   int64_t row_stride_ = 0;
@@ -248,7 +250,7 @@ class RowsFragments {
     load_matrix_4(r, shared_address(s.a) + rows_chunk<8>(row, slice * 2 + lane_ / 16) * 16);
     if (!norm_.given) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // each half has 8 of the 16 elements along K
+    for (int half = 0; half < 2; ++half) {  // each iteration handles 8 of the 16 elements along K
       if (slice * 16 + half * 8 >= left) continue;
       const uint32_t at = (slice * 16 + half * 8 + lane_ % 4 * 2) * uint32_t(sizeof(T));
       float2 scale = make_float2(1.f, 1.f), shift = make_float2(0.f, 0.f);

@@ -14,10 +14,10 @@ namespace torchweld {
 // A block multiplies all rows of a by `columns` rows of b. The k-blocks are assigned to the warps
 // of the block in round-robin order.
 struct RowsTile {
-  int columns;  // the number of rows of b that a block multiplies, over both halves if gated
+  int columns;  // the number of rows of b per block; if gated, it counts both halves
   int stages;   // the number of stages in each warp's ring
   int blocks_per_sm;
-  float bytes_per_ns;  // an estimate of the memory throughput of one SM, which rows_seconds uses
+  float bytes_per_ns;  // the estimated memory throughput of one SM; rows_seconds uses this estimate
 
   static constexpr int kRows = 16, kWarps = 8, kThreads = 32 * kWarps;
   // The kernel can normalise the rows of a only if K is at most kMaxNormed.
@@ -36,7 +36,7 @@ inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64,
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
 inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
-  // The maximum of K. The limit exists because the kernel counts K in 32 bits.
+  // The largest supported K. This limit exists because the kernel counts K in 32 bits.
   constexpr int64_t kMaxSize = int64_t{1} << 30;
   if (gemm_elem_size(p.math) != 2) return "the engine for few rows needs 16-bit operands";
   if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
@@ -57,11 +57,11 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
                                                                       : "more than 2^31 - 1 tiles";
 }
 
-// Estimates the time of the kernel without its launch and its first loads. The main part is the
-// longer of two times: the time to read b once from memory or L2, at kMemoryBytes per second, and
-// the time in which the busiest SM reads the operands of its blocks. A norm adds kNormUs, and
-// kBlockNormUs for every block of the busiest SM. The constants were fitted on an H200, together
-// with those of sm90_seconds.
+// Estimates the time of the kernel. The launch and the first loads are left out. The main part is
+// the longer of two times: the time to read b once from memory or L2, at kMemoryBytes per second,
+// and the time in which the busiest SM reads the operands of its blocks. A norm adds kNormUs once,
+// and kBlockNormUs for every block of the busiest SM. The constants and those of sm90_seconds were
+// fitted together, on an H200.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;

@@ -2,12 +2,12 @@
 // the activation or the gate, rounds, and stores y. Each warp writes boxes of 16 rows of results to
 // shared memory. TMA then copies the boxes to global memory.
 //
-// In ping-pong tiles the epilogue of one warpgroup runs while the other warpgroup multiplies, 512
-// clocks per k-block. The tensor cores have priority at the register file, so a warp in the
+// In ping-pong tiles one warpgroup runs its epilogue while the other warpgroup multiplies; a
+// k-block takes 512 clocks. The tensor cores have priority at the register file, so a warp in the
 // epilogue needs 5 to 8 clocks per instruction. For (8192, 768) times (768, 3072) with GELU in bf16
 // on an H200, a tile needs 6100 clocks for its mainloop and 6500 to 8500 for its epilogue (9500 in
-// the first version of this code). Plain stores instead of TMA make the product a tenth slower.
-// Neither twice as many boxes nor earlier loads of the bias change the time.
+// the first version of this code). With plain stores instead of TMA, this product is a tenth
+// slower. Neither twice as many boxes nor earlier loads of the bias change its time.
 #pragma once
 
 #include "device/activation.cuh"
@@ -29,7 +29,7 @@ class Sm90Epilogue {
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr bool kExact = sizeof(T) == 4;
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
-  static constexpr int kValues = kGroups * 4;  // the number of values of one thread in a box
+  static constexpr int kValues = kGroups * 4;  // number of values of a box that one thread holds
   static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
   static constexpr int kBiases = (kT.block_n + 127) / 128;  // the number of bias values per thread
   static constexpr int kSlots = kT.boxes;
@@ -115,7 +115,7 @@ class Sm90Epilogue {
   // `preact` is true, one box of the pre-activation (two boxes in a gated product).
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
 
-  // Where a warp's part of the tile starts in y. For a Box: where the box starts in y or preact.
+  // The start of a warp's part of the tile in y. In a Box: the start of the box in `y` or `preact`.
   struct Place {
     int row, column, batch;
   };
@@ -175,7 +175,7 @@ class Sm90Epilogue {
   using IterationValues = float[kIterationValues];
 
   // Sets `v` to the accumulators of one iteration.
-  // NOTE: one branch needs fewer instructions than to choose each value among all accumulators.
+  // NOTE: a branch on `iteration` needs fewer instructions than a selection of each single value.
   template <int kIndex = 0>
   static __device__ __forceinline__ void copy_values(IterationValues& v, const Flat& sums,
                                                      int iteration) {
@@ -359,8 +359,8 @@ class Sm90Epilogue {
     }
   }
 
-  // Stores a box element by element. This is for results whose rows don't start on 16-byte
-  // boundaries, because TMA can't store them.
+  // Stores a box element by element. TMA can't store a result whose rows don't start on 16-byte
+  // boundaries.
   __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;

@@ -1,7 +1,7 @@
-// The epilogue that computes the gradient of a gate, and the result of the gate if requested. TMA
-// loads boxes of the left and the right values into shared memory. A warp overwrites the values
-// with their gradients, and TMA stores the gradients. If the result of the gate is requested, the
-// warp then writes it into the box of the left values, and TMA stores it in act.
+// The epilogue that computes the gradient of a gate. TMA loads boxes of the left and the right
+// values into shared memory. A warp overwrites the values with their gradients, and TMA stores the
+// gradients. The caller may also request the result of the gate. In that case the warp then writes
+// the result into the box of the left values, and TMA stores this box in act.
 //
 // A pair of boxes holds the left and the right values of 16 rows and 64 columns. The first two
 // pairs of a tile are loaded during the mainloop of the tile. Each further pair is loaded while the
@@ -37,7 +37,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
   static constexpr Sm90Tile kT = gate_backward_tile();
   static constexpr int kPairs = kT.boxes / 2;
   static constexpr uint32_t kPairBytes = 2 * Base::kBoxBytes;
-  // A thread computes the gradients of its values of a box in kParts parts.
+  // A thread divides its values of a box into kParts parts and handles one part at a time.
   static constexpr int kParts = 2, kPartValues = Base::kValues / kParts;
   using Part = float[kPartValues];
   static_assert(kT.pingpong && Base::kIterations == 2 * kPairs);

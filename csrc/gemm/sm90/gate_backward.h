@@ -11,17 +11,17 @@
 
 namespace torchweld {
 
-// act = gate(left, right) is an operand of a product, and a @ b^T is the gradient of act. The
-// kernel computes a @ b^T but does not store it. From the accumulators and the values of left and
+// Let act = gate(left, right). The product a @ b^T is the gradient with respect to act. The kernel
+// computes this product but does not store it. From the accumulators and the values of left and
 // right, it computes the gradients of left and right. z (M, 2N) holds left and right side by side.
 // dz (M, 2N) receives their gradients; dz may be the same memory as z. act (M, N) receives the
 // result of the gate.
 struct GateBackwardMatmulParams {
-  GemmParams gemm;  // 16-bit operands, a K-major and b MN-major; no bias and no y
+  GemmParams gemm;  // has 16-bit operands (a K-major, b MN-major), no bias and no y
   Gate gate;
   const void* z;
   void* dz;
-  void* act;  // nullptr if not requested
+  void* act;  // nullptr if the caller does not need act
 };
 
 // The tile of the kernel. One warpgroup runs its epilogue, which waits for memory, while the other
@@ -48,17 +48,17 @@ inline Refusal gate_backward_refusal(const GemmProblem& p) {
   return sm90_refusal(p, gate_backward_tile(), /*streams=*/false);
 }
 
-// Returns the time in which memory transfers `values` values per element of y. kBytesPerSecond was
-// measured on an H100, with the pointwise pass of gate_backward over (16384, 8192) bfloat16.
+// Returns the time to transfer `values` values per element of y from or to memory. kBytesPerSecond
+// was measured on an H100, with the pointwise pass of gate_backward over (16384, 8192) bfloat16.
 inline double gate_transfer_seconds(const GemmProblem& p, int values) {
   constexpr double kBytesPerSecond = 2.9e12;
   const double elements = static_cast<double>(p.m) * static_cast<double>(p.n);
   return elements * values * gemm_elem_size(p.math) / kBytesPerSecond;
 }
 
-// Predicts the time of the kernel. The mainloops hide the epilogues as far as the memory keeps up,
-// so the result is the longer of two times: that of the mainloops, and that of the memory
-// transfers. An epilogue reads left and right, and writes their gradients and act.
+// Predicts the time of the kernel. The mainloops hide the epilogues as far as the memory keeps up.
+// Therefore the result is the time of the mainloops or the time of the memory transfers, whichever
+// is longer. An epilogue reads left and right, and writes their gradients and act.
 inline double gate_backward_seconds(const GemmProblem& p) {
   GemmProblem pointwise = p;
   pointwise.pointwise = true;

@@ -191,8 +191,8 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
     }
   };
-  // Returns the slot of the workspace for the partial that worker `of` has of this warpgroup's
-  // rows.
+  // Worker `of` stores its partial for the rows of this warpgroup in a slot of the workspace.
+  // Returns the index of that slot.
   const auto slot = [&](uint32_t of) {
     return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
            (kT.pingpong ? 0 : warpgroup);

@@ -141,8 +141,8 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
 }
 
 // Runs sm90_mainloop and also computes the sum of each row of a (dbias). All tiles with the same
-// tile_m read the same rows of a. Therefore K is divided among these tiles, and each tile computes
-// its sums only over its own range of K.
+// tile_m read the same rows of a. Therefore K is divided among these tiles, and each tile sums the
+// rows of a only over its own range of K.
 template <class Config, class Sums, class Release, class Issued>
 __device__ __forceinline__ void sm90_dbias_mainloop(
     const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,

@@ -7,7 +7,7 @@ namespace torchweld {
 // ping-pong and swap_ab.
 enum GemmSm90Barrier : int {
   kWarpgroupWg0 = 1,      // barriers 1 and 2: each synchronises one warpgroup
-  kWarpSchedulerWg0 = 3,  // barriers 3 and 4: one warpgroup may issue its wgmmas (ping-pong)
+  kWarpSchedulerWg0 = 3,  // barriers 3, 4: warpgroup 0 or 1 may issue its wgmmas (ping-pong)
   kSwapAbRightFull = 3,   // the right halves of gated results are in shared memory
   kSwapAbRightEmpty = 4   // the warpgroup of the left halves has read the right halves
 };

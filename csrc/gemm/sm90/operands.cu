@@ -93,7 +93,7 @@ template <bool kBf16x3>
 __global__ void __launch_bounds__(kThreads) operands_kernel(const __grid_constant__ Params p) {
   // The padding element puts values with the same row and different k in different banks.
   constexpr int kPitch = kTile + 1;
-  __shared__ float s_tile[kTile * kPitch];  // [k][row]
+  __shared__ float s_tile[kTile * kPitch];  // the layout is [k][row]
   griddep_launch_dependents();
   griddep_wait();
   const bool is_a = blockIdx.x < p.a_blocks;

@@ -30,10 +30,10 @@ struct Sm90Params {
   // have negative strides. Therefore, if b_reversed is 1, the first half of the tensor map is the
   // second half of b.
   int b_reversed;
-  // The number of columns of each matrix of a pair b that is concatenated along K; otherwise
-  // INT_MAX.
+  // If b is a pair that is concatenated along K, b_k_half is the number of columns of each of its
+  // two matrices. Otherwise b_k_half is INT_MAX.
   int b_k_half;
-  GemmSchedule schedule;  // the order of the tiles; all tiles of a cluster count as one
+  GemmSchedule schedule;  // the order of the tiles; the tiles of a cluster count as one tile
   StreamKSchedule stream_k;
   Sm90Partials partials;
   GemmParams gemm;

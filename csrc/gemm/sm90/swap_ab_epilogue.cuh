@@ -14,8 +14,8 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A warp holds 16 columns of y. With g = lane / 4 and t = lane % 4, a thread holds columns g and
-// g + 8 of these, in rows 2t and 2t + 1 of every group of 8 rows. In a gated tile the first
+// A warp holds 16 columns of y. With g = lane / 4 and t = lane % 4, a thread holds two of these
+// columns, g and g + 8, in rows 2t and 2t + 1 of every group of 8 rows. In a gated tile the first
 // warpgroup holds the left values, and the second warpgroup holds the right values. The first
 // warpgroup receives the right values and applies the gate. If a cluster splits the K of the tile,
 // each CTA stores only its output slice.

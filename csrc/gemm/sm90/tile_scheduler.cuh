@@ -13,8 +13,8 @@ struct StreamKSchedule {
   uint32_t tiles, whole_tiles, workers;
   FastDivisor k_blocks;          // divides by the number of k-blocks of one tile
   uint32_t k_blocks_per_worker;  // the minimum number of k-blocks in a worker's range
-  uint32_t longer_workers;       // the number of workers whose range has one k-block more
-  uint32_t split_cluster;        // the number of CTAs that split the K of a tile as a cluster, or 1
+  uint32_t longer_workers;       // the number of workers with k_blocks_per_worker + 1 k-blocks
+  uint32_t split_cluster;        // size of the cluster that splits the K of a tile, else 1
 
   StreamKSchedule(uint32_t tiles, int64_t k_blocks, const Sm90Stream& stream)
       : tiles(tiles),
@@ -28,13 +28,10 @@ struct StreamKSchedule {
 
 // A worker first computes whole tiles in rounds. In a round all workers are at about the same
 // k-block, so they share loads in L2. The worker then computes its range of k-blocks of the
-// stream-K tiles, the last tile first. The worker that computes the last k-block of a tile adds up
-// the partial sums of that tile. There is no deadlock: this worker waits only for workers with
-// lower numbers. These workers start no later, and each of them stores its partial sums before it
-// waits for other workers.
-//
-// If split_cluster > 1, the CTAs of a cluster split the K of one tile and wait for each other.
-// split_cluster may exceed 1 only if kSplitsK is true.
+// stream-K tiles. If the range covers several tiles, the worker begins with the last of them. The
+// worker that computes the last k-block of a tile adds up the partial sums of that tile. For this
+// it waits only for workers with lower numbers, which start no later. There is no deadlock, because
+// each worker stores its partial sums before it waits for other workers.
 template <int kCluster, bool kSplitsK>
 class Sm90TileScheduler {
  public:
@@ -59,7 +56,8 @@ class Sm90TileScheduler {
     return worker * stream_k.k_blocks_per_worker + min(worker, stream_k.longer_workers);
   }
 
-  // Advances to the worker's next tile, or part of a tile. Returns false if there is none.
+  // Advances to the next tile, or part of a tile, of this worker. Returns false if the worker has
+  // no more work.
   __device__ __forceinline__ bool next() {
     const uint32_t tile_k_blocks = stream_k_.k_blocks.divisor();
     if (next_ < stream_k_.whole_tiles) {

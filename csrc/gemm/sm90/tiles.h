@@ -51,11 +51,11 @@ struct Sm90Tile {
   bool pingpong;
   int boxes;  // the number of boxes per warp for TMA stores; 0 for swap_ab tiles
   // Times in microseconds. k_block_us is the time of one k-block. tile_us is the time of a tile in
-  // addition to its k-blocks. The times of 16-bit tiles of 128 columns or more are fitted to short
-  // products with sizes from common models: 474 products on an H200 and 30 on an H100. An
-  // activation adds pointwise_us to tile_us. In ping-pong tiles, pointwise_us is only the part of
-  // this time that the mainloop of the other warpgroup does not hide. Stream-K adds stream_us once,
-  // and partial_us for each partial of a tile.
+  // addition to its k-blocks. An activation adds pointwise_us to tile_us. In ping-pong tiles, the
+  // mainloop of the other warpgroup hides a part of the activation; pointwise_us is only the rest.
+  // Stream-K adds stream_us once, and partial_us for each partial of a tile. The times of 16-bit
+  // tiles of 128 columns or more are fitted to short products with sizes from common models: 474
+  // products on an H200 and 30 products on an H100.
   float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
   bool fp32 = false;  // whether the tile is for kFloat32, which needs two sets of accumulators
 
@@ -77,8 +77,8 @@ struct Sm90Tile {
   constexpr int staging_bytes() const {
     return swap_ab() ? 64 * block_n * 4 : 8 * boxes * box_bytes();
   }
-  // The number of bytes of shared memory, rounded up to whole KiB. It holds the stages and their
-  // barriers, the staging memory and the bias of two tiles.
+  // The number of bytes of shared memory of a CTA, rounded up to whole KiB. This memory holds the
+  // stages and their barriers, the staging memory and the bias of two tiles.
   constexpr int shared_bytes() const {
     const int bytes = stages * (stage_bytes() + 16) + staging_bytes() + kWarpgroups * block_n * 4;
     return (bytes + 1023) / 1024 * 1024;
@@ -185,7 +185,7 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blo
     if (k_blocks <= kMaxSplitClusterKBlocks * split_cluster)
       return {tiles, split_cluster * tiles, split_cluster};
   }
-  // If possible, choose a number of workers with which no worker has k-blocks of two tiles.
+  // Prefer a number of workers for which the range of each worker lies within one tile.
   int64_t splits = max_workers / tiles;
   while (splits > 1 && k_blocks % splits != 0) --splits;
   return {tiles, splits > 1 ? splits * tiles : max_workers};
@@ -221,8 +221,8 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   if (p.m > kMaxSize || p.width() > kMaxSize || p.k > kMaxSize || p.batch > kMaxSize) {
     return {"no tensor map has more than {} elements in a dimension", kMaxSize};
   }
-  // All streamed tiles together must have fewer k-blocks than kMaxStreamed. There are at most 2 *
-  // sms streamed tiles.
+  // All streamed tiles together must have fewer than kMaxStreamed k-blocks. The number of streamed
+  // tiles is at most twice the number of SMs.
   constexpr int64_t kMaxStreamed = int64_t{1} << 31;
   if (streams && double(sm90_k_blocks(p)) * 2 * p.device.sms >= kMaxStreamed) {
     return {"the streamed tiles would have {} k-blocks or more", kMaxStreamed};
@@ -250,7 +250,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     const double partials = std::max(1.0, 1 / share);
     // In stream-K the CTAs work on different k-blocks, so they share no loads. This slows a product
     // down only if its operands don't fit in L2. If there are more tiles than workers, the CTAs
-    // also drift apart. With a longer K they drift further: (8192, 16384) x (16384, 4096) needs
+    // also drift apart, and they drift further if K is longer: (8192, 16384) x (16384, 4096) needs
     // 1507 us with stream-K and 1403 us with whole tiles.
     constexpr double kL2Bytes = 50e6, kDrift = 0.0012, kShortSum = 64, kMaxDrift = 0.25;
     const double drift = tile.tiles(p) > stream.workers
@@ -268,10 +268,11 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
               : (tile.stream_us + tile.partial_us * partials) * (k_blocks - 1) / k_blocks;
   }
   // During a sequence of long products, as in the layers of a model, the GPU lowers its clock to
-  // limit its power. Tiles without clusters share no loads, so products with such tiles draw more
-  // power, except products whose tiles are half empty. Ping-pong tiles load 1.5 times as many bytes
-  // per element of y as tiles of 256 columns. Therefore they draw more power, but only if the
-  // mainloop is long compared with the epilogue and all SMs have a tile.
+  // limit its power. CTAs share no loads in tiles without clusters. Therefore products with such
+  // tiles draw more power, unless their tiles are half empty. Ping-pong tiles load 1.5 times as
+  // many bytes per element of y as tiles of 256 columns. Therefore products with ping-pong tiles
+  // draw more power, but only if the mainloop is long compared with the epilogue and all SMs have a
+  // tile.
   constexpr double kLongUs = 26, kLonger = 1.1, kPingPongLonger = 1.19;
   constexpr int64_t kLongSum = 32;
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
@@ -280,10 +281,12 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
       tile.tiles(p) >= p.device.max_active_clusters(tile.cluster)) {
     us *= kPingPongLonger;
   }
-  // NOTE: the power limit slows products of more than kSustainedUs, but short measurements do not
-  // show this. Repeated for 20 to 50 ms on an H100, (4096, 4096, 4096) needs 201 us with ping-pong
-  // tiles and 183 us with tiles of 256 columns; (8192, 4096, 16384) needs 1637 us and 1397 us. On
-  // an H200, ping-pong tiles make a step of a Llama model with 1.2 B parameters 2.8 % slower.
+  // NOTE: the power limit slows products that take more than kSustainedUs, but short measurements
+  // do not show this. Times of a product that is repeated for 20 to 50 ms on an H100:
+  //                        ping-pong tiles   tiles of 256 columns
+  //   (4096, 4096, 4096)        201 us              183 us
+  //   (8192, 4096, 16384)      1637 us             1397 us
+  // On an H200, ping-pong tiles make a step of a Llama model with 1.2 B parameters 2.8 % slower.
   constexpr double kSustainedUs = 100, kSustainedPingPong = 1.15, kSustained192 = 1.08;
   if (draws_power && us > kSustainedUs && tile.block_n < 256) {
     us *= tile.pingpong ? kSustainedPingPong : kSustained192;

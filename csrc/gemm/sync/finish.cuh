@@ -96,9 +96,9 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
       writer.write(row, row_step, rows, v);
     }
     rows_left -= 16;
-    // NOTE: the loop over i is not unrolled, because its code is long. An array in registers has no
-    // runtime index, so every iteration uses acc[0]. The accumulators of the later iterations move
-    // down by one index here.
+    // NOTE: the loop over i is not unrolled, because its code is long. Registers can't be indexed
+    // at run time, so every iteration uses acc[0]. Therefore the accumulators of the later
+    // iterations move down by one index here.
 #pragma unroll
     for (int next = 1; next < kM; ++next) {
 #pragma unroll

@@ -2,21 +2,21 @@
 //
 // A persistent block computes a sequence of work tiles. A work tile is a tile of y and one split of
 // K. The pipeline has `stages` stages, and cp.async loads one k-block into each stage. In the
-// mainloop every warp multiplies its rows and columns of the tile with mma.sync. The accumulators
-// go through shared memory, 16 rows of a warp at a time, so that each thread receives 8 contiguous
-// columns of a row and stores 16 bytes. Meanwhile the first k-blocks of the next work tile arrive
-// in the other stages. This overlap made linear (8192, 768, 3072) a third faster. Work tiles are
-// scheduled in bands of kBandRows rows, so that the running blocks cover roughly a square of y and
-// share operands in L2.
+// mainloop every warp computes some rows and columns of the tile with mma.sync. Then the
+// accumulators go through shared memory, 16 rows of a warp at a time. Each thread receives 8
+// contiguous columns of a row, so that it can store 16 bytes at once. This exchange uses only one
+// stage of the ring. Meanwhile the first k-blocks of the next work tile arrive in the other stages.
+// This overlap made linear (8192, 768, 3072) a third faster. Work tiles are scheduled in bands of
+// kBandRows rows, so that the running blocks cover roughly a square of y and share operands in L2.
 //
-// The order of the instructions in the mainloop is left to the compiler. Two variants were 4 to 6 %
+// The compiler chooses the order of the instructions in the mainloop. Two variants were 4 to 6 %
 // slower on linear (4096, 4096, 4096) bfloat16: one with fewer address instructions, and one with
 // ldmatrix spread evenly between the mma instructions.
 //
-// Each fp32 value is split into three bf16 terms. The product of two values is computed as six
-// products of terms. A product of two terms is exact (device/mma_sync.cuh), and the six products
-// need as many instructions as three TF32 products. If a block meets inf, NaN or a value that
-// rounds to inf, the block computes its work tile again with kHandlesNonFinite.
+// For exact fp32, each value is split into three bf16 terms. The product of two values is computed
+// as six products of terms. A product of two terms is exact (device/mma_sync.cuh), and the six
+// products need as many instructions as three TF32 products. If a block meets inf, NaN or a value
+// that rounds to inf, the block computes its work tile again with kHandlesNonFinite.
 #pragma once
 
 #include <type_traits>
@@ -56,13 +56,16 @@ struct OperandB {
   static constexpr bool is_a = false;
 };
 
-// Computes acc += a @ b^T for two slices of fp32 operands. Each value is split into 16-bit terms,
-// and the terms of both fp32 slices form one 16-bit slice. Elements t and t + 4 of the first fp32
-// slice become elements 2t and 2t + 1 of the 16-bit slice. The elements of the second fp32 slice
-// follow in the same order, from element 8 on. This permutes K in a and in b alike, so the product
-// is unchanged. If kHandlesNonFinite is false, a value that is not finite or rounds to inf sets
-// `check` to NaN. read(r, operand, i, second) reads 16 rows of the operand, from the second slice
-// if `second` is 1 and from the first slice if it is 0.
+// Computes acc += a @ b^T for two slices of fp32 operands. Each value is split into 16-bit terms.
+// An mma of 16-bit terms needs 16 elements along K, so it multiplies both fp32 slices at once:
+//   element t of the first fp32 slice       -> element 2t of the 16-bit slice
+//   element t + 4 of the first fp32 slice   -> element 2t + 1
+//   element t of the second fp32 slice      -> element 2t + 8
+//   element t + 4 of the second fp32 slice  -> element 2t + 9
+// This permutes K in a and in b alike, so the product is unchanged. If kHandlesNonFinite is false,
+// a value that is not finite or rounds to inf sets `check` to NaN. read(r, operand, i, second)
+// reads 16 rows of the operand, from the second slice if `second` is 1 and from the first slice if
+// it is 0.
 template <bool kHandlesNonFinite, int kM, int kN, class Read>
 __device__ __forceinline__ void multiply_split(float (&acc)[kM][kN][4], const Read& read,
                                                float& check) {
@@ -277,7 +280,7 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
           }
         };
         multiply_split<kHandlesNonFinite>(acc, read_one, check);
-        __syncwarp();  // NOTE: without this call the compiler mixes two iterations and spills
+        __syncwarp();  // NOTE: without this call the compiler mixes two iterations; registers spill
       }
       advance();
     }
@@ -333,15 +336,15 @@ void launch_sync_kernel(const GemmParams& p, cudaStream_t stream) {
   const int64_t at_once = int64_t{kT.blocks_per_sm} * device_facts().sms;
   const int64_t band_tiles = std::min(tiles_m, int64_t{kBandRows / kT.block_m});
   const GemmSchedule grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
-  // NOTE: a round is the at_once blocks that the GPU runs at the same time. If there are only a few
-  // rounds of work items, every item gets a block of its own, because the GPU's block scheduler
-  // then balances the last round better. Otherwise the blocks are persistent.
+  // NOTE: the GPU runs at_once blocks at the same time; these blocks are one round. If the work
+  // items fill only a few rounds, every item gets a block of its own, because the block scheduler
+  // of the GPU then balances the last round better. Otherwise the blocks are persistent.
   constexpr int kFewRounds = 3;
   const int64_t blocks = grid.items < kFewRounds * at_once ? int64_t{grid.items} : at_once;
   launch_kernel(kernel, {blocks, kT.threads(), kT.shared_bytes()}, stream, p, grid);
 }
 
-// Launches the kernel of a tile for the layouts of a and b. Each of them is K-major or MN-major.
+// Launches the kernel of a tile. Each operand, a and b, may be K-major or MN-major.
 template <GemmMath kMath, int kTile>
 void launch_sync_tile(const GemmParams& p, cudaStream_t stream) {
   const bool a_k_major = p.a.k_stride == 1, b_k_major = p.b.k_stride == 1;

@@ -29,7 +29,7 @@ struct TileSource {
   int64_t row_bytes;   // distance between rows of the same half, in bytes
   int64_t k_bytes;     // distance between elements along K, in bytes
   int64_t half_bytes;  // distance from the left half to the right half, in bytes
-  int64_t first_row;   // the first row of this block's tile; if gated, in each half
+  int64_t first_row;   // first row of this block's tile; if gated, counted within one half
   int64_t rows;        // the number of rows of the operand; if gated, of one half
   RowOrder order;
 };
@@ -43,8 +43,9 @@ template <typename T, int kRows, int kThreads, bool kKMajor>
 class TileLoader {
   static constexpr int kChunkElems = 16 / sizeof(T);
   static constexpr int kBlockK = kKBlockBytes / sizeof(T);
-  // The size of the tile along its contiguous dim, in chunks, and along its strided dim, in
-  // elements. The contiguous dim is K if the operand is K-major; otherwise it is M or N.
+  // kContiguousChunks is the size of the tile along its contiguous dim, in chunks. kStrided is the
+  // size along the other dim, in elements. The contiguous dim is K if the operand is K-major;
+  // otherwise it is M or N.
   static constexpr int kContiguousChunks = kKMajor ? 8 : kRows / kChunkElems;
   static constexpr int kStrided = kKMajor ? kRows : kBlockK;
   static constexpr int kStridedStep = kThreads / kContiguousChunks;
@@ -110,7 +111,7 @@ class TileLoader {
   // stride_bytes_ is added to the address after each chunk of this thread. After the last chunk of
   // a k-block, wrap_bytes_ is added as well, so that the address points to the next k-block.
   int64_t stride_bytes_, wrap_bytes_;
-  int k_left_;  // the number of elements from this thread's chunk to the end of K
+  int k_left_;  // number of elements from this thread's chunk to the end of its split of K
   uint32_t valid_ = 0;
   uint32_t s_offset_;
 };

@@ -12,18 +12,18 @@ namespace torchweld {
 enum class SyncSize : int8_t { kLarge, kMedium, kSmall };
 
 struct SyncTile {
-  int block_m, block_n;  // the rows of a and of b per tile; block_n counts both halves if gated
+  int block_m, block_n;  // number of rows of a, b per tile; if gated, block_n counts both halves
   int warps_m, warps_n;
   int stages;  // the number of pipeline stages in shared memory
   int blocks_per_sm;
   // The tensor-core throughput of an SM that runs blocks_per_sm blocks, relative to the throughput
   // with the first tile of kSyncTiles.
   float rate;
-  float rate_alone;  // the same throughput if the SM runs only one block
+  float rate_alone;  // the relative throughput of an SM that runs only one block
   // The time of a tile outside of its mainloop, as a multiple of the time of one k-block.
-  // fixed_k_blocks is the time of the start and the stores. pointwise_k_blocks is the time of an
-  // activation or a gate. Both times are shorter if an SM runs several blocks, because one block
-  // then multiplies while another block is outside of its mainloop.
+  // fixed_k_blocks is the time of the start of the tile and of its stores. pointwise_k_blocks is
+  // the time of an activation or a gate. Both times are shorter if an SM runs several blocks,
+  // because one block then multiplies while another block is outside of its mainloop.
   float fixed_k_blocks, pointwise_k_blocks;
   bool fp32;  // whether the tile is for kFloat32; such tiles leave registers for bf16 terms
 

@@ -3,9 +3,9 @@
 // One instruction looks up 32 values. The looked-up columns are not reordered. Instead, x is
 // permuted to the order of the lookups.
 //
-// For a few rows of x the weight stays packed. A task then computes 64 weight rows. It iterates
-// over slices of K, so that x of a slice fits into the L1 cache. For more rows of x, a task
-// dequantises a block of the weight and torch multiplies it.
+// For a few rows of x the weight stays packed. A task then multiplies x by 64 weight rows. The task
+// iterates over slices of K, so that x of a slice fits into the L1 cache. For more rows of x, a
+// task dequantises a block of the weight and torch multiplies it.
 #pragma once
 
 #include <ATen/ops/addmm.h>
@@ -65,8 +65,9 @@ struct PortableInt4Words {
   }
 };
 
-// The word order of the repacked layout. 16 words of a chunk hold 64 columns of rows g and g + 8.
-// Word 4 t + s holds columns 16 s + 2 t + j for j = 0, 1, 8 and 9.
+// The word order of the repacked layout. For each g from 0 to 7, a chunk has 16 words that hold 64
+// columns of rows g and g + 8. With s and t from 0 to 3, the word with index 4 t + s among these 16
+// words holds columns 16 s + 2 t + j for j = 0, 1, 8 and 9.
 struct RepackedInt4Words {
   static constexpr int kColumns = kInt4ChunkK, kVectors = 2, kShift = 8,
                        kStepWords = kInt4ChunkWords;
@@ -153,8 +154,8 @@ struct Int4Bf16Rows {
   }
 
   // Multiplies x by rows [row, row + kRowBlock) of the weight, over groups [group_begin,
-  // group_end). Adds the products to sums (kRowBlock, kXRows, 16). In place of the rows from `end`
-  // on, the function uses the last row.
+  // group_end). Adds the products to sums (kRowBlock, kXRows, 16). If some of these rows lie behind
+  // the last row (end - 1), the function uses the last row in their place.
   template <int kXRows, int kRowBlock>
   TW_BF16_TARGET void add(float* sums, const at::BFloat16* x, int64_t row, int64_t group_begin,
                           int64_t group_end) const {

@@ -2,7 +2,7 @@
 //
 // Each thread dequantises a block of W into a buffer that fits into the cache, and torch multiplies
 // the block. For a few rows of x or dy, W is dequantised in registers instead. In the product for
-// y, a block is a range of rows of W. In the product for dx, it is a range of columns of W.
+// y, a block is a range of rows of W. In the product for dx, a block is a range of columns of W.
 // Therefore no sum is split over several blocks. Each dequantised value of W is rounded once, to
 // the dtype of x.
 #pragma once
@@ -36,8 +36,8 @@ void store_codes(T* to, const Int4Codes& codes, Wide scale) {
     const Floats values = __builtin_convertvector(integers, Floats) * scale;
     Int4Codes bits;
     std::memcpy(&bits, &values, sizeof(bits));
-    // Round to nearest even. A NaN here comes from a 16-bit scale, so its low bits are 0 and
-    // rounding can't turn it into inf.
+    // Round to nearest even. A NaN here comes from a 16-bit scale. The low bits of such a NaN are
+    // 0, so the rounding can't turn the NaN into inf.
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
     const Halves halves = __builtin_convertvector(bits, Halves);
     std::memcpy(to, &halves, sizeof(halves));

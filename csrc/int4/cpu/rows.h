@@ -21,9 +21,9 @@ namespace torchweld {
 constexpr int kInt4Lanes = 16;
 constexpr int kInt4FewRows = 16;  // with more rows of x, dequantising the weight is faster
 
-// Offsets that convert a code to a float without a conversion instruction or a shift. If nibble i
-// of a word is or-ed into the mantissa of 2^23, the float is 2^23 + 16^i * code. The code subtracts
-// kInt4Offsets.offset[zero][i] from the float, which leaves 16^i * (code - zero). x is divided by
+// With these offsets, a code is converted to a float without a conversion instruction or a shift.
+// If nibble i of a word is or-ed into the mantissa of 2^23, the float is 2^23 + 16^i * code. Then
+// kInt4Offsets.offset[zero][i] is subtracted, which leaves 16^i * (code - zero). x is divided by
 // 16^i before the product.
 constexpr int kInt4MantissaNibbles = 5;  // number of nibbles that fit into a mantissa
 
@@ -117,8 +117,8 @@ struct Int4Result {
   }
 };
 
-// The product for the portable layout. The 16 lanes of a vector belong to 16 units of a row, all at
-// the same position within the unit.
+// The product for the portable layout. A vector holds one code from each of 16 consecutive units of
+// a row. All 16 codes have the same position within their units.
 struct PortableInt4Rows {
   static constexpr int64_t kColumns = kInt4Lanes * kInt4Unit, kTaskRows = 64;
   static constexpr int64_t kMax16Bit = 8;  // with more rows, dequantisation and oneDNN are faster

@@ -1,7 +1,7 @@
 // CPU: dx = dy @ W for a few rows of dy. As in the forward op (rows.h), the weight stays packed and
 // is read once, 16 words at a time. A vector holds 16 codes: the same nibble of each of the 16
-// words. The sums are in the order of these vectors and stay in the cache. Each time the code loads
-// a sum, it adds the products of four rows of W.
+// words. The sums are in the order of these vectors and stay in the cache. Whenever a sum is
+// loaded, the products of four rows of W are added to it.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -12,8 +12,9 @@ namespace torchweld {
 
 constexpr int64_t kInt4FewGradientRows = 8;
 
-// Holds 16 words of each of four rows of W. factors[i][j] multiplies the codes of row i of W in the
-// sums of row j of dy. NOTE: there are no loops over arrays, for the reason given in Int4Sums.
+// Holds 16 words of each of four rows of W. The products of the codes of row i with factors[i][j]
+// are added to the sums of row j of dy.
+// NOTE: there are no loops over arrays, for the reason given in Int4Sums.
 template <int kRows>
 struct Int4FourRows {
   using Floats = typename Int4Sums<kRows>::Floats;
@@ -38,8 +39,8 @@ struct Int4FourRows {
     words[0] >>= bits, words[1] >>= bits, words[2] >>= bits, words[3] >>= bits;
   }
 
-  // Adds products to sums (rows, 16). The codes are those in nibble kNibble of the words. Each
-  // product is multiplied by 16^kNibble.
+  // Adds the products of the codes in nibble kNibble of the words to sums (rows, 16). Each product
+  // is multiplied by 16^kNibble.
   template <int kNibble>
   void add(float* sums) const {
     add_rows<kNibble>(sums, std::make_index_sequence<kRows>());
@@ -67,8 +68,9 @@ struct Int4FourRows {
 };
 
 // The access to a weight in the portable layout. words() returns the words of a row in a block of
-// columns. add() adds products to `sums`, which is (kVectors, rows of dy, kInt4Lanes). Vector v is
-// for the codes at position v of their words. columns() reorders the sums to columns of dx.
+// columns. add() adds products to `sums`, which is (kVectors, rows of dy, kInt4Lanes). Vector v of
+// `sums` belongs to the codes at position v of their words. columns() reorders the sums to columns
+// of dx.
 struct PortableInt4Columns {
   static constexpr int64_t kColumns = PortableInt4Rows::kColumns, kVectors = 8;
   const PortableInt4& weight;

@@ -49,7 +49,7 @@ struct FloatWriter {
 
 struct Int4WeightOnCpu {
   Int4Shape shape;
-  Tensor packed, scales, zeros;  // contiguous
+  Tensor packed, scales, zeros;  // all three are contiguous
   const uint32_t* word_data = static_cast<const uint32_t*>(packed.const_data_ptr());
   const int32_t* zero_data = zeros.const_data_ptr<int32_t>();
 };

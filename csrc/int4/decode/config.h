@@ -19,9 +19,10 @@ struct Int4DecodeTile {
   int splits;     // number of splits of K; one block of the cluster per split
   int multicast;  // number of blocks that load x for each other by TMA multicast
 
-  // NOTE: in a k-block of 256 columns without a branch, the instructions of a warp overlap. With
-  // k-blocks of 128 columns, the kernel takes 1.15 times as long. K-blocks of 512 columns, or of
-  // 256 columns in slices of one chunk, need more registers than there are.
+  // NOTE: the instructions for one k-block have no branch between them, so they overlap. With
+  // k-blocks of 128 columns instead of 256, the kernel takes 1.15 times as long. With k-blocks of
+  // 512 columns, the kernel needs more registers than there are. The same is true of k-blocks of
+  // 256 columns in slices of one chunk.
   constexpr int k_block_chunks() const { return chunks * slices; }
   static constexpr int kWarps = 16, kThreads = kWarps * 32;
   // The number of stages of x. Each stage has a barrier. A warp waits only for the stages of its
@@ -59,11 +60,11 @@ struct Int4DecodePlan {
   // Number of owners (see the head of this file). Each owner computes its own row tiles.
   int owners;
   int k_blocks, split_k_blocks;  // the number of k-blocks of K, and of one split of K
-  int base_tiles, extra_tiles;   // tiles per owner; the first extra_tiles owners have one more
+  int base_tiles, extra_tiles;   // tiles per owner; the first extra_tiles owners have one tile more
   int stage_k_blocks;            // number of k-blocks per stage of x; the last stage may have fewer
   int x_row_bytes;  // number of bytes of a token in shared memory: the split's x and padding
   int x_bytes;      // number of bytes of the barriers and of x in shared memory
-  int sum_floats;   // number of floats of a warp's accumulators of a tile
+  int sum_floats;   // number of floats for the accumulators of one warp for one tile
   int slots;        // number of slots; a slot holds one warp's accumulators of a tile
   int split_pairs;  // number of pairs of partials that a block receives from each split
   int shared_bytes;

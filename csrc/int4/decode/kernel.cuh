@@ -1,23 +1,25 @@
-// Computes y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x. The
-// time of the kernel is the time of one read of the weight. All of x must fit into the shared
-// memory of a block or of a cluster of four blocks.
+// Computes y = x @ W^T + bias for a repacked 4-bit weight W and at most 16 rows of 16-bit x. Most
+// of the kernel's time is one read of the weight. All of x must fit into the shared memory of a
+// block or of a cluster of four blocks.
 //
 // An owner is a block, or a cluster with one block per split of K. An owner processes consecutive
 // tiles of 16 rows of W. The warps of a block divide the k-blocks of these tiles evenly. Each warp
 // loads its k-blocks directly into registers, one k-block ahead. If several warps compute the same
-// tile, their accumulators are added up in a fixed order. This is the only synchronisation of the
-// warps. A slice of a k-block lies in one group, and the scale of the group multiplies the
+// tile, their accumulators are added up in a fixed order. The warps wait for each other only before
+// this addition. A slice of a k-block lies in one group, and the scale of the group multiplies the
 // accumulators of the slice.
 //
-// The latency of a warp limits the speed of the kernel, not memory bandwidth. Therefore the weight
-// bypasses shared memory, and k-blocks are long and have no branch (int4/decode/config.h).
+// The speed of the kernel is limited by the latency of a warp, not by memory bandwidth. Therefore
+// the weight bypasses shared memory, and k-blocks are long and have no branch
+// (int4/decode/config.h).
 //
 // With PDL the kernel starts before the previous kernel ends. The previous kernel may write the
 // weight. Therefore, before griddep_wait, the kernel only prefetches the weight to L2, because L2
-// is coherent. More loads in flight make the kernel slower, because they delay x. With a pipeline
-// of bulk or asynchronous copies, or with prefetches in the loop, int4 (1, 4096, 14336) bfloat16
-// took 10.1 us instead of 9.1. Two blocks load x for each other by multicast, because a byte from
-// L2 costs as much as a byte from memory while all SMs read.
+// is coherent. More loads in flight make the kernel slower, because they delay x. The kernel takes
+// 9.1 us for int4 (1, 4096, 14336) bfloat16. A version with a pipeline of bulk or asynchronous
+// copies took 10.1 us, and so did a version with prefetches in the loop. While all SMs read, a byte
+// from L2 costs as much as a byte from memory. Therefore two blocks load x for each other by
+// multicast.
 //
 // Rounding: code - zero is exact, accumulators are fp32, and only y is rounded.
 #pragma once
@@ -47,7 +49,7 @@ __device__ __forceinline__ void int4_decode_store(const Int4DecodeParams& p, int
 
 // A round of an owner's work. It has at most kRoundTiles consecutive tiles.
 struct Int4DecodeRound {
-  int first_tile, tiles, left;  // `left` is the number of the owner's tiles from first_tile on
+  int first_tile, tiles, left;  // `left`: number of tiles that the owner has from first_tile on
 
   // NOTE: every use of a round recomputes it from the block index, to save registers.
   __device__ __forceinline__ Int4DecodeRound(const Int4DecodePlan& plan, int splits, int round) {
@@ -140,8 +142,8 @@ struct Int4DecodeRange {
     const Int4DecodePartition partition(work.tiles * plan.split_k_blocks);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     const uint32_t begin = partition.begin(warp), begin_tile = plan.split_divisor.divide(begin);
-    // The slot for the sums of a tile that a warp computes is warp + tile. Two warps never use the
-    // same slot, because the next warp begins at the last tile of this warp or at a later tile.
+    // Warp w stores its sums of tile t in slot w + t. Two warps never use the same slot, because
+    // warp w + 1 begins at the last tile of warp w or at a later tile.
     slot = warp + begin_tile;
     in = begin - begin_tile * plan.split_k_blocks;
     k_block = (work.first_tile + begin_tile) * plan.k_blocks +

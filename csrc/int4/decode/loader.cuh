@@ -50,7 +50,8 @@ class Int4DecodePartition {
   }
 
  private:
-  // The number of k-blocks of all warps, and of one warp. The last warps may have fewer.
+  // total_ is the number of k-blocks of all warps together. per_warp_ is the number of k-blocks of
+  // one warp; the last warps may have fewer.
   uint32_t total_, per_warp_;
 };
 
@@ -111,7 +112,7 @@ struct Int4DecodeX {
 
   uint64_t* s_barriers;  // one barrier for the partials, then one per stage of x
   char* s_x;
-  uint32_t waited = 0;  // bit i: this warp has waited for stage i of x
+  uint32_t waited = 0;  // bit i is set if this warp has waited for stage i of x
 
   __device__ __forceinline__ void prepare(const Int4DecodeParams& p) {
 #if TW_HAS_CLUSTERS

@@ -6,11 +6,12 @@
 
 namespace torchweld {
 
-// An fma converts a code to a 16-bit float. A 16-bit float with the code in its lowest bits is a
-// subnormal number, or a number of the first normal binade, which has the same spacing. So the
-// value of the float is code * 2^-24 (fp16) or code * 2^-133 (bf16). 2^24 and 2^133 exceed the
-// exponent range, so the fma multiplies by the smaller constant kInt4Lift0. The result is
-// code / kInt4Lift and is called lifted. In the end, the sums are multiplied by kInt4Lift.
+// An fma converts a code to a 16-bit float. The bits of the code, read as a 16-bit float, are a
+// subnormal number or a number of the first normal binade, which has the same spacing. The value of
+// this float is code * 2^-24 (fp16) or code * 2^-133 (bf16). A multiplication by 2^24 or 2^133
+// would give the code, but these factors exceed the exponent range. Therefore the fma multiplies by
+// the smaller constant kInt4Lift0. The result, code / kInt4Lift, is called lifted. In the end,
+// the sums are multiplied by kInt4Lift.
 template <typename U>
 inline constexpr bool kIsHalf = std::is_same_v<U, __half>;
 template <typename U>
@@ -35,11 +36,11 @@ __device__ __forceinline__ uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c)
   return d;
 }
 
-// The zeros of a lane's two rows. They are negated, lifted, and stored in both halves of a
-// register.
+// The zeros of a lane's two rows. They are negated, divided by kInt4Lift (lifted), and stored in
+// both halves of a register.
 struct Int4LiftedZeros {
   uint32_t low, high;
-  uint32_t both;  // low + 16 * high; it has 8 bits, so it is exact in bf16, too
+  uint32_t both;  // low + 16 * high; this sum has 8 bits, so even bf16 holds it exactly
 };
 
 // Extracts the zeros of a lane's two rows from the words of a group. The masks are the same for all
@@ -70,8 +71,8 @@ class Int4ZeroPlace {
   uint32_t bytes_, mask_, lift_;
 };
 
-// Unpacks a fragment of 16 rows and 16 columns to lifted values of code - zero. These values are
-// exact.
+// Unpacks a fragment of 16 rows and 16 columns to the values (code - zero) / kInt4Lift. These
+// values are exact.
 // NOTE: logic instructions have half the rate of fma. Therefore this function uses few of them: a
 // byte permutation extracts the upper bytes, and an fma computes the lower code of a byte as the
 // byte minus 16 times the upper code.
@@ -102,10 +103,9 @@ struct Int4DecodeMath {
   using Sums = float[kGroups][4];
   using Slice = Int4DecodeSlice<kT.chunks>;
 
-  // Computes acc += scale * (codes - zeros) @ x^T, where codes and zeros are lifted. s_x holds the
-  // addresses of the rows of x that this lane passes to ldmatrix. One ldmatrix reads 8 tokens by 32
-  // columns. `offset` is the byte offset of the slice in these rows. Int4RowScales explains
-  // kSpecial.
+  // Computes acc += (scale * (codes - zeros) / kInt4Lift) @ x^T. s_x holds the addresses of the
+  // rows of x that this lane passes to ldmatrix. One ldmatrix reads 8 tokens by 32 columns.
+  // `offset` is the byte offset of the slice in these rows. Int4RowScales explains kSpecial.
   template <bool kSpecial>
   static __device__ __forceinline__ void add(Sums& acc, const Slice& slice,
                                              const Int4ZeroPlace<T>& zero_place,

@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(kInt4SmallMTiles[kTile].threads(), Int4SmallMT
         for (int slice = 0; slice < 4; ++slice) {
           w.multiply(acc, s_x + i * kXChunk, slice);
           if (i == 0 && slice == 0) {
-            // Load into the stage of k-block k_block + d - 2, which every warp has multiplied.
+            // Load into the stage that held k-block k_block + d - 2. Every warp has multiplied that
+            // k-block.
             if (left > 0) loader.load(s_free, p.group_chunks, thread);
             copy_async_commit();
             --left;

@@ -8,13 +8,15 @@
 //
 // The splits of a tile form a cluster. The blocks of the cluster add up their partials through
 // distributed shared memory. On devices without clusters, the kernel of launch_gemm_sum adds the
-// partials. In both cases the order is fixed.
+// partials. In both cases the partials are added in a fixed order.
 //
 // Rounding: code - zero is exact. In tiles for few tokens and with fp32 x, the scales multiply the
 // fp32 sums of groups, so only y is rounded. In tiles for many tokens, the scales multiply the
-// codes, so each weight is rounded once, to the dtype of x. This needs only half as many
+// codes, so each weight is rounded once, to the dtype of x. The second way needs only half as many
 // accumulators. fp32 x is split into three bf16 terms, and the products of these terms are exact.
-// Source: Frantar et al., "MARLIN", 2024 (the offline order, the ring, small batches).
+//
+// Source: Frantar et al., "MARLIN", 2024, for the offline order of the codes, the ring, and the
+// treatment of small batches.
 #pragma once
 
 #include "core/launch.h"

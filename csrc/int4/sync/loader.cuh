@@ -2,7 +2,7 @@
 //
 // A stage of the ring holds
 //   weights  [tile of 16 rows][chunk][lane] 16 bytes, in the repacked layout
-//   x        [chunk][token][column]; in 16 bits, 16-byte vector c of token r lies at c ^ (r % 8)
+//   x        [chunk][token][column]; for 16-bit x, 16-byte vector c of token r is at c ^ (r % 8)
 //   scales   [tile][chunk][16]
 //   zeros    [tile][chunk] two words
 // Scales and zeros are absent unless every group consists of whole chunks.
@@ -16,8 +16,8 @@ template <typename T, int kTile, bool kWholeChunks>
 class Int4Loader {
   static constexpr Int4Tile kT = kInt4Tiles[kTile];
   static constexpr int kThreads = kT.threads(), kElem = sizeof(T);
-  // The number of 16-byte vectors that a tile has in a k-block. The tile's chunks are contiguous
-  // there.
+  // The number of 16-byte vectors that a row tile of the weight has in a k-block. In global memory,
+  // these vectors are contiguous.
   static constexpr int kTileVectors = kT.chunks * 32;
   static constexpr int kTileStep = kThreads / kTileVectors;
   static constexpr int kWeightLoads = kT.row_tiles() / kTileStep;
@@ -66,8 +66,8 @@ class Int4Loader {
   // Loads the next k-block into a stage.
   __device__ __forceinline__ void load(uint32_t s_stage, const FastDivisor& group_chunks,
                                        int thread) {
-    // NOTE: if a k-block has only one chunk, this chunk is never behind the end of the split. The
-    // byte count that is passed to cp.async replaces a predicate.
+    // NOTE: if a k-block has only one chunk, this chunk is never behind the end of the split. To
+    // skip a chunk, cp.async gets a byte count of 0, which replaces a predicate.
     const bool chunk_valid = kT.chunks == 1 || weight_chunk_ < chunks_left_;
 #pragma unroll
     for (int i = 0; i < kWeightLoads; ++i) {
