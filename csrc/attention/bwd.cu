@@ -179,7 +179,8 @@ struct Scratch {
                                                    sizes.seqlen_k, wave, params.mask.causal);
     }
     const int64_t pad = attention_backward_row_pad(choice);
-    const int64_t columns = attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v);
+    const int64_t columns =
+        attention_backward_scratch_columns(choice, sizes.head_dim, sizes.head_dim_v);
     rows = (sizes.seqlen_q + pad - 1) / pad * pad;
     delta = sizes.batch * sizes.nheads * rows;
     const bool has_stat_slice =
@@ -221,7 +222,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   const int64_t dims = sizes.head_dim + sizes.head_dim_v;
   const AttentionBackwardLoad load = {
       sizes.batch * sizes.nheads_kv * scratch.group_parts, heads, sizes.seqlen_k,
-      attention_backward_dq_columns(sizes.head_dim, sizes.head_dim_v),
+      attention_backward_scratch_columns(params.choice, sizes.head_dim, sizes.head_dim_v),
       // The first term is the bytes of Q, dO and the fp32 sums of dQ. The second term is the bytes
       // of K and V.
       heads * sizes.seqlen_q * (dims * elem_size + sizes.head_dim * 4) +

@@ -150,14 +150,22 @@ constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
                                                  : kAttentionBackwardRowPad;
 }
 
-// The number of columns of dQ in scratch memory: the columns of the tile for these head dims, or 0
-// if no tile supports them.
+// Returns the number of columns of the widest tiles that may process these head dims, or 0 if no
+// tile supports them.
 constexpr int64_t attention_backward_dq_columns(int64_t head_dim, int64_t head_dim_v) {
   const int64_t wide = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (const int64_t columns : {64, 128, 256}) {
     if (wide <= columns) return columns;
   }
   return 0;
+}
+
+// Returns the number of columns of dQ, and of partial dK and dV, in scratch memory.
+constexpr int64_t attention_backward_scratch_columns(const AttentionChoice& choice,
+                                                     int64_t head_dim, int64_t head_dim_v) {
+  return choice.engine == AttentionEngine::kSm90
+             ? kAttentionBackwardSm90Tiles[choice.tile].dim
+             : attention_backward_dq_columns(head_dim, head_dim_v);
 }
 
 inline Refusal attention_backward_refusal(const AttentionProblem& p,
@@ -194,6 +202,7 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   if (p.head_dim_v > tile.dim_v) {
     return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
   }
+  // NOTE: under a soft cap, dS also needs the slope of tanh. This tile has no registers for it.
   if (p.load.softcap && tile.dim_v < tile.dim) return "the tile supports no soft cap";
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
@@ -243,7 +252,7 @@ TW_HOST_DEVICE constexpr int64_t attention_backward_part_tiles(int64_t seqlen_k)
 // has its own blocks. Without causal, the number is chosen so that each SM gets at most one block.
 // With causal, each SM gets at most two blocks, and runs the longer block first. A part has at
 // least kPartRows query rows on average. On 132 SMs, the partial dK and dV of the parts need up to
-// 35 MB of fp32 scratch memory.
+// 52 MB of fp32 scratch memory.
 // Times on an H100 relative to one part, for (batch, nheads/nheads_kv, seqlen, head_dim):
 //   (1, 32/1, 8192, 128) 0.28   (1, 28/4, 2048, 128) 0.41   (1, 32/8, 2048, 128) 0.73
 constexpr int64_t attention_backward_group_parts(int64_t kv_heads, int64_t group, int64_t seqlen_q,

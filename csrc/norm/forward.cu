@@ -189,11 +189,16 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
 #pragma unroll
       for (int j = 0; j < kElems; ++j) {
         const float d = to_float(x.values[j]) - first_mean;
-        sums.x += d;
+        if constexpr (kCentred) sums.x += d;
         sums.y += d * d;
       }
     }
-    statistics = finish_statistics(p.n, p.eps, kCentred, first_mean, s_sums.sum(sums));
+    if constexpr (kCentred) {
+      sums = s_sums.sum(sums);
+    } else {
+      sums.y = s_sums.sum(sums.y);
+    }
+    statistics = finish_statistics(p.n, p.eps, kCentred, first_mean, sums);
     if (threadIdx.x == 0) store_statistics(p, row, statistics);
   }
 

@@ -4,8 +4,9 @@
 //   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
 //
 // x and y are (rows, n), scale and shift are (n,), mean and rstd are (rows,) in fp32. In RMSNorm,
-// the mean is 0. If a residual (rows, n) is given, the kernel adds it to x and rounds the sum to
-// the dtype of x. It then normalises this sum instead of x, and also stores the sum.
+// the mean is 0, and shift must be nullptr. If a residual (rows, n) is given, the kernel adds it to
+// x and rounds the sum to the dtype of x. It then normalises this sum instead of x, and also stores
+// the sum.
 //
 // If an op consists of a norm and a matmul, the norm is a kernel of its own. The matmul then
 // usually finds the normalised rows in L2. Two alternatives are:

@@ -1,4 +1,4 @@
-// The 2-CTA kernel of attention's backward on Hopper, for head dims from 129 to 256: its
+// The 2-CTA kernel of attention's backward on Hopper, for larger head dims up to 256: its
 // configuration, its shared memory and its producer warps. The producer warps load tiles for both
 // CTAs and send dS to the peer CTA.
 #pragma once

@@ -1,8 +1,8 @@
-// A consumer warpgroup of the 2-CTA kernel of attention's backward on Hopper, for head dims from
-// 129 to 256. Both warpgroups of a CTA have the CTA's 64 keys. Each warpgroup computes half of the
-// rows of S and dP, and half of the columns of dK and dV. For its own rows, P^T and dS^T are
-// register operands of wgmma. For the other warpgroup's rows, wgmma reads P^T and dS^T from shared
-// memory.
+// A consumer warpgroup of the 2-CTA kernel of attention's backward on Hopper, for larger
+// head dims up to 256. Both warpgroups of a CTA have the CTA's 64 keys. Each warpgroup computes
+// half of the rows of S and dP, and half of the columns of dK and dV. For its own rows, P^T and
+// dS^T are register operands of wgmma. For the other warpgroup's rows, wgmma reads P^T and dS^T
+// from shared memory.
 #pragma once
 
 #include "attention/sm90/bwd_2cta_block.cuh"

@@ -1,5 +1,6 @@
-// Attention backward on Hopper's tensor cores, in 16 bits, for head dims from 129 to 256. It runs
-// on clusters of two CTAs. attention/sm90/bwd_kernel.cuh has the formulas and shapes.
+// Attention backward on Hopper's tensor cores, in 16 bits, for head dims up to 256 that
+// attention/sm90/bwd_kernel.cuh does not support. It runs on clusters of two CTAs. The formulas and
+// shapes are in bwd_kernel.cuh.
 //
 // A cluster processes 128 keys of a KV head, 64 in each CTA. Both CTAs loop over the same query
 // tiles and multicast Q and dO to each other.

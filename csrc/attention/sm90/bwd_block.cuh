@@ -121,7 +121,7 @@ struct BackwardSm90Shared {
   PipelineBarriers<kStages> q_pipeline, dout_pipeline;
   BackwardProducerCounts producer_counts;
   // The number of dS buffers that a warpgroup still uses for dK of the previous work tile. Only one
-  // thread of the warpgroup accesses this number.
+  // thread of the warpgroup accesses this number. Only used if dK overwrites dS (bwd_consumer.cuh).
   int held_ds_buffers[2];
   PipelineBarriers<Config::kDsStages> ds_pipeline;  // both warpgroups write dS, and both read it
   PipelineBarriers<1> k_pipeline, v_pipeline;
@@ -190,7 +190,8 @@ struct BackwardTileIterator {
 
 // The named barriers of the kernel.
 enum BackwardSm90Barrier : int {
-  kDsWritten = 1,     // both warpgroups have written dS (2-CTA kernel), or no longer read dS
+  // Both warpgroups have written dS (2-CTA kernel), or no longer read what dK overwrites.
+  kDsWritten = 1,
   kUnseenZeroed = 2,  // both warpgroups have zeroed the unseen rows or keys
   kDqFullWg0 = 3,     // 3, 4: dQ of warpgroup 0, 1 is in shared memory (5, 6 for store warp 1)
   kDqEmptyWg0 = 7,    // 7, 8: dQ of warpgroup 0, 1 has been read (9, 10 for store warp 1)

@@ -4,15 +4,16 @@
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
-// The shapes are Q, dO (batch, nheads, seqlen_q, dim) and K, V (batch, nheads_kv, seqlen_k, dim). A
-// CTA processes 128 keys of a KV head, for all or some of the query heads of the KV head. It loops
-// over the query tiles whose rows see these keys. Each of two consumer warpgroups has 64 of the
-// keys. P^T and dS^T stay in registers for dV and dK. Only dS also goes through shared memory, for
-// dQ^T = K^T dS^T.
+// The shapes are Q (batch, nheads, seqlen_q, dim), dO (batch, nheads, seqlen_q, dim_v), K (batch,
+// nheads_kv, seqlen_k, dim) and V (batch, nheads_kv, seqlen_k, dim_v). A CTA processes 128 keys of
+// a KV head, for all or some of the query heads of the KV head. It loops over the query tiles whose
+// rows see these keys. Each of two consumer warpgroups has 64 of the keys. P^T and dS^T stay in
+// registers for dV and dK. Only dS also goes through shared memory, for dQ^T = K^T dS^T.
 //
 // A CTA is persistent: it draws work tiles by ticket until none is left. The loads of the next work
 // tile start early. They run while the consumers process the last query tiles of the current work
-// tile and write its dV and dK.
+// tile and write its dV and dK. With head dims 192/128, dV and dK overwrite V and K in shared
+// memory, so the next V and K wait until dV and dK have been read.
 //
 // While one warpgroup computes exponentials, the other warpgroup keeps the tensor cores busy. For
 // this, the warpgroups must be half a step apart. Named barriers let only one warpgroup compute

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kSm90RowThreads)
   const int box = blockIdx.x / 2 % boxes, tile = blockIdx.x / (2 * boxes) % tiles,
             head = blockIdx.x / (2 * boxes) / tiles;
   const int dim = static_cast<int>(is_dv ? sizes.head_dim_v : sizes.head_dim);
-  if (box * 64 >= dim) return;  // no CTA has written partials of these columns
+  if (box * 64 >= dim) return;  // the gradient does not have these columns
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int first_chunk = box * 8 + threadIdx.x / 128 * kChunks;
   float4 sums[kChunks] = {};

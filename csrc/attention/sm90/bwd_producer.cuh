@@ -155,7 +155,7 @@ __device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Pa
                                                        const typename Config::WorkTile& work,
                                                        int store_warp, int step) {
   constexpr int kSliceFloats = Config::kDqSliceBytes / 4, kStoreWarps = Config::kDqStoreWarps;
-  constexpr bool kHasThirdSlice = Config::kCtas == 1 && Config::kDqSlices == 3;
+  constexpr bool kHasThirdSlice = Config::kDqSlices == 3;
   const int steps = work.steps();
   if (steps <= step) return;
   const bool lane_0 = threadIdx.x % kWarp == 0;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Pa
         tma_commit();
       }
     }
-    // The warpgroup that did not write the third slice overwrites this slice in the next step.
+    // If there is a third slice, warpgroup 0 may overwrite it in the next step.
     if (adds) tma_wait_read<kHasThirdSlice ? 0 : 1>();
     __syncwarp();
     named_barrier_arrive(empty, kBackwardDqThreads);

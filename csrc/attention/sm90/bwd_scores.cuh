@@ -245,7 +245,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Replace S^T in acc_s by the exponents of P^T, which are -inf for hidden scores.
+  // Replace S^T in acc_s by the exponents of P^T, which are -inf for hidden scores. There is no
+  // soft cap. With kEarlyLse, r_lse holds lse.
   __device__ __forceinline__ void s_to_exponents(ScoreAcc& acc_s, RowStats& r_lse,
                                                  const State& state, bool is_edge) const {
     if constexpr (!Config::kEarlyLse && !Config::kStatSlice) {

@@ -9,8 +9,8 @@
 //   S = K Q^T | P = exp(S) | dV += P^T dO, previous dQ | dP = V dO^T | dS | dK += dS^T Q
 //
 // dQ^T has three slices of 64 columns. Each warpgroup computes one slice in every step, and the
-// third slice in every second step. For (4, 16, 4096, 192/128) on an H200, the kernel takes 0.60
-// times as long as a kernel with two CTAs of 64 keys each.
+// third slice in every second step. For (4, 16, 4096, 192/128) causal on an H200, the kernel needs
+// 0.60 of the time of an earlier kernel on two CTAs, which padded dK and dQ to 256 columns.
 #pragma once
 
 #include "attention/sm90/bwd_mma.cuh"
@@ -33,6 +33,7 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
       typename Base::State;
   static constexpr int kKeyReleases = 2;  // one thread of each warpgroup releases K
   static_assert(Config::kDqSlices == 3 && Config::kDqRows == kRows && Config::kDsStages == 1);
+  static_assert(!Config::kEarlyLse);
 
   __device__ __forceinline__ BackwardSm90UnequalConsumer(const Params& p, Shared& s, int warpgroup)
       : Base(p, s, warpgroup) {}
@@ -142,7 +143,8 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
     warpgroup_fence_operand(acc_dp);
     consumer_release(&s.dout_pipeline.empty[state.stage]);
     // A hidden score has P = 0, but its dP or delta may be NaN.
-    // NOTE: a comparison of P with 0, as in dp_to_ds, would need 16 more registers.
+    // NOTE: hide() tells hidden scores by their position. With a comparison of P with 0, as in
+    // dp_to_ds, ptxas keeps 16 more values in registers, and the kernel spills.
     if (is_edge) hide(acc_dp, state, 0.f);
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
