@@ -2,11 +2,11 @@
 // the cache.
 //
 // A tile of scores is transposed: (keys, rows). Each query row is a vector lane, so the softmax of
-// a row needs no sum across lanes. dkey and dvalue are plain matmuls of the tiles. Keys and values
-// are packed once, in the dtype of the statistics. The packed range goes from the first to the last
-// key that a row of the sequence sees, so padding is not read. A task of the forward computes a
-// block of query rows. A task of the backward computes all query heads of a kv head, so the order
-// of every sum does not depend on the number of threads.
+// a row needs no sum across lanes. In the backward (attention/cpu/bwd.h), dkey and dvalue are plain
+// matmuls of such tiles. Keys and values are packed once, in the dtype of the statistics. The
+// packed range goes from the first to the last key that a row of the sequence sees, so padding is
+// not read. A task of the forward computes a block of query rows. A task of the backward computes
+// all query heads of a kv head, so the order of every sum does not depend on the number of threads.
 #pragma once
 
 #include <ATen/Dispatch.h>

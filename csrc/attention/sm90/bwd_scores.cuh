@@ -353,8 +353,8 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Rows 8 n to 8 n + 7 of the scores include two rows of this thread. Returns the keys that these
-  // two rows see: the key ranges [x, y) and [z, w).
+  // Rows 8 n to 8 n + 7 of the scores include two rows of this thread. The first row sees the keys
+  // [x, y) of the result, and the second row sees the keys [z, w).
   __device__ __forceinline__ int4 live_of(const State& state, int n) const {
     return *reinterpret_cast<const int4*>(
         &s.seen[state.stage].live[first_row() + n * 8 + lane() % 4 * 2]);

@@ -192,9 +192,9 @@ class OperandLoader {
 
   const GemmParams* p_;
   int k_blocks_;
-  // For a pair b that is concatenated along K, the number of k-blocks to load before the second
-  // matrix of b begins. The value is 0 or less if the second matrix has begun, or if b is not such
-  // a pair.
+  // If b is two matrices that are concatenated along K, this is the number of k-blocks to load
+  // before the second matrix begins. Otherwise, and once the second matrix has begun, the number is
+  // 0 or less.
   int k_blocks_to_half_;
   TileLoader<T, kT.block_m, kT.threads(), kAKMajor> a_;
   TileLoader<T, kT.block_n, kT.threads(), kBKMajor> b_;

@@ -26,7 +26,7 @@ struct RowOrder {
 
 struct TileSource {
   const char* data;    // the operand's matrix of this batch, in global memory
-  int64_t row_bytes;   // distance between rows of the same half, in bytes
+  int64_t row_bytes;   // distance between rows, in bytes; if gated, between rows of one half
   int64_t k_bytes;     // distance between elements along K, in bytes
   int64_t half_bytes;  // distance from the left half to the right half, in bytes
   int64_t first_row;   // first row of this block's tile; if gated, counted within one half

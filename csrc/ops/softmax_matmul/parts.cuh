@@ -19,7 +19,8 @@
 namespace torchweld {
 
 constexpr int kStepBytes = 32;
-constexpr int kQuadBytes = 16;      // bytes of half a step in one row; four lanes hold them
+// The number of bytes of a row that one fragment register holds in four lanes.
+constexpr int kQuadBytes = 16;
 constexpr int kPitchPadBytes = 16;  // bytes of padding per row, in tiles that ldmatrix loads
 constexpr int kPitchPadElems = 8;   // elements of padding per row, in tiles loaded by column
 

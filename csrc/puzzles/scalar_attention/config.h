@@ -12,9 +12,10 @@ namespace torchweld {
 // its owned elements with a polynomial. This balances the load of the FMA pipe and of the
 // exponential unit.
 enum ScalarAttentionSweep {
-  kForwardSweep,  // a thread owns rows i, and sums e and e v over j
-  kQuerySweep,    // a thread owns rows i, and sums e (v - mean) k over j
-  kKeySweep,      // a thread owns keys j, and sums e dz and e dz q (v - mean) over i
+  // e is the exponential of the score of row i and key j.
+  kForwardSweep,  // a thread owns rows i; sums over j: e, e * v
+  kQuerySweep,    // a thread owns rows i; sum over j: e * (v - mean) * k
+  kKeySweep,      // a thread owns keys j; sums over i: e * dz, e * dz * q * (v - mean)
   kNumScalarAttentionSweeps
 };
 
