@@ -13,8 +13,9 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
   using Base = BackwardSm90Mma<Config>;
   using T = typename Config::T;
   using Base::consumer_release, Base::dp_to_ds, Base::ds_state_of, Base::mma_dk, Base::mma_dp,
-      Base::load_stats, Base::mma_dv, Base::mma_s, Base::s_to_p, Base::state_of, Base::store_ds,
-      Base::work, Base::zero_unseen_keys;
+      Base::load_stats, Base::mma_dv, Base::mma_s, Base::release_exponentials, Base::s_to_p,
+      Base::state_of, Base::store_ds, Base::wait_for_exponentials, Base::work,
+      Base::zero_unseen_keys;
   using Base::p, Base::s, Base::s_ds, Base::s_k, Base::s_v, Base::warpgroup, Base::work_state,
       Base::kDim;
   using typename Base::DkAcc, typename Base::DvAcc, typename Base::Params, typename Base::RowStats,
@@ -150,20 +151,12 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
                                             DvAcc& acc_dv, DkAcc& acc_dk, int step, bool is_edge) {
     const State state = state_of(step);
     ScoreOperand p16, ds16;
-    if (warpgroup == 0) {
-      named_barrier_wait<kExpWg0, kBackwardConsumerThreads>();
-    } else {
-      named_barrier_wait<kExpWg0 + 1, kBackwardConsumerThreads>();
-    }
+    wait_for_exponentials();
     s_to_p(p16, acc_s, r_lse, state, is_edge);
     mma_dv(acc_dv, p16, state);
     // NOTE: if the warpgroup arrived before the product, ptxas would move the arrival to before the
     // exponentials.
-    if (warpgroup == 0) {
-      named_barrier_arrive<kExpWg0 + 1, kBackwardConsumerThreads>();
-    } else {
-      named_barrier_arrive<kExpWg0, kBackwardConsumerThreads>();
-    }
+    release_exponentials();
     wgmma_wait<1>();
     warpgroup_fence_operand(acc_dp);
     dp_to_ds(ds16, acc_s, acc_dp, is_edge);

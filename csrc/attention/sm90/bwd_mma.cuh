@@ -50,6 +50,23 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     return pipeline_state_of<Config::kDsStages>(step);
   }
 
+  // Only one warpgroup at a time computes exponentials. Wait until this warpgroup may do so.
+  __device__ __forceinline__ void wait_for_exponentials() const {
+    if (warpgroup == 0) {
+      named_barrier_wait<kExpWg0, kBackwardConsumerThreads>();
+    } else {
+      named_barrier_wait<kExpWg0 + 1, kBackwardConsumerThreads>();
+    }
+  }
+  // Let the other warpgroup compute exponentials.
+  __device__ __forceinline__ void release_exponentials() const {
+    if (warpgroup == 0) {
+      named_barrier_arrive<kExpWg0 + 1, kBackwardConsumerThreads>();
+    } else {
+      named_barrier_arrive<kExpWg0, kBackwardConsumerThreads>();
+    }
+  }
+
   // Wait for Q, then issue S^T = K Q^T. Return whether the mask hides some of the scores.
   __device__ __forceinline__ bool mma_s(ScoreAcc& acc_s, int step) {
     const State state = state_of(step);

@@ -24,8 +24,8 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
   using Base = BackwardSm90Mma<Config>;
   using T = typename Config::T;
   using Base::consumer_release, Base::ds_state_of, Base::hide, Base::mma_dk, Base::mma_dp,
-      Base::mma_dv, Base::mma_s, Base::s_to_exponents, Base::state_of, Base::store_ds, Base::work,
-      Base::zero_unseen_keys;
+      Base::mma_dv, Base::mma_s, Base::release_exponentials, Base::s_to_exponents, Base::state_of,
+      Base::store_ds, Base::wait_for_exponentials, Base::work, Base::zero_unseen_keys;
   using Base::p, Base::s, Base::s_ds, Base::s_k, Base::s_v, Base::warpgroup, Base::work_state,
       Base::kRows;
   using typename Base::DkAcc, typename Base::DvAcc, typename Base::Params, typename Base::RowStats,
@@ -109,11 +109,7 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
   __device__ __forceinline__ void s_to_p_and_mma_dv(ScoreOperand& p16, ScoreAcc& acc_s,
                                                     DvAcc& acc_dv, int step, bool is_edge) {
     const State state = state_of(step);
-    if (warpgroup == 0) {
-      named_barrier_wait<kExpWg0, kBackwardConsumerThreads>();
-    } else {
-      named_barrier_wait<kExpWg0 + 1, kBackwardConsumerThreads>();
-    }
+    wait_for_exponentials();
     RowStats r_lse;
     warpgroup_fence_operand(acc_s);
     s_to_exponents(acc_s, r_lse, state, is_edge);
@@ -127,11 +123,7 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
     mma_dv(acc_dv, p16, state);
     // NOTE: if the warpgroup arrived before the product, ptxas would move the arrival to before the
     // exponentials.
-    if (warpgroup == 0) {
-      named_barrier_arrive<kExpWg0 + 1, kBackwardConsumerThreads>();
-    } else {
-      named_barrier_arrive<kExpWg0, kBackwardConsumerThreads>();
-    }
+    release_exponentials();
   }
 
   // Wait for dP and dV, and release dO. Replace P in `operand` by dS, and store dS for dQ.
