@@ -61,8 +61,8 @@ void launch_int4_dequantise(const Int4DequantiseParams& params, cudaStream_t str
 // Launches the decode kernel. choice.engine must be kDecode.
 void launch_int4_decode(const Int4LinearParams& params, cudaStream_t stream);
 
-// Launches the mma.sync kernel. csrc/instantiations.py generates a file for each instance of this
-// function and of the next two functions.
+// Launches the mma.sync kernel. csrc/instantiations.py generates one file with the instances of
+// this function, and one file for each of the next two functions.
 template <typename T>
 void launch_int4_linear_of(const Int4LinearParams& params, cudaStream_t stream);
 // Launches the large-M kernel. choice.engine must be kLargeM.

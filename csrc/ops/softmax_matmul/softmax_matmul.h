@@ -70,7 +70,7 @@ struct SoftmaxMatmulBackwardParams {
   float* sink_terms;
 };
 
-// csrc/instantiations.py generates the files that instantiate this template, one per dtype.
+// csrc/instantiations.py generates the file that instantiates this template.
 template <typename T, bool kMasked>
 void launch_softmax_matmul_sm90(const SoftmaxMatmulParams& params, cudaStream_t stream);
 
