@@ -1,8 +1,8 @@
 // Online softmax over the fragments of a score tile.
 //
 // The scores form a matrix of kTiles * 16 rows and kCols * 8 columns, in the layout of m16n8's C.
-// Of every 16 rows, a thread holds rows g and g + 8, where g is lane / 4. Of every 8 columns, it
-// holds two neighbouring columns. Probabilities are 2^((s - max) * c).
+// A thread holds rows g and g + 8 of every 16 rows, where g is lane / 4, and two neighbouring
+// columns of every 8 columns. Probabilities are 2^((s - max) * c).
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #pragma once
 

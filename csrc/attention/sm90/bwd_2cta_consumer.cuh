@@ -17,7 +17,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   using Base = BackwardSm90Scores<Config>;
   using T = typename Config::T;
   using Base::dp_to_ds, Base::end_live, Base::first_live, Base::first_row, Base::init_dp,
-      Base::lane, Base::load_stats, Base::query_tile, Base::s_to_p, Base::warp,
+      Base::lane, Base::load_stats, Base::query_tile, Base::s_to_p, Base::store_dq, Base::warp,
       Base::zero_unseen_rows;
   using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices;
   using typename Base::Params, typename Base::RowStats, typename Base::ScoreAcc,
@@ -211,13 +211,8 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // NOTE: async_fence takes long directly after these stores, so signal_dq_store is called after
   // the next wgmmas are issued.
   __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq) {
-    warpgroup_fence_operand(acc_dq);
     named_barrier_wait(kDqEmptyWg0 + warpgroup, kBackwardDqThreads);
-    float4* s_dq = reinterpret_cast<float4*>(s.dq[0][warpgroup]) + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < Config::kDqFloats; i += 4) {
-      s_dq[i / 4 * 128] = make_float4(acc_dq[i], acc_dq[i + 1], acc_dq[i + 2], acc_dq[i + 3]);
-    }
+    store_dq(s.dq[0][warpgroup], acc_dq);
   }
   __device__ __forceinline__ void signal_dq_store() {
     async_fence();

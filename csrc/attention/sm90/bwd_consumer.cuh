@@ -12,10 +12,10 @@ template <typename Config>
 struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
   using Base = BackwardSm90Mma<Config>;
   using T = typename Config::T;
-  using Base::consumer_release, Base::dp_to_ds, Base::ds_state_of, Base::mma_dk, Base::mma_dp,
-      Base::load_stats, Base::mma_dv, Base::mma_s, Base::release_exponentials, Base::s_to_p,
-      Base::state_of, Base::store_ds, Base::wait_for_exponentials, Base::work,
-      Base::zero_unseen_keys;
+  using Base::consumer_release, Base::dp_to_ds, Base::gemm_dq, Base::leads, Base::mma_dk,
+      Base::mma_dp, Base::load_stats, Base::mma_dv, Base::mma_s, Base::release_exponentials,
+      Base::s_to_p, Base::state_of, Base::store_dq, Base::store_ds, Base::wait_for_exponentials,
+      Base::work, Base::zero_unseen_keys;
   using Base::p, Base::s, Base::s_ds, Base::s_k, Base::s_v, Base::warpgroup, Base::work_state,
       Base::kDim;
   using typename Base::DkAcc, typename Base::DvAcc, typename Base::Params, typename Base::RowStats,
@@ -49,9 +49,6 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
   }
 
  private:
-  // Whether this thread issues the warpgroup's TMA stores.
-  static __device__ __forceinline__ bool leads() { return threadIdx.x % 128 == 0; }
-
   __device__ __forceinline__ void process_work_tile() {
     DkAcc acc_dk;
     DvAcc acc_dv;
@@ -174,7 +171,9 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
   __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, int step) {
     const State state = state_of(step);
     s.ds_pipeline.wait(state);
-    gemm_dq(acc_dq, s_ds + state.stage * Config::kDsBytes);
+    const int box = kDim == 64 ? 0 : warpgroup, row_half = kDim == 64 ? warpgroup : 0;
+    const uint32_t s_rows = s_ds + row_half * (Config::kDqRows * kSwizzleRowBytes);
+    gemm_dq(acc_dq, box, s_rows + state.stage * Config::kDsBytes);
   }
 
   // Store dQ to the shared memory of a dQ store warp. The two store warps receive the dQ of
@@ -183,33 +182,12 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
   // the next wgmmas are issued.
   __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq, int store_warp) {
     static_assert(Config::kDqStoreWarps == Config::kStages);
-    warpgroup_fence_operand(acc_dq);
     named_barrier_wait(kDqEmptyWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
-    float4* s_dq = reinterpret_cast<float4*>(s.dq[store_warp][warpgroup]) + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < Config::kDqFloats; i += 4) {
-      s_dq[i / 4 * 128] = make_float4(acc_dq[i], acc_dq[i + 1], acc_dq[i + 2], acc_dq[i + 3]);
-    }
+    store_dq(s.dq[store_warp][warpgroup], acc_dq);
   }
   __device__ __forceinline__ void signal_dq_store(int store_warp) {
     async_fence();
     named_barrier_arrive(kDqFullWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
-  }
-
-  // Issue acc = the warpgroup's slice of K^T dS^T, over 128 keys.
-  __device__ __forceinline__ void gemm_dq(DqAcc& acc, uint32_t s_ds) const {
-    const int box = kDim == 64 ? 0 : warpgroup, row_half = kDim == 64 ? warpgroup : 0;
-    const TileDescriptor a(s_k + box * Config::kKeyBoxBytes, Config::kKeyBoxBytes),
-        b(s_ds + row_half * (Config::kDqRows * kSwizzleRowBytes), 16);
-    discard_accumulators(acc);
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < Config::kKeys / 16; ++slice) {
-      Wgmma<T, Config::kDqRows>::template multiply<1, 0>(
-          acc, a.offset(slice * 16 * kSwizzleRowBytes),
-          b.offset(slice / 4 * Config::kDsHalfBytes + slice % 4 * 32), slice > 0);
-    }
-    wgmma_commit();
   }
 };
 #endif

@@ -102,6 +102,23 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     gemm_rs(acc_dk, ds16, s_q + state.stage * Config::kQueryBytes);
   }
 
+  // Issue acc = 64 columns of dQ, as K^T dS^T over 128 keys. K's columns are in `box`, and
+  // s_ds_rows is the first query row of dS.
+  template <int kAcc>
+  __device__ __forceinline__ void gemm_dq(float (&acc)[kAcc], int box, uint32_t s_ds_rows) const {
+    const TileDescriptor a(s_k + box * Config::kKeyBoxBytes, Config::kKeyBoxBytes),
+        b(s_ds_rows, 16);
+    discard_accumulators(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < Config::kKeys / 16; ++slice) {
+      Wgmma<T, kAcc * 2>::template multiply<1, 0>(
+          acc, a.offset(slice * 16 * kSwizzleRowBytes),
+          b.offset(slice / 4 * Config::kDsHalfBytes + slice % 4 * 32), slice > 0);
+    }
+    wgmma_commit();
+  }
+
   // Returns the address of this lane's stmatrix row in the first buffer of dS. stmatrix transposes
   // the fragments of dS^T. Matrices 0 and 1 have rows 0 to 7, and matrices 2 and 3 have rows 8 to
   // 15. Matrices 0 and 2 have the first 8 of 16 keys, and matrices 1 and 3 have the last 8.

@@ -1,5 +1,5 @@
 // The scores of a consumer warpgroup in attention's backward on Hopper: masks, S -> P, dP -> dS,
-// and the epilogue of dK and dV.
+// the store of dQ, and the epilogue of dK and dV.
 #pragma once
 
 #include <climits>
@@ -55,6 +55,8 @@ struct BackwardSm90Scores {
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int warp() { return threadIdx.x / 32 % 4; }
+  // Whether this thread issues the warpgroup's TMA stores.
+  static __device__ __forceinline__ bool leads() { return threadIdx.x % 128 == 0; }
   __device__ __forceinline__ const typename Config::WorkTile& work() const {
     return Config::work_tile(s, work_state.stage);
   }
@@ -189,6 +191,17 @@ struct BackwardSm90Scores {
     }
   }
 
+  // Store a slice of dQ^T to shared memory, for a dQ store warp.
+  template <int kAcc>
+  static __device__ __forceinline__ void store_dq(float* s_slice, float (&acc_dq)[kAcc]) {
+    warpgroup_fence_operand(acc_dq);
+    float4* s_dq = reinterpret_cast<float4*>(s_slice) + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < kAcc; i += 4) {
+      s_dq[i / 4 * 128] = make_float4(acc_dq[i], acc_dq[i + 1], acc_dq[i + 2], acc_dq[i + 3]);
+    }
+  }
+
   // Scale the warpgroup's columns of dK or dV and store them. In the gradient, the warpgroup's
   // columns start at box `first_box`. If the KV head has several parts, the function stores fp32
   // partials. Otherwise it writes 16-bit values through shared memory: the warpgroup's first box is
@@ -234,7 +247,7 @@ struct BackwardSm90Scores {
     }
     async_fence();
     named_barrier_wait(kConsumerWg0 + warpgroup, 128);
-    if (threadIdx.x % 128 == 0 && first_key() < seqlen_k()) {
+    if (leads() && first_key() < seqlen_k()) {
 #pragma unroll
       for (int i = 0; i < kAcc / 32; ++i) {
         tma_store(map, s_box + i * box_bytes + row_in_box * kSwizzleRowBytes,

@@ -23,9 +23,10 @@ template <typename Config>
 struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
   using Base = BackwardSm90Mma<Config>;
   using T = typename Config::T;
-  using Base::consumer_release, Base::ds_state_of, Base::hide, Base::mma_dk, Base::mma_dp,
-      Base::mma_dv, Base::mma_s, Base::release_exponentials, Base::s_to_exponents, Base::state_of,
-      Base::store_ds, Base::wait_for_exponentials, Base::work, Base::zero_unseen_keys;
+  using Base::consumer_release, Base::ds_state_of, Base::gemm_dq, Base::hide, Base::leads,
+      Base::mma_dk, Base::mma_dp, Base::mma_dv, Base::mma_s, Base::release_exponentials,
+      Base::s_to_exponents, Base::state_of, Base::store_dq, Base::store_ds,
+      Base::wait_for_exponentials, Base::work, Base::zero_unseen_keys;
   using Base::p, Base::s, Base::s_ds, Base::s_k, Base::s_v, Base::warpgroup, Base::work_state,
       Base::kRows;
   using typename Base::DkAcc, typename Base::DvAcc, typename Base::Params, typename Base::RowStats,
@@ -73,7 +74,7 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
                                       1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
     Base::template epilogue_dkv<false>(acc_dk, s_k, warpgroup * 64, 0, p.dkey, p.args.params.scale);
-    if (threadIdx.x % 128 == 0) {
+    if (leads()) {
       tma_wait_read<0>();  // dV and dK have been read
       mbarrier_arrive(&s.v_pipeline.empty[0]);
       mbarrier_arrive(&s.k_pipeline.empty[0]);
@@ -156,43 +157,18 @@ struct BackwardSm90UnequalConsumer : BackwardSm90Mma<Config> {
   // them to shared memory for the dQ store warp. Release dS.
   __device__ __forceinline__ void compute_dq(ScoreAcc& acc_dq, int step) {
     s.ds_pipeline.wait(ds_state_of(step));
-    mma_dq(acc_dq, warpgroup);
+    gemm_dq(acc_dq, warpgroup, s_ds);
     wgmma_wait<0>();
     named_barrier_wait(kDqEmptyWg0 + warpgroup, kBackwardDqThreads);
-    store_dq_smem(acc_dq, warpgroup);
+    store_dq(s.dq[0][warpgroup], acc_dq);
     if (step % 2 == warpgroup) {
-      mma_dq(acc_dq, 2);
+      gemm_dq(acc_dq, 2, s_ds);
       wgmma_wait<0>();
-      store_dq_smem(acc_dq, 2);
+      store_dq(s.dq[0][2], acc_dq);
     }
     consumer_release(&s.ds_pipeline.empty[0]);
     async_fence();
     named_barrier_arrive(kDqFullWg0 + warpgroup, kBackwardDqThreads);
-  }
-
-  // Issue a slice of dQ^T = K^T dS^T, over 128 keys.
-  __device__ __forceinline__ void mma_dq(ScoreAcc& acc_dq, int slice_of_dq) const {
-    const TileDescriptor a(s_k + slice_of_dq * Config::kKeyBoxBytes, Config::kKeyBoxBytes),
-        b(s_ds, 16);
-    discard_accumulators(acc_dq);
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < Config::kKeys / 16; ++slice) {
-      Wgmma<T, kRows>::template multiply<1, 0>(
-          acc_dq, a.offset(slice * 16 * kSwizzleRowBytes),
-          b.offset(slice / 4 * Config::kDsHalfBytes + slice % 4 * 32), slice > 0);
-    }
-    wgmma_commit();
-  }
-
-  // Store a slice of dQ^T to shared memory.
-  __device__ __forceinline__ void store_dq_smem(ScoreAcc& acc_dq, int slice_of_dq) {
-    warpgroup_fence_operand(acc_dq);
-    float4* s_dq = reinterpret_cast<float4*>(s.dq[0][slice_of_dq]) + threadIdx.x % 128;
-#pragma unroll
-    for (int i = 0; i < kRows / 2; i += 4) {
-      s_dq[i / 4 * 128] = make_float4(acc_dq[i], acc_dq[i + 1], acc_dq[i + 2], acc_dq[i + 3]);
-    }
   }
 };
 #endif
