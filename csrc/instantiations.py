@@ -92,6 +92,11 @@ TABLE = [
             dtype=SIXTEEN_BIT,
             tile=("kCooperative128x192Cluster2",),
         )
+        + each(
+            contents=("cooperative_128x320",),
+            dtype=SIXTEEN_BIT,
+            tile=("kCooperative128x320Cluster2",),
+        )
         + each(contents=("swap_ab",), dtype=SIXTEEN_BIT, tile=("kSwapAb128x32", "kSwapAb128x64"))
         + each(
             contents=("float32",),

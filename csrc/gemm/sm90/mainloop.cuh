@@ -46,6 +46,27 @@ inline constexpr int kTermPairs = 6, kTermKBlocks = 4;
 inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'00'01'00;
 
 #if TW_HAS_WGMMA
+// Computes acc = (scale_d ? acc : 0) + a @ b^T for one slice along K. a and b are descriptors. A
+// wgmma has at most 256 columns, so a wider tile needs two wgmmas. In the layout of an MN-major b,
+// the second wgmma must start at a multiple of kSwizzleRowElems columns.
+template <class Config>
+__device__ __forceinline__ void sm90_multiply(float (&acc)[Config::kT.block_n / 2], uint64_t a,
+                                              uint64_t b, int scale_d) {
+  using T = typename Config::T;
+  constexpr int kColumns = Config::kT.block_n, kFirst = kColumns > 256 ? 192 : kColumns;
+  constexpr int kTransA = !Config::kAKMajor, kTransB = !Config::kBKMajor;
+  Wgmma<T, kFirst>::template multiply<kTransA, kTransB>(
+      reinterpret_cast<float (&)[kFirst / 2]>(acc[0]), a, b, scale_d);
+  if constexpr (kColumns > kFirst) {
+    constexpr int kRest = kColumns - kFirst;
+    constexpr uint32_t kRestBytes = Config::kBKMajor
+                                        ? kFirst * kKBlockBytes
+                                        : kFirst / Config::kSwizzleRowElems * Config::kLeadingBytes;
+    Wgmma<T, kRest>::template multiply<kTransA, kTransB>(
+        reinterpret_cast<float (&)[kRest / 2]>(acc[kFirst / 2]), a, b + (kRestBytes >> 4), scale_d);
+  }
+}
+
 // Holds the sum of each row of a, for the rows that a warpgroup multiplies. The sums are the
 // accumulators of a wgmma whose operand B is an (8, K) matrix of ones. Therefore all 8 columns of
 // the result are equal. Four threads share a row of the result, and each of them holds the sum
@@ -87,10 +108,8 @@ __device__ __forceinline__ void sm90_mainloop(
     for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
       for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
-        Wgmma<typename Config::T, kT.block_n>::template multiply<!Config::kAKMajor,
-                                                                 !Config::kBKMajor>(
-            acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4), b + (slice * kNextB >> 4),
-            scale_d || k_block > 0 || slice > 0);
+        sm90_multiply<Config>(acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
+                              b + (slice * kNextB >> 4), scale_d || k_block > 0 || slice > 0);
         if constexpr (kDbias) {
           Wgmma<typename Config::T, 8>::template multiply<!Config::kAKMajor, 0>(
               dbias->sums[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
