@@ -155,6 +155,9 @@ def test_steps_of_small_and_large_capped_scores_take_turns(dim, softcap, mask):
         # All logits of a row near -softcap; large values.
         check_call(f"{sizes} below", dout, q.abs(), -k.abs(), v, softcap=softcap, **mask)
         check_call(f"{sizes} large", dout, q, k, v * 1e15, softcap=softcap, **mask)
+        # A small scale: the coefficients of the longest series leave the range of fp32.
+        few = {"softcap": softcap, "scale": 0.003 * softcap / 50, **mask}
+        check_call(f"{sizes} few", dout, q * 20, k, v, causal=True, **few)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,22 @@
 // The soft cap of the scores, for attention and its backward.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/score_scale.h"
 #include "device/activation.cuh"
 
 namespace torchweld {
 
-// Returns tanh(x). |x| must be at most Series::kMax. If x is NaN, the result is NaN.
-using Series = SmallTanh<4>;
+// Returns tanh(x). |x| must be at most SmallTanh<kTerms>::kMax. If x is NaN, the result is NaN.
+template <int kTerms>
 __device__ __forceinline__ float small_tanh(float x) {
+  using Series = SmallTanh<kTerms>;
   const float square = x * x;
-  float y = fmaf(square, Series::term(3), Series::term(2));
-  y = fmaf(square, y, Series::term(1));
-  return fmaf(square, y, Series::term(0)) * x;
+  float y = Series::term(kTerms - 1);
+#pragma unroll
+  for (int i = kTerms - 2; i >= 0; --i) y = fmaf(square, y, Series::term(i));
+  return y * x;
 }
 
 // Returns the largest |score|. Scores that are NaN don't count.
@@ -33,9 +37,15 @@ __device__ __forceinline__ float max_abs_of(const float (&r_s)[kCount]) {
 template <bool kExact, bool kOneWay = false, int kCount>
 __device__ __forceinline__ void cap_scores(float (&r_s)[kCount], float cap) {
   if constexpr (!kExact && !kOneWay) {
-    if (__all_sync(~0u, max_abs_of(r_s) * fabsf(cap) <= Series::kMax)) {
+    const float max_abs = max_abs_of(r_s) * fabsf(cap);
+    const auto try_series = [&](auto terms) {
+      if (!__all_sync(~0u, max_abs <= SmallTanh<terms.value>::kMax)) return false;
 #pragma unroll
-      for (float& score : r_s) score = small_tanh(score * cap);
+      for (float& score : r_s) score = small_tanh<terms.value>(score * cap);
+      return true;
+    };
+    if (try_series(std::integral_constant<int, 4>()) ||
+        try_series(std::integral_constant<int, 6>())) {
       return;
     }
   }

@@ -29,23 +29,25 @@ struct ScoreScale {
 #endif
 };
 
-// A polynomial in x^2 that approximates tanh(x) / x. It has kTerms (3 or 4) terms and a relative
-// error of 2^-20.
+// A polynomial in x^2 that approximates tanh(x) / x. It has kTerms (3, 4 or 6) terms and a relative
+// error of 2^-20. The terms were fitted by least squares with weights that equalise the errors.
 template <int kTerms>
 struct SmallTanh {
   // The largest |x| for which the relative error is at most 2^-20.
-  static constexpr float kMax = kTerms == 3 ? 0.25f : 0.5f;
+  static constexpr float kMax = kTerms == 3 ? 0.25f : kTerms == 4 ? 0.5f : 1.f;
   // The coefficient of x^(2 i).
   static TW_HOST_DEVICE constexpr float term(int i) {
-    if (i == 0) return kTerms == 3 ? 0.9999996f : 0.99999946f;
-    if (i == 1) return kTerms == 3 ? -0.33321908f : -0.33326318f;
-    if (i == 2) return kTerms == 3 ? 0.12841614f : 0.13190296f;
-    return -0.04440222f;
+    constexpr float kThree[] = {0.9999996f, -0.33321908f, 0.12841614f};
+    constexpr float kFour[] = {0.99999946f, -0.33326318f, 0.13190296f, -0.04440222f};
+    constexpr float kSix[] = {0.9999994f,    -0.33329043f, 0.13281433f,
+                              -0.051605675f, 0.016743116f, -0.0030670604f};
+    return kTerms == 3 ? kThree[i] : kTerms == 4 ? kFour[i] : kSix[i];
   }
 };
 
 // Computes the exponent c * tanh(score * cap) for |score| <= max_score. The exponent is `score`
-// times a polynomial in score^2.
+// times a polynomial in score^2. If a coefficient of the polynomial is not a normal fp32 number,
+// max_score is -1.
 template <int kTerms>
 struct SmallExponent {
   float max_score;
@@ -56,6 +58,9 @@ struct SmallExponent {
     for (int i = 0; i < kTerms; ++i, factor *= cap * cap) {
       terms[i] = factor * SmallTanh<kTerms>::term(i);
     }
+    // The last coefficient is the smallest one if cap is below 1, and the largest one otherwise.
+    const float last = terms[kTerms - 1] < 0.f ? -terms[kTerms - 1] : terms[kTerms - 1];
+    if (!(last > 1e-37f && last < 1e37f)) max_score = -1.f;
   }
 
 #ifdef __CUDACC__

@@ -38,17 +38,17 @@ struct AttentionSm90Schedule {
 // not subtract the maximum.
 struct AttentionSmallScores {
   // NOTE: `enabled` is false if probabilities could leave the range of bfloat16, or if the
-  // coefficients of the polynomials could leave the range of fp32.
+  // coefficients of three_terms could leave the range of fp32.
   bool enabled;
-  SmallExponent<3> low_degree;
-  SmallExponent<4> high_degree;
+  SmallExponent<3> three_terms;
+  SmallExponent<6> six_terms;
 
   explicit AttentionSmallScores(const CappedScale& scale)
       : enabled(scale.softcap > 0.f && scale.c <= 80.f && scale.cap >= 1e-4f && scale.cap <= 1e4f),
-        low_degree(scale.c, scale.cap),
-        high_degree(scale.c, scale.cap) {}
+        three_terms(scale.c, scale.cap),
+        six_terms(scale.c, scale.cap) {}
   explicit AttentionSmallScores(const ScoreScale&)
-      : enabled(false), low_degree(0, 1), high_degree(0, 1) {}
+      : enabled(false), three_terms(0, 1), six_terms(0, 1) {}
 };
 
 template <bool kMasked>

@@ -42,7 +42,7 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   static constexpr bool kCapped = kCapped_;
   // Whether the kernel has a second code path for small capped scores. Their softmax needs no
   // maximum.
-  // NOTE: float16 kernels lack the second path, because its probabilities can reach 2^(c / 2),
+  // NOTE: float16 kernels lack the second path, because its probabilities can reach 2^(0.8 c),
   // which overflows in float16. Kernels with wide accumulators lack it, because no registers are
   // free for two code paths.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;

@@ -35,6 +35,11 @@ struct AttentionSm90Consumer {
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
   AttentionSm90Registers<Config> r;
+  // Whether the warp uses three_terms of AttentionSmallScores. After the first larger score of a
+  // work tile, it uses six_terms.
+  // NOTE: if warps changed back and forth between the two code paths, these would evict each other
+  // from the instruction cache.
+  bool few_terms = true;
 
   __device__ __forceinline__ AttentionSm90Consumer(const typename Config::Params& p,
                                                    AttentionSm90Shared<Config>& s, int warpgroup)
@@ -51,6 +56,7 @@ struct AttentionSm90Consumer {
       start(r.rows);
       if constexpr (Config::kSmallScores) {
         if (p.small.enabled) r.rows[0][0].max = r.rows[0][1].max = 0.f;
+        few_terms = true;
       }
       if constexpr (Config::kReadsScores) {
         mainloop_read_scores(block);
@@ -165,12 +171,18 @@ struct AttentionSm90Consumer {
         if constexpr (Config::kSmallScores) {
           if (p.small.enabled) {
             const float max_abs = max_abs_of(r.acc_s);
-            const auto try_exponent = [&](const auto& exponent) {
-              if (!__all_sync(~0u, max_abs <= exponent.max_score)) return false;
+            const auto run = [&](const auto& exponent) {
               online_softmax_of_small(r.scores(), r.rows, p.scale.c, exponent, hides, hide);
-              return true;
             };
-            if (try_exponent(p.small.low_degree) || try_exponent(p.small.high_degree)) return false;
+            few_terms = few_terms && __all_sync(~0u, max_abs <= p.small.three_terms.max_score);
+            if (few_terms) {
+              run(p.small.three_terms);
+              return false;
+            }
+            if (__all_sync(~0u, max_abs <= p.small.six_terms.max_score)) {
+              run(p.small.six_terms);
+              return false;
+            }
           }
         }
         if (p.scale.softcap > 0.f) {
