@@ -231,6 +231,9 @@ def extensions():
     if WITH_CUDA and nvcc_version() >= (12, 8):
         # A third of the library's size. `size` would save another 30 %, but takes 60 s.
         nvcc += ["--compress-mode=balance", "-Xfatbin=-compress-all"]
+    # Some compilers link libstdc++ statically. Its symbols must then stay inside the library.
+    # Otherwise the streams of this library and of torch share tables, and error messages crash.
+    link = ["-Wl,--exclude-libs,libstdc++.a"] if sys.platform == "linux" else []
     include = [str(ROOT / "csrc")]
     # Groups include the .cpp files, so these are dependencies too; an sdist holds all of them.
     depends = sources(*(f"csrc/**/*.{suffix}" for suffix in ("h", "cuh", "cpp", "cu", "py")))
@@ -242,6 +245,7 @@ def extensions():
             depends=depends,
             define_macros=[("TORCHWELD_CUDA", None)],
             extra_compile_args={"cxx": cxx, "nvcc": nvcc + arch_flags()},
+            extra_link_args=link,
             py_limited_api=True,
         )
     else:
@@ -251,6 +255,7 @@ def extensions():
             include_dirs=include,
             depends=depends,
             extra_compile_args={"cxx": cxx},
+            extra_link_args=link,
             py_limited_api=True,
         )
     introspection = cpp_extension.CppExtension(
@@ -259,6 +264,7 @@ def extensions():
         include_dirs=include,
         depends=depends,
         extra_compile_args={"cxx": [*cxx, "-O1"]},  # compiles alone at the end of a build
+        extra_link_args=link,
     )
     # pybind11's headers come with torch, but the module itself must not need libtorch to load.
     introspection.libraries = []

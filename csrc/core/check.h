@@ -8,12 +8,12 @@
 
 #include <cmath>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#define TW_CHECK(condition, op, ...) TORCH_CHECK(condition, "torchweld::", op, ": ", __VA_ARGS__)
+#define TW_CHECK(condition, op, ...) \
+  TORCH_CHECK(condition, "torchweld::", op, ": ", ::torchweld::message(__VA_ARGS__))
 
 namespace torchweld {
 
@@ -53,12 +53,28 @@ inline std::string dtype_name(at::ScalarType dtype) {
   }
 }
 
+// Returns a part of an error message in a form that c10::str can write.
+// NOTE: SymInt has an operator<<, but that operator is in torch's library and would write to a
+// std::ostream of this library. If this library has a libstdc++ of its own (linked statically), the
+// write crashes.
+inline std::string printable(const c10::SymInt& size) {
+  const auto value = size.maybe_as_int();
+  return value ? std::to_string(*value) : size.toSymNode()->str();
+}
+template <typename T>
+const T& printable(const T& part) {
+  return part;
+}
+
+template <typename... Parts>
+std::string message(const Parts&... parts) {
+  return c10::str(printable(parts)...);
+}
+
 inline std::string shape_text(c10::SymIntArrayRef sizes) {
-  std::ostringstream text;
-  text << "(";
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  text << (sizes.size() == 1 ? ",)" : ")");
-  return text.str();
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + printable(sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
 }
 
 inline std::string describe(const Tensor& t) {
