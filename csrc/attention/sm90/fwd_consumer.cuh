@@ -35,11 +35,9 @@ struct AttentionSm90Consumer {
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
   AttentionSm90Registers<Config> r;
-  // Whether the warp uses three_terms of AttentionSmallScores. After the first larger score of a
-  // work tile, it uses six_terms.
-  // NOTE: if warps changed back and forth between the two code paths, these would evict each other
-  // from the instruction cache.
-  bool few_terms = true;
+  // NOTE: after the first larger score of a work tile, a warp keeps to six_terms. Code paths that
+  // alternate would evict each other from the instruction cache.
+  bool few_terms = true;  // whether the warp uses three_terms of AttentionSmallScores
 
   __device__ __forceinline__ AttentionSm90Consumer(const typename Config::Params& p,
                                                    AttentionSm90Shared<Config>& s, int warpgroup)
@@ -173,20 +171,18 @@ struct AttentionSm90Consumer {
             const float max_abs = max_abs_of(r.acc_s);
             const auto run = [&](const auto& exponent) {
               online_softmax_of_small(r.scores(), r.rows, p.scale.c, exponent, hides, hide);
+              return false;
             };
             few_terms = few_terms && __all_sync(~0u, max_abs <= p.small.three_terms.max_score);
-            if (few_terms) {
-              run(p.small.three_terms);
-              return false;
-            }
+            if (few_terms) return run(p.small.three_terms);
             if (__all_sync(~0u, max_abs <= p.small.six_terms.max_score)) {
-              run(p.small.six_terms);
-              return false;
+              return run(p.small.six_terms);
             }
           }
         }
         if (p.scale.softcap > 0.f) {
-          constexpr bool kOneWay = Config::kSmallScores || Config::kDimV > 64;
+          constexpr bool kOneWay =
+              Config::kSmallScores || Config::kReadsScores || Config::kDimV > 64;
           cap_scores</*kExact=*/false, kOneWay>(r.scores(), p.scale.cap);
         }
       }
