@@ -3,6 +3,7 @@
 
 #include "attention/sm90/fwd_block.cuh"
 #include "attention/sm90/fwd_mma.cuh"
+#include "attention/sm90/fwd_zero_v.cuh"
 #include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/sm90/registers.cuh"
@@ -37,7 +38,7 @@ struct AttentionSm90Consumer {
   AttentionSm90Registers<Config> r;
   // NOTE: after the first larger score of a work tile, a warp keeps to six_terms. Code paths that
   // alternate would evict each other from the instruction cache.
-  bool few_terms = true;  // whether the warp uses three_terms of AttentionSmallScores
+  bool few_terms;  // whether the warp uses three_terms of AttentionSmallScores
 
   __device__ __forceinline__ AttentionSm90Consumer(const typename Config::Params& p,
                                                    AttentionSm90Shared<Config>& s, int warpgroup)
@@ -115,19 +116,11 @@ struct AttentionSm90Consumer {
     value_state.advance();
   }
 
-  // Zero rows [begin, end) of V, which no query row of the work tile sees. P is 0 for these rows,
-  // but V may be NaN.
+  // Zero rows [begin, end) of V, which no query row of the work tile sees.
   // NOTE: each warpgroup zeroes these rows itself, which avoids a barrier across warpgroups.
   __device__ __forceinline__ void zero_v(int begin, int end) const {
     if (begin >= end) return;
-    char* const s_value = s.value[value_state.stage];
-    for (int i = thread; i < (end - begin) * Config::kBoxesV * 8; i += 128) {
-      const int box_row = i / 8, box = box_row / (end - begin);
-      const int row = begin + box_row - box * (end - begin);
-      *reinterpret_cast<uint4*>(s_value + box * Config::kKeyBoxBytes + row * kSwizzleRowBytes +
-                                i % 8 * 16) = make_uint4(0, 0, 0, 0);
-    }
-    async_fence();
+    zero_v_rows<Config>(s.value[value_state.stage], begin, end, thread);
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
@@ -143,13 +136,7 @@ struct AttentionSm90Consumer {
   __device__ __forceinline__ void zero_gaps_of_v(int key) const {
     const auto& gaps = s.work[work_state.stage].gaps;
     if (!gaps.may_overlap(key, kKeys)) return;
-    char* const s_value = s.value[value_state.stage];
-#pragma unroll 1
-    for (int i = thread; i < kKeys * Config::kBoxesV * 8; i += 128) {
-      if (!gaps.contains(key + i / 8 % kKeys)) continue;
-      *reinterpret_cast<uint4*>(s_value + i * 16) = make_uint4(0, 0, 0, 0);
-    }
-    async_fence();
+    zero_v_gaps<Config>(s.value[value_state.stage], gaps, key, thread);
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
