@@ -130,6 +130,19 @@ Encoded encode_problem(const typename KernelFamily::Problem& problem) {
   return encoded;
 }
 
+// Sets active_clusters from the other facts, because an encoded problem does not contain it. The
+// numbers of an H100 are known. For another GPU, the result ignores that the blocks of a cluster
+// share a GPC.
+inline void estimate_active_clusters(DeviceFacts& d) {
+  constexpr int kMaxSize = sizeof(d.active_clusters) / sizeof(int) - 1;
+  for (int size = 1; size <= kMaxSize; ++size) {
+    const bool supported = size == 1 || (d.clusters && (size <= 8 || d.clusters_of_16));
+    d.active_clusters[size] = !supported                ? 0
+                              : d.sms == kH100Facts.sms ? kH100Facts.active_clusters[size]
+                                                        : d.sms / size;
+  }
+}
+
 template <typename KernelFamily>
 typename KernelFamily::Problem decode_problem(const Encoded& encoded) {
   typename KernelFamily::Problem problem = KernelFamily::decode_fields(encoded);
@@ -140,6 +153,7 @@ typename KernelFamily::Problem decode_problem(const Encoded& encoded) {
   problem.device.clusters_of_16 = d[3] != 0;
   problem.device.tma = d[4] != 0;
   problem.device.wgmma = d[5] != 0;
+  estimate_active_clusters(problem.device);
   return problem;
 }
 
