@@ -97,6 +97,7 @@ TABLE = [
             dtype=SIXTEEN_BIT,
             tile=("kCooperative128x320Cluster2",),
         )
+        + each(contents=("pingpong_64x64",), dtype=SIXTEEN_BIT, tile=("kPingPong64x64",))
         + each(contents=("swap_ab",), dtype=SIXTEEN_BIT, tile=("kSwapAb128x32", "kSwapAb128x64"))
         + each(
             contents=("float32",),

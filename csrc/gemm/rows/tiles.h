@@ -32,7 +32,7 @@ struct RowsTile {
 };
 
 // Each entry lists columns, stages, blocks_per_sm and bytes_per_ns.
-inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 100}, {32, 3, 1, 100}, {64, 2, 1, 70}};
+inline constexpr RowsTile kRowsTiles[] = {{16, 3, 2, 86}, {32, 3, 1, 93}, {64, 2, 1, 90}};
 inline constexpr int kRowsTileCount = sizeof(kRowsTiles) / sizeof(kRowsTiles[0]);
 
 inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int splits) {
@@ -63,7 +63,7 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
 // and kBlockNormUs for every block of the busiest SM. The constants and those of sm90_seconds were
 // fitted together, on an H200.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
-  constexpr double kMemoryBytes = 7e12, kBlockUs = 1, kPointwiseUs = 0.1;
+  constexpr double kMemoryBytes = 8.7e12, kBlockUs = 0.64, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;
   const auto sm_blocks = static_cast<double>(divide_up(tile.blocks(p), int64_t{p.device.sms}));
   const double row_bytes = static_cast<double>(p.k) * 2;

@@ -127,11 +127,15 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 }
 
 template <class Config>
-__device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank) {
+using Sm90TileSchedulerOf = Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()>;
+
+// The code of the producer. The scheduler is at its first tile, which `work` describes.
+template <class Config>
+__device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
+                                             Sm90TileSchedulerOf<Config>& scheduler,
+                                             WorkTile work) {
   PipelineState<Config::kT.stages> at;
-  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
-  while (scheduler.next()) {
-    const WorkTile work(p.schedule, scheduler.tile);
+  while (true) {
     const auto load_k_blocks = [&](int first, int k_blocks, int a_term, int b_term) {
       int k = first * Config::kBlockK;
       for (int k_block = 0; k_block < k_blocks; ++k_block, k += Config::kBlockK) {
@@ -152,6 +156,8 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
     } else {
       load_k_blocks(scheduler.first_k_block, scheduler.k_blocks, 0, 0);
     }
+    if (!scheduler.next()) return;
+    work = WorkTile(p.schedule, scheduler.tile);
   }
 }
 
@@ -205,7 +211,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
   const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kKBlockBytes;
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup);
   PipelineState<kT.stages> at;
-  Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()> scheduler(p.stream_k);
+  Sm90TileSchedulerOf<Config> scheduler(p.stream_k);
   Partials all;
   Sums& acc = all.acc;
   // In a ping-pong tile, warpgroup 1 lets warpgroup 0 issue its wgmmas first.
@@ -217,10 +223,9 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
     }
     const bool loads_bias =
         Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && scheduler.ends();
-    if (loads_bias) epilogue.fetch_bias(WorkTile(p.schedule, scheduler.tile));
-    if constexpr (Epilogue::kLoadsRows) {
-      epilogue.fetch_rows(WorkTile(p.schedule, scheduler.tile), rank);
-    }
+    WorkTile work(p.schedule, scheduler.tile);
+    if (loads_bias) epilogue.fetch_bias(work);
+    if constexpr (Epilogue::kLoadsRows) epilogue.fetch_rows(work, rank);
     if (kT.pingpong) named_barrier_wait(kWarpSchedulerWg0 + warpgroup, kConsumerThreads);
     if constexpr (Config::kBf16x3) {
       sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release);
@@ -235,6 +240,12 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
         sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued);
       }
     }
+    // NOTE: with many accumulators, registers are scarce during the mainloop. Therefore the work
+    // tile is computed again after the mainloop.
+    constexpr int kFewAccumulators = 64;
+    if (sizeof(Sums) > kFewAccumulators * sizeof(float)) {
+      work = WorkTile(p.schedule, scheduler.tile);
+    }
     if constexpr (kT.swap_ab()) {
       if (p.stream_k.split_cluster > 1) {
         const auto reduce = [&](auto split_cluster) {
@@ -246,7 +257,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
         reduce(std::integral_constant<int, 3>());
         reduce(std::integral_constant<int, 4>());
         if constexpr (kT.max_split_cluster() > 4) reduce(std::integral_constant<int, 8>());
-        epilogue.finish(acc, WorkTile(p.schedule, scheduler.tile), rank);
+        epilogue.finish(acc, work, rank);
         break;
       }
     }
@@ -268,7 +279,6 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
       named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
     }
     if constexpr (Config::kDbias) {
-      const WorkTile work(p.schedule, scheduler.tile);
       const int64_t row = (work.tile_m * kT.cluster + rank) * kT.block_m + first_row +
                           thread / 32 * 16 + thread % 32 / 4;
       float* g_to = p.gemm.dbias_partials + work.tile_n * p.gemm.m;
@@ -281,8 +291,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
         }
       }
     }
-    // NOTE: the work tile is recomputed, because registers are scarce during the mainloop.
-    epilogue.finish(acc, WorkTile(p.schedule, scheduler.tile), rank);
+    epilogue.finish(acc, work, rank);
   }
   epilogue.wait();
 }
@@ -295,10 +304,11 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
   constexpr Sm90Tile kT = Config::kT;
   using T = typename Config::T;
   constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  constexpr int kSetupThread = 32;  // a thread of a warp that has no other work
   extern __shared__ __align__(1024) char s_memory[];
   Sm90Shared<Config>& s = *reinterpret_cast<Sm90Shared<Config>*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == kSetupThread) {
     prefetch_tensor_map(p.a);
     prefetch_tensor_map(p.b);
     prefetch_tensor_map(p.y);
@@ -315,6 +325,11 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     if (threadIdx.x < kSameValuesBytes / sizeof(T)) reinterpret_cast<T*>(s.bias)[threadIdx.x] = one;
     async_fence();
   }
+  // The first work tile depends only on the parameters, so it is computed before the wait for
+  // earlier kernels.
+  Sm90TileSchedulerOf<Config> scheduler(p.stream_k);
+  scheduler.next();
+  const WorkTile work(p.schedule, scheduler.tile);
   griddep_launch_dependents();
   griddep_wait();
   int rank = 0;
@@ -327,7 +342,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
   }
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0 && elect_one()) sm90_produce(p, s, rank);
+    if (warp == 0 && elect_one()) sm90_produce(p, s, rank, scheduler, work);
     __syncwarp();
     if (kT.swap_ab() && p.stream_k.split_cluster > 1) {
       cluster_arrive();

@@ -33,6 +33,7 @@ enum Sm90TileIndex : int {
   kCooperative128x256Cluster2,
   kCooperative128x192Cluster2,
   kCooperative128x96,
+  kPingPong64x64,
   kSwapAb128x32,
   kSwapAb128x64,
   kBf16x3Cooperative128x128
@@ -55,9 +56,12 @@ struct Sm90Tile {
   // addition to its k-blocks. An activation adds pointwise_us to tile_us. In ping-pong tiles, the
   // mainloop of the other warpgroup hides a part of the activation; pointwise_us is only the rest.
   // Stream-K adds stream_us once, and partial_us for each partial of a tile. The times of 16-bit
-  // tiles of 96 columns or more are fitted to products with sizes from common models on an H100:
-  // 690 products one at a time, and 40 long products repeated for 25 ms. The chosen tile needs on
-  // average 1.2 % (1.9 %) more time than the fastest one.
+  // tiles are fitted to products with sizes from common models. On average, the chosen tile needs
+  // more time than the fastest one:
+  //   690 products one at a time on an H100                      1.2 %
+  //   40 long products, each repeated for 25 ms, on an H100      1.9 %
+  //   621 products of 64 to 2048 rows on an H200                 1.3 %
+  //   546 products of 1 to 64 rows on an H200                    1.0 %
   float k_block_us, tile_us, pointwise_us, stream_us, partial_us;
   bool fp32 = false;  // whether the tile is for kFloat32, which needs two sets of accumulators
 
@@ -120,6 +124,7 @@ struct Sm90Tile {
     if (gated && !pingpong && !fp32) {
       return "a gated product needs a ping-pong tile, which hides its epilogue";
     }
+    if (gated && block_n < 128) return "a gated product needs a tile of at least 128 columns";
     if (gated && !a_k_major) return "a gated product needs a K-major first operand";
     return nullptr;
   }
@@ -147,9 +152,10 @@ inline constexpr Sm90Tile kSm90Tiles[] = {
     {kCooperative128x320Cluster2, 128, 320, 3, 2, false, 4, 0.923f, 5.3f, 2.9f, 2.2f, 0.4f},
     {kCooperative128x256Cluster2, 128, 256, 4, 2, false, 2, 0.716f, 3.1f, 2.3f, 4.3f, 0.1f},
     {kCooperative128x192Cluster2, 128, 192, 5, 2, false, 1, 0.503f, 2.8f, 1.8f, 4.3f, 0.2f},
-    {kCooperative128x96, 128, 96, 7, 1, false, 2, 0.291f, 0.64f, 1.0f, 3.6f, 0.1f},
-    {kSwapAb128x32, 128, 32, 10, 1, false, 0, 0.254f, 1.0f, 0.2f, 1.0f, 1.1f},
-    {kSwapAb128x64, 128, 64, 8, 1, false, 0, 0.286f, 1.7f, 0.8f, 0.4f, 1.1f},
+    {kCooperative128x96, 128, 96, 7, 1, false, 2, 0.283f, 0.82f, 1.0f, 3.8f, 0.1f},
+    {kPingPong64x64, 64, 64, 13, 1, true, 1, 0.125f, 0.53f, 0.4f, 1.35f, 0.51f},
+    {kSwapAb128x32, 128, 32, 10, 1, false, 0, 0.197f, 0.64f, 0.2f, 1.29f, 1.52f},
+    {kSwapAb128x64, 128, 64, 8, 1, false, 0, 0.243f, 3.2f, 0.8f, 0.39f, 1.77f},
     {kBf16x3Cooperative128x128, 128, 128, 6, 1, false, 2, 2.1f, 3.0f, 2.0f, 2.2f, 1.3f, true},
 };
 inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
