@@ -223,3 +223,13 @@ def test_what_was_fastest_is_taken(times):
         taken = record["choice"].removeprefix("sm90 ")
         assert taken in by_tile, (m, n, k, taken)
         assert by_tile[taken] <= 1.06 * min(by_tile.values()), (m, n, k, taken)
+
+
+@pytest.mark.skipif(
+    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
+)
+def test_an_encoded_problem_has_the_choice_of_its_call():
+    """The numbers of a problem tell how many clusters the GPU runs at once."""
+    for m, n, k in (*SHORT_TIMES, *H100_TIMES, (16, 4096, 4096), (64, 4096, 4096)):
+        (record,) = dry_records("bmm", meta(1, m, k), meta(1, n, k).transpose(1, 2))
+        assert _C.choose("matmul", record["problem"])["choice"] == record["choice"], (m, n, k)
