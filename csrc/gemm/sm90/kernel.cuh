@@ -10,9 +10,9 @@
 // tile scheduler visits tiles in bands of rows, so that the running CTAs cover roughly a square of
 // y and share operands in L2. Stream-K (tile_scheduler.cuh) may split the last tiles along K.
 //
-// If y has up to 64 rows, the time is dominated by reads of b. For such products swap_ab tiles
-// compute b @ a^T, so that a CTA holds many rows of b and few rows of a. A cluster may split the K
-// of a swap_ab tile.
+// If y has up to 64 rows, the time is dominated by reads of b. For such products there are swap_ab
+// tiles. They compute b @ a^T, so that a CTA holds many rows of b and few rows of a. A cluster may
+// split the K of a swap_ab tile.
 //
 // Source: PTX ISA. The optimisations of the mainloop follow P. Shah, "Outperforming cuBLAS on H100"
 // (2024).
