@@ -24,6 +24,10 @@ from torchweld._library import build_facts
 SIZES = [1, 2, 7, 16, 17, 63, 64, 65, 512, 1000, 4096, 16385]
 SHAPES = list(itertools.product(SIZES, repeat=3))
 
+explains_kernels = pytest.mark.skipif(
+    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
+)
+
 
 def elem_size(math: str, engine: str) -> int:
     """Bytes of an element in shared memory; sm90 multiplies fp32 as bf16x3 terms."""
@@ -211,9 +215,7 @@ LONG_TIMES = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(
-    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
-)
+@explains_kernels
 @pytest.mark.parametrize(
     "times", [SHORT_TIMES, H100_TIMES, LONG_TIMES], ids=["short", "short on an H100", "long"]
 )
@@ -225,9 +227,7 @@ def test_what_was_fastest_is_taken(times):
         assert by_tile[taken] <= 1.06 * min(by_tile.values()), (m, n, k, taken)
 
 
-@pytest.mark.skipif(
-    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
-)
+@explains_kernels
 def test_an_encoded_problem_has_the_choice_of_its_call():
     """The numbers of a problem tell how many clusters the GPU runs at once."""
     for m, n, k in (*SHORT_TIMES, *H100_TIMES, (16, 4096, 4096), (64, 4096, 4096)):
