@@ -105,7 +105,7 @@ SUMMARY = [
     Summary(
         "linear forward and backward, bmm; 16 bits",
         "matmul",
-        r"(linear|linear_backward|bmm) .*float16",
+        r"(linear|linear dx|linear dweight|bmm) .*float16",
         "cublas|cublas bare",
         "cuBLAS",
         pictured=True,

@@ -38,12 +38,9 @@ def _row(
     eager: Callable[[Tensor], Tensor],
     x: Tensor,
     targets: dict[str, float],
-    timed: Callable[[], object] | None = None,
     peers: dict[str, Callable[[], object]] | None = None,
 ) -> Row:
-    """`eager` is the op on rows of x, with fp64 rows the reference. `timed`, if given,
-    is timed as eager instead. `peers` are further columns.
-    """
+    """`eager` is the op on rows of x, with fp64 rows the reference. `peers` are further columns."""
     part = x[:_CHECKED_ROWS]
     reference, out = eager(part.double()), eager(part)
     eager_error = largest_error(out, reference)
@@ -53,7 +50,7 @@ def _row(
             {
                 "ours": ours,
                 "cublas bare": bare,
-                "eager": timed or (lambda: eager(x)),
+                "eager": lambda: eager(x),
                 **(peers or {}),
             },
             device="cuda",
@@ -89,21 +86,21 @@ def _linear(m: int, k: int, n: int, dtype: torch.dtype, targets: dict[str, float
     )
 
 
-def _linear_backward(m: int, k: int, n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
+def _linear_gradients(
+    m: int, k: int, n: int, dtype: torch.dtype, targets: dict[str, float]
+) -> Iterator[Row]:
+    """The gradients of x and of the weight, a row each."""
     x, weight, dy = _matrix(m, k, dtype), _weight(n, k, dtype), _matrix(m, n, dtype)
-
-    def bare() -> tuple[Tensor, Tensor]:
-        return dy @ weight, dy.t() @ x
-
-    return _row(
-        f"linear_backward ({m}, {k}, {n}) {dtype_text(dtype)}",
-        lambda: ops.linear_backward(dy, x, weight, output_mask=[True, True, False])[0],
-        bare,
-        lambda rows: rows @ weight.to(rows.dtype),
-        dy,
-        targets,
-        timed=bare,
-    )
+    for i, (name, left, right) in enumerate((("dx", dy, weight), ("dweight", dy.t(), x))):
+        mask = [i == 0, i == 1, False]
+        yield _row(
+            f"linear {name} ({m}, {k}, {n}) {dtype_text(dtype)}",
+            lambda mask=mask, i=i: ops.linear_backward(dy, x, weight, output_mask=mask)[i],
+            lambda left=left, right=right: left @ right,
+            lambda rows, right=right: rows @ right.to(rows.dtype),
+            left,
+            targets,
+        )
 
 
 def _norm_linears(
@@ -249,6 +246,8 @@ _LARGE = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 14336, 4096), (8192, 10
 _GPT2 = ((8192, 768, 3072), (8192, 3072, 768))
 _SINGLE = ((1024, 4096, 2048), (4096, 4096, 4096), (8192, 1024, 4096))
 _MLP = ((8192, 768, 3072), (4096, 1600, 6400), (8192, 4096, 16384))
+_TRAINED = (*_MLP, (8192, 2048, 8192), (16384, 2048, 2048), (16384, 2048, 8192),
+            (4096, 4096, 4096))  # fmt: skip
 _GATED = ((8192, 768, 3072), (8192, 4096, 11008), (512, 4096, 11008))
 
 
@@ -272,8 +271,8 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         yield from _few_rows(targets)
         for size in _SINGLE:
             yield _linear(*size, single, targets)
-        for size in ((8192, 768, 3072), (8192, 4096, 16384)):
-            yield _linear_backward(*size, brain, targets)
+        gradients = (row for size in _TRAINED for row in _linear_gradients(*size, brain, targets))
+        yield from _with_mean("linear dx and dweight bfloat16, geometric mean", gradients, targets)
         yield from _norm_linears(512, 1024, 4096, half, targets)
         for size in _MLP:
             yield from _norm_linears(*size, brain, targets)

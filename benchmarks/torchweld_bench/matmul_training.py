@@ -19,6 +19,11 @@ _ROUNDS = 11
 _CHECKED_ROWS = 64
 _SIZES = ((512, 1024, 4096, torch.float16), (8192, 768, 3072, torch.bfloat16),
           (4096, 1600, 6400, torch.bfloat16), (8192, 4096, 16384, torch.bfloat16))  # fmt: skip
+_MORE = {
+    "linear": ((4096, 4096, 4096), (16384, 2048, 2048)),
+    "layer_norm_linear": ((4096, 4096, 4096), (16384, 2048, 2048)),
+    "gated_linear": ((8192, 4096, 11008),),
+}
 
 
 def _layer_norm_linear(x: Tensor, w: Tensor, b: Tensor, g: Tensor, h: Tensor) -> Tensor:
@@ -99,7 +104,8 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     """Every case of the family, measured lazily. Peak memory is in MiB; the other rows are in
     microseconds.
     """
-    for m, k, n, dtype in _SIZES:
-        for op in _OPS:
-            torch._dynamo.reset()
-            yield from _rows_of(op, m, k, n, dtype, targets)
+    cases = [(op, *size) for size in _SIZES for op in _OPS]
+    cases += [(op, *size, torch.bfloat16) for op, sizes in _MORE.items() for size in sizes]
+    for op, m, k, n, dtype in cases:
+        torch._dynamo.reset()
+        yield from _rows_of(op, m, k, n, dtype, targets)
