@@ -71,6 +71,13 @@ SUMMARY = [
         pictured=True,
     ),
     Summary(
+        "attention forward, backward; bfloat16, 2048 tokens or more",
+        "attention",
+        r"attention(_backward)? \(\d+, [\d/]+, (2048|4096|8192|16384), [\d/]+\) bfloat16( causal)?",
+        "FlashAttention 4",
+        "FlashAttention 4",  # its shorter calls wait for the host
+    ),
+    Summary(
         "attention forward and backward, float32",
         "attention",
         r"attention\w* .*float32 causal",
@@ -111,6 +118,13 @@ SUMMARY = [
         pictured=True,
     ),
     Summary(
+        "linear forward; 16 bits",
+        "matmul",
+        r"linear \(.*float16",
+        "quack",
+        "quack 0.6.5, default tiles",
+    ),
+    Summary(
         "linear, gated linear; full float32 accuracy",
         "matmul",
         r"linear .*float32|gated_linear .*float32 \w+",
@@ -120,16 +134,9 @@ SUMMARY = [
     ),
     Summary("linear, gated linear; TF32", "matmul", r".* tf32", "cublas bare", "cuBLAS, TF32"),
     Summary(
-        "LayerNorm + linear + GELU, 16 bits",
+        "gated linear, LayerNorm + linear + GELU; 16 bits",
         "matmul",
-        r"layer_norm_linear .*float16 \w+",
-        "cublas bare",
-        "cuBLAS, matmul alone",
-    ),
-    Summary(
-        "gated linear, 16 bits",
-        "matmul",
-        r"gated_linear .*float16 \w+",
+        r"(layer_norm_linear|gated_linear) .*float16 \w+",
         "cublas bare",
         "cuBLAS, matmul alone",
     ),
