@@ -8,7 +8,8 @@
 
 VENV ?= .venv
 ARGS ?=
-# Processes of the test suite; each may need some GB.
+# Processes of the test suite; each may need some GB. Slow tests are neighbours in the suite, so a
+# process that has finished its share takes tests from the others (worksteal).
 WORKERS ?= 2
 
 PIP_FLAGS = --quiet --no-input --disable-pip-version-check --constraint requirements/constraints.txt
@@ -69,7 +70,7 @@ puzzles: $(SETUP)
 	@$(RUN) examples/puzzles $(ARGS)
 
 test: $(SETUP) $(TOOLS)
-	@$(RUN) -m pytest -q -n $(WORKERS) $(ARGS)
+	@$(RUN) -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 # A copy of the tracked files with a venv and a build of its own: what is here stays as it is.
 TORCH_COPY ?= build/torch-$(TORCH)

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     several = args.gpus > 1
-    what = ["-n", args.workers, str(ROOT / "tests")]
+    what = ["-n", args.workers, "--dist", "worksteal", str(ROOT / "tests")]
     if several:
         what = sorted(map(str, (ROOT / "tests").glob("test_distributed_*.py")))
     tests = subprocess.run(
