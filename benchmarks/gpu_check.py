@@ -3,8 +3,9 @@
     python benchmarks/gpu_check.py [--out benchmarks/results] [--families rows,attention]
     python benchmarks/gpu_check.py --gpus 2
 
-Exits 1 where a test fails. The results carry the test counts and the commit that was built. With
-several GPUs: the distributed tests through NCCL, then the family that torchrun starts.
+Exits 1 where a test fails. The results carry the test counts and the commit that was built. The
+suite uses all GPUs of the machine, a benchmark one. With --gpus: the distributed tests through
+NCCL, then the family that torchrun starts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--families", help="benchmarks to run; default: all that need a GPU")
-    parser.add_argument("--workers", default="8", help="processes of the test suite")
+    parser.add_argument("--workers", type=int, help="processes of the test suite; default: 8 a GPU")
     parser.add_argument("--gpus", type=int, default=1, help="more than 1: what runs on several")
     args = parser.parse_args(argv)
 
@@ -36,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     several = args.gpus > 1
-    what = ["-n", args.workers, "--dist", "worksteal", str(ROOT / "tests")]
+    workers = args.workers or 8 * there
+    what = ["-n", str(workers), "--dist", "worksteal", str(ROOT / "tests")]
     if several:
         what = sorted(map(str, (ROOT / "tests").glob("test_distributed_*.py")))
     tests = subprocess.run(

@@ -23,6 +23,16 @@ else:
     )
     settings.load_profile("torchweld")
 
+
+def _take_one_gpu() -> None:
+    """Gives each of xdist's processes one of the GPUs. CUDA must not be initialised yet."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    gpus = torch.cuda.device_count()  # asks NVML
+    if worker and gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker) % gpus)
+
+
+_take_one_gpu()
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
