@@ -18,10 +18,12 @@ import importlib
 import inspect
 import io
 import json
+import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -160,20 +162,27 @@ def families_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def _attention_row(name: str) -> str:
+    paths = _of_tests("attention_paths")
+    cells = []
+    for way in paths.WAYS:
+        if way == "packed" and paths.encodes(name):
+            cells.append("-")
+            continue
+        calls = paths.attention_calls(name, way)
+        cells.append(f"{calls.total() - calls['the op']} of {calls.total()}")
+    return f"| `{name}` | {' | '.join(cells)} |"
+
+
 def attention_table(names: Iterable[str] = ()) -> str:
     """How many attention calls of a model of two layers leave the op; every family by default."""
     paths = _of_tests("attention_paths")
-    rows = [f"| family | {' | '.join(paths.WAYS)} |", "| --- " * (1 + len(paths.WAYS)) + "|"]
-    for name in names or paths.FAMILIES:
-        cells = []
-        for way in paths.WAYS:
-            if way == "packed" and paths.encodes(name):
-                cells.append("-")
-                continue
-            calls = paths.attention_calls(name, way)
-            cells.append(f"{calls.total() - calls['the op']} of {calls.total()}")
-        rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
+    head = [f"| family | {' | '.join(paths.WAYS)} |", "| --- " * (1 + len(paths.WAYS)) + "|"]
+    if names:
+        return "\n".join([*head, *map(_attention_row, names)]) + "\n"
+    # Each family takes seconds. A fork would lack the threads of torch.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        return "\n".join([*head, *pool.map(_attention_row, paths.FAMILIES)]) + "\n"
 
 
 def plan_table() -> str:
@@ -195,7 +204,7 @@ def plan_table() -> str:
 
 # For each page of docs/kernels: the family of results and a pattern of whole cases.
 KERNELS = {
-    "gemm_sm90": ("matmul", r"(linear|linear_backward|bmm|gated_linear) \(.*(16|32|tf32|swiglu)"),
+    "gemm_sm90": ("matmul", r"(linear( dx| dweight)?|bmm|gated_linear) \(.*(16|32|tf32|swiglu)"),
     "attention_forward": ("attention", r"attention \(.*"),
     "attention_backward": ("attention", r"attention_backward \(.*float16.*"),
     "softmax": ("rows", r"softmax(_backward)? \([^)]*\) \w+"),
