@@ -28,8 +28,9 @@ def _take_one_gpu() -> None:
     """Gives each of xdist's processes one of the GPUs. CUDA must not be initialised yet."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     gpus = torch.cuda.device_count()  # asks NVML
-    if worker and gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker) % gpus)
+    if worker and gpus > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(worker) % gpus]
 
 
 _take_one_gpu()
