@@ -112,7 +112,7 @@ SUMMARY = [
     Summary(
         "linear forward and backward, bmm; 16 bits",
         "matmul",
-        r"(linear|linear dx|linear dweight|bmm) .*float16",
+        r"(linear( dx| dweight)?|bmm) .*float16",
         "cublas|cublas bare",
         "cuBLAS",
         pictured=True,

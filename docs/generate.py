@@ -177,12 +177,13 @@ def _attention_row(name: str) -> str:
 def attention_table(names: Iterable[str] = ()) -> str:
     """How many attention calls of a model of two layers leave the op; every family by default."""
     paths = _of_tests("attention_paths")
-    head = [f"| family | {' | '.join(paths.WAYS)} |", "| --- " * (1 + len(paths.WAYS)) + "|"]
+    rows = [f"| family | {' | '.join(paths.WAYS)} |", "| --- " * (1 + len(paths.WAYS)) + "|"]
     if names:
-        return "\n".join([*head, *map(_attention_row, names)]) + "\n"
-    # Each family takes seconds. A fork would lack the threads of torch.
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        return "\n".join([*head, *pool.map(_attention_row, paths.FAMILIES)]) + "\n"
+        rows += map(_attention_row, names)
+    else:  # each family takes seconds; a fork would lack the threads of torch
+        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+            rows += pool.map(_attention_row, paths.FAMILIES)
+    return "\n".join(rows) + "\n"
 
 
 def plan_table() -> str:

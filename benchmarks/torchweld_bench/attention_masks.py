@@ -61,14 +61,9 @@ def _rows_of(
     shape: tuple[int, int, int, int],
     masks: dict[str, Any],
     seen: Seen,
-    share: float | None,
     targets: dict[str, float],
 ) -> Iterator[Row]:
-    """A row each for forward and backward; both have the errors of the forward.
-
-    Args:
-        share: of live tiles; None where the targets name the case.
-    """
+    """A row each for forward and backward; both have the errors of the forward."""
     batch, nheads, seqlen, dim = shape
     case = f"({batch}, {nheads}, {seqlen}, {dim}) bfloat16 causal {name}"
     qkv = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
@@ -116,8 +111,7 @@ def _rows_of(
         forwards["flex"] = partial(flex, *qkv)
         backwards["flex"] = partial(torch.autograd.grad, graph, leaves, dout, retain_graph=True)
     for op, calls in (("attention", forwards), ("attention_backward", backwards)):
-        named = targets.get(f"{op} {name}", targets.get(name))
-        target = named if share is None else round(share + _BEYOND, 3)
+        target = targets.get(f"{op} {name}", targets.get(name))
         times = interleaved(calls, device="cuda", rounds=_ROUNDS)
         row = make_row(f"{op} {case}", times, against="without", target=target, **errors)
         yield row
@@ -138,7 +132,7 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         return (row >= key) & (ids[b, row] == ids[b, key])
 
     yield from _rows_of(
-        "packed documents of 512", shape, {"key_start": starts}, same_document, None, targets
+        "packed documents of 512", shape, {"key_start": starts}, same_document, targets
     )
 
     window = 1024
@@ -146,22 +140,21 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     def near(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (row >= key) & (row - key < window)
 
-    yield from _rows_of(f"window {window}", shape, {"window": window}, near, None, targets)
+    yield from _rows_of(f"window {window}", shape, {"window": window}, near, targets)
 
     pads = torch.tensor([2048, 0, 1024, 512], device="cuda", dtype=torch.int32)
 
     def token(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (row >= key) & (key >= pads[b]) & (row >= pads[b])
 
+    shape = (4, nheads, 4096, dim)
     share = _live_share([[4096] * pad + [pad] * (4096 - pad) for pad in pads.tolist()])
-    yield from _rows_of(
-        "left padding", (4, nheads, 4096, dim), {"leftpad": pads}, token, share, targets
-    )
+    beyond = {**targets, "left padding": round(share + _BEYOND, 3)}
+    yield from _rows_of("left padding", shape, {"leftpad": pads}, token, beyond)
 
     def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return row >= key
 
-    shape = (4, nheads, 4096, dim)
     sink = torch.randn(nheads, device="cuda")
     for name, masks in (("softcap", {"softcap": 50.0}), ("sink", {"sink": sink})):
-        yield from _rows_of(name, shape, masks, causal, None, targets)
+        yield from _rows_of(name, shape, masks, causal, targets)
