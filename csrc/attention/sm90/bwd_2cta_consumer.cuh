@@ -87,6 +87,9 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     zero_unseen_keys();
     bool is_edge = mma_s(acc_s, r_lse, q_state, dout_state);
     mbarrier_wait(&s.v_full, 0);
+    // NOTE: S may stay in flight, so this waits for nothing. Without it ptxas would insert a wait
+    // for S before mma_dp writes the accumulators of dP (C7517).
+    wgmma_wait<1>();
     mma_dp(acc_dp, dout_state);
     mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
     // NOTE: when an iteration starts, all wgmmas whose results the iteration reads are complete. If

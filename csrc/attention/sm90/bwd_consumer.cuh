@@ -105,6 +105,9 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
       const bool is_edge = mma_s(acc_s, step);
       load_early_lse(r_lse, step);
       s.v_pipeline.wait(kv_state);
+      // NOTE: S may stay in flight, so this waits for nothing. Without it ptxas would insert a wait
+      // for S before mma_dp writes the accumulators of dP (C7517).
+      wgmma_wait<1>();
       mma_dp(acc_dp, step);
       mma_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, step, is_edge);
     }
