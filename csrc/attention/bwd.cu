@@ -236,6 +236,9 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
   args.group_parts = static_cast<unsigned>(scratch.group_parts);
   args.parts_at_once = static_cast<unsigned>(order.at_once);
   args.wave = static_cast<unsigned>(order.wave);
+  args.rounds_dq =
+      params.choice.engine == AttentionEngine::kSm90 &&
+      attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[params.choice.tile], load, order);
   args.lse_factor = base_2 ? kLog2e : 1.f;
   // NOTE: the stat slice holds lse / score_factor, so the factor must not be 0. A score times
   // kMinFactor is practically 0.

@@ -19,6 +19,9 @@ struct BackwardArgs {
   // direction. The next `wave` blocks loop in the opposite direction. If `wave` is 0, every block
   // loops downwards.
   unsigned wave;
+  // Only for Hopper's kernels: whether the last block that adds to dQ of a query tile rounds this
+  // dQ. If not, another kernel rounds dQ after all blocks.
+  bool rounds_dq;
   float lse_factor;  // the exponent of P is score * score_factor - lse * lse_factor
   float score_factor;
   float shift;     // the kernels compute probabilities times 2^shift

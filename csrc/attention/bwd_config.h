@@ -351,4 +351,29 @@ static_assert(attention_backward_order({96, 1, 1024, 64, 786432, true}, 132).wav
 static_assert(attention_backward_order({16, 1, 16384, 128, 25 << 20, false}, 0).at_once == 8);
 static_assert(attention_backward_order({0, 1, 1024, 64, 0, true}, 132).at_once == 0);
 
+// Whether the last CTA that adds to dQ of a query tile also rounds this dQ (attention/sm90/
+// bwd_dq.cuh). Otherwise a kernel rounds all of dQ at the end. A dQ store warp needs the time of
+// three steps of the mainloop to round a tile, so it should only do so if
+//   - another store warp adds to other tiles at this time,
+//   - every CTA is the last one for a few tiles: without a mask, the CTAs of the last keys would be
+//     the last ones for all tiles,
+//   - no CTA starts with these tiles, because the CTAs of later keys would wait for it.
+// Times on an H100 relative to a kernel at the end, for causal (batch, nheads, seqlen, head_dim):
+//   (4, 16, 4096, 128) 0.97   (16, 16, 512, 128) 0.94   (64, 16, 128, 128) 0.79
+//   (2, 16, 8192, 128) with documents of 512 0.91, with a window of 1024 0.94
+// If the conditions do not hold: (4, 16, 4096, 128) without a mask 1.05, (2, 32/8, 4096, 128) 1.22.
+constexpr bool attention_backward_rounds_dq(const AttentionBackwardSm90Tile& tile,
+                                            const AttentionBackwardLoad& load,
+                                            const AttentionBackwardOrder& order) {
+  return tile.dq_store_warps() > 1 && load.causal && order.wave == 0;
+}
+static_assert(attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[1],
+                                           {64, 1, 4096, 128, 0, true}, {16, 0}));
+static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[1],
+                                            {64, 1, 4096, 128, 0, false}, {8, 0}));
+static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[1],
+                                            {16, 4, 4096, 128, 0, true}, {16, 132}));
+static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[2],
+                                            {64, 1, 4096, 192, 0, true}, {16, 0}));
+
 }  // namespace torchweld

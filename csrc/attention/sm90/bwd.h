@@ -15,6 +15,7 @@ struct BackwardSm90Params {
   // box of key or value has the keys of a CTA.
   TensorMap query, key, value, dout;
   TensorMap dkey, dvalue;  // tensor maps with boxes of 64 columns and 64 keys
+  TensorMap dquery;        // a tensor map with boxes of 64 columns and the rows of a slice of dQ
   Args args;
 };
 
@@ -28,16 +29,18 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
     return attention_tensor_map("attention_backward", a.dtype, t, sizes.batch, heads, rows, columns,
                                 box_rows);
   };
-  const auto gradient_map = [&](const AttentionOutput& t, int64_t columns) {
-    return map({t.data, t.batch_stride, t.head_stride, t.row_stride}, sizes.nheads_kv,
-               sizes.seqlen_k, columns, 64);
+  const auto gradient_map = [&](const AttentionOutput& t, int64_t heads, int64_t rows,
+                                int64_t columns, int box_rows) {
+    return map({t.data, t.batch_stride, t.head_stride, t.row_stride}, heads, rows, columns,
+               box_rows);
   };
   return {map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kRows),
           map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, keys),
           map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, keys),
           map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, Config::kRows),
-          gradient_map(a.dkey, sizes.head_dim),
-          gradient_map(a.dvalue, sizes.head_dim_v),
+          gradient_map(a.dkey, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, 64),
+          gradient_map(a.dvalue, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, 64),
+          gradient_map(a.dquery, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kDqRows),
           args};
 }
 

@@ -19,8 +19,8 @@
 #pragma once
 
 #include "attention/sm90/bwd_2cta_consumer.cuh"
+#include "attention/sm90/bwd_dq.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
-#include "attention/sm90/bwd_producer.cuh"
 #include "core/launch.h"
 #include "device/features.cuh"
 
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if (elect_one()) backward_2cta_load<Config>(p, s);
     } else if (warp == 1) {
       backward_sm90_open_dq_buffer(0);
-      backward_sm90_store_dq<Config>(p, s, s.work, 0, 0);
+      BackwardSm90DqWarp<Config>{p, s, 0}.process(s.work, 0);
     } else if (warp == 2) {
       backward_2cta_send_ds<Config>(s);
     }

@@ -100,6 +100,14 @@ struct StatSliceTile {
   static constexpr int kBytes = kRows * sizeof(uint4);
 };
 
+// A dQ store warp rounds dQ of a query tile in strips of 16 rows and 64 columns. While it rounds,
+// half of its buffer holds strips of fp32 sums, and the other half receives the 16-bit values of
+// all strips. Each stage is used for two strips.
+inline constexpr int kDqStripFloats = 16 * 64;
+template <typename Config>
+inline constexpr int kDqStripStages =
+    Config::kDqSlices / Config::kCtas * Config::kDqSliceBytes / 4 / kDqStripFloats / 2;
+
 // The numbers of work tiles and query tiles that the producer has loaded.
 struct BackwardProducerCounts {
   int work_tiles, steps;
@@ -113,7 +121,8 @@ struct BackwardSm90Shared {
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
   alignas(kSwizzleAtomBytes) char dout[kStages][Config::kDoutBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kDsStages][Config::kDsBytes];
-  alignas(128) float dq[Config::kDqStoreWarps][Config::kDqSlices][Config::kDqFloats * 128];
+  alignas(kSwizzleAtomBytes) float dq[Config::kDqStoreWarps][Config::kDqSlices]
+                                     [Config::kDqFloats * 128];
   std::conditional_t<Config::kStatSlice, StatSliceTile<Config::kRows>, RowStatsTile<Config::kRows>>
       stats[kStages];
   BackwardSm90Seen<Config> seen[kStages];
@@ -126,6 +135,7 @@ struct BackwardSm90Shared {
   PipelineBarriers<Config::kDsStages> ds_pipeline;  // both warpgroups write dS, and both read it
   PipelineBarriers<1> k_pipeline, v_pipeline;
   PipelineBarriers<kWorkStages> work_pipeline;
+  uint64_t dq_strip_full[Config::kDqStoreWarps][kDqStripStages<Config>];
   typename Config::WorkTile work[kWorkStages];
 };
 
@@ -172,6 +182,9 @@ struct BackwardTileIterator {
 
   __device__ __forceinline__ explicit BackwardTileIterator(const WorkTile& work)
       : work(work), tile(work.start_tile()), head(work.first_head) {}
+  __device__ __forceinline__ bool is_end() const {
+    return head >= work.end_head || tile < work.first_tile || tile > work.last_tile;
+  }
   __device__ __forceinline__ void advance() {
     if (work.tile_steps > 1) {
       if (++head == work.end_head) {

@@ -29,7 +29,9 @@
 //
 // dQ is deterministic: dQ store warps add to it in global memory, in fp32, in the order of the
 // keys. CTAs draw tickets in the order of their keys, so a CTA only waits for CTAs that have
-// started. The waits cost 1 to 5 % of the time.
+// started. The waits cost 1 to 5 % of the time. If every CTA is the last one for a few query tiles,
+// its dQ store warps also round these tiles (bwd_dq.cuh). Otherwise, another kernel rounds dQ
+// (bwd_postprocess.cuh).
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The
 // fixed order of dQ is new.
 #pragma once
@@ -37,6 +39,7 @@
 #include <algorithm>
 
 #include "attention/sm90/bwd_consumer.cuh"
+#include "attention/sm90/bwd_dq.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
 #include "attention/sm90/bwd_producer.cuh"
 #include "attention/sm90/bwd_unequal_consumer.cuh"
@@ -69,6 +72,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     s.k_pipeline.init(Consumer::kKeyReleases);
     s.v_pipeline.init(2);
     s.work_pipeline.init(kConsumerWarps + Config::kDqStoreWarps);
+    for (auto& s_full_of_warp : s.dq_strip_full) {
+      for (uint64_t& s_full : s_full_of_warp) mbarrier_init(&s_full, 1);
+    }
     mbarrier_init_fence();
   }
   __syncthreads();

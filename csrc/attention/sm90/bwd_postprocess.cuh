@@ -1,6 +1,6 @@
 // The kernels of attention's backward on Hopper that run after the products. One kernel computes dQ
-// from its fp32 sums. If the query heads of a KV head are divided into parts, another kernel adds
-// the partial dK and dV of the parts.
+// from its fp32 sums, if the dQ store warps have not done so. If the query heads of a KV head are
+// divided into parts, another kernel adds the partial dK and dV of the parts.
 #pragma once
 
 #include "attention/sm90/bwd_preprocess.cuh"
@@ -122,7 +122,10 @@ void launch_attention_backward_sm90_postprocess(const typename Config::Args& arg
                                                 cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / Config::kRows);
-  launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream, args);
+  if (!args.rounds_dq) {
+    launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream,
+                  args);
+  }
   if (args.group_parts == 1) return;
   constexpr int kBoxes = Config::kDim / 64;
   const int64_t key_tiles = attention_backward_part_tiles(sizes.seqlen_k);

@@ -58,7 +58,8 @@ __device__ __forceinline__ uint4 stat_slice_row(float score_offset, float delta)
 // Computes lse and delta = sum(dout * out) - dlse of every query row of the scratch memory (batch,
 // nheads, rows), including the padding rows. dlse is the gradient of lse. Because d lse / d score =
 // p, dS = p * (dP - sum(dout * out)) + p * dlse = p * (dP - delta). The kernel also zeroes
-// `counters` counters from g_tickets on: the ticket counters and the dQ semaphores behind them.
+// `counters` counters from g_tickets on: the ticket counters and the dQ semaphores behind them. It
+// zeroes dQ of the rows that see no key.
 // kDimV / 8 lanes compute a row together. A thread handles kRowsPerThread rows. Source: preprocess
 // of FlashAttention-2's backward.
 template <typename T, int kDimV, bool kStatSlice, typename Args>
@@ -88,6 +89,12 @@ __global__ void __launch_bounds__(kSm90RowThreads)
       live[i] = BackwardLiveRows<Args>(args, int(sequence)).sees(int(row));
     }
     r_out[i] = r_dout[i] = make_uint4(0, 0, 0, 0);
+    if (args.rounds_dq && !live[i] && flat_row < all_rows && row < p.sizes.seqlen_q) {
+      T* const g_dq = p.dquery.row<T>(sequence, head, row);
+      for (int column = lane * 8; column < p.sizes.head_dim; column += kDimV) {
+        *reinterpret_cast<uint4*>(g_dq + column) = make_uint4(0, 0, 0, 0);
+      }
+    }
     if (live[i] && lane * 8 < dim) {
       const auto load_row = [&](const AttentionTensor& t) {
         return load_words(head_of<T>(t, sequence, head) + row * t.row_stride + lane * 8);

@@ -1,5 +1,4 @@
-// The producer warpgroup of attention's backward on Hopper. One warp loads Q, K, V and dO, and
-// other warps add dQ to global memory.
+// The producer warp of attention's backward on Hopper, which loads Q, K, V and dO.
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
@@ -100,10 +99,10 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
   BackwardProducerCounts& counts = s.producer_counts;
   if (leads) counts = {0, 0};
   __syncwarp();
+  const auto work_state = [&] { return pipeline_state_of<kWorkStages>(counts.work_tiles); };
   for (;;) {
-    const auto work_state = pipeline_state_of<kWorkStages>(counts.work_tiles);
-    typename Config::WorkTile& work = s.work[work_state.stage];
-    mbarrier_wait(&s.work_pipeline.empty[work_state.stage], work_state.parity ^ 1);
+    typename Config::WorkTile& work = s.work[work_state().stage];
+    mbarrier_wait(&s.work_pipeline.empty[work_state().stage], work_state().parity ^ 1);
     if constexpr (Config::kMasked) {
       work.template get_work_masked<Config, kWarp>(p.args, p.args.g_tickets);
     } else {
@@ -112,120 +111,14 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
     }
     if (leads) {
       work.first_step = counts.steps;
-      mbarrier_arrive(&s.work_pipeline.full[work_state.stage]);
+      mbarrier_arrive(&s.work_pipeline.full[work_state().stage]);
     }
     if (work.is_end()) break;
     if (leads) {
-      backward_sm90_load_tiles(p, s, work, counts.steps, backward_sm90_kv_state(work_state));
+      backward_sm90_load_tiles(p, s, work, counts.steps, backward_sm90_kv_state(work_state()));
       counts = {counts.work_tiles + 1, counts.steps + work.steps()};
     }
     __syncwarp();
-  }
-}
-
-// Returns the number of CTAs that add to dQ of the tile before this CTA. Under a general mask, the
-// CTA with the first key that the tile's rows see is the first to add. If the tile's rows see no
-// key of this CTA, the function returns kAddsNoDq.
-inline constexpr int kAddsNoDq = -1;
-template <typename Config>
-__device__ __forceinline__ int backward_sm90_dq_order(const typename Config::Args& args,
-                                                      const typename Config::WorkTile& work,
-                                                      int tile) {
-  if constexpr (Config::kMasked) {
-    constexpr int kKeys = Config::kKeys;
-    const BlockMask& group = args.group_of(work.sequence, tile * Config::kRows);
-    const bool adds = group.begin < work.first_key + kKeys && group.end > work.first_key;
-    return adds ? work.dq_order - group.begin / kKeys : kAddsNoDq;
-  } else {
-    return work.dq_order;
-  }
-}
-
-// A dQ store warp runs this function for a work tile. The warp handles query tile `step` and every
-// kDqStoreWarps-th query tile after it. For each of them, the warp waits until all earlier CTAs
-// have added to dQ of the query tile. It then adds this CTA's slices of dQ to global memory. The
-// first CTA in the order stores instead of adding. Each CTA of a cluster adds to its own columns
-// and has its own semaphores.
-// NOTE: if a kernel has two store warps, they alternate over the query tiles, because one addition
-// takes as long as a step of the mainloop. The warp waits for the semaphore, and the sums must be
-// visible before the next CTA adds.
-template <typename Config>
-__device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
-                                                       typename Config::Shared& s,
-                                                       const typename Config::WorkTile& work,
-                                                       int store_warp, int step) {
-  constexpr int kSliceFloats = Config::kDqSliceBytes / 4, kStoreWarps = Config::kDqStoreWarps;
-  constexpr bool kHasThirdSlice = Config::kDqSlices == 3;
-  const int steps = work.steps();
-  if (steps <= step) return;
-  const bool lane_0 = threadIdx.x % kWarp == 0;
-  const int num_tiles = static_cast<int>(p.args.rows) / Config::kRows;
-  const int rank = Config::cta_rank();
-  const int full = kDqFullWg0 + 2 * store_warp, empty = kDqEmptyWg0 + 2 * store_warp;
-  BackwardTileIterator tiles(work);
-  for (int i = 0; i < step; ++i) tiles.advance();
-  for (; step < steps; step += kStoreWarps) {
-    const int64_t tile = int64_t{tiles.head} * num_tiles + tiles.tile;
-    int* const g_semaphore = p.args.g_dq_semaphore + tile * Config::kCtas + rank;
-    const int order = backward_sm90_dq_order<Config>(p.args, work, tiles.tile);
-    const bool adds = lane_0 && order != kAddsNoDq;
-    if (lane_0 && order > 0) {
-      while (load_acquire(g_semaphore) != order) {
-      }
-      global_async_fence();
-    }
-    __syncwarp();
-    const auto add = [&](int slice) {
-      float* const g_slice =
-          p.args.g_dq + (tile * Config::kDqSlices + rank * 2 + slice) * kSliceFloats;
-      if (order == 0) {
-        bulk_store(g_slice, s.dq[store_warp][slice], Config::kDqSliceBytes);
-      } else {
-        bulk_add(g_slice, s.dq[store_warp][slice], Config::kDqSliceBytes);
-      }
-    };
-    for (int wg = 0; wg < 2; ++wg) {
-      named_barrier_wait(full + wg, kBackwardDqThreads);
-      if (adds) {
-        add(wg);
-        if (kHasThirdSlice && wg == 1) add(2);
-        tma_commit();
-      }
-    }
-    // If there is a third slice, warpgroup 0 may overwrite it in the next step.
-    if (adds) tma_wait_read<kHasThirdSlice ? 0 : 1>();
-    __syncwarp();
-    named_barrier_arrive(empty, kBackwardDqThreads);
-    if (adds) tma_wait_read<0>();
-    __syncwarp();
-    named_barrier_arrive(empty + 1, kBackwardDqThreads);
-    if (adds) {
-      tma_wait_all();
-      global_async_fence();
-      store_release(g_semaphore, order + 1);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kStoreWarps; ++i) tiles.advance();
-  }
-}
-
-// Runs a dQ store warp of the persistent kernel over all work tiles of the CTA.
-template <typename Config>
-__device__ __forceinline__ void backward_sm90_store_all_dq(const typename Config::Params& p,
-                                                           typename Config::Shared& s,
-                                                           int store_warp) {
-  backward_sm90_open_dq_buffer(store_warp);
-  for (int tiles = 0;; ++tiles) {
-    const auto work_state = pipeline_state_of<kWorkStages>(tiles);
-    s.work_pipeline.wait(work_state);
-    const typename Config::WorkTile& work = s.work[work_state.stage];
-    if (work.is_end()) break;
-    // The store warps alternate across work tiles, too.
-    backward_sm90_store_dq<Config>(p, s, work, store_warp,
-                                   (work.first_step ^ store_warp) % Config::kDqStoreWarps);
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&s.work_pipeline.empty[work_state.stage]);
   }
 }
 #endif
