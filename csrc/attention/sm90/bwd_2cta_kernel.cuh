@@ -23,6 +23,7 @@
 #include "attention/sm90/bwd_postprocess.cuh"
 #include "core/launch.h"
 #include "device/features.cuh"
+#include "device/sm90/dependent_launch.cuh"
 
 namespace torchweld {
 
@@ -73,6 +74,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     mbarrier_init(&s.ds_sent, 1);
     mbarrier_init_fence();
   }
+  griddep_launch_dependents();
+  griddep_wait();
   backward_2cta_get_work<Config>(p, s);
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
@@ -106,6 +109,7 @@ void launch_attention_backward_2cta_tile(const Args& args, cudaStream_t stream) 
       sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, Config::kKeys);
   Grid grid(clusters * Config::kCtas, Config::kThreads, kBytes);
   grid.cluster = Config::kCtas;
+  grid.overlaps = true;
   launch_kernel(attention_backward_2cta_kernel<Config>, grid, stream,
                 backward_sm90_params<Config>(args, Config::kCtaKeys));
   launch_attention_backward_sm90_postprocess<Config>(args, stream);

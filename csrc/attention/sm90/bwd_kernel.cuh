@@ -46,6 +46,7 @@
 #include "core/device.h"
 #include "core/launch.h"
 #include "device/features.cuh"
+#include "device/sm90/dependent_launch.cuh"
 
 namespace torchweld {
 
@@ -77,6 +78,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     mbarrier_init_fence();
   }
+  griddep_launch_dependents();
+  griddep_wait();
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
@@ -103,7 +106,9 @@ void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) 
   const int64_t work_tiles =
       sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, kKeys);
   const int64_t ctas = std::min<int64_t>(work_tiles, device_facts().sms);
-  launch_kernel(attention_backward_sm90_kernel<Config>, {ctas, Config::kThreads, kBytes}, stream,
+  Grid grid(ctas, Config::kThreads, kBytes);
+  grid.overlaps = true;
+  launch_kernel(attention_backward_sm90_kernel<Config>, grid, stream,
                 backward_sm90_params<Config>(args, kKeys));
   launch_attention_backward_sm90_postprocess<Config>(args, stream);
 }

@@ -20,6 +20,8 @@ __global__ void __launch_bounds__(kSm90RowThreads)
   // NOTE: each row has 16 more bytes, so that the 8 rows of an stmatrix lie in different banks.
   constexpr int kPitch = kDim * 2 + 16;
   __shared__ alignas(16) char s_tile[kRows * kPitch];
+  griddep_launch_dependents();
+  griddep_wait();
   const AttentionSizes& sizes = args.params.sizes;
   const int tiles = static_cast<int>(args.rows) / kRows,
             seqlen_q = static_cast<int>(sizes.seqlen_q);
@@ -123,8 +125,9 @@ void launch_attention_backward_sm90_postprocess(const typename Config::Args& arg
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t tiles = sizes.batch * sizes.nheads * (args.rows / Config::kRows);
   if (!args.rounds_dq) {
-    launch_kernel(attention_backward_sm90_dq_kernel<Config>, {tiles, kSm90RowThreads}, stream,
-                  args);
+    Grid grid(tiles, kSm90RowThreads);
+    grid.overlaps = true;
+    launch_kernel(attention_backward_sm90_dq_kernel<Config>, grid, stream, args);
   }
   if (args.group_parts == 1) return;
   constexpr int kBoxes = Config::kDim / 64;

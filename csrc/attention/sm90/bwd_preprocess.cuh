@@ -4,6 +4,7 @@
 
 #include "attention/sm90/bwd_block.cuh"
 #include "core/launch.h"
+#include "device/sm90/dependent_launch.cuh"
 
 namespace torchweld {
 
@@ -66,6 +67,8 @@ template <typename T, int kDimV, bool kStatSlice, typename Args>
 __global__ void __launch_bounds__(kSm90RowThreads)
     attention_backward_sm90_preprocess_kernel(const __grid_constant__ Args args, int64_t counters) {
   constexpr int kLanes = kDimV / 8, kRowsAtOnce = kSm90RowThreads / kLanes, kRowsPerThread = 4;
+  griddep_launch_dependents();
+  griddep_wait();
   const AttentionBackwardParams& p = args.params;
   const int64_t thread = int64_t{blockIdx.x} * kSm90RowThreads + threadIdx.x;
   for (int64_t i = thread; i < counters; i += int64_t{gridDim.x} * kSm90RowThreads) {
@@ -136,9 +139,10 @@ void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t st
   constexpr bool kStatSlice = kShape.has_stat_slice(kIsMasked<Args>);
   constexpr int kRowsPerCta = kSm90RowThreads / (kShape.dim_v / 8) * 4;
   const int64_t rows = args.params.sizes.batch * args.params.sizes.nheads * args.rows;
-  launch_kernel(attention_backward_sm90_preprocess_kernel<T, kShape.dim_v, kStatSlice, Args>,
-                {divide_up(rows, kRowsPerCta), kSm90RowThreads}, stream, args,
-                kBackwardTickets + rows / kRows * kShape.blocks);
+  Grid grid(divide_up(rows, kRowsPerCta), kSm90RowThreads);
+  grid.overlaps = true;
+  launch_kernel(attention_backward_sm90_preprocess_kernel<T, kShape.dim_v, kStatSlice, Args>, grid,
+                stream, args, kBackwardTickets + rows / kRows * kShape.blocks);
 }
 
 }  // namespace torchweld
