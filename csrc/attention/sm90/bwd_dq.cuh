@@ -67,8 +67,8 @@ struct BackwardSm90DqWarp {
   }
 
   // Wait until all earlier CTAs have added to dQ of the query tile. Then add this CTA's slices of
-  // dQ. The first CTA in the order stores instead of adding. The last CTA writes the gradient. Each
-  // CTA of a cluster has its own columns and its own semaphores.
+  // dQ. The first CTA in the order stores instead of adding. With rounds_dq, the last CTA writes
+  // the gradient. Each CTA of a cluster has its own columns and its own semaphores.
   __device__ __forceinline__ void add_tile(const WorkTile& work, int head, int tile) {
     const int num_tiles = static_cast<int>(p.args.rows) / kRows;
     const int64_t g_tile = int64_t{head} * num_tiles + tile;
