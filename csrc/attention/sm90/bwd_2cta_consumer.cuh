@@ -38,11 +38,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     s_dout = shared_address(s.dout[0]);
     s_p = shared_address(s.p_or_peer_ds);
     s_ds = shared_address(s.ds);
-    // stmatrix transposes the fragments of P^T and dS^T. Matrices 0 and 1 have rows 0 to 7, and
-    // matrices 2 and 3 have rows 8 to 15. Matrices 0 and 2 have the first 8 of 16 keys, and
-    // matrices 1 and 3 have the last 8.
-    const int row = lane() % 8 + lane() / 16 * 8, chunk = 2 * warp() + lane() / 8 % 2;
-    lane_offset = (first_row() + row) * kSwizzleRowBytes + (swizzled_chunk(row, chunk) << 4);
+    lane_offset = transposed_lane_offset(lane(), first_row(), warp());
   }
 
   __device__ __forceinline__ void run() {

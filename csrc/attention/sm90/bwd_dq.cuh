@@ -200,12 +200,7 @@ struct BackwardSm90DqWarp {
     const int lane = thread % kWarp;
     const float scale = p.args.params.scale;
     const float4* const s_sums = reinterpret_cast<const float4*>(strip_stage(strip)) + lane;
-    // stmatrix transposes the fragments of dQ^T. Matrices 0 and 1 have rows 0 to 7, and matrices 2
-    // and 3 have rows 8 to 15. Matrices 0 and 2 have the first 8 of 16 columns, and matrices 1 and
-    // 3 have the last 8.
-    const int row = lane % 8 + lane / 16 * 8;
-    const uint32_t s_row = box_address() + (strip * 16 + row) * kSwizzleRowBytes +
-                           (swizzled_chunk(row, lane / 8 % 2) << 4);
+    const uint32_t s_row = box_address() + transposed_lane_offset(lane, strip * 16, 0);
     live >>= lane % 4 * 2;
     const auto round = [&](uint32_t* to, const float4& sum, int row) {
       const bool low = live >> row & 1, high = live >> (row + 1) & 1;

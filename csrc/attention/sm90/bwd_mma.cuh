@@ -119,14 +119,10 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     wgmma_commit();
   }
 
-  // Returns the address of this lane's stmatrix row in the first buffer of dS. stmatrix transposes
-  // the fragments of dS^T. Matrices 0 and 1 have rows 0 to 7, and matrices 2 and 3 have rows 8 to
-  // 15. Matrices 0 and 2 have the first 8 of 16 keys, and matrices 1 and 3 have the last 8.
+  // Returns the address of this lane's stmatrix row in the first buffer of dS.
   __device__ __forceinline__ uint32_t ds_lane_address(int thread) const {
-    const int lane = thread % 32, warp = thread / 32 % 4;
-    const int row = lane % 8 + lane / 16 * 8, chunk = 2 * warp + lane / 8 % 2;
-    return s_ds + warpgroup * Config::kDsHalfBytes + row * kSwizzleRowBytes +
-           (swizzled_chunk(row, chunk) << 4);
+    return s_ds + warpgroup * Config::kDsHalfBytes +
+           transposed_lane_offset(thread % 32, 0, thread / 32 % 4);
   }
 
   // Store dS to shared memory, for the dQ product.
