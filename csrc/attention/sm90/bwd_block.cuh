@@ -182,9 +182,6 @@ struct BackwardTileIterator {
 
   __device__ __forceinline__ explicit BackwardTileIterator(const WorkTile& work)
       : work(work), tile(work.start_tile()), head(work.first_head) {}
-  __device__ __forceinline__ bool is_end() const {
-    return head >= work.end_head || tile < work.first_tile || tile > work.last_tile;
-  }
   __device__ __forceinline__ void advance() {
     if (work.tile_steps > 1) {
       if (++head == work.end_head) {

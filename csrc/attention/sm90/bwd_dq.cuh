@@ -28,11 +28,11 @@ struct BackwardSm90DqWarp {
   Shared& s;
   const int store_warp;
 
-  // Process query tile `first` of a work tile and every kStoreWarps-th query tile after it.
-  __device__ __forceinline__ void process(const WorkTile& work, int first) {
+  // Process query tile `step` of a work tile and every kStoreWarps-th query tile after it.
+  __device__ __forceinline__ void process(const WorkTile& work, int step) {
     BackwardTileIterator tiles(work);
-    for (int i = 0; i < first; ++i) tiles.advance();
-    while (!tiles.is_end()) {
+    for (int i = 0; i < step; ++i) tiles.advance();
+    for (int left = work.steps() - step; left > 0; left -= kStoreWarps) {
       add_tile(work, tiles.head, tiles.tile);
 #pragma unroll
       for (int i = 0; i < kStoreWarps; ++i) tiles.advance();
