@@ -123,6 +123,20 @@ def test_masks(sizes, dtype, numbers, padded):
         check_grads(name, grads, bounds)
 
 
+@on_hopper
+@pytest.mark.parametrize(("rows", "keys"), [(8, 9000), (17000, 300)])
+def test_rows_of_key_tiles(rows, keys):
+    """The kernel that finds them has fewer blocks than key tiles, or fewer threads than groups."""
+    q, k, v = inputs(BF16, 2, 2, 1, rows, keys, 64, 64)
+    dout = dout_of(q, v)
+    start = (torch.arange(rows) * keys // rows - 20).clamp(min=0).int().repeat(2, 1).cuda()
+    start[1] += 7
+    mask = {"key_start": start, "key_end": (start + 40).clamp(max=keys)}
+    bounds = attention_grads(dout, q, k, v, **mask)
+    for name, grads in each("", dout, q, k, v, **mask):
+        check_grads(name, grads, bounds)
+
+
 # Grouped heads with more blocks than SMs, whose second wave loops over the query tiles upwards if
 # causal; with too few, so that the query heads of a KV head are divided; or with both.
 BLOCKS = [

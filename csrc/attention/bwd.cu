@@ -6,7 +6,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "attention/bwd_args.cuh"
+#include "attention/bwd_key_tiles.cuh"
 #include "attention/sm90/bwd.h"
 #include "attention/sync/bwd_parts.cuh"
 #include "core/device.h"
@@ -78,9 +78,11 @@ __device__ __forceinline__ float dot_of_lane(const T* g_x, const T* g_y, int64_t
 
 // Writes lse and delta of every row to the scratch memory, with eight lanes per row. If a row sees
 // no key, the kernel writes dQ = 0 and lse = 0 for the row and does not read the row's inputs.
+// Under a general mask, the kernel also fills g_key_tiles.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kRowThreads) void attention_backward_rows_kernel(
     const __grid_constant__ Args args, bool vector) {
+  if constexpr (kIsMasked<Args>) fill_key_tiles<kRowThreads>(args);
   const AttentionBackwardParams& p = args.params;
   const int64_t row_of_all =
       static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanesPerRow;
@@ -161,13 +163,29 @@ int64_t group_of(const AttentionSizes& sizes) {
   return sizes.nheads_kv > 0 ? sizes.nheads / sizes.nheads_kv : 0;
 }
 
-// The division of a launch into blocks, and the layout of the scratch memory. The fields `delta` to
-// `parts` are offsets of arrays, in floats. Only general masks use `groups` and `live`.
+// The number of keys of a work tile, or 0 if the kernels have no work tiles.
+int keys_of_tile(const AttentionChoice& choice) {
+  if (choice.engine == AttentionEngine::kSm90) {
+    const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[choice.tile];
+    return tile.keys * tile.blocks;
+  }
+  return choice.engine == AttentionEngine::kSync ? kAttentionBackwardTiles[choice.tile].keys : 0;
+}
+// The number of key tiles of a sequence for which a general mask needs a KeyTileMask.
+int64_t num_key_tiles(const AttentionBackwardParams& params) {
+  const int keys = keys_of_tile(params.choice);
+  return keys > 0 && params.mask.is_general() ? divide_up(params.sizes.seqlen_k, keys) : 0;
+}
+
+// The division of a launch into blocks, and the layout of the scratch memory. The fields `lse` to
+// `parts` are offsets of arrays, in floats. Only general masks use `groups`, `live` and
+// `key_tiles`.
 struct Scratch {
   int64_t wave = 0;  // number of blocks or clusters that run at once on Hopper, else 0
   int64_t group_parts = 1;
   int64_t rows;
-  int64_t delta, dq, tickets, groups, live, parts, bytes;
+  int64_t all_rows;  // batch * nheads * rows
+  int64_t lse, delta, dq, tickets, groups, live, key_tiles, parts, bytes;
 
   explicit Scratch(const AttentionBackwardParams& params) {
     const AttentionSizes& sizes = params.sizes;
@@ -182,24 +200,28 @@ struct Scratch {
     const int64_t columns =
         attention_backward_scratch_columns(choice, sizes.head_dim, sizes.head_dim_v);
     rows = (sizes.seqlen_q + pad - 1) / pad * pad;
-    delta = sizes.batch * sizes.nheads * rows;
-    const bool has_stat_slice =
-        choice.engine == AttentionEngine::kSm90 &&
-        kAttentionBackwardSm90Tiles[choice.tile].has_stat_slice(params.mask.is_general());
+    all_rows = sizes.batch * sizes.nheads * rows;
+    const bool has_stat_slice = choice.engine == AttentionEngine::kSm90 &&
+                                kAttentionBackwardSm90Tiles[choice.tile].has_stat_slice(
+                                    params.mask.is_general(), params.mask.softcap > 0.f);
     constexpr int64_t kStatSliceFloats = AttentionBackwardSm90Tile::kStatSliceBytes / 4;
-    dq = (has_stat_slice ? kStatSliceFloats : 2) * delta;
-    tickets = dq + delta * columns;
+    lse = has_stat_slice ? kStatSliceFloats * all_rows : 0;
+    delta = lse + all_rows;
+    dq = delta + all_rows;
+    tickets = dq + all_rows * columns;
     groups = tickets + counter_bytes() / 4;
-    const int64_t all_rows = params.mask.is_general() ? sizes.batch * rows : 0;
+    const int64_t mask_rows = params.mask.is_general() ? sizes.batch * rows : 0;
     constexpr int64_t kGroupFloats = sizeof(BlockMask) / 4, kRangeFloats = sizeof(KeyRange32) / 4;
-    live = groups + all_rows / kAttentionBackwardRowPad * kGroupFloats;
-    parts = (live + all_rows * kRangeFloats + 3) / 4 * 4;
+    live = groups + mask_rows / kAttentionBackwardRowPad * kGroupFloats;
+    key_tiles = live + mask_rows * kRangeFloats;
+    constexpr int64_t kKeyTileFloats = sizeof(KeyTileMask) / 4;
+    parts = key_tiles + sizes.batch * num_key_tiles(params) * kKeyTileFloats;
     const int64_t keys = attention_backward_part_tiles(sizes.seqlen_k) * 64;
     bytes = (parts + (group_parts > 1 ? 2 * kv_heads * group_parts * keys * columns : 0)) * 4;
   }
   // The number of bytes of the ticket counters and of the dQ semaphores behind them.
   int64_t counter_bytes() const {
-    return kBackwardTickets * 4 + delta / kAttentionBackwardRowsPerCounter * 4;
+    return kBackwardTickets * 4 + all_rows / kAttentionBackwardRowsPerCounter * 4;
   }
 };
 
@@ -248,7 +270,7 @@ BackwardArgs make_args(const AttentionBackwardParams& params, const Scratch& scr
     args.score_factor = std::copysign(kMinFactor, args.score_factor);
   }
   args.shift = params.dtype == DType::kFloat16 ? kProbabilityShift<__half> : 0;
-  args.g_lse = g_scratch;
+  args.g_lse = g_scratch + scratch.lse;
   args.g_stat_slice = static_cast<uint4*>(params.scratch);
   args.g_delta = g_scratch + scratch.delta;
   args.g_dq = g_scratch + scratch.dq;
@@ -268,6 +290,9 @@ MaskedBackwardArgs make_masked_args(const AttentionBackwardParams& params, const
   float* const g_scratch = static_cast<float*>(params.scratch);
   args.g_groups = reinterpret_cast<BlockMask*>(g_scratch + scratch.groups);
   args.g_live = reinterpret_cast<KeyRange32*>(g_scratch + scratch.live);
+  args.g_key_tiles = reinterpret_cast<KeyTileMask*>(g_scratch + scratch.key_tiles);
+  args.key_tiles = static_cast<int>(num_key_tiles(params));
+  args.key_tile_keys = keys_of_tile(params.choice);
   return args;
 }
 
@@ -308,49 +333,50 @@ void launch_sink(const MaskedBackwardArgs& args, const AttentionBackwardParams& 
                 params.dsink);
 }
 
-// Calls body with the tile index as a compile-time constant. Does nothing if T has no such tile.
-template <typename T, typename Body>
-void with_sm90_tile(int tile, const Body& body) {
-  if constexpr (sizeof(T) == 2) dispatch_index<kNumAttentionBackwardSm90Tiles>(tile, body);
-}
-template <typename T, typename Body>
-void with_sync_tile(int tile, const Body& body) {
-  dispatch_index<kNumAttentionBackwardTiles>(tile, [&](auto index) {
-    if constexpr (elem_size(kAttentionBackwardTiles[index.value].math) == sizeof(T)) body(index);
-  });
+bool has_keys(const AttentionSizes& sizes) {
+  return sizes.batch * sizes.nheads_kv * sizes.seqlen_k > 0;
 }
 
 template <typename T, typename Args>
-void launch(const Args& args, const AttentionBackwardParams& params, cudaStream_t stream) {
-  const AttentionChoice& choice = params.choice;
-  const bool sm90 = choice.engine == AttentionEngine::kSm90;
-  launch_ranges(args, stream);
-  if (sm90) {
-    with_sm90_tile<T>(choice.tile, [&](auto index) {
-      launch_attention_backward_sm90_preprocess<T, index.value>(args, stream);
-    });
-  } else {
-    launch_rows<T>(args, stream);
-  }
-  if (!sm90) launch_dlse(args, params.dlse, stream);
-  launch_sink(args, params, stream);
-  if (params.sizes.batch * params.sizes.nheads_kv * params.sizes.seqlen_k == 0) return;
-  if (sm90) {
-    with_sm90_tile<T>(choice.tile, [&](auto index) {
-      if constexpr (kAttentionBackwardSm90Tiles[index.value].is_2cta()) {
-        launch_attention_backward_2cta_tile<T, index.value>(args, stream);
-      } else {
-        launch_attention_backward_sm90_tile<T, index.value>(args, stream);
+void launch_sm90(const Args& args, const AttentionBackwardParams& params, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    dispatch_index<kNumAttentionBackwardSm90Tiles>(params.choice.tile, [&](auto index) {
+      constexpr AttentionBackwardSm90Tile kTile = kAttentionBackwardSm90Tiles[index.value];
+      if constexpr (!kIsCapped<Args> || kTile.supports_softcap()) {
+        launch_ranges(args, stream);
+        launch_attention_backward_sm90_preprocess<T, index.value>(args, stream);
+        launch_sink(args, params, stream);
+        if (!has_keys(params.sizes)) return;
+        if constexpr (kTile.is_2cta()) {
+          launch_attention_backward_2cta_tile<T, index.value>(args, stream);
+        } else {
+          launch_attention_backward_sm90_tile<T, index.value>(args, stream);
+        }
       }
     });
-  } else if (choice.engine == AttentionEngine::kGeneral) {
-    launch_attention_backward_general<T>(args, stream);
-  } else {
-    clear_memory(args.g_tickets, Scratch(params).counter_bytes(), stream);
-    with_sync_tile<T>(choice.tile, [&](auto index) {
-      launch_attention_backward_tile<T, index.value>(args, stream);
-    });
   }
+}
+
+// Launches the kernels of the other engines.
+template <typename T, typename Args>
+void launch(const Args& args, const AttentionBackwardParams& params, cudaStream_t stream) {
+  const AttentionChoice& choice = params.choice;
+  launch_ranges(args, stream);
+  launch_rows<T>(args, stream);
+  launch_dlse(args, params.dlse, stream);
+  launch_sink(args, params, stream);
+  if (!has_keys(params.sizes)) return;
+  if (choice.engine == AttentionEngine::kGeneral) {
+    launch_attention_backward_general<T>(args, stream);
+    return;
+  }
+  clear_memory(args.g_tickets, Scratch(params).counter_bytes(), stream);
+  dispatch_index<kNumAttentionBackwardTiles>(choice.tile, [&](auto index) {
+    // The tile does not fit T if the sizes of their elements differ.
+    if constexpr (elem_size(kAttentionBackwardTiles[index.value].math) == sizeof(T)) {
+      launch_attention_backward_tile<T, index.value>(args, stream);
+    }
+  });
 }
 
 }  // namespace
@@ -370,10 +396,19 @@ void launch_attention_backward(const AttentionBackwardParams& params, cudaStream
   const Scratch scratch(params);
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
-    if (params.mask.is_general()) {
-      launch<T>(make_masked_args(params, scratch), params, stream);
+    const bool sm90 = params.choice.engine == AttentionEngine::kSm90;
+    if (!params.mask.is_general()) {
+      const BackwardArgs args = make_args(params, scratch);
+      sm90 ? launch_sm90<T>(args, params, stream) : launch<T>(args, params, stream);
+      return;
+    }
+    const MaskedBackwardArgs args = make_masked_args(params, scratch);
+    if (!sm90) {
+      launch<T>(args, params, stream);
+    } else if (params.mask.softcap > 0.f) {
+      launch_sm90<T>(CappedBackwardArgs{args}, params, stream);
     } else {
-      launch<T>(make_args(params, scratch), params, stream);
+      launch_sm90<T>(args, params, stream);
     }
   });
   check_launch("attention_backward");

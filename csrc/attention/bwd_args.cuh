@@ -1,6 +1,7 @@
 // Definitions for all kernels of attention's backward: arguments, scratch memory and key ranges.
 #pragma once
 
+#include <climits>
 #include <type_traits>
 
 #include "attention/bwd.h"
@@ -28,7 +29,7 @@ struct BackwardArgs {
   float* g_lse;    // (batch, nheads, rows): shift - lse * lse_factor
   float* g_delta;  // (batch, nheads, rows): sum(dout * out) * 2^-shift
   // (batch, nheads, rows): kernels with a StatSliceTile use this array instead of g_lse and
-  // g_delta.
+  // g_delta. Only the kernel for the sink still uses g_delta.
   uint4* g_stat_slice;
   // (batch, nheads, rows, the tile's head_dim): the fp32 sums of dQ, in the order in which the
   // warps hold them in registers.
@@ -52,13 +53,23 @@ struct BackwardArgs {
 
 static_assert(kAttentionBackwardRowPad == BlockMask::kRows);
 
+// What a work tile under a general mask needs: the query rows with keys in the key tile, in whole
+// groups, and the keys that these rows see. If there are no such rows, keys.end is 0.
+struct alignas(16) KeyTileMask {
+  KeyRange32 keys;
+  int first_group, last_group;
+};
+
 // The arguments of the kernels for a general mask.
 struct MaskedBackwardArgs : BackwardArgs {
   // cap is scale / softcap, or 0 if there is no soft cap. With a soft cap, a logit is softcap *
   // tanh(score * cap), and score_factor multiplies softcap * tanh(...) instead of the score.
   float cap;
-  BlockMask* g_groups;  // (batch, rows / kAttentionBackwardRowPad)
-  KeyRange32* g_live;   // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
+  BlockMask* g_groups;       // (batch, rows / kAttentionBackwardRowPad)
+  KeyRange32* g_live;        // (batch, rows): the keys that a row sees, or {0, 0} if it sees none
+  KeyTileMask* g_key_tiles;  // (batch, key_tiles), not used by the general kernels
+  int key_tiles;             // the number of key tiles, or 0
+  int key_tile_keys;         // the number of keys of a key tile
 
   // NOTE: group_of() and live_of() multiply 32-bit values, because the kernels have no registers
   // for 64-bit operands.
@@ -69,6 +80,11 @@ struct MaskedBackwardArgs : BackwardArgs {
   }
   __device__ __forceinline__ const KeyRange32& live_of(int sequence, int row) const {
     return g_live[static_cast<int64_t>(sequence) * static_cast<int>(rows) + row];
+  }
+  __device__ __forceinline__ KeyTileMask key_tile_of(int sequence, int key_tile) const {
+    // NOTE: without query rows, no kernel has written g_key_tiles.
+    if (rows == 0) return {{INT_MAX, 0}, 0, 0};
+    return g_key_tiles[int64_t{sequence} * key_tiles + key_tile];
   }
 };
 
@@ -106,9 +122,16 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
          head * tensor.head_stride;
 }
 
-// Whether Args are the arguments for a general mask. Args is BackwardArgs or MaskedBackwardArgs.
+// The arguments of Hopper's kernels for a general mask with a soft cap. The other kernels for a
+// general mask serve a soft cap, too.
+struct CappedBackwardArgs : MaskedBackwardArgs {};
+
+// Whether Args are the arguments for a general mask. Args is BackwardArgs or a class that derives
+// from it.
 template <typename Args>
-inline constexpr bool kIsMasked = std::is_same_v<Args, MaskedBackwardArgs>;
+inline constexpr bool kIsMasked = std::is_base_of_v<MaskedBackwardArgs, Args>;
+template <typename Args>
+inline constexpr bool kIsCapped = std::is_same_v<Args, CappedBackwardArgs>;
 
 // csrc/instantiations.py generates the files that instantiate this template. Each file has a few
 // tiles of one dtype.

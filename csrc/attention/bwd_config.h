@@ -108,6 +108,9 @@ struct AttentionBackwardSm90Tile {
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
   constexpr bool is_2cta() const { return blocks > 1; }
+  // NOTE: under a soft cap, dS also needs the slope of tanh. A tile with more columns of dK than of
+  // dV has no registers for it.
+  constexpr bool supports_softcap() const { return dim_v == dim; }
   // The number of dQ store warps. If there are two, they alternate over the query tiles. Each store
   // warp has its own buffer of dQ. There are as many buffers of dS as buffers of dQ.
   constexpr int dq_store_warps() const { return dim > 128 ? 1 : 2; }
@@ -116,7 +119,9 @@ struct AttentionBackwardSm90Tile {
   // 128 rows, it does not fit in shared memory. Under a soft cap it can't be used, because tanh
   // must be applied to a score before lse is subtracted.
   static constexpr int kStatSliceBytes = 16;
-  constexpr bool has_stat_slice(bool masked) const { return !masked && dim > 64 && !is_2cta(); }
+  constexpr bool has_stat_slice(bool masked, bool capped) const {
+    return !capped && !is_2cta() && (masked ? kMaskedRows : rows) < 128;
+  }
   // The size of the tile in shared memory, in bytes. Shared memory holds K, V, two stages of Q and
   // dO, and the buffers of dS and of the fp32 dQ. In a 2-CTA tile, dO has only one stage, and the
   // buffer of dQ holds only half of the columns of dQ. A 2-CTA tile has two more buffers: one for
@@ -202,8 +207,7 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   if (p.head_dim_v > tile.dim_v) {
     return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
   }
-  // NOTE: under a soft cap, dS also needs the slope of tanh. This tile has no registers for it.
-  if (p.load.softcap && tile.dim_v < tile.dim) return "the tile supports no soft cap";
+  if (p.load.softcap && !tile.supports_softcap()) return "the tile supports no soft cap";
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
     return "the rows of the results are not aligned to 16 bytes";

@@ -56,7 +56,7 @@ struct alignas(8) BackwardWorkTile {
   // query heads of one kv head. The parts run in sets of parts_at_once parts. In a set, the first
   // tickets are for key tile 0 of all parts, and the next tickets are for key tile 1 of all parts.
   template <typename Config>
-  __device__ __forceinline__ void get_work(const BackwardArgs& args, unsigned* g_ticket) {
+  __device__ __forceinline__ void get_work(const typename Config::Args& args, unsigned* g_ticket) {
     const AttentionSizes& sizes = args.params.sizes;
     const unsigned key_tiles = (sizes.seqlen_k + Config::kKeys - 1) / Config::kKeys;
     const unsigned parts = args.group_parts, all_parts = sizes.batch * sizes.nheads_kv * parts;
@@ -80,10 +80,15 @@ struct alignas(8) BackwardWorkTile {
     end_head = head * group + (part_of_head + 1) * group / parts;
     tile_steps = args.params.mask.is_uneven() ? end_head - first_head : 1;
     direction = args.wave > 0 && rest / args.wave % 2 == 1 ? 1 : -1;
+    last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
     if constexpr (Config::kMasked) {
+      constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
+      const KeyTileMask mask = args.key_tile_of(sequence, key_tile);
       dq_order = key_tile;
-      span.begin = first_tile = INT_MAX;
-      span.end = last_tile = 0;
+      span = mask.keys;
+      if (span.end == 0) end_head = first_head;
+      first_tile = mask.first_group * kGroupTiles;
+      last_tile = min(last_tile, (mask.last_group + 1) * kGroupTiles - 1);
     } else {
       span = SequenceSpan(args, sequence);
       dq_order = key_tile - span.pad / Config::kKeys;
@@ -92,45 +97,7 @@ struct alignas(8) BackwardWorkTile {
                                 : static_cast<int>(sizes.seqlen_q);
       if (first_row >= sizes.seqlen_q) end_head = first_head;
       first_tile = first_row / Config::kRows;
-      last_tile = static_cast<int>(sizes.seqlen_q - 1) / Config::kRows;
     }
-  }
-
-  // The version of get_work for a general mask. The kThreads threads that call this function are
-  // the whole block or one warp. dq_order is the index of the key tile. A group consists of
-  // kAttentionBackwardRowPad query rows and has a range of keys. The loop needs the groups with a
-  // range that overlaps the block's keys. first_tile is the first query tile of the first such
-  // group, and last_tile is the last query tile of the last such group.
-  template <typename Config, int kThreads = Config::kThreads>
-  __device__ __forceinline__ void get_work_masked(const MaskedBackwardArgs& args,
-                                                  unsigned* g_ticket) {
-    constexpr int kGroupTiles = kAttentionBackwardRowPad / Config::kRows;
-    const auto sync = [] {
-      if constexpr (kThreads == kWarp) {
-        __syncwarp();
-      } else {
-        __syncthreads();
-      }
-    };
-    if (threadIdx.x == 0) get_work<Config>(args, g_ticket);
-    sync();
-    if (is_end()) return;
-    const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
-    for (int i = threadIdx.x; i < groups; i += kThreads) {
-      const BlockMask& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
-      if (group.begin >= first_key + Config::kKeys || group.end <= first_key) continue;
-      atomicMin(&span.begin, group.begin);
-      atomicMax(&span.end, group.end);
-      atomicMin(&first_tile, i * kGroupTiles);
-      atomicMax(&last_tile, (i + 1) * kGroupTiles - 1);
-    }
-    sync();
-    if (threadIdx.x == 0) {
-      const int rows = static_cast<int>(args.params.sizes.seqlen_q);
-      if (span.end == 0) end_head = first_head;
-      last_tile = min(last_tile, (rows - 1) / Config::kRows);
-    }
-    sync();
   }
 };
 

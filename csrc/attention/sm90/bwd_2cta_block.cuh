@@ -17,7 +17,7 @@ struct Backward2CtaConfig {
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
   using Shared = Backward2CtaShared<Backward2CtaConfig>;
-  static constexpr bool kMasked = kIsMasked<Args>;
+  static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kCtas = kShape.blocks;
@@ -25,7 +25,7 @@ struct Backward2CtaConfig {
   // kCtaKeys is the number of keys of a CTA. kKeys is the number of keys of the cluster.
   static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
-  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked);
+  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked, kCapped);
   static_assert(!kStatSlice);
   static constexpr bool kEarlyLse = !kMasked;  // whether lse is loaded before S is complete
   // kStages is the number of stages of Q. dO has one stage.
@@ -97,10 +97,12 @@ inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;
 
 #if TW_HAS_WGMMA
 // One lane loads K and V once, and Q, dO, lse and delta of every query tile. Each CTA loads every
-// second box of Q and dO and multicasts these boxes to both CTAs.
+// second box of Q and dO and multicasts these boxes to both CTAs. `leads` is true for the lane that
+// loads. Under a general mask, all lanes of the warp call this function, because each lane prepares
+// the keys of two rows.
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_load(const typename Config::Params& p,
-                                                   typename Config::Shared& s) {
+                                                   typename Config::Shared& s, bool leads) {
   constexpr int kRows = Config::kRows, kCtas = Config::kCtas, kBoxes = Config::kBoxes;
   const typename Config::WorkTile& work = s.work;
   const int steps = s.work.steps();
@@ -133,20 +135,23 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
               s_full);
   };
   constexpr int kStatBytes = kRows * 4;
-  constexpr int kSeenBytes = sizeof(BlockMask) + kRows * sizeof(KeyRange32);
-  for (int step = 0; step < steps; ++step) {
-    if constexpr (!Config::kMasked) {
+  constexpr int kSeenBytes = Config::kMasked ? sizeof(BlockMask) : 0;
+  for (int step = 0; step < steps;
+       ++step, q_state.advance(), dout_state.advance(), tiles.advance()) {
+    if constexpr (Config::kMasked) {
+      const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tiles.tile);
+      mbarrier_wait(&s.q_pipeline.empty[q_state.stage], q_state.parity ^ 1);
+      s.seen[q_state.stage].keys[threadIdx.x % kWarp] = keys;
+      __syncwarp();
+      if (!leads) continue;
+    } else {
       mbarrier_wait(&s.q_pipeline.empty[q_state.stage], q_state.parity ^ 1);
       s.query_tiles[q_state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
     }
-    uint64_t* s_full = s.q_pipeline.acquire(
-        q_state, Config::kQueryBytes + kStatBytes + (Config::kMasked ? kSeenBytes : 0));
+    uint64_t* s_full = s.q_pipeline.acquire(q_state, Config::kQueryBytes + kStatBytes + kSeenBytes);
     if constexpr (Config::kMasked) {
-      auto& s_seen = s.seen[q_state.stage];
-      bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tiles.tile * kRows),
-                sizeof(s_seen.group), s_full);
-      bulk_load(s_seen.live, &p.args.live_of(work.sequence, tiles.tile * kRows),
-                sizeof(s_seen.live), s_full);
+      bulk_load(&s.seen[q_state.stage].group, &p.args.group_of(work.sequence, tiles.tile * kRows),
+                sizeof(BlockMask), s_full);
     }
     load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full);
     if (step == 0) {
@@ -160,9 +165,6 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
       mbarrier_arrive_expect_tx(&s.v_full, Config::kKeyBytes);
       load_kv(s.v, p.value, &s.v_full, 0, kBoxes, rank);
     }
-    q_state.advance();
-    dout_state.advance();
-    tiles.advance();
   }
 }
 

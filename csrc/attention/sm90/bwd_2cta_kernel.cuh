@@ -32,12 +32,8 @@ namespace torchweld {
 template <typename Config>
 __device__ __forceinline__ void backward_2cta_get_work(const typename Config::Params& p,
                                                        typename Config::Shared& s) {
-  if (Config::cta_rank() == 0) {
-    if constexpr (Config::kMasked) {
-      s.work.template get_work_masked<Config>(p.args, p.args.g_tickets);
-    } else if (threadIdx.x == 0) {
-      s.work.template get_work<Config>(p.args, p.args.g_tickets);
-    }
+  if (Config::cta_rank() == 0 && threadIdx.x == 0) {
+    s.work.template get_work<Config>(p.args, p.args.g_tickets);
   }
   cluster_arrive();
   cluster_wait();
@@ -80,7 +76,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
-      if (elect_one()) backward_2cta_load<Config>(p, s);
+      const bool leads = elect_one();
+      if (leads || Config::kMasked) backward_2cta_load<Config>(p, s, leads);
     } else if (warp == 1) {
       backward_sm90_open_dq_buffer(0);
       BackwardSm90DqWarp<Config>{p, s, 0}.process(s.work, 0);

@@ -27,7 +27,7 @@ struct BackwardSm90Config {
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
   using Shared = BackwardSm90Shared<BackwardSm90Config>;
-  static constexpr bool kMasked = kIsMasked<Args>;
+  static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v, kKeys = kShape.keys;
@@ -35,7 +35,7 @@ struct BackwardSm90Config {
   static constexpr int kScoreRows = kRows;  // number of query rows in a warpgroup's scores
   // Whether an additional k-slice of the products for S and dP subtracts lse and delta
   // (StatSliceTile). If not, consumers load lse and delta from shared memory.
-  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked);
+  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked, kCapped);
   // Whether lse is loaded before S is complete. An early load of lse needs registers.
   static constexpr bool kEarlyLse = !kStatSlice && !kMasked;
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
@@ -72,14 +72,31 @@ struct BackwardSm90Config {
   static_assert(!kMasked || kRows == kAttentionBackwardRowPad);
 };
 
-// The keys that the rows of a query tile see. Only used under a general mask.
+// The keys that the rows of a query tile see. Only used under a general mask. For each row, `keys`
+// has the index of the row's first key in the work tile, in 8 bits, and then the number of its
+// keys, in 8 bits. A word of `keys` belongs to two rows.
 template <typename Config, bool kMasked = Config::kMasked>
 struct BackwardSm90Seen {};
 template <typename Config>
 struct BackwardSm90Seen<Config, true> {
   BlockMask group;
-  alignas(16) KeyRange32 live[Config::kRows];
+  uint32_t keys[Config::kRows / 2];
 };
+// Returns the word of `keys` that a lane of the producer warp writes.
+template <typename Config>
+__device__ __forceinline__ uint32_t seen_keys_of_lane(const MaskedBackwardArgs& args,
+                                                      const typename Config::WorkTile& work,
+                                                      int tile) {
+  static_assert(Config::kRows == 2 * kWarp && Config::kKeys < 256);
+  const KeyRange32* g_live = &args.live_of(work.sequence, tile * Config::kRows);
+  const int4 live = reinterpret_cast<const int4*>(g_live)[threadIdx.x % kWarp];
+  const auto pack = [&](int begin, int end) -> uint32_t {
+    begin = max(0, min(begin - work.first_key, Config::kKeys));
+    end = max(begin, min(end - work.first_key, Config::kKeys));
+    return begin | (end - begin) << 8;
+  };
+  return pack(live.x, live.y) | pack(live.z, live.w) << 16;
+}
 
 // lse and delta of the rows of a query tile.
 template <int kRows>

@@ -190,7 +190,10 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
   };
   static __device__ __forceinline__ StatSelector stat_selector(ScoreProduct of) {
     constexpr uint32_t kLowOne = 0x3f80, kHighOne = kLowOne << 16;
-    const int pair = lane() % 4;  // the thread has columns 2 * pair and 2 * pair + 1
+    int pair = lane() % 4;  // the thread has columns 2 * pair and 2 * pair + 1
+    // NOTE: the kernel for a general mask has no free register for the words. The asm keeps the
+    // compiler from computing the words before the loop.
+    if constexpr (Config::kMasked) asm volatile("" : "+r"(pair));
     uint32_t word = 0;
     if (of == kOfS) word = pair == 0 ? kLowOne | kHighOne : pair == 1 ? kLowOne : 0;
     if (of == kOfDp) word = pair == 1 ? kHighOne : pair == 2 ? kLowOne | kHighOne : 0;

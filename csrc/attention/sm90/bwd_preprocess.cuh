@@ -2,6 +2,7 @@
 // delta of the query rows.
 #pragma once
 
+#include "attention/bwd_key_tiles.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "core/launch.h"
 #include "device/sm90/dependent_launch.cuh"
@@ -60,7 +61,7 @@ __device__ __forceinline__ uint4 stat_slice_row(float score_offset, float delta)
 // nheads, rows), including the padding rows. dlse is the gradient of lse. Because d lse / d score =
 // p, dS = p * (dP - sum(dout * out)) + p * dlse = p * (dP - delta). The kernel also zeroes
 // `counters` counters from g_tickets on: the ticket counters and the dQ semaphores behind them. It
-// zeroes dQ of the rows that see no key.
+// zeroes dQ of the rows that see no key. Under a general mask, the kernel also fills g_key_tiles.
 // kDimV / 8 lanes compute a row together. A thread handles kRowsPerThread rows. Source: preprocess
 // of FlashAttention-2's backward.
 template <typename T, int kDimV, bool kStatSlice, typename Args>
@@ -70,6 +71,7 @@ __global__ void __launch_bounds__(kSm90RowThreads)
   griddep_launch_dependents();
   griddep_wait();
   const AttentionBackwardParams& p = args.params;
+  if constexpr (kIsMasked<Args>) fill_key_tiles<kSm90RowThreads>(args);
   const int64_t thread = int64_t{blockIdx.x} * kSm90RowThreads + threadIdx.x;
   for (int64_t i = thread; i < counters; i += int64_t{gridDim.x} * kSm90RowThreads) {
     args.g_tickets[i] = 0;
@@ -126,6 +128,8 @@ __global__ void __launch_bounds__(kSm90RowThreads)
         args.g_stat_slice[flat_row] = stat_slice_row(lse / args.score_factor, delta);
       } else {
         args.g_lse[flat_row] = lse;
+      }
+      if constexpr (!kStatSlice || kIsMasked<Args>) {
         args.g_delta[flat_row] = delta * (1.f / (1 << kProbabilityShift<T>));
       }
     }
@@ -136,7 +140,7 @@ template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream) {
   constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   constexpr int kRows = kIsMasked<Args> ? kShape.kMaskedRows : kShape.rows;
-  constexpr bool kStatSlice = kShape.has_stat_slice(kIsMasked<Args>);
+  constexpr bool kStatSlice = kShape.has_stat_slice(kIsMasked<Args>, kIsCapped<Args>);
   constexpr int kRowsPerCta = kSm90RowThreads / (kShape.dim_v / 8) * 4;
   const int64_t rows = args.params.sizes.batch * args.params.sizes.nheads * args.rows;
   Grid grid(divide_up(rows, kRowsPerCta), kSm90RowThreads);

@@ -9,13 +9,15 @@ namespace torchweld {
 #if TW_HAS_WGMMA
 // Loads K and V of a work tile, and Q and dO of each of its query tiles. `step` is the number of
 // query tiles that have been loaded for earlier work tiles. `kv_state` is the stage and the phase
-// of the pipelines of K and V.
+// of the pipelines of K and V. `leads` is true for the lane that loads. Under a general mask, all
+// lanes of the warp call this function, because each lane prepares the keys of two rows.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::Params& p,
                                                          BackwardSm90Shared<Config>& s,
                                                          const typename Config::WorkTile& work,
                                                          unsigned step,
-                                                         const PipelineState<1>& kv_state) {
+                                                         const PipelineState<1>& kv_state,
+                                                         bool leads) {
   constexpr int kRows = Config::kRows;
   int left = work.steps();
   const int rows = static_cast<int>(p.args.rows);
@@ -23,7 +25,7 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
   constexpr std::integral_constant<int, Config::kBoxes> boxes_qk;
   constexpr std::integral_constant<int, Config::kBoxesV> boxes_v;
   BackwardTileIterator tiles(work);
-  if (left == 0) {
+  if (left == 0 && leads) {
     s.k_pipeline.acquire(kv_state, 0);
     s.v_pipeline.acquire(kv_state, 0);
   }
@@ -45,7 +47,7 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
     }
   };
   using Stats = std::remove_reference_t<decltype(s.stats[0])>;
-  constexpr int kSeenBytes = Config::kMasked ? sizeof(BlockMask) + kRows * sizeof(KeyRange32) : 0;
+  constexpr int kSeenBytes = Config::kMasked ? sizeof(BlockMask) : 0;
   int q_bytes = Config::kQueryBytes + kSeenBytes, dout_bytes = Config::kDoutBytes;
   if constexpr (Config::kStatSlice) {
     q_bytes += Stats::kBytes;
@@ -53,22 +55,23 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
     q_bytes += Stats::kLseBytes;
     dout_bytes += Stats::kDeltaBytes;
   }
-  for (bool is_first = true; left > 0; --left, ++step, is_first = false) {
+  for (bool is_first = true; left > 0; --left, ++step, is_first = false, tiles.advance()) {
     const auto state = pipeline_state_of<Config::kStages>(step);
-    const int64_t first_row = int64_t{tiles.head} * rows + tiles.tile * kRows;
-    if constexpr (!Config::kMasked) {
+    const int first_row = tiles.head * rows + tiles.tile * kRows;
+    if constexpr (Config::kMasked) {
+      const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tiles.tile);
+      mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+      s.seen[state.stage].keys[threadIdx.x % kWarp] = keys;
+      __syncwarp();
+      if (!leads) continue;
+    } else {
       mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
       s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
     }
     uint64_t* s_full = s.q_pipeline.acquire(state, q_bytes);
     if constexpr (Config::kMasked) {
-      auto& s_seen = s.seen[state.stage];
-      // NOTE: the warp has no registers for a second index, so the group's index is computed from
-      // `row`.
-      const int64_t row = int64_t{work.sequence} * rows + tiles.tile * kRows;
-      bulk_load(&s_seen.group, p.args.g_groups + row / kAttentionBackwardRowPad,
-                sizeof(s_seen.group), s_full);
-      bulk_load(s_seen.live, p.args.g_live + row, sizeof(s_seen.live), s_full);
+      bulk_load(&s.seen[state.stage].group, &p.args.group_of(work.sequence, tiles.tile * kRows),
+                sizeof(BlockMask), s_full);
     }
     load_tile(s.q[state.stage], p.query, s_full, boxes_qk);
     Stats& s_stats = s.stats[state.stage];
@@ -84,7 +87,6 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
       bulk_load(s_stats.delta, p.args.g_delta + first_row, Stats::kDeltaBytes, s_full);
     }
     if (is_first) load_kv(s.v, p.value, s.v_pipeline, boxes_v);
-    tiles.advance();
   }
 }
 
@@ -103,21 +105,19 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
   for (;;) {
     typename Config::WorkTile& work = s.work[work_state().stage];
     mbarrier_wait(&s.work_pipeline.empty[work_state().stage], work_state().parity ^ 1);
-    if constexpr (Config::kMasked) {
-      work.template get_work_masked<Config, kWarp>(p.args, p.args.g_tickets);
-    } else {
-      if (threadIdx.x == 0) work.template get_work<Config>(p.args, p.args.g_tickets);
-      __syncwarp();
-    }
     if (leads) {
+      work.template get_work<Config>(p.args, p.args.g_tickets);
       work.first_step = counts.steps;
       mbarrier_arrive(&s.work_pipeline.full[work_state().stage]);
     }
+    __syncwarp();
     if (work.is_end()) break;
-    if (leads) {
-      backward_sm90_load_tiles(p, s, work, counts.steps, backward_sm90_kv_state(work_state()));
-      counts = {counts.work_tiles + 1, counts.steps + work.steps()};
+    if (leads || Config::kMasked) {
+      backward_sm90_load_tiles(p, s, work, counts.steps, backward_sm90_kv_state(work_state()),
+                               leads);
     }
+    __syncwarp();
+    if (leads) counts = {counts.work_tiles + 1, counts.steps + work.steps()};
     __syncwarp();
   }
 }

@@ -119,7 +119,7 @@ struct BackwardSm90Scores {
                                          const State& state, bool is_edge) const {
     wgmma_wait<1>();
     warpgroup_fence_operand(acc_s);
-    if (capped()) {
+    if constexpr (Config::kCapped) {
       exponentiate_capped(p16, acc_s, state, is_edge);
     } else {
       s_to_exponents(acc_s, r_lse, state, is_edge);
@@ -271,17 +271,18 @@ struct BackwardSm90Scores {
 
   // Set the values of the hidden scores to `hidden`. The values have the layout of the scores.
   __device__ __forceinline__ void hide(ScoreAcc& values, const State& state, float hidden) const {
-    const int first_key = this->first_key() + warp() * 16 + lane() / 4;
     if constexpr (Config::kMasked) {
+      const int key = key_in_work_tile();
 #pragma unroll
       for (int n = 0; n < kScoreRows / 8; ++n) {
-        const int4 live = live_of(state, n);
+        const uint32_t seen = seen_keys(state, n);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (!sees(live, i, first_key)) values[n * 4 + i] = hidden;
+          if (!sees(seen, i, key)) values[n * 4 + i] = hidden;
         }
       }
     } else {
+      const int first_key = this->first_key() + warp() * 16 + lane() / 4;
       const int row = query_tile(state).tile * kRows + first_row() + lane() % 4 * 2,
                 end = seqlen_q() - row;
       int begin[2];
@@ -309,14 +310,6 @@ struct BackwardSm90Scores {
     }
   }
 
-  __device__ __forceinline__ bool capped() const {
-    if constexpr (Config::kMasked) {
-      return p.args.params.mask.softcap > 0.f;
-    } else {
-      return false;
-    }
-  }
-
   // Subtract lse from the scaled scores in acc_s.
   __device__ __forceinline__ void subtract_lse(ScoreAcc& acc_s, const RowStats& lse) const {
 #pragma unroll
@@ -332,23 +325,21 @@ struct BackwardSm90Scores {
   // Convert S^T with a soft cap: p16 receives P^T, and acc_s receives P^T * (1 - tanh^2).
   __device__ __forceinline__ void exponentiate_capped(ScoreOperand& p16, ScoreAcc& acc_s,
                                                       const State& state, bool is_edge) const {
-    if constexpr (Config::kMasked) {
-      cap_scores</*kExact=*/false>(acc_s, p.args.cap);
-      is_edge ? exponentiate_tanh<true>(p16, acc_s, state)
-              : exponentiate_tanh<false>(p16, acc_s, state);
-    }
+    cap_scores</*kExact=*/false>(acc_s, p.args.cap);
+    is_edge ? exponentiate_tanh<true>(p16, acc_s, state)
+            : exponentiate_tanh<false>(p16, acc_s, state);
   }
   template <bool kHides>
   __device__ __forceinline__ void exponentiate_tanh(ScoreOperand& p16, ScoreAcc& acc_s,
                                                     const State& state) const {
     const float factor = p.args.params.mask.softcap * p.args.score_factor;
     const float* s_lse = Config::lse_tile(s, state.stage) + first_row() + lane() % 4 * 2;
-    const int key = first_key() + warp() * 16 + lane() / 4;
+    const int key = key_in_work_tile();
 #pragma unroll
     for (int n = 0; n < kScoreRows / 8; ++n) {
       const float2 lse = *reinterpret_cast<const float2*>(s_lse + n * 8);
-      int4 live;
-      if constexpr (kHides) live = live_of(state, n);
+      uint32_t seen;
+      if constexpr (kHides) seen = seen_keys(state, n);
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         float* x = acc_s + n * 4 + i;
@@ -357,7 +348,7 @@ struct BackwardSm90Scores {
         for (int j = 0; j < 2; ++j) {
           probability[j] = exponential<T>(fmaf(x[j], factor, j ? lse.y : lse.x));
           const float sloped = probability[j] * fmaf(-x[j], x[j], 1.f);
-          const bool hidden = kHides && !sees(live, i + j, key);
+          const bool hidden = kHides && !sees(seen, i + j, key);
           if (hidden) probability[j] = 0.f;
           x[j] = hidden ? 0.f : sloped;
         }
@@ -366,17 +357,20 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Rows 8 n to 8 n + 7 of the scores include two rows of this thread. The first row sees the keys
-  // [x, y) of the result, and the second row sees the keys [z, w).
-  __device__ __forceinline__ int4 live_of(const State& state, int n) const {
-    return *reinterpret_cast<const int4*>(
-        &s.seen[state.stage].live[first_row() + n * 8 + lane() % 4 * 2]);
+  // The index of the thread's first key in the work tile.
+  __device__ __forceinline__ int key_in_work_tile() const {
+    return first_key() - work().first_key + warp() * 16 + lane() / 4;
+  }
+  // Rows 8 n to 8 n + 7 of the scores include two rows of this thread. Returns their word of
+  // BackwardSm90Seen::keys.
+  __device__ __forceinline__ uint32_t seen_keys(const State& state, int n) const {
+    return s.seen[state.stage].keys[first_row() / 2 + n * 4 + lane() % 4];
   }
   // Whether the score in register i (0 to 3) is visible, that is, whether the row of the score sees
-  // the key of the score. `key` is the thread's first key.
-  static __device__ __forceinline__ bool sees(const int4& live, int i, int key) {
-    const int own_key = key + i / 2 * 8;
-    return i % 2 ? own_key >= live.z && own_key < live.w : own_key >= live.x && own_key < live.y;
+  // the key of the score. `key` is the index of the thread's first key in the work tile.
+  static __device__ __forceinline__ bool sees(uint32_t seen, int i, int key) {
+    const unsigned row = seen >> i % 2 * 16, first = row & 0xff, count = row >> 8 & 0xff;
+    return key + i / 2 * 8 - first < count;
   }
 };
 #endif

@@ -215,12 +215,8 @@ __global__ __launch_bounds__(
                                                                  unsigned* g_ticket) {
   extern __shared__ __align__(128) unsigned char s_raw[];
   BackwardShared<Config>& shared = *reinterpret_cast<BackwardShared<Config>*>(s_raw);
-  if constexpr (Config::kMasked) {
-    shared.work.template get_work_masked<Config>(args, g_ticket);
-  } else {
-    if (threadIdx.x == 0) shared.work.template get_work<Config>(args, g_ticket);
-    __syncthreads();
-  }
+  if (threadIdx.x == 0) shared.work.template get_work<Config>(args, g_ticket);
+  __syncthreads();
   using Block =
       std::conditional_t<Config::kPaired, PairedBackwardBlock<Config>, BackwardBlock<Config>>;
   Block(args, shared).run();
