@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 _FLUSH_BYTES = 256 << 20  # several times as large as the L2 cache of any GPU
+_FLUSH_SECONDS = 30e-6  # no GPU fills them faster
+_MAX_FLUSHES = 20  # for variants that wait for the GPU, which no number of fills would hide
 
 
 @dataclass
@@ -45,6 +47,7 @@ class CudaRounds:
         self._variants = variants
         self._before = before
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self._host_seconds = dict.fromkeys(variants, 0.0)
         self._rounds: list[dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]] = []
 
     def run(self) -> None:
@@ -56,12 +59,16 @@ class CudaRounds:
             if self._before:
                 self._before(name)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # While this fill runs, the host queues the next launches, so that launch overhead is
+            # While these fills run, the host queues the next launches, so that launch overhead is
             # not timed.
-            self._flush.fill_(len(self._rounds) & 255)
+            fills = 1 + int(self._host_seconds[name] / _FLUSH_SECONDS)
+            for _ in range(min(fills, _MAX_FLUSHES)):
+                self._flush.fill_(len(self._rounds) & 255)
+            queued = time.perf_counter()
             start.record()
             self._variants[name]()
             end.record()
+            self._host_seconds[name] = time.perf_counter() - queued
             events[name] = (start, end)
         self._rounds.append(events)
 
