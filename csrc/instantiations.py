@@ -31,7 +31,7 @@ VARIANTS = (
     {"masked": "", "Masked": "", "is_masked": "false"},
     {"masked": "masked_", "Masked": "Masked", "is_masked": "true"},
 )
-# Attention's backward on Hopper has kernels of its own for a soft cap.
+# For some tiles, attention's backward on Hopper has kernels of its own for a soft cap.
 CAPPED = ({"masked": "capped_", "Masked": "Capped", "is_masked": "true"},)
 MARK = "// Generated from csrc.\n"
 
@@ -171,7 +171,7 @@ TABLE = [
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS + CAPPED, dtype=SIXTEEN_BIT, tile=(3,)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(3,)),
     ),
     # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
     # NOTE: in one file with the plain kernels, a few instructions of the masked ones change.

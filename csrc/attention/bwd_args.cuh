@@ -84,7 +84,7 @@ struct MaskedBackwardArgs : BackwardArgs {
   __device__ __forceinline__ KeyTileMask key_tile_of(int sequence, int key_tile) const {
     // NOTE: without query rows, no kernel has written g_key_tiles.
     if (rows == 0) return {{INT_MAX, 0}, 0, 0};
-    return g_key_tiles[int64_t{sequence} * key_tiles + key_tile];
+    return g_key_tiles[static_cast<unsigned>(sequence * key_tiles + key_tile)];
   }
 };
 
@@ -122,8 +122,8 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
          head * tensor.head_stride;
 }
 
-// The arguments of Hopper's kernels for a general mask with a soft cap. The other kernels for a
-// general mask serve a soft cap, too.
+// The arguments of Hopper's kernels for a general mask with a soft cap, where has_capped_kernel()
+// is true. Other kernels for a general mask also serve a soft cap.
 struct CappedBackwardArgs : MaskedBackwardArgs {};
 
 // Whether Args are the arguments for a general mask. Args is BackwardArgs or a class that derives

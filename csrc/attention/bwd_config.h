@@ -111,6 +111,9 @@ struct AttentionBackwardSm90Tile {
   // NOTE: under a soft cap, dS also needs the slope of tanh. A tile with more columns of dK than of
   // dV has no registers for it.
   constexpr bool supports_softcap() const { return dim_v == dim; }
+  // Whether a soft cap has a kernel of its own. Without a stat slice, the kernel for a general mask
+  // also serves a soft cap.
+  constexpr bool has_capped_kernel() const { return supports_softcap() && !is_2cta(); }
   // The number of dQ store warps. If there are two, they alternate over the query tiles. Each store
   // warp has its own buffer of dQ. There are as many buffers of dS as buffers of dQ.
   constexpr int dq_store_warps() const { return dim > 128 ? 1 : 2; }

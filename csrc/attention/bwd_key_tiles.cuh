@@ -17,33 +17,36 @@ template <int kThreads>
 __device__ __forceinline__ void fill_key_tiles(const MaskedBackwardArgs& args) {
   __shared__ KeyTileMask s_mask;
   const int groups = static_cast<int>(args.rows / kAttentionBackwardRowPad);
-  const int64_t tiles = args.params.sizes.batch * args.key_tiles;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const int sequence = static_cast<int>(tile / args.key_tiles);
-    const int first_key = static_cast<int>(tile % args.key_tiles) * args.key_tile_keys,
+  // NOTE: batch * key_tiles fits in 32 bits, because the grid of the main kernel has a block for
+  // each head of each key tile.
+  const unsigned key_tiles = args.key_tiles,
+                 tiles = static_cast<unsigned>(args.params.sizes.batch) * key_tiles;
+  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int sequence = static_cast<int>(tile / key_tiles);
+    const int first_key = static_cast<int>(tile % key_tiles) * args.key_tile_keys,
               end_key = first_key + args.key_tile_keys;
-    KeyTileMask mask = {{INT_MAX, 0}, INT_MAX, 0};
-    if (threadIdx.x == 0) s_mask = mask;
+    int begin = INT_MAX, end = 0, first_group = INT_MAX, last_group = 0;
+    if (threadIdx.x == 0) s_mask = {{begin, end}, first_group, last_group};
+#pragma unroll 1
     for (int i = threadIdx.x; i < groups; i += kThreads) {
       const BlockMask& group = args.group_of(sequence, i * kAttentionBackwardRowPad);
       if (group.begin >= end_key || group.end <= first_key) continue;
-      mask.keys.begin = min(mask.keys.begin, group.begin);
-      mask.keys.end = max(mask.keys.end, group.end);
-      mask.first_group = min(mask.first_group, i);
-      mask.last_group = i;
+      begin = min(begin, group.begin);
+      end = max(end, group.end);
+      first_group = min(first_group, i);
+      last_group = i;
     }
     __syncthreads();
-    if (mask.keys.end > 0) {
-      atomicMin(&s_mask.keys.begin, mask.keys.begin);
-      atomicMax(&s_mask.keys.end, mask.keys.end);
-      atomicMin(&s_mask.first_group, mask.first_group);
-      atomicMax(&s_mask.last_group, mask.last_group);
+    if (end > 0) {
+      atomicMin(&s_mask.keys.begin, begin);
+      atomicMax(&s_mask.keys.end, end);
+      atomicMin(&s_mask.first_group, first_group);
+      atomicMax(&s_mask.last_group, last_group);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-      mask = s_mask;
-      if (mask.keys.end == 0) mask.first_group = 0;  // no rows
-      args.g_key_tiles[tile] = mask;
+      if (s_mask.keys.end == 0) s_mask.first_group = 0;  // no rows
+      args.g_key_tiles[tile] = s_mask;
     }
   }
 }

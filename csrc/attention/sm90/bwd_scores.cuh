@@ -119,7 +119,7 @@ struct BackwardSm90Scores {
                                          const State& state, bool is_edge) const {
     wgmma_wait<1>();
     warpgroup_fence_operand(acc_s);
-    if constexpr (Config::kCapped) {
+    if (capped()) {
       exponentiate_capped(p16, acc_s, state, is_edge);
     } else {
       s_to_exponents(acc_s, r_lse, state, is_edge);
@@ -310,6 +310,15 @@ struct BackwardSm90Scores {
     }
   }
 
+  // Whether the scores have a soft cap.
+  __device__ __forceinline__ bool capped() const {
+    if constexpr (Config::kCapped || Config::kStatSlice || !Config::kMasked) {
+      return Config::kCapped;
+    } else {
+      return p.args.params.mask.softcap > 0.f;
+    }
+  }
+
   // Subtract lse from the scaled scores in acc_s.
   __device__ __forceinline__ void subtract_lse(ScoreAcc& acc_s, const RowStats& lse) const {
 #pragma unroll
@@ -325,9 +334,11 @@ struct BackwardSm90Scores {
   // Convert S^T with a soft cap: p16 receives P^T, and acc_s receives P^T * (1 - tanh^2).
   __device__ __forceinline__ void exponentiate_capped(ScoreOperand& p16, ScoreAcc& acc_s,
                                                       const State& state, bool is_edge) const {
-    cap_scores</*kExact=*/false>(acc_s, p.args.cap);
-    is_edge ? exponentiate_tanh<true>(p16, acc_s, state)
-            : exponentiate_tanh<false>(p16, acc_s, state);
+    if constexpr (Config::kMasked && !Config::kStatSlice) {
+      cap_scores</*kExact=*/false>(acc_s, p.args.cap);
+      is_edge ? exponentiate_tanh<true>(p16, acc_s, state)
+              : exponentiate_tanh<false>(p16, acc_s, state);
+    }
   }
   template <bool kHides>
   __device__ __forceinline__ void exponentiate_tanh(ScoreOperand& p16, ScoreAcc& acc_s,

@@ -15,6 +15,8 @@
 // key warp needs P. While half of the warps wait for the sums of dQ, the other half multiply.
 #pragma once
 
+#include <cstddef>
+
 #include "attention/sync/bwd_block.cuh"
 
 namespace torchweld {
@@ -121,10 +123,12 @@ struct PairedBackwardBlock : BackwardTools<Config> {
     const int first_col = this->group() * kCols;
     Scores r_scores = {};
     {
-      const auto& keys = sums_keys() ? shared.v : shared.k;
+      // NOTE: V follows K. With an address of its own for V, the kernel for a general mask spills.
+      static_assert(offsetof(Shared, v) - offsetof(Shared, k) == sizeof(KeyTile));
+      const uint32_t s_keys = shared_address(shared.k.s_data) + sums_keys() * sizeof(KeyTile);
       const auto& rows = sums_keys() ? shared.dout[stage] : shared.q[stage];
       const int thread = fresh_thread();
-      s_left = left_lane<KeyTile>(shared_address(keys.s_data), this->first_strip_row(), 0, thread);
+      s_left = left_lane<KeyTile>(s_keys, this->first_strip_row(), 0, thread);
       s_right = right_lane<QTile>(shared_address(rows.s_data), first_col, 0, thread);
       this->multiply(r_scores, 0, s_right, 0);
     }
