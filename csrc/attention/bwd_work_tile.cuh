@@ -2,8 +2,6 @@
 // load_tile, which copies rows of a tensor into shared memory.
 #pragma once
 
-#include <climits>
-
 #include "attention/bwd_args.cuh"
 #include "core/index.h"
 #include "device/mma_sync.cuh"
