@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -457,7 +458,7 @@ def affine_terms(n: Tensor, n_terms: Terms, weight: Tensor, bias: Tensor | None)
 def near_kink(z: Tensor, z_terms: Terms, unit: float) -> Tensor:
     """A mask of the z whose errors may change the sign, so that relu has another slope."""
     terms = z_terms + Terms(rounds=[z.abs()])
-    return z.abs() <= Bound(z, terms, dtype_of(unit)).error(statistical=False)
+    return z.abs() <= Bound(z, terms, dtype_of(unit)).errors[0]
 
 
 def pointwise_terms(z: Tensor, z_terms: Terms, f: Callable[[Tensor], Tensor], unit: float) -> Terms:
@@ -1258,8 +1259,10 @@ def conv2d_backward_bounds(dz, x, weight, *, output_mask) -> list[Bound]:
 class Exact(Bound):
     """A bound that only the reference itself meets."""
 
-    def error(self, statistical: bool) -> Tensor:
-        return torch.full_like(self.ref, 1e-300)
+    @cached_property
+    def errors(self) -> tuple[Tensor, Tensor]:
+        allowed = torch.full_like(self.ref, 1e-300)
+        return allowed, allowed
 
 
 def exact(ref: Tensor, dtype: torch.dtype) -> Bound:

@@ -271,8 +271,8 @@ def run(s, args, kwargs) -> list[Tensor]:
     if s.op not in DIFFERENTIABLE:
         return list(as_tuple(call(s.op)(*args, **kwargs)))
     outputs = list(as_tuple(call(s.op)(*args, **kwargs)))
-    torch.manual_seed(1)
-    dout = torch.randn(outputs[0].shape, dtype=F64).to(outputs[0])
+    g = torch.Generator().manual_seed(1)
+    dout = torch.randn(outputs[0].shape, generator=g, dtype=F64).to(outputs[0])
     _, grads = forward_backward(s.op, args, kwargs, dout)
     return outputs + [g for g in grads if g is not None]
 
