@@ -135,24 +135,11 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
               s_full);
   };
   constexpr int kStatBytes = kRows * 4;
-  constexpr int kSeenBytes = Config::kMasked ? sizeof(BlockMask) : 0;
   for (int step = 0; step < steps;
        ++step, q_state.advance(), dout_state.advance(), tiles.advance()) {
-    if constexpr (Config::kMasked) {
-      const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tiles.tile);
-      mbarrier_wait(&s.q_pipeline.empty[q_state.stage], q_state.parity ^ 1);
-      s.seen[q_state.stage].keys[threadIdx.x % kWarp] = keys;
-      __syncwarp();
-      if (!leads) continue;
-    } else {
-      mbarrier_wait(&s.q_pipeline.empty[q_state.stage], q_state.parity ^ 1);
-      s.query_tiles[q_state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
-    }
-    uint64_t* s_full = s.q_pipeline.acquire(q_state, Config::kQueryBytes + kStatBytes + kSeenBytes);
-    if constexpr (Config::kMasked) {
-      bulk_load(&s.seen[q_state.stage].group, &p.args.group_of(work.sequence, tiles.tile * kRows),
-                sizeof(BlockMask), s_full);
-    }
+    uint64_t* s_full = backward_sm90_acquire_q<Config>(p, s, work, tiles.tile, q_state,
+                                                       Config::kQueryBytes + kStatBytes, leads);
+    if (!leads) continue;
     load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full);
     if (step == 0) {
       mbarrier_arrive_expect_tx(&s.k_full, (kBoxes + kBoxes / 2) * Config::kKeyBoxBytes);

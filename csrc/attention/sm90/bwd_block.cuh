@@ -239,6 +239,33 @@ __device__ __forceinline__ PipelineState<1> backward_sm90_kv_state(
   return {0, static_cast<uint32_t>(work_state.stage)};
 }
 
+// Waits for a free stage of Q and writes what the consumers must know about the query tile. Then
+// lane `leads` expects `bytes` bytes in the stage, loads the tile's BlockMask if there is one, and
+// returns the stage's full barrier. Under a general mask, all lanes of the producer warp call this
+// function, because each lane writes the keys of two rows. Without one, only lane `leads` calls it.
+template <typename Config>
+__device__ __forceinline__ uint64_t* backward_sm90_acquire_q(
+    const typename Config::Params& p, typename Config::Shared& s,
+    const typename Config::WorkTile& work, int tile, const PipelineState<Config::kStages>& state,
+    int bytes, bool leads) {
+  if constexpr (Config::kMasked) {
+    auto& s_seen = s.seen[state.stage];
+    const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tile);
+    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+    s_seen.keys[threadIdx.x % kWarp] = keys;
+    __syncwarp();
+    if (!leads) return nullptr;
+    uint64_t* s_full = s.q_pipeline.acquire(state, bytes + sizeof(BlockMask));
+    bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tile * Config::kRows),
+              sizeof(BlockMask), s_full);
+    return s_full;
+  } else {
+    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+    s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tile);
+    return s.q_pipeline.acquire(state, bytes);
+  }
+}
+
 // Tells the consumer warpgroups that the dQ buffer of a store warp is free at the start.
 __device__ __forceinline__ void backward_sm90_open_dq_buffer(int store_warp) {
   named_barrier_arrive(kDqEmptyWg0 + 2 * store_warp, kBackwardDqThreads);

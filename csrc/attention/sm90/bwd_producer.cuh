@@ -47,8 +47,7 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
     }
   };
   using Stats = std::remove_reference_t<decltype(s.stats[0])>;
-  constexpr int kSeenBytes = Config::kMasked ? sizeof(BlockMask) : 0;
-  int q_bytes = Config::kQueryBytes + kSeenBytes, dout_bytes = Config::kDoutBytes;
+  int q_bytes = Config::kQueryBytes, dout_bytes = Config::kDoutBytes;
   if constexpr (Config::kStatSlice) {
     q_bytes += Stats::kBytes;
   } else {
@@ -58,21 +57,9 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
   for (bool is_first = true; left > 0; --left, ++step, is_first = false, tiles.advance()) {
     const auto state = pipeline_state_of<Config::kStages>(step);
     const int first_row = tiles.head * rows + tiles.tile * kRows;
-    if constexpr (Config::kMasked) {
-      const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tiles.tile);
-      mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
-      s.seen[state.stage].keys[threadIdx.x % kWarp] = keys;
-      __syncwarp();
-      if (!leads) continue;
-    } else {
-      mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
-      s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
-    }
-    uint64_t* s_full = s.q_pipeline.acquire(state, q_bytes);
-    if constexpr (Config::kMasked) {
-      bulk_load(&s.seen[state.stage].group, &p.args.group_of(work.sequence, tiles.tile * kRows),
-                sizeof(BlockMask), s_full);
-    }
+    uint64_t* s_full =
+        backward_sm90_acquire_q<Config>(p, s, work, tiles.tile, state, q_bytes, leads);
+    if (!leads) continue;
     load_tile(s.q[state.stage], p.query, s_full, boxes_qk);
     Stats& s_stats = s.stats[state.stage];
     if constexpr (Config::kStatSlice) {
