@@ -13,6 +13,7 @@ ARGS ?=
 WORKERS ?= 2
 
 PIP_FLAGS = --quiet --no-input --disable-pip-version-check --constraint requirements/constraints.txt
+UV_FLAGS = --quiet --compile-bytecode --constraint requirements/constraints.txt
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 BUILD_INPUTS = setup.py pyproject.toml $(shell find csrc -type f -not -name '*.pyc')
 
@@ -140,6 +141,13 @@ define WITH_CLOCK
 clock=$$!; trap 'kill $$clock 2>/dev/null' EXIT; trap 'exit 130' INT TERM;
 endef
 
+# uv downloads and unpacks in parallel. It does not read pip's configuration, which may name a mirror
+# or a proxy; pip installs what uv can't.
+define INSTALL
+{ $(RUN) -m pip install $(PIP_FLAGS) uv && $(RUN) -m uv pip install $(UV_FLAGS) $(1); } || \
+  $(RUN) -m pip install $(PIP_FLAGS) $(1)
+endef
+
 # Before the long download, too.
 define CHECK_COMPILER
 compiler="$${CXX:-c++}"; command -v $${compiler%% *} >/dev/null || { \
@@ -178,18 +186,17 @@ $(VENV)/.python:
 $(VENV)/.packages: requirements/build.txt requirements/demo.txt requirements/constraints.txt | $(VENV)/.python
 	@$(CHECK_COMPILER)
 	@echo "Installing PyTorch, transformers and the other pinned packages (up to 5 GB; 2 to 10 minutes)"
-	@$(WITH_CLOCK) \
-	$(RUN) -m pip install $(PIP_FLAGS) -r requirements/build.txt -r requirements/demo.txt
+	@$(WITH_CLOCK) $(call INSTALL,-r requirements/build.txt -r requirements/demo.txt)
 	@touch $@
 
 $(VENV)/.tools: requirements/test.txt requirements/constraints.txt | $(VENV)/.python
 	@echo "Installing the pinned tools for tests and style"
-	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) -r requirements/test.txt
+	@$(WITH_CLOCK) $(call INSTALL,-r requirements/test.txt)
 	@touch $@
 
 $(VENV)/.docs: requirements/docs.txt requirements/constraints.txt | $(VENV)/.python
 	@echo "Installing the pinned tools for the documentation"
-	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) -r requirements/docs.txt
+	@$(WITH_CLOCK) $(call INSTALL,-r requirements/docs.txt)
 	@touch $@
 
 # An editable install: changes in Python need no build. Objects stay in build/, so that a second
