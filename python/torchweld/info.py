@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,13 @@ def _binary_archs(facts: dict[str, Any]) -> list[str]:
     return sorted(archs) or recorded
 
 
-def ops_of_library() -> list[str]:
+@cache  # torch lists the ops of all libraries, in 5 ms
+def ops_of_library() -> tuple[str, ...]:
     """The names of every public op that the library has registered."""
     names = torch._C._dispatch_get_all_op_names() if library.is_available() else []
     mine = (n.split("::")[1].split(".")[0] for n in names if n.startswith("torchweld::"))
     # names with a leading underscore are private ops
-    return sorted({name for name in mine if not name.startswith("_")})
+    return tuple(sorted({name for name in mine if not name.startswith("_")}))
 
 
 def has_cuda_kernel(op: str) -> bool:
