@@ -409,9 +409,17 @@ def test_text_beyond_the_limit_is_cut_between_characters(tmp_path, monkeypatch):
     assert text.read_text([path]).documents == ["\u00e4" * 16]
 
 
+@pytest.fixture(scope="module")
+def cache_of_tokenizers(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokenizers")
+
+
 @pytest.mark.parametrize("context", [16, 17, 24, 64])
 @pytest.mark.parametrize("own_text", [False, True])
-def test_prompts_have_different_lengths_and_fit(prose, context, own_text):
+def test_prompts_have_different_lengths_and_fit(
+    prose, context, own_text, cache_of_tokenizers, monkeypatch
+):
+    monkeypatch.setenv("TORCHWELD_CACHE_DIR", str(cache_of_tokenizers))
     chosen, tokens, _ = prepare("--context", context, *(["--text", prose] if own_text else []))
     new = min(32, context // 2)
     rows = generate.prompts(chosen, tokens, new)

@@ -61,6 +61,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "scalar_attention": lambda q, k, v: (q[:, None] * k).softmax(-1) @ v,
 }
 _GRADIENT_OF_X_ALONE = ("folded_layer_norm_linear",)
+_SAMPLE_SECONDS = 0.005  # of calls of microseconds on a CPU
 
 
 def _with_gradient(
@@ -101,7 +102,7 @@ def rows(op: str, tensors: list[Tensor], peers: list[str]) -> Iterator[Row]:
     for kind, variants in timed.items():
         yield make_row(
             f"{op} {shapes} {dtype_text(dtype)} {kind}",
-            interleaved(variants, device=device, sample_seconds=0.005),
+            interleaved(variants, device=device, sample_seconds=_SAMPLE_SECONDS),
             against=peers[0],
             target=None,
             error=largest_error(ours(*tensors), reference),
