@@ -185,7 +185,7 @@ $(VENV)/.python:
 
 $(VENV)/.packages: requirements/build.txt requirements/demo.txt requirements/constraints.txt | $(VENV)/.python
 	@$(CHECK_COMPILER)
-	@echo "Installing PyTorch, transformers and the other pinned packages (up to 5 GB; 2 to 10 minutes)"
+	@echo "Installing PyTorch, transformers and the other pinned packages (up to 5 GB; 1 to 10 minutes)"
 	@$(WITH_CLOCK) $(call INSTALL,-r requirements/build.txt -r requirements/demo.txt)
 	@touch $@
 
