@@ -168,7 +168,7 @@ void launch_rows(const Args& args, cudaStream_t stream) {
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * args.rows;
   if (rows == 0) return;
-  const int64_t blocks = (rows + kRowsPerBlock - 1) / kRowsPerBlock;
+  const int64_t blocks = divide_up(rows, kRowsPerBlock);
   const bool vector =
       rows_aligned(args.params.out, sizeof(T)) && rows_aligned(args.params.dout, sizeof(T));
   launch_kernel(attention_backward_rows_kernel<T, Args>, {blocks, kRowThreads}, stream, args,
@@ -179,7 +179,7 @@ void launch_dlse(const BackwardArgs& args, const float* dlse, cudaStream_t strea
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t rows = sizes.batch * sizes.nheads * sizes.seqlen_q;
   if (!dlse || rows == 0) return;
-  const int64_t blocks = (rows + kRowThreads - 1) / kRowThreads;
+  const int64_t blocks = divide_up(rows, kRowThreads);
   launch_kernel(attention_backward_dlse_kernel, {blocks, kRowThreads}, stream, args, dlse);
 }
 

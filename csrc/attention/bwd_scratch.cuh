@@ -24,6 +24,7 @@ inline int backward_keys_of_tile(const AttentionChoice& choice) {
   }
   return choice.engine == AttentionEngine::kSync ? kAttentionBackwardTiles[choice.tile].keys : 0;
 }
+
 // The number of key tiles of a sequence for which a general mask needs a KeyTileMask.
 inline int64_t backward_key_tiles(const AttentionBackwardParams& params) {
   const int keys = backward_keys_of_tile(params.choice);
@@ -53,7 +54,7 @@ struct BackwardScratch {
     const int64_t pad = attention_backward_row_pad(choice);
     const int64_t columns =
         attention_backward_scratch_columns(choice, sizes.head_dim, sizes.head_dim_v);
-    rows = (sizes.seqlen_q + pad - 1) / pad * pad;
+    rows = divide_up(sizes.seqlen_q, pad) * pad;
     all_rows = sizes.batch * sizes.nheads * rows;
     const bool has_stat_slice = choice.engine == AttentionEngine::kSm90 &&
                                 kAttentionBackwardSm90Tiles[choice.tile].has_stat_slice(
