@@ -69,8 +69,8 @@ def test_sizes(device, dtype, size):
 
 @pytest.mark.parametrize(("dtype", "rows"), [(F32, 9), (BF16, 9), (BF16, 12)])
 def test_several_chunks(device, dtype, rows):
-    """A chunk is at least 32 MiB of logits: 9 rows of a million classes take two, but of a 16-bit
-    weight on the CPU one; 12 rows take two.
+    """A chunk may have 32 MiB of logits. 9 rows of a million classes take two chunks, or one if the
+    weight has 16 bits on the CPU; 12 rows take two.
     """
     check_op(OP, made(device, dtype, (rows,), 1_000_003, 3, ignored=1), {"reduction": "sum"})
 

@@ -15,7 +15,9 @@ VOCAB = 61
 
 # Whatever of these a config has is set to it.
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(["vocab_size"], VOCAB),
+    **dict.fromkeys(
+        ["vocab_size", "vocab_size_per_layer_input", "entity_vocab_size", "shape_vocab_size"], VOCAB
+    ),
     **dict.fromkeys(
         [
             "hidden_size",
@@ -103,7 +105,6 @@ SMALL: dict[str, Any] = {
     ),
     **dict.fromkeys(["mamba_n_heads", "mamba_num_heads"], 4),
     **dict.fromkeys(["mamba_d_head", "mamba_head_dim"], 16),
-    **dict.fromkeys(["vocab_size_per_layer_input", "entity_vocab_size", "shape_vocab_size"], VOCAB),
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -168,6 +169,7 @@ MORE: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 1,
     },
     "nemotron_h": {"n_groups": 1},
+    "perceiver": {"d_latents": 32, "num_self_attends_per_block": 1},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -176,7 +178,6 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "perceiver": {"d_latents": 32, "num_self_attends_per_block": 1},
     "reformer": {"axial_pos_embds_dim": (8, 24), "axial_pos_shape": (8, 8)},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 1, "depths": [1] * 7},
     "xmod": {"default_language": "en_XX"},
