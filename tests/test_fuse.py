@@ -310,7 +310,7 @@ def test_the_attention_of_a_block_gives_the_bits_of_the_stock_forward(fused_devi
     inputs = batch(fused_device)
     step = dict(input_ids=inputs["input_ids"][:, :1], use_cache=True)
 
-    def stock(ln_1, attn, x, **kwargs):
+    def stock(ln_1, attn, x, signature, kwargs):
         """GPT2Attention's own forward behind the fused c_attn."""
         qkv = gpt2_block.norm_linear(x, ln_1, attn.c_attn, "none")
         handle = attn.c_attn.register_forward_hook(lambda *_: qkv)

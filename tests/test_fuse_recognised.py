@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -308,8 +309,16 @@ def with_class(cls, path):
     return model
 
 
-def scaled(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs):
-    kwargs["scaling"] = 0.1
+def like_llama(forward):
+    """A forward of keywords that has the signature of Llama's attention."""
+    stock = transformers.models.llama.modeling_llama.LlamaAttention.forward
+    forward.__signature__ = inspect.signature(stock)
+    return forward
+
+
+@like_llama
+def scaled(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+    kwargs = {"scaling": 0.1}
     function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(
         self.config._attn_implementation, None
     )
@@ -324,12 +333,11 @@ def scaled(self, hidden_states, position_embeddings, attention_mask, past_key_va
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
-def rotated_after_scaling(
-    self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **more
-):
+@like_llama
+def rotated_after_scaling(self, position_embeddings, **more):
     stock = transformers.models.llama.modeling_llama.LlamaAttention.forward
     tables = tuple(2 * table for table in position_embeddings)
-    return stock(self, hidden_states, tables, attention_mask, past_key_values, **more)
+    return stock(self, position_embeddings=tables, **more)
 
 
 @pytest.mark.parametrize("forward", [scaled, rotated_after_scaling])
@@ -379,19 +387,10 @@ def test_layers_that_compute_something_else_stay_stock(forward):
 def test_an_attention_with_an_option_of_its_own():
     """The option's value is read in every call."""
 
-    def windowed(
-        self,
-        hidden_states,
-        position_embeddings=None,
-        attention_mask=None,
-        past_key_values=None,
-        **kwargs,
-    ):
+    @like_llama
+    def windowed(self, **kwargs):
         stock = transformers.models.llama.modeling_llama.LlamaAttention.forward
-        kwargs["sliding_window"] = self.span
-        return stock(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
+        return stock(self, **kwargs, sliding_window=self.span)
 
     cls = of_llama(attention={"forward": windowed})["attention"]
     model = with_class(cls, "self_attn")

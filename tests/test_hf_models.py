@@ -51,6 +51,7 @@ UNEQUAL = ("doge", "moshi", "umt5") if RELEASE < (5, 20) else ()
 # Model types whose attention runs something else than the op, and why.
 ANOTHER_PATH = {
     "doge": "it makes 4-D masks",
+    "exaone": "it has no model class, so that it gets whole masks",
     "gemma4_unified": "its mask has a function of its own",
     "internlm3": "it has no model class, so that it gets whole masks",
     "iquestcoder": "it has no model class, so that it gets whole masks",
@@ -59,6 +60,8 @@ ANOTHER_PATH = {
     "mt5": "a position bias is added to the scores",
     "qwen4_exp": "it makes 4-D masks",
     "qwen4_exp_text": "it makes 4-D masks",
+    "sarvam_mla": "it has no model class, so that it gets whole masks",
+    "sarvam_moe": "it has no model class, so that it gets whole masks",
     "switch_transformers": "it makes 4-D masks",
     "t5": "a position bias is added to the scores",
     "t5gemma2": "its mask has a function of its own",

@@ -7,19 +7,24 @@ memory and are not returned. Every other call is the stock forward.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    CausalLMOutputWithCrossAttentions,
+    CausalLMOutputWithPast,
+)
+from transformers.utils import ModelOutput
 
 from torchweld import _library
 from torchweld.ops.stock import is_plain
 
 from . import measure
-from .part import KEEP, ROW, Part, Place, below, is_fused, stock_forward
+from .part import ARGUMENTS, KEEP, ROW, Part, Place, below, call_arguments, is_fused, stock_forward
 from .probes import Probes
 from .sharded_linears import has_classes, sharded_loss
 
@@ -29,9 +34,23 @@ class Head(NamedTuple):
 
     Attributes:
         options: Given the model's config, returns the options of the op that change the logits.
+        base: The name of the base model.
+        output: The class of its outputs.
     """
 
     options: Callable[[Any], dict[str, Any]]
+    base: str = "model"
+    output: type[ModelOutput] = CausalLMOutputWithPast
+
+
+GPT2_HEAD = Head(lambda config: {}, "transformer", CausalLMOutputWithCrossAttentions)
+# For each class of outputs: the names of those that are the base model's.
+RESULTS = {
+    output: [
+        each.name for each in dataclasses.fields(output) if each.name not in ("loss", "logits")
+    ]
+    for output in (CausalLMOutputWithPast, CausalLMOutputWithCrossAttentions)
+}
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -117,7 +136,7 @@ def causal_loss(
 def set_keep(model: nn.Module, keep: str) -> None:
     """Sets what the fused losses of a model store."""
     for module in model.modules():
-        if isinstance(module, FusedHead):
+        if isinstance(module, FusedCausalLM):
             vars(module)[KEEP] = keep
 
 
@@ -126,10 +145,18 @@ def keep_of(model: nn.Module) -> str:
     return getattr(model, KEEP, "auto")
 
 
-class FusedHead(Part):
-    """A model that returns no logits in training mode with labels."""
+class FusedCausalLM(Part):
+    """A ``...ForCausalLM`` that returns no logits in training mode with labels.
+
+    It hands its base model all arguments but labels and logits_to_keep.
+    """
 
     kind = "loss"
+    needs = ("labels", "logits_to_keep")
+    knows = (
+        *("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache"),
+        *needs,
+    )
 
     @staticmethod
     def place(path: str, module: nn.Module, row: Head) -> Place:
@@ -152,48 +179,32 @@ class FusedHead(Part):
     def refusal(module: nn.Module, row: Head) -> str | None:
         return refusal(module)
 
-
-class FusedCausalLM(FusedHead):
-    """A Llama-like ``...ForCausalLM`` that returns no logits in training mode with labels."""
-
-    # NOTE: the signature must be the stock one, because transformers' Trainer reads the names of
-    # its arguments to choose the columns of a data set.
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> Any:
-        inputs = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            **kwargs,
-        }
-        if not returns_loss_alone(self, labels, logits_to_keep, kwargs.get("return_dict")):
-            return stock_forward(
-                self, input_ids, labels=labels, logits_to_keep=logits_to_keep, **inputs
-            )
-        outputs = self.model(input_ids, **inputs)
-        options = getattr(self, ROW).options(self.config)
-        return CausalLMOutputWithPast(
-            loss=causal_loss(
-                self.lm_head,
-                outputs.last_hidden_state,
-                labels,
-                **kwargs,
-                keep=keep_of(self),
-                options=options,
-            ),
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = call_arguments(self, args, kwargs)
+        if given is None:
+            return stock_forward(self, *args, **kwargs)
+        labels, to_keep = given.pop("labels", None), given.pop("logits_to_keep", 0)
+        if not returns_loss_alone(self, labels, to_keep, given.get("return_dict")):
+            return stock_forward(self, *args, **kwargs)
+        row: Head = getattr(self, ROW)
+        outputs = getattr(self, row.base)(**given)
+        names = getattr(self, ARGUMENTS).names
+        loss = causal_loss(
+            self.lm_head,
+            outputs.last_hidden_state,
+            labels,
+            **{name: value for name, value in given.items() if name not in names},
+            keep=keep_of(self),
+            options=row.options(self.config),
         )
+        results = {name: getattr(outputs, name) for name in RESULTS[row.output]}
+        return row.output(loss=loss, **results)
+
+
+class FusedGPT2LMHead(FusedCausalLM):
+    """A GPT2LMHeadModel that returns no logits in training mode with labels."""
+
+    knows = (
+        *FusedCausalLM.knows,
+        *("token_type_ids", "encoder_hidden_states", "encoder_attention_mask"),
+    )

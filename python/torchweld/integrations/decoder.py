@@ -26,11 +26,13 @@ from . import measure
 from .hf_attention import NAME, attention_forward
 from .modules import hooked, implementation
 from .part import (
+    ARGUMENTS,
     ROW,
     STOCK,
     Part,
     Place,
     below,
+    call_arguments,
     instance_refusal,
     is_fused,
     plain_tensors,
@@ -89,12 +91,12 @@ class FusedNorm(Part):
     def op_parameters(module: nn.Module, row: Norm) -> dict[str, Tensor | None]:
         return {"weight": module.weight}
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if not _runs_norm(self, hidden_states):
-            return stock_forward(self, hidden_states)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs or not _runs_norm(self, args[0]):
+            return stock_forward(self, *args, **kwargs)
         if measure.seen is not None:
             measure.note(self)
-        return ops.rms_norm(hidden_states, self.weight, **_options(self))
+        return ops.rms_norm(args[0], self.weight, **_options(self))
 
 
 def _options(norm: nn.Module) -> dict[str, float]:
@@ -103,11 +105,11 @@ def _options(norm: nn.Module) -> dict[str, float]:
     return {"eps": getattr(norm, row.eps), "weight_offset": row.weight_offset}
 
 
-def _runs_norm(norm: nn.Module, x: Tensor) -> bool:
+def _runs_norm(norm: nn.Module, x: Any) -> bool:
     # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
     # results would differ visibly.
-    serves = is_fused(norm) and x.dtype != torch.float64 and plain_tensors(x, norm.weight)
-    return serves and not torch.compiler.is_compiling()
+    serves = is_fused(norm) and isinstance(x, Tensor) and plain_tensors(x, norm.weight)
+    return serves and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 class FusedAttention(Part):
@@ -118,6 +120,7 @@ class FusedAttention(Part):
     """
 
     kind = "rotary"
+    needs = knows = ("hidden_states", "position_embeddings", "attention_mask", "cache")
 
     @staticmethod
     def place(path: str, module: nn.Module, row: Attention) -> Place:
@@ -138,28 +141,23 @@ class FusedAttention(Part):
         return instance_refusal(module)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        input_norm: nn.Module | None = None,
-        **kwargs: Any,
+        self, *args: Any, input_norm: nn.Module | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        row = getattr(self, ROW, None)
-        if row is None or torch.compiler.is_compiling():
-            return stock_forward(
-                self,
-                hidden_states if input_norm is None else input_norm(hidden_states),
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+        given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
+        if given is None:
+            if input_norm is not None:
+                kwargs["hidden_states"] = input_norm(kwargs["hidden_states"])
+            return stock_forward(self, *args, **kwargs)
+        row, signature = getattr(self, ROW), getattr(self, ARGUMENTS)
+        hidden_states = given.pop("hidden_states")
+        attention_mask, tables = (
+            given.pop(name, None) for name in ("attention_mask", "position_embeddings")
+        )
+        cache = given.pop(signature.cache, None)
         query, key, value = _projections(self, row, hidden_states, input_norm)
         # NOTE: getattr with a default takes a microsecond where a module has no such attribute.
         if vars(self).get("use_rope", True):
-            tables = cos, sin = position_embeddings
+            cos, sin = tables
             if plain_tensors(query, key) and _is_table(cos, query) and _is_table(sin, query):
                 if row.interleaved:
                     tables = [_neighbours(table) for table in tables]
@@ -168,8 +166,8 @@ class FusedAttention(Part):
                     measure.note((self, "rotary"))
             else:
                 query, key = _stock_module(self).apply_rotary_pos_emb(query, key, *tables)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = signature.update(cache, key, value, self.layer_idx, given)
         name, function = implementation(self.config), attention_forward
         if name != NAME:
             eager = _stock_module(self).eager_attention_forward
@@ -183,7 +181,7 @@ class FusedAttention(Part):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             **row.options(self),
-            **kwargs,
+            **given,
         )
         out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
         return self.o_proj(out), weights
@@ -246,9 +244,14 @@ def _neighbours(table: Tensor) -> Tensor:
 
 
 class FusedLayer(Part):
-    """A decoder layer that adds its attention's result and normalises the sum in one op."""
+    """A decoder layer that adds its attention's result and normalises the sum in one op.
+
+    It hands its attention all arguments but hidden_states.
+    """
 
     kind = "norm"
+    needs = ("hidden_states",)
+    knows = (*FusedAttention.knows, "position_ids", "use_cache")
 
     @staticmethod
     def place(path: str, module: nn.Module, row: Layer) -> Place:
@@ -275,21 +278,21 @@ class FusedLayer(Part):
     def op_parameters(module: nn.Module, row: Layer) -> dict[str, Tensor | None]:
         return {"weight": getattr(module, row.before_mlp).weight}
 
-    # NOTE: the families order the arguments after hidden_states differently, and their models pass
-    # these arguments by name.
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        row = getattr(self, ROW, None)
-        norm = None if row is None else self._modules.get(row.before_mlp)
-        fused = norm is not None and not args and not hooked(norm) and not _has_any_global_hook()
-        if not fused or not _runs_norm(norm, hidden_states):
-            return stock_forward(self, hidden_states, *args, **kwargs)
-        x, before = hidden_states, self._modules[row.before_attention]
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
+        if given is None or _has_any_global_hook():
+            return stock_forward(self, *args, **kwargs)
+        row = getattr(self, ROW)
+        norm = self._modules.get(row.before_mlp)
+        if norm is None or hooked(norm) or not _runs_norm(norm, given["hidden_states"]):
+            return stock_forward(self, *args, **kwargs)
+        x, before = given.pop("hidden_states"), self._modules[row.before_attention]
         attn = self.self_attn
         # Recorders of transformers see the attention's results alone.
         if isinstance(attn, FusedAttention) and not hooked(attn, calls_recorders=True):
-            h, _ = attn(hidden_states=x, input_norm=before, **kwargs)
+            h, _ = attn(hidden_states=x, input_norm=before, **given)
         else:
-            h, _ = attn(hidden_states=before(x), **kwargs)
+            h, _ = attn(hidden_states=before(x), **given)
         h = _after(self, row.after_attention, row.multiplier, h)
         if not plain_tensors(h, x):
             x = x + h

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +81,14 @@ class FusedMLP(Part):
             for key in ("weight", "bias")
         }
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         row = getattr(self, ROW, None)
         gate = None if row is None else gate_of(self, row)
         if gate is None or hooked(self._modules[row.activation]) or _has_any_global_hook():
-            return stock_forward(self, hidden_states)
+            return stock_forward(self, *args, **kwargs)
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return stock_forward(self, *args, **kwargs)
+        (hidden_states,) = args
         found = operands(list(_gate_layers(self, row).values()), hidden_states)
         if found is None:
             return _call_layers(self, row, hidden_states)

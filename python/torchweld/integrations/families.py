@@ -20,7 +20,6 @@ from . import (
     decoder,
     decoder_mlp,
     gpt2_block,
-    gpt2_head,
     lora,
     recognised,
     recognised_heads,
@@ -154,7 +153,7 @@ PARTS = {
 _GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
 PARTS |= {
     f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
-    f"{_GPT2}LMHeadModel": (gpt2_head.FusedGPT2LMHead, causal_lm.Head(lambda config: {})),
+    f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
 }
 

@@ -28,10 +28,11 @@ from transformers.pytorch_utils import Conv1D
 from torchweld.ops.stock import is_plain
 
 from . import measure
+from .arguments import Arguments
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, attention_forward, register_attention
 from .modules import activation_name, hooked, implementation, weight_and_bias
-from .part import Part, stock_forward
+from .part import ARGUMENTS, Part, Place, call_arguments, stock_forward
 
 # A copied or unpickled block looks torchweld's attention up by name in transformers. Unpickling
 # imports this module, which registers the attention.
@@ -56,6 +57,7 @@ ATTENTION = Site("attn.c_attn", "ln_1", "attn", GPT2Attention, "c_attn")
 MLP = Site("mlp", "ln_2", "mlp", GPT2MLP, "c_fc", "act")
 SITES = (ATTENTION, MLP)
 LINEARS = (Conv1D, ShardedConv1D)
+_ENCODED = ("encoder_hidden_states", "encoder_attention_mask")  # what crossattention attends to
 
 
 def _record(module: nn.Module, output: Any) -> None:
@@ -131,20 +133,21 @@ def _drop(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _self_attention(
-    attn: GPT2Attention, qkv: Tensor, cache: Any, mask: Tensor | None, **kwargs: Any
+    attn: GPT2Attention, qkv: Tensor, signature: Arguments, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Self-attention by the function that the config names, and the weights where it gives them.
 
     Args:
         attn: The attention layer, of which ``c_attn`` is done.
         qkv: ``(batch, rows, 3 * nheads * head_dim)``.
-        cache: A cache of transformers, or None.
-        mask: What transformers' mask function made.
-        **kwargs: Handed to the attention function.
+        signature: The arguments of the stock block.
+        kwargs: What the stock layer is given beside its input. Cache and mask are taken out; the
+            others go to the attention function.
 
     Returns:
         ``(batch, rows, nheads, head_dim)``, and the attention weights or None.
     """
+    cache, mask = (kwargs.pop(name, None) for name in (signature.cache, "attention_mask"))
     batch, rows, _ = qkv.shape
     # 3 x (batch, nheads, rows, head_dim)
     if rows == 1:  # one view fewer than below
@@ -155,7 +158,7 @@ def _self_attention(
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if cache is not None:
-        cached = cache.update(key, value, attn.layer_idx)
+        cached = signature.update(cache, key, value, attn.layer_idx, kwargs)
         # NOTE: if the cache was empty, `cached` holds copies of key and value. In training, the
         # copies would be saved for the backward in addition to qkv, so key and value are used
         # instead.
@@ -181,34 +184,34 @@ class FusedGPT2Block(Part):
     """
 
     kind = "block"
+    knows = (
+        *("hidden_states", "cache", "attention_mask", "encoder_hidden_states"),
+        *("encoder_attention_mask", "use_cache"),
+    )
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        use_cache: bool | None = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        x, parts, fused = hidden_states, self._modules, fused_sites(self)
-        own = {"past_key_values": past_key_values, "attention_mask": attention_mask}
-        other = {
-            "encoder_hidden_states": encoder_hidden_states,
-            "encoder_attention_mask": encoder_attention_mask,
-        }
-        crosses = encoder_hidden_states is not None
-        if not fused or (crosses and "crossattention" not in parts):
-            return stock_forward(self, x, **own, **other, use_cache=use_cache, **kwargs)
+    @staticmethod
+    def place(path: str, module: nn.Module, row: None) -> Place:
+        return Place(path, module._modules["mlp"], (module,))
 
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        fused = fused_sites(self)
+        given = call_arguments(self, args, kwargs) if fused else None
+        if given is None:
+            return stock_forward(self, *args, **kwargs)
+        encoded = {name: given.pop(name, None) for name in _ENCODED}
+        crosses, parts = encoded["encoder_hidden_states"] is not None, self._modules
+        if crosses and "crossattention" not in parts:
+            return stock_forward(self, *args, **kwargs)
+
+        x, signature = given.pop("hidden_states"), getattr(self, ARGUMENTS)
+        own = {name: given.get(name) for name in (signature.cache, "attention_mask")}
         ln_1, attn, ln_2, mlp = parts["ln_1"], parts["attn"], parts["ln_2"], parts["mlp"]
         if ATTENTION in fused:
-            x = x + _fused_attention(ln_1, attn, x, **own, use_cache=use_cache, **kwargs)
+            x = x + _fused_attention(ln_1, attn, x, signature, given)
         else:
-            x = x + attn(ln_1(x), **own, use_cache=use_cache, **kwargs)[0]
+            x = x + attn(ln_1(x), **given)[0]
         if crosses:
-            x = x + parts["crossattention"](parts["ln_cross_attn"](x), **own, **other)[0]
+            x = x + parts["crossattention"](parts["ln_cross_attn"](x), **own, **encoded)[0]
         return x + (_fused_mlp(ln_2, mlp, x) if MLP in fused else mlp(ln_2(x)))
 
 
@@ -216,9 +219,8 @@ def _fused_attention(
     ln_1: nn.LayerNorm,
     attn: GPT2Attention,
     x: Tensor,
-    past_key_values: Any,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    signature: Arguments,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """``attn(ln_1(x))[0]``, with ln_1 inside c_attn."""
     parts = attn._modules
@@ -226,7 +228,7 @@ def _fused_attention(
     if measure.seen is not None:
         measure.note(parts["c_attn"])
     _record(parts["c_attn"], qkv)
-    out, weights = _self_attention(attn, qkv, past_key_values, attention_mask, **kwargs)
+    out, weights = _self_attention(attn, qkv, signature, kwargs)
     out = _drop(parts["resid_dropout"], project(parts["c_proj"], out, 2))
     _record(attn, (out, weights))
     return out

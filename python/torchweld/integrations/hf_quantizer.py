@@ -131,8 +131,9 @@ class TorchweldInt4Quantizer(HfQuantizer):
             # An Int4Linear's state_dict has an empty weight, which only float layers should see.
             # One pattern serves all blocks: transformers tries every pattern with every key.
             ignored.add(re.sub(r"\d+", r"\\d+", re.escape(name)) + r"\.weight$")
-        known = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = known | ignored
+        known = model._keys_to_ignore_on_load_unexpected
+        known = [] if known is None else known  # a set since transformers 5.20
+        model._keys_to_ignore_on_load_unexpected = type(known)({*known, *ignored})
 
     def _new_heads(self, model: PreTrainedModel, files: list[str] | None) -> list[str]:
         """Heads that a checkpoint does not have, as of another task; they are to be trained."""

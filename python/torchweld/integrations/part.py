@@ -6,15 +6,20 @@ class of transformers that it replaces.
 
 from __future__ import annotations
 
+import inspect
+import types
+import warnings
 from collections.abc import Container, Hashable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from . import arguments, measure
 from .fsdp import class_before
 from .probes import Probes
 
-STOCK, ROW = "_torchweld_stock", "_torchweld_row"
+STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
 KEEP = "_torchweld_keep"  # of a model with a fused loss: what the loss stores
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -43,9 +48,13 @@ class Part(nn.Module):
 
     Attributes:
         kind: The word for the part in ``fuse``'s argument ``only``; "loss" for heads.
+        needs: The arguments that the stock forward must have.
+        knows: The arguments that this forward knows, the cache as "cache"; None stands for all.
     """
 
     kind: str
+    needs: ClassVar[tuple[str, ...]] = ()
+    knows: ClassVar[tuple[str, ...] | None] = None
 
     @classmethod
     def subclass(cls, stock: type[nn.Module], row: Any, module: str) -> type[nn.Module]:
@@ -53,10 +62,19 @@ class Part(nn.Module):
 
         Its ``__name__`` is the stock one, by which transformers and accelerate look classes up (in
         config.json, and for blocks that are not split). pickle finds it by ``__qualname__``.
+        transformers reads the names of a forward's arguments, so its signature is the stock one.
         """
+        own = cls.forward
+        forward = types.FunctionType(
+            own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__
+        )
+        forward.__kwdefaults__ = own.__kwdefaults__
+        forward.__signature__ = inspect.signature(stock.forward)
         names = {
+            "forward": forward,
             STOCK: stock,
             ROW: row,
+            ARGUMENTS: arguments.of(stock, cls.knows),
             "__module__": module,
             "__qualname__": f"Fused{stock.__name__}",
         }
@@ -98,6 +116,34 @@ def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # NOTE: don't call super() here. Code that wrapped this forward may still call it after unfuse,
     # when the module has its stock class again.
     return stock_class(module).forward(module, *args, **kwargs)
+
+
+def call_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a fused forward's call by name, or None if the stock one must run."""
+    signature = getattr(module, ARGUMENTS, None)
+    given = None if signature is None else signature.by_name(args, kwargs)
+    if not isinstance(given, str):
+        return given
+    name = stock_class(module).__qualname__
+    reason = f"{name} was called with {given}, which torchweld does not know"
+    if measure.seen is not None:
+        key = module.place("", module, getattr(module, ROW)).key
+        measure.note(key, f"the stock forward runs: {reason}")
+    _warn_once(reason)
+    return None
+
+
+_warned: set[str] = set()
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        text = f"torchweld: {reason}; such calls run the stock forward (said once)"
+        warnings.warn(text, stacklevel=4)
 
 
 def is_fused(module: nn.Module) -> bool:

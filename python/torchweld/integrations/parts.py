@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import fsdp, recognised
+from . import arguments, fsdp, recognised, recognised_heads, recognised_layers
 from .decoder import FusedLayer, projection_layers
 from .families import find_part, fused_class, part_of
 from .modules import hooked
-from .part import KEEP, Place, is_fused, parameter_refusal, stock_class
+from .part import KEEP, Place, below, is_fused, parameter_refusal, stock_class
 from .probes import Probes
 from .report import FuseReport
 from .sharded_linears import why_called
@@ -26,11 +26,15 @@ def plan(
     projecting: dict[nn.Module, str] = {}
     for path, module in model.named_modules():
         part = find_part(module)
-        if part is None or part[0].kind not in kinds or module in places:
+        if part is None:
+            _list_others(path, module, kinds, report)
+            continue
+        if part[0].kind not in kinds or module in places:
             continue
         parent, row = part
         place = parent.place(path, module, row)
         reason = "fused already" if is_fused(module) else _unknown(place)
+        reason = reason or arguments.difference(stock_class(module), parent.needs)
         reason = reason or parent.refusal(module, row)
         reason = reason or parameter_refusal(parent.op_parameters(module, row), gathered)
         if reason is None:
@@ -51,6 +55,17 @@ def plan(
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in stock))
         report.notes.append(f"recognised by their parts, and compared on random inputs: {names}")
     return list(dict.fromkeys(places.values()))
+
+
+def _list_others(path: str, module: nn.Module, kinds: Collection[str], report: FuseReport) -> None:
+    """Lists a module that has the parts of a known one and other arguments."""
+    for kind, name, find in (
+        ("rotary", "rotary", recognised_layers.difference),
+        ("loss", "lm_head", recognised_heads.difference),
+    ):
+        reason = find(module) if kind in kinds else None
+        if reason is not None:
+            report.skipped.append((below(path, name), reason))
 
 
 def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Module, str]:

@@ -15,7 +15,7 @@ from . import twins
 from .decoder import FusedNorm, Norm
 from .decoder_mlp import MLP, FusedMLP, gate_of
 from .modules import activation_name
-from .part import ROW, STOCK, stock_class, stock_forward
+from .part import ROW, STOCK, stock_class
 from .probes import Probes
 
 _EPS = ("variance_epsilon", "eps", "epsilon")
@@ -51,16 +51,7 @@ class Recognised:
         return new_fused, (getattr(cls, STOCK), cls.__bases__[0], getattr(cls, ROW)), *state
 
 
-class _OfOneInput(Recognised):
-    """Runs the stock forward of any other call than one with a tensor."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return super().forward(args[0])
-        return stock_forward(self, *args, **kwargs)
-
-
-class RecognisedNorm(_OfOneInput, FusedNorm):
+class RecognisedNorm(Recognised, FusedNorm):
     """An RMSNorm of another class, which multiplies by the weight or by 1 + the weight."""
 
     @staticmethod
@@ -70,7 +61,7 @@ class RecognisedNorm(_OfOneInput, FusedNorm):
         )
 
 
-class RecognisedMLP(_OfOneInput, FusedMLP):
+class RecognisedMLP(Recognised, FusedMLP):
     """A gated MLP of another class."""
 
     @staticmethod

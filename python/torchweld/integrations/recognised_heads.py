@@ -7,22 +7,20 @@ of Llama's. Its twin has a stub as its base model, whose result is random.
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from . import twins
-from .causal_lm import FusedCausalLM, Head
+from . import arguments, twins
+from .causal_lm import RESULTS, FusedCausalLM, Head
 from .part import stock_class
 from .probes import Probes
 from .recognised import Found, Recognised, choose, compared, fused_twin
 
 _CLASSES = 20  # of a twin
-_ARGUMENTS = list(inspect.signature(FusedCausalLM.forward).parameters)
-_RESULTS = ("past_key_values", "hidden_states", "attentions")
+_RESULTS = RESULTS[CausalLMOutputWithPast]
 
 
 class Logits(NamedTuple):
@@ -64,14 +62,23 @@ class RecognisedCausalLM(Recognised, FusedCausalLM):
 
 def find(module: nn.Module) -> Found | None:
     """The fused parent and the row for a model by its structure, None where it has another."""
-    if set(module._modules) != {"model", "lm_head"} or module._parameters or module._buffers:
-        return None
-    stock = stock_class(module)
-    config = getattr(module, "config", None)
-    own = hasattr(type(module), "loss_function") and hasattr(config, "return_dict")
-    if not own or list(inspect.signature(stock.forward).parameters) != _ARGUMENTS:
+    if not _has_parts_of_head(module) or difference(module) is not None:
         return None
     return choose(module, _rows, RecognisedCausalLM, HEAD)
+
+
+def difference(module: nn.Module) -> str | None:
+    """How a module with the parts of a language model differs from one in its arguments."""
+    if not _has_parts_of_head(module):
+        return None
+    return arguments.difference(stock_class(module), FusedCausalLM.knows, exact=True)
+
+
+def _has_parts_of_head(module: nn.Module) -> bool:
+    if set(module._modules) != {"model", "lm_head"} or module._parameters or module._buffers:
+        return False
+    config = getattr(module, "config", None)
+    return hasattr(type(module), "loss_function") and hasattr(config, "return_dict")
 
 
 def _rows(module: nn.Module) -> list[Head]:
@@ -115,7 +122,8 @@ def _run(part: nn.Module, forward: twins.Forward, random: twins.Random) -> tuple
     labels[0, 1] = -100
     labels = labels.to(x.device)
     part.model = _Base(x)
-    given = {name: name for name in ("attention_mask", "position_ids", "past_key_values")}
+    cache = arguments.of(stock_class(part)).cache
+    given = {name: name for name in ("attention_mask", "position_ids", cache)}
     for options in ({}, {"num_items_in_batch": 5}, {"shift_labels": labels.flip(0)}):
         out = forward(part, labels, labels=labels, use_cache=False, marker=7, **given, **options)
         facts.append((type(out), [out[name] for name in _RESULTS], [*options]))

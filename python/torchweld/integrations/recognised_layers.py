@@ -8,7 +8,6 @@ layer has an attention, an MLP and norms that are known; attention and MLP of it
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from . import twins
+from . import arguments, twins
 from .decoder import Attention, FusedAttention, FusedLayer, FusedNorm, Layer
 from .part import stock_class, stock_forward
 from .probes import Probes
@@ -25,7 +24,6 @@ from .recognised import Found, Recognised, choose, compared, fused_twin, known
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
-_ARGUMENTS = ["hidden_states", "position_embeddings", "attention_mask", "past_key_values"]
 _RECORDER = "torchweld_recorder"
 _NOT_GIVEN = ("dropout", "scaling", "marker")  # by options; every attention layer passes them
 
@@ -61,7 +59,9 @@ class RecognisedAttention(Recognised, FusedAttention):
 
 
 class RecognisedLayer(Recognised, FusedLayer):
-    """A decoder layer of another class."""
+    """A decoder layer of another class. The comparison shows what it does with each argument."""
+
+    knows = None
 
     @staticmethod
     def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
@@ -81,12 +81,22 @@ def find(module: nn.Module) -> Found | None:
 
 
 def _is_attention(module: nn.Module) -> bool:
+    return _has_parts_of_attention(module) and difference(module) is None
+
+
+def difference(module: nn.Module) -> str | None:
+    """How a module with the parts of an attention layer differs from one in its arguments."""
+    if not _has_parts_of_attention(module):
+        return None
+    return arguments.difference(stock_class(module), FusedAttention.knows, exact=True)
+
+
+def _has_parts_of_attention(module: nn.Module) -> bool:
     children = set(module._modules)
     norms = children & set(_HEAD_NORMS)
     if children != {*_PROJECTIONS, "o_proj", *norms} or len(norms) not in (0, 2):
         return False
     source = sys.modules.get(stock_class(module).__module__)
-    signature = inspect.signature(stock_class(module).forward).parameters.values()
     return (
         not module._parameters
         and not module._buffers
@@ -98,8 +108,6 @@ def _is_attention(module: nn.Module) -> bool:
         )
         and hasattr(source, "apply_rotary_pos_emb")
         and hasattr(source, "eager_attention_forward")
-        and [each.name for each in signature][1:-1] == _ARGUMENTS
-        and list(signature)[-1].kind is inspect.Parameter.VAR_KEYWORD
     )
 
 
@@ -177,7 +185,8 @@ class _Cache:
         self.facts = facts
 
     def update(self, key: Tensor, value: Tensor, index: int, *rest: Any, **more: Any) -> Any:
-        self.facts.append(("cache", index, len(rest), sorted(more)))
+        markers = {name: given.get("marker") for name, given in more.items()}
+        self.facts.append(("cache", index, rest, markers))
         return key * 1.25, value - 0.5
 
 
@@ -199,13 +208,14 @@ def _run_attention(
 
     tables = random(4, 3, _rotary_dim(part)), random(4, 3, _rotary_dim(part))
     part.recorder = record
+    name = arguments.of(stock_class(part)).cache
     for cache in (None, _Cache(facts)):
         y, weights = forward(
             part,
             hidden_states=x,
             position_embeddings=tables,
             attention_mask=mask,
-            past_key_values=cache,
+            **{name: cache},
             marker=7,
         )
         facts.append(weights)
@@ -277,7 +287,7 @@ def _run_layer(
     part: nn.Module, forward: twins.Forward, random: twins.Random
 ) -> tuple[list[Tensor], Any]:
     # Every other argument of the layer is its own name.
-    names = list(inspect.signature(stock_class(part).forward).parameters)[2:-1]
+    _, *names = arguments.of(stock_class(part)).names
     given = {name: name for name in names}
     x, stubs = random.inputs(), (part.self_attn, part.mlp)
     for stub in stubs:

@@ -1,0 +1,102 @@
+"""The arguments of a stock forward, read from its signature.
+
+transformers adds and renames arguments from one minor release to the next. A fused forward gets all
+of them by name, and runs the stock forward where it does not know one that the stock forward names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# transformers 5.24 renamed the second to the first. Fused forwards know the cache by either.
+CACHES = ("cache", "past_key_values")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one stock forward, without ``self`` and ``**kwargs``.
+
+    Attributes:
+        names: All of them, in order.
+        required: Those without a default.
+        cache: The name of the key and value cache, None if the forward has no such argument.
+        unknown: The defaults of those that the fused forward does not know.
+        is_open: Whether the forward takes ``**kwargs`` too.
+    """
+
+    names: tuple[str, ...]
+    required: frozenset[str]
+    cache: str | None
+    unknown: dict[str, Any]
+    is_open: bool
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str | None:
+        """The arguments of a call by name, those of ``**kwargs`` among them.
+
+        Returns:
+            The arguments; or the name of one that the fused forward does not know; or None if the
+            stock forward raises for them.
+        """
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if self.cache == "cache" and "past_key_values" in given:  # its deprecated name
+            given.setdefault("cache", given.pop("past_key_values"))
+        for name, default in self.unknown.items():
+            if given.pop(name, default) is not default:
+                return name
+        complete = all(name in given for name in self.required)
+        return given if complete and len(args) <= len(self.names) else None
+
+    def update(
+        self, cache: Any, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]
+    ) -> Any:
+        """``cache.update`` as the stock forward calls it; ``kwargs`` are the forward's."""
+        if self.cache == "cache":
+            return cache.update(key, value, layer_idx, kwargs=kwargs)
+        return cache.update(key, value, layer_idx)
+
+
+def of(stock: type[nn.Module], known: Collection[str] | None = None) -> Arguments:
+    """Reads the arguments of ``stock.forward``.
+
+    Args:
+        stock: A class of modules.
+        known: What the fused forward knows, the cache as "cache"; None stands for every argument.
+    """
+    _, *parameters = inspect.signature(stock.forward).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {each.name: each.default for each in parameters if each.kind not in variable}
+    cache = next((name for name in CACHES if name in named), None)
+    unknown = {} if known is None else {n: d for n, d in named.items() if n not in known}
+    if cache is not None:
+        unknown.pop(cache, None)
+    return Arguments(
+        tuple(named),
+        frozenset(n for n, default in named.items() if default is inspect.Parameter.empty),
+        cache,
+        unknown,
+        any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
+    )
+
+
+def difference(stock: type[nn.Module], wanted: Collection[str], exact: bool = False) -> str | None:
+    """How the arguments of ``stock.forward`` differ from those that a fused forward needs, or None.
+
+    Args:
+        stock: A class of modules.
+        wanted: What the fused forward needs, the cache as "cache".
+        exact: Whether the stock forward must have no others and take ``**kwargs``.
+    """
+    found = of(stock, wanted)
+    names = {"cache" if name == found.cache else name for name in found.names}
+    parts = [f"lacks {name}" for name in wanted if name not in names]
+    if exact:
+        parts += [f"has {name}" for name in found.unknown]
+        parts += [] if found.is_open else ["lacks **kwargs"]
+    if not parts:
+        return None
+    return f"its arguments are ({', '.join(found.names)}): it {', '.join(parts)}"
