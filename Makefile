@@ -36,7 +36,7 @@ BARE = $(VENV)/.python
 PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo puzzles plan test test-torch format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python FORCE
+.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -47,6 +47,7 @@ help:
 	@echo "make puzzles       the twelve Triton puzzles, solved by the ops (ARGS=\"--puzzle 5\")"
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
 	@echo "make test-torch    the suite against another torch (TORCH=2.13.0), in a venv of its own"
+	@echo "make test-hf       the Hugging Face tests against another transformers (TRANSFORMERS=5.24.0)"
 	@echo "make format, lint  ruff and clang-format"
 	@echo "make docs          the documentation, into docs/_build/html"
 	@echo "make wheel         a wheel into dist/, checked in an empty environment"
@@ -84,6 +85,19 @@ test-torch:
 	  -e 's/^torch==.*/torch==$(TORCH)/' requirements/constraints.txt \
 	  > $(TORCH_COPY)/requirements/constraints.txt
 	@$(MAKE) --no-print-directory -C $(TORCH_COPY) test
+
+# A venv of its own with another transformers, above the packages and the build of $(VENV).
+HF_VENV ?= build/transformers-$(TRANSFORMERS)
+HF_PAGES ?= $(wildcard tests/test_fuse*.py tests/test_hf_*.py tests/test_quantize*.py tests/test_trl.py)
+HF_PACKAGES = transformers==$(TRANSFORMERS) $(addprefix --constraint ,$(wildcard requirements/transformers-$(TRANSFORMERS).txt))
+test-hf: $(SETUP) $(TOOLS)
+	@test -n "$(TRANSFORMERS)" || { echo "test-hf needs a version: make test-hf TRANSFORMERS=5.24.0" >&2; exit 1; }
+	@$(RUN) -m venv --without-pip $(HF_VENV)
+	@$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > "$$($(HF_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+	@$(RUN) -m pip install $(PIP_FLAGS) uv
+	@$(RUN) -m uv pip install --quiet --python $(HF_VENV)/bin/python $(HF_PACKAGES)
+	@$(HF_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(HF_PAGES) $(ARGS)
 
 format: $(TOOLS)
 	@$(RUN) -m ruff check --fix --quiet .

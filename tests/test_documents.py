@@ -156,10 +156,14 @@ def test_example_of_the_readme_runs(tmp_path):
     assert (tmp_path / "mlp.pt").stat().st_size > 0
 
 
-def test_the_oldest_transformers_is_the_same_everywhere():
-    from torchweld.integrations.hf_version import OLDEST
+def test_the_tested_transformers_are_the_same_everywhere():
+    from torchweld.integrations.hf_version import NEWEST, OLDEST
 
-    wanted = f"transformers>={'.'.join(map(str, OLDEST))},<6"
+    wanted = f"transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     for name, times in (("pyproject.toml", 1), ("requirements/demo.txt", 1)):
         text = (ROOT / name).read_text(encoding="utf-8")
         assert re.findall(r"transformers[<>=][^\"\n]*", text) == [wanted] * times
+    constraints = (ROOT / "requirements" / "constraints.txt").read_text(encoding="utf-8")
+    assert f"\ntransformers=={NEWEST[0]}.{NEWEST[1]}." in constraints
+    old = [path.name for path in (ROOT / "requirements").glob("transformers-*.txt")]
+    assert old == [f"transformers-{OLDEST[0]}.{OLDEST[1]}.0.txt"]

@@ -25,7 +25,7 @@ from torchweld.quantization.apply import (
 from torchweld.quantization.config import Int4
 from torchweld.quantization.float_layers import linear_classes, without_values
 
-from .hf_version import check_version
+from .hf_version import check_version, release
 from .upload import upload
 
 check_version("torchweld.integrations")  # before the classes below import transformers
@@ -161,6 +161,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
             quantize_layers(model, int4)  # layers whose weights the checkpoint lacks
             mark(model, int4)
             return
+        _refuse_codes_on_disk(model)
         # accelerate has copies of an offloaded layer's tensors, without the marks.
         layers = [(path, layer) for path, layer in _layers(model) if not _is_offloaded(layer)]
         for path, layer in layers:
@@ -349,6 +350,17 @@ def _refuse_disk(device_map: Any) -> None:
         raise ValueError(
             'torchweld: device_map must not have "disk" while a float checkpoint is quantised; '
             "quantise it without, then save_pretrained and load that with the device_map"
+        )
+
+
+def _refuse_codes_on_disk(model: PreTrainedModel) -> None:
+    device_map = getattr(model, "hf_device_map", None) or {}
+    if release() >= (5, 14) or "disk" not in device_map.values():
+        return
+    if any(layer._hf_hook.offload_buffers for _, layer in _layers(model) if _is_offloaded(layer)):
+        raise ValueError(
+            'torchweld: offload_buffers must be False with "disk" in device_map, but got True; '
+            "transformers before 5.14 reads the 4-bit codes from the disk as floats"
         )
 
 
