@@ -125,7 +125,7 @@ def test_logits_equal_stock_and_the_report_says_so(fused_device, pads):
     report = fuse(model)
     assert set(report.replaced) == places() and report.skipped == []
     assert 0 <= report.max_abs_diff < 1e-5
-    assert report.compared == f"logits (2, 16, {VOCAB}) float32"
+    assert report.compared == f"logits (2, 16, {VOCAB}) float32, whole and over a cache"
     inputs = batch(fused_device, pads)
     real = inputs["attention_mask"].bool()
     assert_close(logits(model, **inputs)[real], logits(stock, **inputs)[real], rtol=1e-5, atol=1e-5)
@@ -1110,7 +1110,7 @@ def test_a_sample_of_the_user(fused_device, kind):
     model = gpt2(fused_device)
     inputs = batch(fused_device)
     report = fuse(model, sample=inputs["input_ids"] if kind == "tensor" else inputs)
-    assert report.compared == f"logits (3, 12, {VOCAB}) float32"
+    assert report.compared == f"logits (3, 12, {VOCAB}) float32, whole and over a cache"
     assert report.max_abs_diff < 1e-5
 
 
@@ -1417,7 +1417,9 @@ def test_another_model_gets_the_attention_and_a_report(monkeypatch, implementati
     report = fuse(model, only="attention")
     layers = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
     assert report.replaced == layers and report.skipped == []
-    assert len(seen) == LAYERS and report.max_abs_diff < 1e-5
+    # whole, in two calls, and four tokens
+    assert len(seen) == 7 * LAYERS and report.max_abs_diff < 1e-5
+    assert report.calls == {"torchweld::attention": LAYERS}
     assert "attention  model.layers.{0-1}.self_attn" in str(report)
     inputs = batch("cpu")
     real_tokens = inputs["attention_mask"].bool()

@@ -54,8 +54,9 @@ def fuse(
         sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
             arguments. By default a small random batch of what the model takes: tokens, padded on
             one side, images or audio. Where that does not fit, the report says so.
-        check: Whether to run that comparison (two forward passes in eval mode, without gradients).
-            Without it the report says what ought to run, and that no measurement was made.
+        check: Whether to run that comparison, in eval mode without gradients: the batch whole and,
+            where a decoder has a cache, in two calls and four more tokens over it. Without it the
+            report says what ought to run, and that no measurement was made.
         loss: Whether a language model of these families, or one recognised likewise, computes its
             head and loss as one op (:func:`torchweld.linear_cross_entropy`): in training mode with
             labels it then returns a loss and no logits. Evaluation and generation stay as they
@@ -74,7 +75,13 @@ def fuse(
         RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
             the stock model did not; the model is stock again then.
 
+    Warns:
+        UserWarning: The fused model is off over a cache and not without one; or transformers is
+            newer than the releases that the tests have run with.
+
     Limits:
+        A call of a part with an argument that its fused forward does not know runs the stock
+        forward, and a warning says so once.
         Hooks added to a part of a block later make that part of the block run stock, and so does a
         norm that is cast alone.
         Attention dropout above 0 makes training steps use torch's SDPA, and calls that ask for

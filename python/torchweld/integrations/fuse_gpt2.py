@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Model
 
-from . import fsdp, gpt2, hf_switch, measure
+from . import fsdp, gpt2, hf_switch
 from .gpt2_block import ATTENTION
 from .modules import activation_name
 from .probes import Probes, device_of
 from .report import UNCHECKED, FuseReport, list_places
-from .sample import Sample, compare
+from .sample import Sample
 
 
 def _bases(model: nn.Module) -> list[tuple[str, GPT2Model]]:
@@ -41,8 +41,7 @@ def fuse(
         for _, base in switches:
             gpt2.switch_attention(model, base)
         if stock is not None:
-            with measure.watching() as seen:
-                compare(stock, runner.run(report), report)
+            seen = runner.compare(stock, report)
         measured = [
             (where, block.get_submodule(site.path)) for where, (block, site) in places.items()
         ]

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from . import hf_switch, measure, parts
+from . import hf_switch, parts
 from .hf_attention import Unserved
 from .probes import Probes
 from .report import UNCHECKED, FuseReport, list_places
-from .sample import Sample, compare
+from .sample import Sample
 
 
 def fuse(
@@ -46,11 +46,11 @@ def fuse(
             hf_switch.switch(root)
         if stock:
             try:
-                seen = _compared(stock, runner, report)
+                seen = runner.compare(stock, report)
             except Unserved as error:
                 _restore_attention(switches, layers, str(error).partition(";")[0], report)
                 switches = []
-                seen = _compared(stock, runner, report) if places else None
+                seen = runner.compare(stock, report) if places else None
     except BaseException:
         for _, root in switches:
             hf_switch.restore(root)
@@ -63,13 +63,6 @@ def fuse(
     list_places([(place.where, place.key) for place in places], seen, report)
     if not report.replaced:
         report.max_abs_diff = report.compared = None
-
-
-def _compared(stock: Any, runner: Sample, report: FuseReport) -> Any:
-    """Runs the sample batch and compares it with what the stock model gave; what layers ran."""
-    with measure.watching() as seen:
-        compare(stock, runner.run(report), report)
-    return seen
 
 
 def _restore_attention(

@@ -18,9 +18,10 @@ class FuseReport:
         skipped: ``(path, reason)`` of every place that was left stock or runs something else.
         max_abs_diff: Largest absolute difference of the outputs, fused against stock, on a sample
             batch; None when it was not measured.
-        compared: What was compared, for example ``"logits (2, 16, 50257) float32"``.
+        compared: What was compared, for example
+            ``"logits (2, 16, 50257) float32, whole and over a cache"``.
         ops: Path to the fusion that runs there, for every replaced path.
-        calls: How often the sample batch ran each op, and what ran instead of one.
+        calls: How often the whole sample batch ran each op, and what ran instead of one.
         notes: Sentences on things that a user should know, such as dropout.
     """
 
