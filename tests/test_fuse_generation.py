@@ -10,12 +10,15 @@ import torch
 pytest.importorskip("transformers")
 
 from test_fuse import Calls  # noqa: E402
-from test_fuse_families import LAYERS, tiny  # noqa: E402
+from test_fuse_families import LAYERS, NAMES, RECOGNISED, tiny  # noqa: E402
 from tiny_models import batch, static_cache_in_graphs  # noqa: E402
 from torchweld.integrations import fuse  # noqa: E402
 
 # Greedy search ends at no token, so that every call makes as many.
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 
 def pair(name, device):
@@ -31,7 +34,7 @@ def prompts(device, pads=(0, 3, 7)):
     return inputs
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3", "Glm4"])
+@pytest.mark.parametrize("name", [*NAMES, *RECOGNISED])
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_left_padded_prompts(device, name, beams, cache):
@@ -43,7 +46,18 @@ def test_left_padded_prompts(device, name, beams, cache):
         assert torch.equal(model.generate(**prompts(device), **options), want)
     assert calls.names["torchweld::attention"] == LAYERS * OPTIONS["max_new_tokens"]
     # Each step projects one token, and the heads of its query, key and value need no transposes.
-    assert calls.names["torchweld::rms_norm_linears"] == LAYERS * OPTIONS["max_new_tokens"]
+    projecting = {"Olmo2": 0, "SmolLM3": 1}.get(name, LAYERS)
+    assert calls.names["torchweld::rms_norm_linears"] == projecting * OPTIONS["max_new_tokens"]
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3"])
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+def test_caches_on_the_host(name, cache):
+    model, stock = pair(name, "cuda")
+    options = {**OPTIONS, "cache_implementation": cache, "disable_compile": True}
+    want = stock.generate(**prompts("cuda"), **options)
+    assert torch.equal(model.generate(**prompts("cuda"), **options), want)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2"])

@@ -42,14 +42,21 @@ class Arguments:
             The arguments; or the name of one that the fused forward does not know; or None if the
             stock forward raises for them.
         """
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if self.cache == "cache" and "past_key_values" in given:  # its deprecated name
+        # NOTE: every layer of a step of generation asks, and the GPU waits for the host.
+        given = kwargs.copy()
+        if args:
+            given |= dict(zip(self.names, args, strict=False))
+            if len(given) < len(args) + len(kwargs):  # too many, or one of them twice
+                return None
+        if "past_key_values" in given and self.cache == "cache":  # its deprecated name
             given.setdefault("cache", given.pop("past_key_values"))
+        for name in self.required:
+            if name not in given:
+                return None
         for name, default in self.unknown.items():
             if given.pop(name, default) is not default:
                 return name
-        complete = all(name in given for name in self.required)
-        return given if complete and len(args) <= len(self.names) else None
+        return given
 
     def update(
         self, cache: Any, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]

@@ -144,15 +144,17 @@ class FusedAttention(Part):
         self, *args: Any, input_norm: nn.Module | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
+        if given is not None and given.get("position_embeddings") is None:
+            given = None  # whether the stock forward allows that is not known
+            if measure.seen is not None:
+                measure.note((self, "rotary"), "the stock forward runs: no rotary table is given")
         if given is None:
             if input_norm is not None:
                 kwargs["hidden_states"] = input_norm(kwargs["hidden_states"])
             return stock_forward(self, *args, **kwargs)
         row, signature = getattr(self, ROW), getattr(self, ARGUMENTS)
-        hidden_states = given.pop("hidden_states")
-        attention_mask, tables = (
-            given.pop(name, None) for name in ("attention_mask", "position_embeddings")
-        )
+        hidden_states, tables = given.pop("hidden_states"), given.pop("position_embeddings")
+        attention_mask = given.pop("attention_mask", None)
         cache = given.pop(signature.cache, None)
         query, key, value = _projections(self, row, hidden_states, input_norm)
         # NOTE: getattr with a default takes a microsecond where a module has no such attribute.

@@ -54,8 +54,10 @@ _EAGER = "the model's eager attention"
 
 
 @torch.compiler.assume_constant_result
-def warn_once(reason: str, instead: str = _SDPA, traced: bool = False) -> bool:
-    """Says why calls don't take the op; under torch.compile while it traces."""
+def warn_once(
+    reason: str, instead: str = _SDPA, traced: bool = False, op: str = "torchweld::attention"
+) -> bool:
+    """Says why calls don't run ``op``; under torch.compile while it traces."""
     if traced:
         _traced.add(reason)
     # A traced mask carries no reason, but the mask function has said it then.
@@ -63,8 +65,7 @@ def warn_once(reason: str, instead: str = _SDPA, traced: bool = False) -> bool:
         return False
     _warned.add(reason)
     warnings.warn(
-        f"torchweld: {reason}; such calls use {instead} instead of torchweld::attention (said "
-        "once)",
+        f"torchweld: {reason}; such calls use {instead} instead of {op} (said once)",
         stacklevel=3,
     )
     return True

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import inspect
 import types
-import warnings
 from collections.abc import Container, Hashable
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from . import arguments, measure
 from .fsdp import class_before
+from .hf_attention import warn_once
 from .probes import Probes
 
 STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
@@ -131,19 +130,8 @@ def call_arguments(
     if measure.seen is not None:
         key = module.place("", module, getattr(module, ROW)).key
         measure.note(key, f"the stock forward runs: {reason}")
-    _warn_once(reason)
+    warn_once(reason, "the stock forward", op="the fused one")
     return None
-
-
-_warned: set[str] = set()
-
-
-@torch.compiler.assume_constant_result
-def _warn_once(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        text = f"torchweld: {reason}; such calls run the stock forward (said once)"
-        warnings.warn(text, stacklevel=4)
 
 
 def is_fused(module: nn.Module) -> bool:
