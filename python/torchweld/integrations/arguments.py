@@ -35,17 +35,16 @@ class Arguments:
     unknown: dict[str, Any]
     is_open: bool
 
-    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | str | None:
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The arguments of a call by name, those of ``**kwargs`` among them.
 
-        Returns:
-            The arguments; or the name of one that the fused forward does not know; or None if the
-            stock forward raises for them.
+        None stands for a call that the fused forward must not take: with an argument that it does
+        not know, or one for which the stock forward raises.
         """
         # NOTE: every layer of a step of generation asks, and the GPU waits for the host.
         given = kwargs.copy()
         if args:
-            given |= dict(zip(self.names, args, strict=False))
+            given.update(zip(self.names, args, strict=False))
             if len(given) < len(args) + len(kwargs):  # too many, or one of them twice
                 return None
         if "past_key_values" in given and self.cache == "cache":  # its deprecated name
@@ -55,8 +54,14 @@ class Arguments:
                 return None
         for name, default in self.unknown.items():
             if given.pop(name, default) is not default:
-                return name
+                return None
         return given
+
+    def unknown_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """The first argument of a call that the fused forward does not know."""
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        others = (n for n, default in self.unknown.items() if given.get(n, default) is not default)
+        return next(others, None)
 
     def update(
         self, cache: Any, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]

@@ -147,7 +147,7 @@ def _self_attention(
     Returns:
         ``(batch, rows, nheads, head_dim)``, and the attention weights or None.
     """
-    cache, mask = (kwargs.pop(name, None) for name in (signature.cache, "attention_mask"))
+    cache, mask = kwargs.pop(signature.cache, None), kwargs.pop("attention_mask", None)
     batch, rows, _ = qkv.shape
     # 3 x (batch, nheads, rows, head_dim)
     if rows == 1:  # one view fewer than below
@@ -204,14 +204,15 @@ class FusedGPT2Block(Part):
             return stock_forward(self, *args, **kwargs)
 
         x, signature = given.pop("hidden_states"), getattr(self, ARGUMENTS)
-        own = {name: given.get(name) for name in (signature.cache, "attention_mask")}
+        if crosses:
+            encoded |= {name: given.get(name) for name in (signature.cache, "attention_mask")}
         ln_1, attn, ln_2, mlp = parts["ln_1"], parts["attn"], parts["ln_2"], parts["mlp"]
         if ATTENTION in fused:
             x = x + _fused_attention(ln_1, attn, x, signature, given)
         else:
             x = x + attn(ln_1(x), **given)[0]
         if crosses:
-            x = x + parts["crossattention"](parts["ln_cross_attn"](x), **own, **encoded)[0]
+            x = x + parts["crossattention"](parts["ln_cross_attn"](x), **encoded)[0]
         return x + (_fused_mlp(ln_2, mlp, x) if MLP in fused else mlp(ln_2(x)))
 
 

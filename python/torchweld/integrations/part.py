@@ -122,11 +122,14 @@ def call_arguments(
 ) -> dict[str, Any] | None:
     """The arguments of a fused forward's call by name, or None if the stock one must run."""
     signature = getattr(module, ARGUMENTS, None)
-    given = None if signature is None else signature.by_name(args, kwargs)
-    if not isinstance(given, str):
+    if signature is None:
+        return None
+    given = signature.by_name(args, kwargs)
+    unknown = signature.unknown_in(args, kwargs) if given is None else None
+    if unknown is None:
         return given
     name = stock_class(module).__qualname__
-    reason = f"{name} was called with {given}, which torchweld does not know"
+    reason = f"{name} was called with {unknown}, which torchweld does not know"
     if measure.seen is not None:
         key = module.place("", module, getattr(module, ROW)).key
         measure.note(key, f"the stock forward runs: {reason}")
