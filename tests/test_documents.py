@@ -165,5 +165,8 @@ def test_the_tested_transformers_are_the_same_everywhere():
         assert re.findall(r"transformers[<>=][^\"\n]*", text) == [wanted] * times
     constraints = (ROOT / "requirements" / "constraints.txt").read_text(encoding="utf-8")
     assert f"\ntransformers=={NEWEST[0]}.{NEWEST[1]}." in constraints
+    tested = f"transformers {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    for name in ("README.md", "CHANGELOG.md", "docs/faq.md", "docs/refused.md"):
+        assert tested in (ROOT / name).read_text(encoding="utf-8"), name
     old = [path.name for path in (ROOT / "requirements").glob("transformers-*.txt")]
     assert old == [f"transformers-{OLDEST[0]}.{OLDEST[1]}.0.txt"]

@@ -13,7 +13,7 @@ _warned = False
 
 
 def release(version: str | None = None) -> tuple[int, ...]:
-    """The minor release ``(5, 24)`` of a version "5.24.0", by default of what is installed.
+    """Returns the minor release ``(5, 24)`` of "5.24.0"; by default that of the installed one.
 
     Raises:
         importlib.metadata.PackageNotFoundError: transformers is missing.
