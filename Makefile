@@ -93,10 +93,10 @@ HF_PACKAGES = transformers==$(TRANSFORMERS) $(addprefix --constraint ,$(wildcard
 test-hf: $(SETUP) $(TOOLS)
 	@test -n "$(TRANSFORMERS)" || { echo "test-hf needs a version: make test-hf TRANSFORMERS=5.24.0" >&2; exit 1; }
 	@$(RUN) -m venv --without-pip $(HF_VENV)
+	@$(RUN) -m pip --python $(HF_VENV)/bin/python install --quiet --no-input \
+	  --disable-pip-version-check $(HF_PACKAGES)
 	@$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	  > "$$($(HF_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
-	@$(RUN) -m pip install $(PIP_FLAGS) uv
-	@$(RUN) -m uv pip install --quiet --python $(HF_VENV)/bin/python $(HF_PACKAGES)
 	@$(HF_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(HF_PAGES) $(ARGS)
 
 format: $(TOOLS)

@@ -318,7 +318,9 @@ def like_llama(forward):
 
 @like_llama
 def scaled(self, hidden_states, position_embeddings, attention_mask, **kwargs):
-    kwargs = {"scaling": 0.1}
+    for name in ("cache", "past_key_values"):  # the attention function is not given either
+        kwargs.pop(name, None)
+    kwargs["scaling"] = 0.1
     function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(
         self.config._attn_implementation, None
     )

@@ -6,8 +6,9 @@ of them by name, and runs the stock forward where it does not know one that the 
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +73,19 @@ class Arguments:
         return cache.update(key, value, layer_idx)
 
 
-def of(stock: type[nn.Module], known: Collection[str] | None = None) -> Arguments:
+def of(stock: type[nn.Module], known: tuple[str, ...] | None = None) -> Arguments:
     """Reads the arguments of ``stock.forward``.
 
     Args:
         stock: A class of modules.
         known: What the fused forward knows, the cache as "cache"; None stands for every argument.
     """
-    _, *parameters = inspect.signature(stock.forward).parameters.values()
+    return _read(stock.forward, known)
+
+
+@functools.cache  # by the function and not by the class, whose forward may be replaced
+def _read(forward: Callable[..., Any], known: tuple[str, ...] | None) -> Arguments:
+    _, *parameters = inspect.signature(forward).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = {each.name: each.default for each in parameters if each.kind not in variable}
     cache = next((name for name in CACHES if name in named), None)
@@ -95,7 +101,7 @@ def of(stock: type[nn.Module], known: Collection[str] | None = None) -> Argument
     )
 
 
-def difference(stock: type[nn.Module], wanted: Collection[str], exact: bool = False) -> str | None:
+def difference(stock: type[nn.Module], wanted: tuple[str, ...], exact: bool = False) -> str | None:
     """How the arguments of ``stock.forward`` differ from those that a fused forward needs, or None.
 
     Args:

@@ -106,6 +106,12 @@ class FuseReport:
         return self._measured() + self.notes
 
 
+def summary(error: Exception) -> str:
+    """The class of an exception and the first line of its text, for a reason."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"
+
+
 NOT_RUN = ", not run by the sample batch"
 UNCHECKED = "check=False: no sample batch ran, so what the layers run was not measured"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import arguments, measure
 from .fsdp import is_fully_sharded
 from .part import stock_class
-from .report import FuseReport
+from .report import FuseReport, summary
 
 _STEPS = 4  # tokens that follow the sample batch
 
@@ -24,12 +24,11 @@ _STEPS = 4  # tokens that follow the sample batch
 class Sample:
     """Runs the sample batch in eval mode without gradients, leaving the model's modes as found."""
 
-    # For each target what :func:`over_cache` gave before anything was fused.
-    cached: list[tuple[list[Tensor], Tensor | None]] = []
-
     def __init__(self, model: nn.Module, parts: list[Any], sample: Any, batch_of: Any) -> None:
         self.model = model
         self.given, self.inside = sample is not None, False
+        # For each target what `over_cache` gave before anything was fused.
+        self.cached: list[tuple[list[Tensor], Tensor | None]] = []
         if self.given:
             self.targets = [model]
             self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
@@ -58,8 +57,7 @@ class Sample:
         except Exception as error:
             if self.given:
                 raise
-            text = (str(error).strip().splitlines() or [""])[0]
-            why = f"{type(error).__name__}: {text}"
+            why = summary(error)
             report.notes.append(f"the default sample batch does not fit {name} ({why}); {fix}")
             report.compared = None
             return None
@@ -85,8 +83,7 @@ class Sample:
                 pairs = zip(self.targets, self.kwargs, strict=True)
                 self.cached = [over_cache(target, kwargs) for target, kwargs in pairs]
         except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0]
-            why = f"{type(error).__name__}: {text}"
+            why = summary(error)
             report.notes.append(f"stock and fused were not compared over a cache ({why})")
 
     def compare(self, stock: list[Tensor], report: FuseReport) -> measure.Seen:

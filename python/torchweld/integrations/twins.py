@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .part import stock_class, stock_forward
+from .report import summary
 
 WIDTH = 16  # of a twin's input
 MAGNITUDES = (1e-3, 0.1, 1.0, 30.0)  # of the inputs, one for each row of a batch
@@ -120,8 +121,7 @@ def _differs(
                 if not worst <= tolerance or facts != stock_facts:
                     return f"{name} has the parts of {kind.name} and computes something else"
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
-        why = f"{type(error).__name__}: {text}"
+        why = summary(error)
         return f"{name} has the parts of {kind.name} and can't be compared with one ({why})"
     return None
 
