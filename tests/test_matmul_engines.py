@@ -91,6 +91,29 @@ def test_products_are_exact_in_every_configuration(size, dtype):
         assert engines == {"sync", "sm90"} | ({"rows"} if few else set())
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, "tf32"], ids=str)
+@pytest.mark.parametrize("m", [1, 2, 3, 17])
+def test_stores_stay_inside_of_a_result_in_a_larger_buffer(m, dtype, monkeypatch):
+    """Rows whose bytes are not a multiple of 16, between bytes of others."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", dtype == "tf32")
+    dtype = F32 if dtype == "tf32" else dtype
+    for n, k in ((1, 512), (7, 72), (9, 512), (100, 4096), (1001, 256)):
+        x, weight, bias = grid(dtype, m, k), grid(dtype, n, k), grid(dtype, n)
+        z = (x.double() @ weight.double().t() + bias.double()).to(dtype)
+        buffers = [torch.full((m * n + 128,), 777.0, dtype=dtype, device="cuda") for _ in range(2)]
+        y, preact = (buffer[64:-64].view(m, n) for buffer in buffers)
+        args = (x, weight, bias, y, preact)
+        for name in each_configuration("_linear_part", *args, activation="relu"):
+            for buffer in buffers:
+                buffer.fill_(777.0)
+            ops._linear_part(*args, activation="relu")
+            assert_equal(y, z.relu())
+            assert_equal(preact, z)
+            for buffer in buffers:
+                outside = torch.cat([buffer[:64], buffer[-64:]])
+                assert (outside == 777.0).all(), (name, n, k)
+
+
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_tiles_that_a_cluster_has_together_are_exact(dtype):
     """Few and many tiles, whose k-ranges have different lengths."""

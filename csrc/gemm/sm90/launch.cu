@@ -70,8 +70,10 @@ struct Maps {
 
 // Makes the tensor map of a result. Returns false if TMA can't store the result; the kernel then
 // stores it element by element.
+// NOTE: TMA writes zeros up to the end of the last 16 bytes of a row. These bytes may belong to
+// other results, so the bytes of a row must be a multiple of 16.
 bool map_result(TensorMap& map, const TensorBox& box) {
-  if (tensor_box_refusal(box)) return false;
+  if (box.sizes[0] * box.elem_size % 16 != 0 || tensor_box_refusal(box)) return false;
   map = make_tensor_map("matmul", box);
   return true;
 }
