@@ -272,9 +272,10 @@ def test_ignored_rows_may_hold_anything(device, value, keep):
 @pytest.mark.parametrize("keep", ["auto", "nothing"])
 def test_all_rows_ignored(device, keep):
     """torch's answers: a sum of 0, a mean of NaN, and gradients of 0."""
-    args = made(device, F32, (4,), 9, 3, ignored=4)
-    for reduction in ("sum", "mean"):
-        out, grads = forward_backward(OP, args, {"reduction": reduction, "keep": keep})
+    for dtype, reduction, more in product(dtypes(device), ("sum", "mean"), (0.0, 0.1)):
+        args = made(device, dtype, (4,), 257, 64, ignored=4)
+        options = {"keep": keep, "label_smoothing": more, "z_loss": more}
+        out, grads = forward_backward(OP, args, {"reduction": reduction, **options})
         assert out.isnan() if reduction == "mean" else out == 0
         assert all((g == 0).all() for g in grads if g is not None)
 

@@ -162,6 +162,12 @@ void vector_product_into(const Tensor& to, const Tensor& vector, const Matrix& m
   matmul_into(Matrix(to.view({1, to.size(0)})), Matrix(row), matrix.t(), epilogue);
 }
 
+// Returns factor * dloss, one scale per row. An ignored row has factor 0 and scale 0.
+// NOTE: if all rows are ignored, dloss of a mean is infinite.
+Tensor row_scales(const Tensor& factor, const Tensor& dloss) {
+  return (factor * dloss).masked_fill_(factor.eq(0), 0);
+}
+
 // The term of the gradient that is the same for all logits of a row.
 struct UniformTerm {
   Tensor each;  // (rows,): -uniform * dloss, 0 for an ignored row; undefined if there is no term
@@ -192,7 +198,7 @@ struct UniformTerm {
   OptionalTensor row_of_dweight(const Tensor& scaled, const Tensor& factor,
                                 const Tensor& dloss) const {
     if (!each.defined()) return std::nullopt;
-    const Tensor scale = factor * dloss;
+    const Tensor scale = row_scales(factor, dloss);
     const Tensor row = at::empty({scaled.size(1)}, scaled.options());
     vector_product_into(row, (each / scale).masked_fill_(scale.eq(0), 0), Matrix(scaled));
     return row;
@@ -207,8 +213,7 @@ struct UniformTerm {
 // factor * dloss * y over the rows, plus the uniform term.
 void dbias_into(const Tensor& dbias, const Matrix& y, const Tensor& factor, const Tensor& dloss,
                 const UniformTerm& uniform) {
-  const Tensor each = (factor * dloss).masked_fill_(factor.eq(0), 0);
-  vector_product_into(dbias, each, y, {uniform.offset_of_dbias(dbias)});
+  vector_product_into(dbias, row_scales(factor, dloss), y, {uniform.offset_of_dbias(dbias)});
 }
 
 }  // namespace
