@@ -14,7 +14,7 @@ import reference as R
 import torchweld
 from bounds import GRADIENTS, REFERENCES
 from losses import OPTIONS, assert_ignored_rows_may_hold, grads_of, leaves_of, made
-from numerics import assert_equal, assert_same_bits, check
+from numerics import assert_equal, assert_same_bits, check, check_promise
 from samples import (
     BF16,
     F16,
@@ -278,6 +278,28 @@ def test_all_rows_ignored(device, keep):
         out, grads = forward_backward(OP, args, {"reduction": reduction, **options})
         assert out.isnan() if reduction == "mean" else out == 0
         assert all((g == 0).all() for g in grads if g is not None)
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 10.0])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_logprobs_and_entropies_are_as_accurate_as_in_float32(device, scale, softcap):
+    need_dtype(device, BF16)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 256, generator=generator) for n in (128, 4099))
+    x, weight = (x * scale / 16).to(device, BF16), weight.to(device, BF16)
+    logits = x.float() @ weight.float().t()
+    likely = logits.argmax(-1)
+    target = torch.where(torch.arange(128, device=device) % 2 == 0, likely, likely // 2)
+    got = logprobs_of(x, weight, target, softcap=softcap, entropy=True)
+
+    def formula(z):
+        z = z if softcap is None else softcap * (z / softcap).tanh()
+        logp = z.log_softmax(-1)
+        return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    exact = formula(x.double() @ weight.double().t())
+    for ours, eager, want in zip(got, formula(logits), exact, strict=True):
+        check_promise(ours, eager, want)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

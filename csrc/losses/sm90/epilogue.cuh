@@ -5,6 +5,7 @@
 
 #include "gemm/sm90/kernel.cuh"
 #include "losses/sm90/params.h"
+#include "losses/sm90/softcap.cuh"
 
 namespace torchweld {
 
@@ -72,7 +73,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
     const float inverse = 1.f / e_.softcap;
 #pragma unroll
     for (int j = 0; j < kT.block_n / 2; ++j) {
-      v[j] = e_.softcap * tanh_of</*kExact=*/false>(v[j] * inverse);
+      v[j] = capped_logit(v[j], e_.softcap, inverse);
     }
   }
 
@@ -89,7 +90,9 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
                                               const Place& place, int m_tile, int tile_n,
                                               int& result) {
     const GemmParams& p = this->p_.gemm;
-    float k[2], sum[2] = {0.f, 0.f}, moment[2] = {0.f, 0.f};
+    // NOTE: the moments are added relative to the tile's largest l, where the terms that count are
+    // small. Relative to k, each addition would round at the size of k.
+    float k[2], largest[2], sum[2] = {0.f, 0.f}, moment[2] = {0.f, 0.f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float max = -INFINITY;
@@ -105,6 +108,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
       k[half] = max <= reference[half] + kMaxAboveReference ? reference[half]
                 : max == -INFINITY                          ? 0.f
                                                             : rintf(max);
+      largest[half] = fabsf(max) < INFINITY ? rintf(max) - k[half] : 0.f;
     }
     // NOTE: the exponentials of an ignored row become 0 here, even if the row contains NaN.
     const bool ignores = __any_sync(~0u, reference[0] == INFINITY || reference[1] == INFINITY);
@@ -128,7 +132,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
         const float z = box[j], l = fmaf(z, e_.scale, -k[half]);
         float y = exp2_approx_ftz(l);
         sum[half] += y;
-        if (kMoment && y > 0.f) moment[half] = fmaf(y, l, moment[half]);
+        if (kMoment && y > 0.f) moment[half] = fmaf(y, l - largest[half], moment[half]);
         if constexpr (kCapped) {
           const float t = z / e_.softcap;
           if (y > 0.f) y *= fmaf(-t, t, 1.f);
@@ -152,7 +156,9 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
       const int64_t at = tile_n * p.m + row;
       e_.tile_reference[at] = k[half];
       e_.tile_sum[at] = sum[half];
-      if constexpr (kMoment) e_.tile_moment[at] = moment[half];
+      if constexpr (kMoment) {
+        e_.tile_moment[at] = fmaf(sum[half], largest[half] + kAboveTarget, moment[half]);
+      }
     }
   }
 };

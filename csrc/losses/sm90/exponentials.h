@@ -14,9 +14,9 @@ struct ExponentialsParams {
   const float* reference;  // (M,) integers; inf for an ignored row
   float* tile_reference;   // (tiles_n, M), the k of each row in each tile
   float* tile_sum;         // (tiles_n, M), the sums of 2^(l - k) over a tile's columns
-  float* tile_moment;      // (tiles_n, M), the sums of 2^(l - k) * (l - k), or nullptr
-  float scale;             // log2(e) / temperature
-  float softcap;           // 0 if there is no softcap
+  float* tile_moment;  // (tiles_n, M), the sums of 2^(l - k) * (l - k + kAboveTarget), or nullptr
+  float scale;         // log2(e) / temperature
+  float softcap;       // 0 if there is no softcap
 };
 
 // Launches the matmul. p.y is bf16, or nullptr if only the sums are requested.
@@ -27,5 +27,11 @@ void launch_sm90_exponentials(const GemmParams& p, const ExponentialsParams& exp
 // the tile chooses a reference exponent of its own for this row. Thus the sums of 2^(l - k) stay
 // far below the largest float, and the inverses of these sums stay far above the smallest float.
 inline constexpr float kMaxAboveReference = 64;
+
+// A row's reference exponent is l of the row's target plus kAboveTarget. Thus a tile needs another
+// reference for the row only if the largest l in the tile exceeds l of the target by more than
+// kAboveTarget + kMaxAboveReference = 124. y is 2^-60 at the target. Even a y that is 2^60 times
+// smaller, 2^-120, is a normal bf16 number.
+inline constexpr float kAboveTarget = 60;
 
 }  // namespace torchweld

@@ -8,22 +8,17 @@
 #include <cassert>
 
 #include "core/launch.h"
-#include "device/activation.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
+#include "losses/sm90/exponentials.h"
 #include "losses/sm90/rows.h"
+#include "losses/sm90/softcap.cuh"
 
 namespace torchweld {
 namespace {
 
 using T = __nv_bfloat16;
 constexpr int kThreads = 256, kWarps = kThreads / kWarp, kElems = kVectorBytes / sizeof(T);
-
-// A row's reference exponent is l of the row's target plus kAboveTarget. Thus a tile needs another
-// reference for the row only if the largest l in the tile exceeds l of the target by more than
-// kAboveTarget + kMaxAboveReference = 124. y is 2^-60 at the target. Even a y that is 2^60 times
-// smaller, 2^-120, is a normal bf16 number.
-constexpr float kAboveTarget = 60;
 
 __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows p) {
   const int64_t row = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
@@ -59,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows
     p.mean_logit[row] = mean / p.temperature;
   }
   if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[target]);
-  if (p.softcap > 0) sum = p.softcap * tanh_of</*kExact=*/true>(sum / p.softcap);
+  if (p.softcap > 0) sum = capped_logit(sum, p.softcap, 1.f / p.softcap);
   sum /= p.temperature;
   p.target_logit[row] = sum;
   const float l = sum * kLog2e;
@@ -67,10 +62,11 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows
 }
 
 // Running sums over columns. `sum` is the sum of 2^(l - reference), and `moment` is the sum of
-// 2^(l - reference) * (l - reference). add() adds the sums of other columns. It rescales both
-// operands to the larger of their two references.
+// 2^(l - reference) * (l - reference + kAboveTarget). add() adds the sums of other columns. It
+// rescales both operands to the larger of their two references.
 struct ExponentialSums {
-  float reference = -INFINITY, sum = 0, moment = 0;
+  float reference = -INFINITY, sum = 0;
+  double moment = 0;
 
   __device__ __forceinline__ void add(const ExponentialSums& other) {
     if (other.sum == 0) return;
@@ -82,8 +78,8 @@ struct ExponentialSums {
     const float down = other.reference == max ? 0.f : other.reference - max,
                 own_down = reference == max ? 0.f : reference - max;
     const float factor = exp2f(down), own_factor = exp2f(own_down);
-    moment =
-        own_factor * fmaf(own_down, sum, moment) + factor * fmaf(down, other.sum, other.moment);
+    moment = own_factor * (double(own_down) * sum + moment) +
+             factor * (double(down) * other.sum + other.moment);
     sum = own_factor * sum + factor * other.sum;
     reference = max;
   }
@@ -132,7 +128,7 @@ __global__ void __launch_bounds__(kRows* kGroups)
   }
   out.row_reference[row] = sums.reference;
   out.row_sum[row] = sums.sum;
-  out.row_moment[row] = sums.moment;
+  out.row_moment[row] = float(sums.moment);
   if (!tiles.last) return;
   if (p.reference[row] == INFINITY) {
     out.loss[row] = out.lse[row] = 0;
@@ -151,7 +147,10 @@ __global__ void __launch_bounds__(kRows* kGroups)
   out.loss[row] = float(lse - expected + p.z_loss * lse * lse);
   // The entropy is lse - sum(p z). The code uses lse and z relative to the reference, because the
   // reference cancels in the difference.
-  if (out.entropy != nullptr) out.entropy[row] = float(log_sum - kLn2 * sums.moment / sums.sum);
+  if (out.entropy != nullptr) {
+    const double expectation = sums.moment / sums.sum - kAboveTarget;
+    out.entropy[row] = float(log_sum - kLn2 * expectation);
+  }
   if (out.y == nullptr) return;
   out.factor[row] = lse_slope(p.z_loss, float(lse)) / (sums.sum * p.temperature);
   // A NaN tells finish_exponentials_kernel that it need not rescale the row, because all tiles of
