@@ -296,6 +296,23 @@ def test_meta_fake_and_opcheck(op, device):
 
 
 @each_op
+def test_an_aotinductor_package_without_biases(op, device, tmp_path):
+    """The package passes None for an empty list."""
+    x, weights, _, vectors, options = made(op, "bare", device)
+
+    class Projections(nn.Module):
+        def forward(self, x: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
+            return call(op)(x, [first, second], [], *vectors, **options)
+
+    program = torch.export.export(Projections(), (x, *weights))
+    path = str(tmp_path / "net.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    found = torch._inductor.aoti_load_package(path)(x, *weights)
+    for got, want in zip(found, call(op)(x, weights, [], *vectors, **options), strict=True):
+        assert_same_bits(got, want)
+
+
+@each_op
 def test_compile_export_and_script(op, device):
     x, weights, biases, vectors, options = made(op, "plain", device)
     expected, grads = recorded(op, x, weights, biases, vectors, options)

@@ -13,6 +13,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -79,6 +81,17 @@ inline bool needs_grad(at::TensorList list) {
   return std::any_of(list.begin(), list.end(), [](const Tensor& t) { return needs_grad(t); });
 }
 
+// A list of tensors that may be None. None is the same as an empty list.
+// NOTE: AOTInductor passes None for an empty list.
+using OptionalList = std::optional<at::TensorList>;
+
+// Returns an argument of an op as autograd reads it: a list for an OptionalList.
+template <typename T>
+const T& plain(const T& argument) {
+  return argument;
+}
+inline at::TensorList plain(const OptionalList& list) { return list.value_or(at::TensorList()); }
+
 // Whether autograd must record a call with these arguments.
 template <typename... Args>
 bool any_needs_grad(const Args&... args) {
@@ -121,6 +134,10 @@ inline Tensor if_wanted(bool wanted, const Tensor& grad) { return wanted ? grad 
 // The CUDA kernel of an op in a build without CUDA kernels. It raises an error.
 void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+// The kernel of an op of lists for a batch of gradients (torch.autograd.grad with
+// is_grads_batched). It calls the op once for each entry of the batch. For other ops, torch does.
+void for_each_of_batch(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 inline torch::CppFunction no_cuda_kernel_function() {
   return torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>();
 }
@@ -154,20 +171,6 @@ Result first_outputs(const variable_list& outputs) {
   }
 }
 
-// Clears the list of non-differentiable outputs of an autograd node. Compiled autograd asserts that
-// this list is empty. The list is no longer needed, because only apply() reads it.
-template <typename Function>
-void clear_non_differentiable(const Tensor& output) {
-  using Node = torch::autograd::CppNode<Function>;
-  if (auto* node = dynamic_cast<Node*>(output.grad_fn().get())) {
-    node->ctx_.mark_non_differentiable({});
-  }
-}
-template <typename Function>
-void clear_non_differentiable(const variable_list& outputs) {
-  for (const Tensor& output : outputs) clear_non_differentiable<Function>(output);
-}
-
 // The last step of an autograd Function that saves its tensors before it computes its result.
 // Activation checkpointing recomputes a region only until the last tensor of the region is saved.
 // Therefore the recomputation skips this step if the op is the last one of the region.
@@ -198,6 +201,91 @@ struct Finishes : std::false_type {};
 template <typename Function>
 struct Finishes<Function, std::void_t<decltype(&Function::finish)>> : std::true_type {};
 
+// A Function whose backward can be differentiated declares kTwice = true.
+template <typename Function, typename = void>
+struct Twice : std::false_type {};
+template <typename Function>
+struct Twice<Function, std::void_t<decltype(Function::kTwice)>> : std::true_type {};
+
+// Tells a backward which gradients autograd asks for. next() is called once for each tensor
+// argument of the forward, in order.
+class AskedGradients {
+ public:
+  explicit AskedGradients(const AutogradContext* ctx) : ctx_(ctx) {}
+  // An optional tensor that the caller has not given counts as no argument.
+  bool next(bool given = true) { return given && ctx_->needs_input_grad(edge_++); }
+  // Whether autograd asks for the gradient of any of the next `count` tensors.
+  bool any_of_next(size_t count) {
+    bool any = false;
+    for (size_t i = 0; i < count; ++i) any |= next();
+    return any;
+  }
+
+ private:
+  const AutogradContext* ctx_;
+  size_t edge_ = 0;
+};
+
+// Raises an error if a hook splits the backward of a node with several results.
+// NOTE: a zero-bubble pipeline asks for the gradients of inputs and of weights in two passes. torch
+// gives the second pass the sum of the gradients of all results, as the gradient of the first one.
+void check_not_split(const char* op, const torch::autograd::Node& node, const variable_list& grads);
+
+// Connects the gradients that a node has computed to all inputs of the node, so that a second
+// derivative raises an error. A gradient may depend on an input that the backward does not read.
+void refuse_second_derivative(const char* op, const torch::autograd::Node& node,
+                              const variable_list& grads, variable_list& results);
+
+// The autograd Function that records the op `Op`. It is F, with the rules that hold for all ops.
+template <typename F, typename Op>
+struct Recorded : torch::autograd::Function<Recorded<F, Op>> {
+  // `outputs` receives the outputs, so that release() can find the node.
+  template <typename... Args>
+  static auto forward(AutogradContext* ctx, variable_list* outputs, const Args&... args) {
+    auto results = F::forward(ctx, args...);
+    *outputs = {};
+    if constexpr (std::is_same_v<decltype(results), Tensor>) {
+      outputs->push_back(results);
+    } else {
+      *outputs = results;
+    }
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto node = torch::autograd::get_current_node();
+    if (node) check_not_split(Op::kName, *node, grads);
+    const bool refuses = node && at::GradMode::is_enabled() && !Twice<F>::value;
+    const at::AutoGradMode mode(at::GradMode::is_enabled() && !refuses);
+    variable_list results = F::backward(ctx, grads);
+    if (refuses) refuse_second_derivative(Op::kName, *node, grads, results);
+    results.emplace(results.begin());  // for `outputs`
+    return results;
+  }
+
+  // Frees the tensors of a node whose forward has raised an error while it saved them.
+  // Activation checkpointing stops a recomputation in this way.
+  // NOTE: a node that saves its own output holds itself until its variables are saved.
+  static void release(const variable_list& outputs) {
+    for (const Tensor& output : outputs) {
+      if (auto* node = node_of(output)) node->ctx_.save_for_backward({});
+    }
+  }
+
+  // Clears the list of non-differentiable outputs. Compiled autograd asserts that this list is
+  // empty. The list is no longer needed, because only apply() reads it.
+  static void clear_non_differentiable(const variable_list& outputs) {
+    for (const Tensor& output : outputs) {
+      if (auto* node = node_of(output)) node->ctx_.mark_non_differentiable({});
+    }
+  }
+
+ private:
+  static auto* node_of(const Tensor& output) {
+    return dynamic_cast<torch::autograd::CppNode<Recorded>*>(output.grad_fn().get());
+  }
+};
+
 // Returns the Autograd kernel of an op whose gradient is the autograd Function `Function`. If
 // autograd must record a call, the kernel applies Function; otherwise it calls the op without
 // autograd. Before it applies Function, the kernel calls check(name, args...). Error messages then
@@ -205,11 +293,20 @@ struct Finishes<Function, std::void_t<decltype(&Function::finish)>> : std::true_
 template <typename Function, typename Op, typename Result, typename... Args, typename Check>
 torch::CppFunction recorded_by(const OpCall<Op, Result(Args...)>&, Check check) {
   return torch::CppFunction([check](Args... args) -> Result {
-    check_no_tangent(Op::kName, args...);
-    if (any_needs_grad(args...)) {
-      check(Op::kName, args...);
-      auto outputs = Function::apply(args...);
-      clear_non_differentiable<Function>(outputs);
+    check_no_tangent(Op::kName, plain(args)...);
+    if (any_needs_grad(plain(args)...)) {
+      check(Op::kName, plain(args)...);
+      using Record = Recorded<Function, Op>;
+      variable_list saved;
+      auto outputs = [&] {
+        try {
+          return Record::apply(&saved, plain(args)...);
+        } catch (...) {
+          Record::release(saved);
+          throw;
+        }
+      }();
+      Record::clear_non_differentiable(saved);
       if constexpr (Finishes<Function>::value) {
         outputs[0] = FinishFunction::apply(
             outputs[0], std::function([&] { return Function::finish(outputs, args...); }));
@@ -241,7 +338,8 @@ struct FunctionOfTwo : torch::autograd::Function<FunctionOfTwo<Call, BackwardCal
     using Mask = std::array<bool, 2>;
     const auto saved = ctx->get_saved_variables();
     if constexpr (std::is_invocable_v<BackwardCall, Tensor, Tensor, Tensor, Mask>) {
-      const Mask wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
+      AskedGradients asked(ctx);
+      const Mask wanted = {asked.next(), asked.next()};
       auto [da, db] = BackwardCall()(grads[0], saved[0], saved[1], wanted);
       return {if_wanted(wanted[0], da), if_wanted(wanted[1], db)};
     } else {
@@ -273,6 +371,7 @@ struct Autocast {
     for (const Tensor& t : list) all.push_back((*this)(t));
     return all;
   }
+  variable_list operator()(const OptionalList& list) const { return (*this)(plain(list)); }
   template <typename T>
   const T& operator()(const T& other) const {
     return other;

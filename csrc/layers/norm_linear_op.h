@@ -236,7 +236,7 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
       Donation::prepare(ctx);
       ((ctx->saved_data["weight_offset"] = weight_offset), ...);
       ctx->saved_data["activation"] = activation;
-      ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
+      ctx->saved_data["bias"] = is_given(bias);
       return outputs_of(ctx, {y, preact, std::get<2 + s>(results)...});
     }
 
@@ -248,9 +248,9 @@ struct NormLinear<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
       const auto saved = ctx->get_saved_variables();
       const Tensor &x = saved[0], &weight = saved[1];
       const Tensor *vectors = &saved[3], *statistics = vectors + sizeof...(v);
-      const Mask wanted = {x.requires_grad(), weight.requires_grad(),
-                           ctx->saved_data["bias"].toBool(),
-                           vectors[v].defined() && vectors[v].requires_grad()...};
+      AskedGradients asked(ctx);
+      const Mask wanted = {asked.next(), asked.next(), asked.next(ctx->saved_data["bias"].toBool()),
+                           asked.next(vectors[v].defined())...};
       const Donation preact(ctx, saved[2], dys[0]);
       const Grads grads = BackwardCall()(
           dys[0], x, weight, optional(vectors[v])..., statistics[s]..., optional(saved[2]),

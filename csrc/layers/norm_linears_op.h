@@ -82,17 +82,17 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
     check_eps(op, eps);
   }
 
-  static Tensors op_meta(const Tensor& x, at::TensorList weights, at::TensorList biases,
+  static Tensors op_meta(const Tensor& x, at::TensorList weights, OptionalList biases,
                          Repeat<const OptionalTensor&, v>... vectors, double eps,
                          Repeat<double, o>... weight_offset) {
-    check(Norm::kOp, x, weights, biases, vectors..., eps, weight_offset...);
+    check(Norm::kOp, x, weights, plain(biases), vectors..., eps, weight_offset...);
     return empty_results(x, weights);
   }
 
-  static Tensors forward_meta(const Tensor& x, at::TensorList weights, at::TensorList biases,
+  static Tensors forward_meta(const Tensor& x, at::TensorList weights, OptionalList biases,
                               Repeat<const OptionalTensor&, v>... vectors, double eps,
                               Repeat<double, o>... weight_offset) {
-    check(Norm::kForward, x, weights, biases, vectors..., eps, weight_offset...);
+    check(Norm::kForward, x, weights, plain(biases), vectors..., eps, weight_offset...);
     Tensors results = empty_results(x, weights);
     for (size_t i = 0; i < sizeof...(s); ++i) {
       results.push_back(at::empty_symint(without_last(x), x.options().dtype(acc_dtype(x))));
@@ -126,23 +126,23 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
     return grads;
   }
 
-  static Tensors op_cpu(const Tensor& x, at::TensorList weights, at::TensorList biases,
+  static Tensors op_cpu(const Tensor& x, at::TensorList weights, OptionalList biases,
                         Repeat<const OptionalTensor&, v>... vectors, double eps,
                         Repeat<double, o>... weight_offset) {
     Tensors ys = op_meta(x, weights, biases, vectors..., eps, weight_offset...);
     linears_into(ys, Norm::normalise(x, {vectors...}, eps, offset_of(weight_offset...)).first,
-                 weights, biases);
+                 weights, plain(biases));
     return ys;
   }
 
-  static Tensors forward_cpu(const Tensor& x, at::TensorList weights, at::TensorList biases,
+  static Tensors forward_cpu(const Tensor& x, at::TensorList weights, OptionalList biases,
                              Repeat<const OptionalTensor&, v>... vectors, double eps,
                              Repeat<double, o>... weight_offset) {
     Tensors results = forward_meta(x, weights, biases, vectors..., eps, weight_offset...);
     const auto [normalised, statistics] =
         Norm::normalise(x, {vectors...}, eps, offset_of(weight_offset...));
     for (size_t i = 0; i < sizeof...(s); ++i) results[weights.size() + i].copy_(statistics[i]);
-    linears_into(results, normalised, weights, biases);
+    linears_into(results, normalised, weights, plain(biases));
     return results;
   }
 
@@ -203,20 +203,20 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
     }
   }
 
-  static Tensors op_cuda(const Tensor& x, at::TensorList weights, at::TensorList biases,
+  static Tensors op_cuda(const Tensor& x, at::TensorList weights, OptionalList biases,
                          Repeat<const OptionalTensor&, v>... vectors, double eps,
                          Repeat<double, o>... weight_offset) {
     Tensors ys = op_meta(x, weights, biases, vectors..., eps, weight_offset...);
-    forward_into(ys, x, weights, biases, row_norm(Vectors{vectors...}, offset_of(weight_offset...)),
-                 eps);
+    forward_into(ys, x, weights, plain(biases),
+                 row_norm(Vectors{vectors...}, offset_of(weight_offset...)), eps);
     return ys;
   }
 
-  static Tensors forward_cuda(const Tensor& x, at::TensorList weights, at::TensorList biases,
+  static Tensors forward_cuda(const Tensor& x, at::TensorList weights, OptionalList biases,
                               Repeat<const OptionalTensor&, v>... vectors, double eps,
                               Repeat<double, o>... weight_offset) {
     Tensors results = forward_meta(x, weights, biases, vectors..., eps, weight_offset...);
-    forward_into(results, x, weights, biases,
+    forward_into(results, x, weights, plain(biases),
                  row_norm(Vectors{vectors...}, offset_of(weight_offset...)), eps,
                  statistics_of(Statistics{results[weights.size() + s]...}));
     return results;
@@ -256,7 +256,6 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
       ctx->save_for_backward(std::move(saved));
       ctx->set_materialize_grads(false);
       ctx->saved_data["biases"] = static_cast<int64_t>(biases.size());
-      ctx->saved_data["wants_biases"] = needs_grad(biases);
       ((ctx->saved_data["weight_offset"] = weight_offset), ...);
       return results;
     }
@@ -279,9 +278,9 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
           dys[i] = at::zeros_symint(with_last(x, weights[i].sym_size(0)), given->options());
         }
       }
-      const Mask wanted = {x.requires_grad(), needs_grad(weights),
-                           ctx->saved_data["wants_biases"].toBool(),
-                           vectors[v].defined() && vectors[v].requires_grad()...};
+      AskedGradients asked(ctx);
+      const Mask wanted = {asked.next(), asked.any_of_next(count), asked.any_of_next(biases),
+                           asked.next(vectors[v].defined())...};
       const Grads results = {
           BackwardCall()(dys, x, weights, optional(vectors[v])..., statistics[s]..., wanted,
                          Repeat<at::IValue, o>(ctx->saved_data["weight_offset"]).toDouble()...),
@@ -302,6 +301,9 @@ struct NormLinears<Norm, std::index_sequence<v...>, std::index_sequence<s...>,
     define_op(m, forward, TW_KERNELS(forward), no_gradient_function());
     define_op(m, backward, TW_KERNELS(backward), no_gradient_function());
     define_autocast(m, Call());
+    m.impl(BackwardCall::kName,
+           torch::dispatch(c10::DispatchKey::Batched,
+                           torch::CppFunction::makeFromBoxedFunction<&for_each_of_batch>()));
   }
 
  private:

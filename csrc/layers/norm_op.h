@@ -205,8 +205,7 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
       ctx->save_for_backward(std::move(saved));
       ctx->mark_non_differentiable(statistics);
       ctx->set_materialize_grads(false);
-      ctx->saved_data["x"] = x.requires_grad() || (residual.requires_grad() || ...);
-      ctx->saved_data["bias"] = (needs_grad(bias) || ...);
+      ctx->saved_data["bias"] = (is_given(bias) || ...);
       ((ctx->saved_data["weight_offset"] = weight_offset), ...);
       variable_list outputs = {y};
       outputs.insert(outputs.end(), sum.begin(), sum.end());
@@ -226,8 +225,9 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
       }
       const auto saved = ctx->get_saved_variables();
       const Tensor &x = saved[0], &weight = saved[1];
-      Mask wanted = {ctx->saved_data["x"].toBool(), weight.defined() && weight.requires_grad()};
-      ((wanted[2 + c] = ctx->saved_data["bias"].toBool()), ...);
+      AskedGradients asked(ctx);
+      Mask wanted = {asked.any_of_next(1 + kAdds), asked.next(weight.defined())};
+      ((wanted[2 + c] = asked.next(ctx->saved_data["bias"].toBool())), ...);
       const Grads results = BackwardCall()(
           grads[0], x, optional(weight), saved[2 + c]..., saved[2 + kCentred],
           Repeat<OptionalTensor, r>(optional(dsum))...,

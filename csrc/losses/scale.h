@@ -4,7 +4,6 @@
 #pragma once
 
 #include <ATen/ops/mul.h>
-#include <c10/core/GradMode.h>
 
 #include "core/check.h"
 
@@ -14,15 +13,6 @@
 #endif
 
 namespace torchweld {
-
-// Returns the dloss by which a backward multiplies gradients that the forward has stored. If the
-// backward is recorded (create_graph), the result requires a gradient, so that a second backward
-// raises an error. If the result required no gradient, the second backward would use the stored
-// gradients as constants.
-inline Tensor recorded_dloss(const Tensor& dloss) {
-  if (!at::GradMode::is_enabled() || dloss.requires_grad()) return dloss;
-  return dloss.detach().requires_grad_();
-}
 
 using ScaleInto = void (*)(Tensor& to, const Tensor& t, const Tensor& factor);
 

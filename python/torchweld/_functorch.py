@@ -104,7 +104,7 @@ def _exists(name: str) -> bool:
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _left_out(t: Tensor) -> bool:
@@ -123,7 +123,13 @@ def _vmap(
     """Results and their batch dims of a call whose arguments have a batch at `dims`."""
     given = dict(zip(names, args, strict=False))
     at = dict(zip(names, dims, strict=False))
-    batched = {name for name in names if at.get(name) is not None}
+    batched = {name for name in names if any(d is not None for d in _tuple(at.get(name)))}
+
+    def entry(name: str, i: int) -> Any:
+        value, dim = given[name], at.get(name)
+        if isinstance(value, (tuple, list)):
+            return [v if d is None else v.select(d, i) for v, d in zip(value, dim, strict=True)]
+        return front(name)[i] if name in batched else value
 
     def front(name: str) -> Any:
         value = given[name]
@@ -149,10 +155,7 @@ def _vmap(
         out = call(*folded)
         outs = tuple(t if _left_out(t) else t.unflatten(0, (size, -1)) for t in _tuple(out))
     elif size:
-        entries = [
-            _tuple(call(*[front(n)[i] if n in batched else given[n] for n in given]))
-            for i in range(size)
-        ]
+        entries = [_tuple(call(*[entry(n, i) for n in given])) for i in range(size)]
         outs = tuple(
             e[0] if _left_out(e[0]) else torch.stack(e) for e in zip(*entries, strict=True)
         )
@@ -320,7 +323,7 @@ def _front_of_list(op: str) -> Callable[..., list[Tensor]]:
     """The kernel for torch.func of an op with a list of weights."""
 
     def call(
-        x: Tensor, weights: list[Tensor], biases: list[Tensor], *vectors: Any, **options: Any
+        x: Tensor, weights: list[Tensor], biases: Any = None, *vectors: Any, **options: Any
     ) -> list[Tensor]:
         return [
             _op(_OF_LISTS[op])(x, weight, bias, *vectors, **options)
@@ -341,8 +344,7 @@ def _vmap_kernel(op: str) -> Callable[..., Any]:
         return _op(op)(*values[:positional], **keywords)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *values: Any) -> tuple[Any, Any]:
-        dims = [d if _is(v) else None for d, v in zip(in_dims, values, strict=True)]
-        return _vmap(op, names, call, info.batch_size, dims, values)
+        return _vmap(op, names, call, info.batch_size, in_dims, values)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         interpreter = retrieve_current_functorch_interpreter()
@@ -368,8 +370,6 @@ def install(ops: Sequence[str]) -> None:
     for op in ops:
         if op in _OF_LISTS:
             library.impl(op, _front_of_list(op), _FRONT_KEY)
-        elif op.removesuffix("_forward").removesuffix("_backward") in _OF_LISTS:
-            continue
         elif op.endswith(("_forward", "_backward")):
             library.impl(op, _vmap_kernel(op), "FuncTorchBatched", with_keyset=True)
         elif f"{op.removesuffix(_WITH_LSE)}_backward" in ops or op in _GRADIENTS:

@@ -108,7 +108,8 @@ struct GatedActivationFunction : torch::autograd::Function<GatedActivationFuncti
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const Wanted wanted = {saved[0].requires_grad(), saved[1].requires_grad()};
+    AskedGradients asked(ctx);
+    const Wanted wanted = {asked.next(), asked.next()};
     auto [dleft, dright] = call_gated_activation_backward(
         grads[0], saved[0], saved[1], ctx->saved_data["gate"].toStringRef(), wanted);
     return {if_wanted(wanted[0], dleft), if_wanted(wanted[1], dright), Tensor()};

@@ -146,7 +146,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     Donation::prepare(ctx);
     ctx->saved_data["gate"] = gate;
     ctx->saved_data["interleaved"] = interleaved;
-    ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
+    ctx->saved_data["bias"] = is_given(bias);
     return outputs_of(ctx, {y, z});
   }
 
@@ -154,8 +154,9 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     if (!grads[0].defined()) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1];
-    const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
-                                        ctx->saved_data["bias"].toBool()};
+    AskedGradients asked(ctx);
+    const std::array<bool, 3> wanted = {asked.next(), asked.next(),
+                                        asked.next(ctx->saved_data["bias"].toBool())};
     const Donation z(ctx, saved[2], grads[0]);
     auto [dx, dweight, dbias] = call_gated_linear_backward(
         grads[0], x, weight, saved[2], ctx->saved_data["gate"].toStringRef(),

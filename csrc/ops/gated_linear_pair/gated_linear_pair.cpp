@@ -134,8 +134,8 @@ struct GatedLinearPairFunction : torch::autograd::Function<GatedLinearPairFuncti
     ctx->save_for_backward({x, left, right, z});
     Donation::prepare(ctx);
     ctx->saved_data["gate"] = gate;
-    ctx->saved_data["left_bias"] = is_given(left_bias) && left_bias->requires_grad();
-    ctx->saved_data["right_bias"] = is_given(right_bias) && right_bias->requires_grad();
+    ctx->saved_data["left_bias"] = is_given(left_bias);
+    ctx->saved_data["right_bias"] = is_given(right_bias);
     return outputs_of(ctx, {y, z});
   }
 
@@ -144,9 +144,10 @@ struct GatedLinearPairFunction : torch::autograd::Function<GatedLinearPairFuncti
     if (!grads[0].defined()) return all;
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &left = saved[1], &right = saved[2];
-    const Wanted wanted = {x.requires_grad(), left.requires_grad(), right.requires_grad(),
-                           ctx->saved_data["left_bias"].toBool(),
-                           ctx->saved_data["right_bias"].toBool()};
+    AskedGradients asked(ctx);
+    const Wanted wanted = {asked.next(), asked.next(), asked.next(),
+                           asked.next(ctx->saved_data["left_bias"].toBool()),
+                           asked.next(ctx->saved_data["right_bias"].toBool())};
     const Donation z(ctx, saved[3], grads[0]);
     auto [dx, dleft, dright, dleft_bias, dright_bias] = call_gated_linear_pair_backward(
         grads[0], x, left, right, saved[3], ctx->saved_data["gate"].toStringRef(), wanted);

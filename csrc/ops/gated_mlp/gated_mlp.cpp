@@ -295,12 +295,9 @@ struct GatedMlpFunction : torch::autograd::Function<GatedMlpFunction> {
     ctx->save_for_backward({x, left, right, down, z});
     Donation::prepare(ctx);
     ctx->saved_data["gate"] = gate;
-    const auto wants = [](const OptionalTensor& bias) {
-      return is_given(bias) && bias->requires_grad();
-    };
-    ctx->saved_data["left_bias"] = wants(left_bias);
-    ctx->saved_data["right_bias"] = wants(right_bias);
-    ctx->saved_data["down_bias"] = wants(down_bias);
+    ctx->saved_data["left_bias"] = is_given(left_bias);
+    ctx->saved_data["right_bias"] = is_given(right_bias);
+    ctx->saved_data["down_bias"] = is_given(down_bias);
     return outputs_of(ctx, {placeholder(x, with_last(x, down.sym_size(0))), z, act});
   }
 
@@ -315,13 +312,14 @@ struct GatedMlpFunction : torch::autograd::Function<GatedMlpFunction> {
     if (!grads[0].defined()) return all;
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &left = saved[1], &right = saved[2], &down = saved[3];
-    const Wanted wanted = {x.requires_grad(),
-                           left.requires_grad(),
-                           right.requires_grad(),
-                           down.requires_grad(),
-                           ctx->saved_data["left_bias"].toBool(),
-                           ctx->saved_data["right_bias"].toBool(),
-                           ctx->saved_data["down_bias"].toBool()};
+    AskedGradients asked(ctx);
+    const Wanted wanted = {asked.next(),
+                           asked.next(),
+                           asked.next(),
+                           asked.next(),
+                           asked.next(ctx->saved_data["left_bias"].toBool()),
+                           asked.next(ctx->saved_data["right_bias"].toBool()),
+                           asked.next(ctx->saved_data["down_bias"].toBool())};
     const Donation z(ctx, saved[4], grads[0]);
     auto [dx, dleft, dright, ddown, dleft_bias, dright_bias, ddown_bias] = call_gated_mlp_backward(
         grads[0], x, left, right, down, saved[4], ctx->saved_data["gate"].toStringRef(), wanted);

@@ -232,7 +232,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     ctx->save_for_backward({x, weight, saved});
     Donation::prepare(ctx);
     ctx->saved_data["activation"] = activation;
-    ctx->saved_data["bias"] = is_given(bias) && bias->requires_grad();
+    ctx->saved_data["bias"] = is_given(bias);
     return outputs_of(ctx, {y, preact});
   }
 
@@ -240,8 +240,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     if (!grads[0].defined()) return variable_list(4);
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1];
-    const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
-                                        ctx->saved_data["bias"].toBool()};
+    AskedGradients asked(ctx);
+    const std::array<bool, 3> wanted = {asked.next(), asked.next(),
+                                        asked.next(ctx->saved_data["bias"].toBool())};
     const Donation preact(ctx, saved[2], grads[0]);
     auto [dx, dweight, dbias] =
         call_linear_backward(grads[0], x, weight, optional(saved[2]),

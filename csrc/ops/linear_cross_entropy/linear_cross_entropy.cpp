@@ -241,9 +241,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
                                int64_t shift, double temperature, c10::string_view keep) {
     ctx->set_materialize_grads(false);
     Donation::prepare(ctx);
-    const std::array<bool, 3> wanted = {needs_grad(x), needs_grad(weight), needs_grad(bias)};
     auto& data = ctx->saved_data;
-    data["wanted"] = c10::List<bool>({wanted[0], wanted[1], wanted[2]});
+    data["bias"] = is_given(bias);
     const char* op = "linear_cross_entropy";
     const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                       softcap, z_loss, shift, temperature);
@@ -262,6 +261,7 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       return {loss};
     }
     if (kept == Keep::kGradients) {
+      const std::array<bool, 3> wanted = {needs_grad(x), needs_grad(weight), needs_grad(bias)};
       auto [loss, dx, dweight, dbias] = call_linear_cross_entropy_gradients_forward.below(
           x, weight, target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift,
           temperature, wanted);
@@ -281,8 +281,8 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   static Grads3 gradients(Keep kept, Data& data, const Tensor& dloss, const variable_list& saved,
                           const std::array<bool, 3>& wanted) {
     if (kept == Keep::kGradients) {
-      return call_linear_cross_entropy_gradients_backward(recorded_dloss(dloss), saved[0], saved[1],
-                                                          saved[2]);
+      const auto unit = [&](size_t i) { return wanted[i] ? saved[i] : saved[i].new_empty({0}); };
+      return call_linear_cross_entropy_gradients_backward(dloss, unit(0), unit(1), unit(2));
     }
     const auto reduction = data["reduction"].toStringRef();
     const int64_t ignore_index = data["ignore_index"].toInt(), shift = data["shift"].toInt();
@@ -304,8 +304,10 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     if (!grads[0].defined()) return all;
     const auto saved = ctx->get_saved_variables();
     auto& data = ctx->saved_data;
-    const auto list = data["wanted"].toBoolList();
-    const std::array<bool, 3> wanted = {list[0], list[1], list[2]};
+    AskedGradients asked(ctx);
+    const bool wants_x = asked.next(), wants_weight = asked.next();
+    asked.next();  // target
+    const std::array<bool, 3> wanted = {wants_x, wants_weight, asked.next(data["bias"].toBool())};
     const Keep kept = static_cast<Keep>(data["kept"].toInt());
     // dweight is the largest of the stored gradients, so its memory is donated.
     std::optional<Donation> unit_dweight;

@@ -152,7 +152,6 @@ struct LogprobsFunction : torch::autograd::Function<LogprobsFunction> {
     if (!entropy) ctx->mark_non_differentiable({row_entropy});
     ctx->saved_data["temperature"] = temperature;
     ctx->saved_data["softcap"] = softcap;
-    ctx->saved_data["bias"] = needs_grad(bias);
     return {logprob, row_entropy};
   }
 
@@ -161,8 +160,10 @@ struct LogprobsFunction : torch::autograd::Function<LogprobsFunction> {
     if (!grads[0].defined() && !grads[1].defined()) return all;
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1], &lse = saved[3];
-    const std::array<bool, 3> wanted = {x.requires_grad(), weight.requires_grad(),
-                                        ctx->saved_data["bias"].toBool()};
+    AskedGradients asked(ctx);
+    const bool wants_x = asked.next(), wants_weight = asked.next();
+    asked.next();  // target
+    const std::array<bool, 3> wanted = {wants_x, wants_weight, asked.next(saved[4].defined())};
     const Tensor dlogprob = grads[0].defined() ? grads[0] : at::zeros_like(lse);
     auto [dx, dweight, dbias] = call_linear_token_logprobs_backward(
         dlogprob, x, weight, saved[2], lse, optional(saved[4]), optional(saved[5]),

@@ -18,18 +18,20 @@ struct LayerNorm : LayerNormCpu {
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   NormLinears<RmsNorm>::define(
       m,
-      "rms_norm_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm_weight=None, *, "
+      "rms_norm_linears(Tensor x, Tensor[] weights, Tensor[]? biases=None, Tensor? "
+      "norm_weight=None, *, "
       "float eps=1e-6, float weight_offset=0) -> Tensor[]",
-      "rms_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[] biases, "
+      "rms_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[]? biases=None, "
       "Tensor? norm_weight=None, *, float eps=1e-6, float weight_offset=0) -> "
       "Tensor[]",
       "rms_norm_linears_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? norm_weight, "
       "Tensor rstd, bool[4] output_mask, *, float weight_offset=0) -> Tensor[]");
   NormLinears<LayerNorm>::define(
       m,
-      "layer_norm_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? ln_weight=None, "
+      "layer_norm_linears(Tensor x, Tensor[] weights, Tensor[]? biases=None, Tensor? "
+      "ln_weight=None, "
       "Tensor? ln_bias=None, *, float eps=1e-5) -> Tensor[]",
-      "layer_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[] biases, "
+      "layer_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[]? biases=None, "
       "Tensor? ln_weight=None, Tensor? ln_bias=None, *, float eps=1e-5) -> Tensor[]",
       "layer_norm_linears_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? ln_weight, "
       "Tensor? ln_bias, Tensor mean, Tensor rstd, bool[5] output_mask) -> Tensor[]");

@@ -222,16 +222,15 @@ struct RotaryFunction : torch::autograd::Function<RotaryFunction> {
     ctx->save_for_backward({cos, sin});
     ctx->set_materialize_grads(false);
     ctx->saved_data["interleaved"] = interleaved;
-    ctx->saved_data["q"] = q.requires_grad();
-    ctx->saved_data["k"] = k.requires_grad();
     if (!q.requires_grad()) ctx->mark_non_differentiable({q_out});
     if (!k.requires_grad()) ctx->mark_non_differentiable({k_out});
     return {q_out, k_out};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const std::array<bool, 2> wanted = {ctx->saved_data["q"].toBool() && grads[0].defined(),
-                                        ctx->saved_data["k"].toBool() && grads[1].defined()};
+    AskedGradients asked(ctx);
+    const std::array<bool, 2> wanted = {asked.next() && grads[0].defined(),
+                                        asked.next() && grads[1].defined()};
     if (!wanted[0] && !wanted[1]) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
     // A gradient that is not needed may be undefined. In that case, pass the other gradient

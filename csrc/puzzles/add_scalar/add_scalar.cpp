@@ -62,6 +62,7 @@ Tensor add_scalar_cuda(const Tensor& x, double value) {
 #endif
 
 struct AddScalarFunction : torch::autograd::Function<AddScalarFunction> {
+  static constexpr bool kTwice = true;
   static Tensor forward(AutogradContext* ctx, const Tensor& x, double value) {
     return call_add_scalar.below(x, value);
   }

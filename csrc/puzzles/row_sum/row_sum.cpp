@@ -63,6 +63,7 @@ Tensor row_sum_cuda(const Tensor& x) {
 #endif
 
 struct RowSumFunction : torch::autograd::Function<RowSumFunction> {
+  static constexpr bool kTwice = true;
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
     Tensor y = call_row_sum.below(x);
     ctx->saved_data["n"] = x.sym_size(-1);

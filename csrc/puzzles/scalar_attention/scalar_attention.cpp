@@ -237,8 +237,8 @@ struct ScalarAttentionFunction : torch::autograd::Function<ScalarAttentionFuncti
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(3);
     const auto saved = ctx->get_saved_variables();
-    const std::array<bool, 3> wanted = {saved[0].requires_grad(), saved[1].requires_grad(),
-                                        saved[2].requires_grad()};
+    AskedGradients asked(ctx);
+    const std::array<bool, 3> wanted = {asked.next(), asked.next(), asked.next()};
     auto [dq, dk, dv] = call_scalar_attention_backward(grads[0], saved[0], saved[1], saved[2],
                                                        saved[3], saved[4], wanted);
     return {if_wanted(wanted[0], dq), if_wanted(wanted[1], dk), if_wanted(wanted[2], dv)};

@@ -12,7 +12,7 @@ from torchweld._refusals import sentences
 def rms_norm_linears(
     x: Tensor,
     weights: list[Tensor],
-    biases: list[Tensor],
+    biases: list[Tensor] | None = None,
     norm_weight: Tensor | None = None,
     *,
     eps: float = 1e-6,
@@ -27,7 +27,7 @@ def rms_norm_linears(
     Args:
         x: `(..., K)`.
         weights: at least one `(N_i, K)`, any strides.
-        biases: one `(N_i,)` for each weight, or `[]`.
+        biases: one `(N_i,)` for each weight; None or `[]` if there are none.
         norm_weight: `(K,)`.
         eps: added to the mean square; finite and at least 0.
         weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. 0 without
@@ -51,7 +51,7 @@ def rms_norm_linears(
 def layer_norm_linears(
     x: Tensor,
     weights: list[Tensor],
-    biases: list[Tensor],
+    biases: list[Tensor] | None = None,
     ln_weight: Tensor | None = None,
     ln_bias: Tensor | None = None,
     *,
@@ -62,7 +62,7 @@ def layer_norm_linears(
     Args:
         x: `(..., K)`.
         weights: at least one `(N_i, K)`, any strides.
-        biases: one `(N_i,)` for each weight, or `[]`.
+        biases: one `(N_i,)` for each weight; None or `[]` if there are none.
         ln_weight: `(K,)`.
         ln_bias: `(K,)`.
         eps: added to the variance; finite and at least 0.
