@@ -1516,6 +1516,14 @@ class CrossEntropy(LossRows):
         total = sums.map(lambda t: t.sum() / count)
         return [Bound(each.ref.sum() / count, total, each.dtype), rows]
 
+    def statistics(self) -> list[Bound]:
+        """The bounds of loss, max and lse - max."""
+        largest = self.z.amax(-1)
+        of_max = self.terms.map(lambda t: t.amax(-1)) + Terms([(2, largest.abs())])
+        of_sum = self.lse_terms + Terms([(2, self.lse.abs() + largest.abs())])
+        rows = [self.bound(largest, of_max), self.bound(self.lse - largest, of_sum)]
+        return [self.results()[0], *map(self.cut, rows)]
+
     def cut(self, bound: Bound) -> Bound:
         if not self.shift:
             return bound
@@ -1793,8 +1801,8 @@ REFERENCES: dict[str, Callable[..., list[Bound | None]]] = {
         :1
     ],
     "cross_entropy": lambda x, t, **k: CrossEntropy(x, None, t, **k).results()[:1],
-    "cross_entropy_forward": lambda x, t, **k: CrossEntropy(x, None, t, **k).results(),
-    "cross_entropy_backward": lambda dloss, x, t, lse, **k: [
+    "cross_entropy_forward": lambda x, t, **k: CrossEntropy(x, None, t, **k).statistics(),
+    "cross_entropy_backward": lambda dloss, x, t, largest, log_sum, **k: [
         CrossEntropy(x, None, t, **k).logits_backward(dloss)
     ],
     "cross_entropy_gradients_forward": given_logits_gradients,

@@ -470,8 +470,24 @@ def linear_cross_entropy_forward(
     return (loss.sum() if reduction == "sum" else loss.sum() / live.sum()), lse
 
 
-def cross_entropy_forward(logits: Tensor, target: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return linear_cross_entropy_forward(logits, None, target, **kwargs)
+def cross_entropy_forward(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    shift: int = 0,
+    temperature: float = 1.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and each row's max and lse - max."""
+    options = dict(ignore_index=ignore_index, softcap=softcap, shift=shift, temperature=temperature)
+    loss, lse = linear_cross_entropy_forward(logits, None, target, **options, **kwargs)
+    if shift:
+        logits, target = logits[..., :-1, :], target[..., 1:]
+    largest = scaled_logits(logits, None, None, softcap, temperature).amax(-1)
+    largest = torch.where(target != ignore_index, largest, 0.0)
+    return loss, largest, lse - largest
 
 
 def rows_dloss(

@@ -298,9 +298,9 @@ def logits_call(lead, n, ignored=0, **kwargs) -> Callable[[Maker], Call]:
 def logits_backward_call(forward) -> Callable[[Maker], Call]:
     def build(m: Maker) -> Call:
         (logits, target), kwargs = forward(m)
-        loss, lse = R.cross_entropy_forward(R.up(logits), R.up(target), **kwargs)
-        saved = [m.saved(R.up(m.randn(*loss.shape)), stat=True), m.saved(lse, stat=True)]
-        return [saved[0], logits, target, saved[1]], kwargs
+        loss, *statistics = R.cross_entropy_forward(R.up(logits), R.up(target), **kwargs)
+        dloss = m.saved(R.up(m.randn(*loss.shape)), stat=True)
+        return [dloss, logits, target, *[m.saved(t, stat=True) for t in statistics]], kwargs
 
     return build
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import reference as R
 import torchweld
 from losses import OPTIONS, grads_of, leaves_of
-from numerics import assert_equal, assert_same_bits
+from numerics import assert_equal, assert_same_bits, check_promise
 from samples import (
     BF16,
     F16,
@@ -98,16 +98,40 @@ def test_equals_linear_cross_entropy(device):
 
 
 @pytest.mark.parametrize("n", [1000, 50257])
-def test_loss_and_lse_are_within_two_roundings(device, n):
+def test_loss_and_statistics_are_within_two_roundings(device, n):
     """The target's logit and the statistics are not rounded to the dtype of the logits."""
     for dtype in (F32, BF16):
         logits, target = made(device, dtype, (64,), n)
         args = {"reduction": "none"}
         found = torch.ops.torchweld.cross_entropy_forward(logits, target, **args)
         want = R.cross_entropy_forward(R.up(logits), R.up(target), **args)
-        size = want[1].abs().clamp(min=want[0].abs().max())
+        size = (want[1] + want[2]).abs().clamp(min=want[0].abs().max())
         for got, ref in zip(found, want, strict=True):
             assert ((got.cpu().double() - ref).abs() <= 2 * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("n", [9, 1000, 20000])
+def test_large_logits_are_as_accurate_as_in_torch(device, n, reduction):
+    """Offsets, scales, a few large classes, and logits that are all the same."""
+    logits, target = made(device, F32, (16,), n)
+    rows = [logits + offset for offset in (1e2, 1e4, 1e6, 1e20)]
+    rows += [logits * 10, logits * 100, torch.full_like(logits, -1e30)]
+    rows.append(torch.cat([logits[:, :2] + 500, logits[:, 2:]], -1))
+    dloss = torch.randn(16 if reduction == "none" else (), device=device)
+    for z, smoothing in product(rows, (0.0, 0.1)):
+        options = {"reduction": reduction, "label_smoothing": smoothing}
+        found = []
+        for loss, dtype in (
+            (loss_of, F32),
+            (F.cross_entropy, F32),
+            (F.cross_entropy, F64),
+        ):
+            leaf = z.to(dtype).requires_grad_()
+            out = loss(leaf, target, **options)
+            found.append((out, *torch.autograd.grad(out, leaf, dloss.to(dtype))))
+        for ours, torchs, exact in zip(*found, strict=True):
+            check_promise(ours, torchs, exact)
 
 
 def test_int32_target_is_the_same(device):
@@ -271,9 +295,10 @@ def test_helper_ops_refuse_bad_arguments(device):
     lse = torch.zeros(4, device=device)
     ops = torch.ops.torchweld
     with pytest.raises(RuntimeError, match="dloss must be the loss's shape"):
-        ops.cross_entropy_backward(lse, logits, target, lse)
-    with pytest.raises(RuntimeError, match="lse must be the shape of a result per token"):
-        ops.cross_entropy_backward(lse[0], logits, target, lse[:2])
+        ops.cross_entropy_backward(lse, logits, target, lse, lse)
+    for bad, saved in {"max": (lse[:2], lse), "log_sum": (lse, lse[:2])}.items():
+        with pytest.raises(RuntimeError, match=f"{bad} must be the shape of a result per token"):
+            ops.cross_entropy_backward(lse[0], logits, target, *saved)
     with pytest.raises(RuntimeError, match="reduction must be 'mean' or 'sum', but got 'none'"):
         ops.cross_entropy_gradients_forward(logits, target, reduction="none")
     with pytest.raises(RuntimeError, match="dloss must be a scalar"):

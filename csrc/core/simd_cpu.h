@@ -197,18 +197,6 @@ T dot(const A* a, const B* b, int64_t n) {
   return sums.total();
 }
 
-template <typename T>
-T sum_of(const T* x, int64_t n) {
-  LaneSums<T> sums;
-  constexpr int kLanes = LaneSums<T>::kLanes;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) sums.lanes[l] += x[i + l];
-  }
-  for (; i < n; ++i) sums.lanes[0] += x[i];
-  return sums.total();
-}
-
 // Returns the maximum of n values. If a value is NaN, the maximum is unspecified. Callers that
 // compute exp(x - max) still get NaN for that value.
 template <typename T>

@@ -108,7 +108,7 @@ void row_gradient(T* z, int64_t n, int64_t target, const RowGradient<T>& row,
   const T z_target = z[target];
   with_vectors([&] {
     for (int64_t j = 0; j < n; ++j) {
-      z[j] = row.of_logit(z[j], exp_in_vectors(z[j] - row.lse), scale);
+      z[j] = row.of_logit(z[j], exp_in_vectors(z[j] - row.shift), scale);
     }
   });
   z[target] += row.target * scale.slope(z_target);

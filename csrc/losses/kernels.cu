@@ -23,7 +23,7 @@ struct RunningRow {
   float max;
   float sum;       // the sum of e = exp(z - max)
   float expected;  // the sum of e * (z - max)
-  float total;     // the sum of z
+  float total;     // the sum of z - pivot, where pivot is the same for all logits of a row
 
   // NOTE: if the maximum is -inf, shift() returns 0, because z - max would be -inf - (-inf) = NaN.
   __device__ __forceinline__ float shift() const { return max == -INFINITY ? 0.f : max; }
@@ -39,11 +39,11 @@ struct RunningRow {
     }
     max = new_max;
   }
-  __device__ __forceinline__ void add(float z) {
+  __device__ __forceinline__ void add(float z, float pivot) {
     const float shifted = z - shift(), e = expf(shifted);
     sum += e;
     expected += e == 0.f ? 0.f : e * shifted;
-    total += z;
+    total += z - pivot;
   }
   __device__ __forceinline__ void merge(RunningRow other) {
     const float both = fmaxf(max, other.max);
@@ -99,6 +99,7 @@ __global__ __launch_bounds__(kThreads) void loss_statistics_kernel(const LossChu
   if (!has_target(c, target)) return;
   const float* g_row = c.logits + row * c.row_stride;
   RunningRow running = empty_row();
+  const float z_target = scaled_logit<T>(c, g_row[target], target), pivot = pivot_of(z_target);
   for (int64_t first = threadIdx.x * kElems; first < c.n; first += kStep) {
     const Vec<float, kElems> logits = load_vec<float, kElems>(g_row + first);
     float z[kElems], largest = -INFINITY;
@@ -111,15 +112,15 @@ __global__ __launch_bounds__(kThreads) void loss_statistics_kernel(const LossChu
     running.raise_to(largest);
 #pragma unroll
     for (int i = 0; i < kElems; ++i) {
-      if (first + i < c.n) running.add(z[i]);
+      if (first + i < c.n) running.add(z[i], pivot);
     }
   }
   running = merge_block(running);
   if (threadIdx.x != 0) return;
   // If all logits of the row are -inf, lse is -inf and the other results are NaN, as in torch.
-  const float max = running.max, z_target = scaled_logit<T>(c, g_row[target], target);
+  const float max = running.max;
   const LogitStatistics<float> found = {max, logf(running.sum), z_target - max,
-                                        running.total / static_cast<float>(c.n) - max,
+                                        running.total / static_cast<float>(c.n) + (pivot - max),
                                         running.expected / running.sum};
   c.loss[row] = c.cross_entropy ? c.terms.loss(found) : found.logprob();
   c.lse[row] = found.lse();
@@ -164,7 +165,7 @@ __global__ __launch_bounds__(kThreads) void loss_gradient_kernel(const LossGradi
       float d = 0.f;
       if (live && j < c.n) {
         const float z = scaled_logit<T>(c, logits.values[i], j);
-        d = gradient.of_logit(z, expf(z - gradient.lse), c.scale);
+        d = gradient.of_logit(z, expf(z - gradient.shift), c.scale);
         if (j == target) d += gradient.target * c.scale.slope(z);
       }
       out.values[i] = from_float<T>(d);

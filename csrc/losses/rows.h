@@ -43,6 +43,13 @@ struct LogitStatistics {
   TW_HOST_DEVICE T entropy() const { return log_sum - expectation; }
 };
 
+// The mean of a row is computed from the sum of z - pivot, which has the size of the differences
+// between the logits. If the target's logit is not finite, the sum is not finite either.
+template <typename T>
+TW_HOST_DEVICE T pivot_of(T z_target) {
+  return z_target - z_target == T(0) ? z_target : T(0);
+}
+
 template <typename T>
 struct CrossEntropyTerms {
   T label_smoothing, z_loss;
@@ -60,7 +67,8 @@ struct CrossEntropyTerms {
 //   p_j (scale + entropy_scale (z_j - expectation)) + uniform + (j == t ? target : 0)
 template <typename T>
 struct RowGradient {
-  T lse, scale, entropy_scale, expectation, uniform, target;
+  T shift;  // p_j = exp(z_j - shift)
+  T scale, entropy_scale, expectation, uniform, target;
 
   // dlse and dmean are the gradients with respect to lse and mean(z), if the op also returns lse or
   // mean(z).
@@ -70,13 +78,22 @@ struct RowGradient {
     const T uniform = (dmean - dloss * eps) / static_cast<T>(n);
     return {lse, scale, T(0), T(0), uniform, -dloss * (T(1) - eps)};
   }
+  // The same gradient of a loss, for a shift of `max` instead of lse = max + log_sum.
+  // NOTE: lse is rounded at the size of the logits, and so is z - lse. z - max is exact.
+  TW_HOST_DEVICE static RowGradient of_loss(T dloss, T max, T log_sum,
+                                            const CrossEntropyTerms<T>& terms, int64_t n) {
+    RowGradient row = of_loss(dloss, max + log_sum, terms, n);
+    row.shift = max;
+    row.scale *= std::exp(-log_sum);
+    return row;
+  }
   // `entropy` is the entropy of the row. If dentropy is 0, the function ignores `entropy`.
   TW_HOST_DEVICE static RowGradient of_logprob(T dlogprob, T dentropy, T lse, T entropy) {
     return {lse, -dlogprob, -dentropy, dentropy == T(0) ? T(0) : lse - entropy, T(0), dlogprob};
   }
 
   // Returns the gradient with respect to the logit whose scaled value is z. The result does not
-  // include the term of the target. p must be exp(z - lse). If z is -inf, p is 0, and the entropy
+  // include the term of the target. p must be exp(z - shift). If z is -inf, p is 0, and the entropy
   // term of the gradient is 0.
   TW_HOST_DEVICE T of_logit(T z, T p, const LogitScale<T>& logit_scale) const {
     T factor = scale;

@@ -12,9 +12,9 @@
 //
 // These calls read the logits twice: calls with reduction "none", calls with float16, and calls
 // under torch.compile, saved-tensor hooks or transforms, where the gradient can't be scaled in
-// place. For these calls, cross_entropy_forward also returns the lse of each row (0 for an ignored
-// row), and cross_entropy_backward computes the gradient from lse. With float16, a gradient for
-// dloss = 1 would underflow, because it does not contain the loss scale.
+// place. For these calls, cross_entropy_forward also returns max(z) and lse - max(z) of each row (0
+// for an ignored row), and cross_entropy_backward computes the gradient from them. With float16, a
+// gradient for dloss = 1 would underflow, because it does not contain the loss scale.
 //
 // NOTE: no kernel overwrites the logits with their gradient. The forward can't know whether the
 // caller still reads the logits. The backward can't know either: while the graph holds a tensor,
@@ -55,29 +55,30 @@ Tensor cross_entropy_meta(const Tensor& logits, const Tensor& target, c10::strin
   return empty_loss(logits, check_inputs(op, logits, target, options), options);
 }
 
-std::tuple<Tensor, Tensor> cross_entropy_forward_meta(const Tensor& logits, const Tensor& target,
-                                                      c10::string_view reduction,
-                                                      int64_t ignore_index, double label_smoothing,
-                                                      std::optional<double> softcap, double z_loss,
-                                                      int64_t shift, double temperature) {
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_forward_meta(
+    const Tensor& logits, const Tensor& target, c10::string_view reduction, int64_t ignore_index,
+    double label_smoothing, std::optional<double> softcap, double z_loss, int64_t shift,
+    double temperature) {
   const char* op = "cross_entropy_forward";
   const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                     softcap, z_loss, shift, temperature);
   const auto sizes = check_inputs(op, logits, target, options);
-  return {empty_loss(logits, sizes, options), empty_per_token(logits, sizes)};
+  return {empty_loss(logits, sizes, options), empty_per_token(logits, sizes),
+          empty_per_token(logits, sizes)};
 }
 
 Tensor cross_entropy_backward_meta(const Tensor& dloss, const Tensor& logits, const Tensor& target,
-                                   const Tensor& lse, c10::string_view reduction,
-                                   int64_t ignore_index, double label_smoothing,
-                                   std::optional<double> softcap, double z_loss, int64_t shift,
-                                   double temperature) {
+                                   const Tensor& max, const Tensor& log_sum,
+                                   c10::string_view reduction, int64_t ignore_index,
+                                   double label_smoothing, std::optional<double> softcap,
+                                   double z_loss, int64_t shift, double temperature) {
   const char* op = "cross_entropy_backward";
   const LossOptions options = cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                     softcap, z_loss, shift, temperature);
   const auto sizes = check_inputs(op, logits, target, options);
   check_dloss(op, dloss, logits, sizes, options, "logits");
-  check_per_token(op, "lse", lse, logits, sizes, "logits");
+  check_per_token(op, "max", max, logits, sizes, "logits");
+  check_per_token(op, "log_sum", log_sum, logits, sizes, "logits");
   return empty_dlogits(logits);
 }
 
@@ -117,44 +118,46 @@ Tensor loss_on(const Tensor& logits, const Tensor& target, c10::string_view redu
   const LogitInputs in = {logits, target,
                           cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                 softcap, z_loss, shift, temperature)};
-  const LossRows rows = {zero_rows(in), zero_rows(in), {}};
+  const LogitRows rows = {zero_rows(in), zero_rows(in), zero_rows(in)};
   engine(op, in, rows, {}, {});
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
   return loss;
 }
 
 template <Engine engine>
-std::tuple<Tensor, Tensor> forward_on(const Tensor& logits, const Tensor& target,
-                                      c10::string_view reduction, int64_t ignore_index,
-                                      double label_smoothing, std::optional<double> softcap,
-                                      double z_loss, int64_t shift, double temperature) {
+std::tuple<Tensor, Tensor, Tensor> forward_on(const Tensor& logits, const Tensor& target,
+                                              c10::string_view reduction, int64_t ignore_index,
+                                              double label_smoothing, std::optional<double> softcap,
+                                              double z_loss, int64_t shift, double temperature) {
   const char* op = "cross_entropy_forward";
-  auto [loss, lse] =
+  auto [loss, max, log_sum] =
       cross_entropy_forward_meta(logits, target, reduction, ignore_index, label_smoothing, softcap,
                                  z_loss, shift, temperature);
   const LogitInputs in = {logits, target,
                           cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                 softcap, z_loss, shift, temperature)};
-  const LossRows rows = {zero_rows(in), zero_rows(in), {}};
+  const LogitRows rows = {zero_rows(in), zero_rows(in), zero_rows(in)};
   engine("cross_entropy", in, rows, {}, {});
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
-  copy_from_rows(lse, rows.lse, target, in.options);
-  return {loss, lse};
+  copy_from_rows(max, rows.max, target, in.options);
+  copy_from_rows(log_sum, rows.log_sum, target, in.options);
+  return {loss, max, log_sum};
 }
 
 template <Engine engine>
 Tensor backward_on(const Tensor& dloss, const Tensor& logits, const Tensor& target,
-                   const Tensor& lse, c10::string_view reduction, int64_t ignore_index,
-                   double label_smoothing, std::optional<double> softcap, double z_loss,
-                   int64_t shift, double temperature) {
+                   const Tensor& max, const Tensor& log_sum, c10::string_view reduction,
+                   int64_t ignore_index, double label_smoothing, std::optional<double> softcap,
+                   double z_loss, int64_t shift, double temperature) {
   const char* op = "cross_entropy_backward";
   const Tensor dlogits =
-      cross_entropy_backward_meta(dloss, logits, target, lse, reduction, ignore_index,
+      cross_entropy_backward_meta(dloss, logits, target, max, log_sum, reduction, ignore_index,
                                   label_smoothing, softcap, z_loss, shift, temperature);
   const LogitInputs in = {logits, target,
                           cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                 softcap, z_loss, shift, temperature)};
-  engine(op, in, {{}, rows_of_result(lse, target, in.options), {}},
+  engine(op, in,
+         {{}, rows_of_result(max, target, in.options), rows_of_result(log_sum, target, in.options)},
          dloss_of_rows(dloss, target, in.targets, in.options), dlogits);
   return dlogits;
 }
@@ -172,7 +175,7 @@ std::tuple<Tensor, Tensor> gradients_forward_on(const Tensor& logits, const Tens
   const LogitInputs in = {logits, target,
                           cross_entropy_options(op, reduction, ignore_index, label_smoothing,
                                                 softcap, z_loss, shift, temperature)};
-  const LossRows rows = {zero_rows(in), zero_rows(in), {}};
+  const LogitRows rows = {zero_rows(in), zero_rows(in), zero_rows(in)};
   const Tensor one = at::ones({}, rows.loss.options());
   engine("cross_entropy", in, rows, dloss_of_rows(one, target, in.targets, in.options), dlogits);
   reduce_loss(loss, rows.loss, target, in.targets, in.options);
@@ -223,10 +226,10 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
       ctx->save_for_backward({dlogits});
       return {loss};
     }
-    auto [loss, lse] =
+    auto [loss, max, log_sum] =
         call_cross_entropy_forward.below(logits, target, reduction, ignore_index, label_smoothing,
                                          softcap, z_loss, shift, temperature);
-    ctx->save_for_backward({logits, target, lse});
+    ctx->save_for_backward({logits, target, max, log_sum});
     data["reduction"] = reduction;
     data["ignore_index"] = ignore_index;
     data["label_smoothing"] = label_smoothing;
@@ -245,11 +248,11 @@ struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
     auto& data = ctx->saved_data;
     if (data["keeps_gradient"].toBool()) {
       const Donation unit_dlogits(ctx, saved[0], dloss);
-      all[0] = call_cross_entropy_gradients_backward(recorded_dloss(dloss), saved[0]);
+      all[0] = call_cross_entropy_gradients_backward(dloss, saved[0]);
       return all;
     }
     all[0] = call_cross_entropy_backward(
-        dloss, saved[0], saved[1], saved[2], data["reduction"].toStringRef(),
+        dloss, saved[0], saved[1], saved[2], saved[3], data["reduction"].toStringRef(),
         data["ignore_index"].toInt(), data["label_smoothing"].toDouble(),
         data["softcap"].toOptional<double>(), data["z_loss"].toDouble(), data["shift"].toInt(),
         data["temperature"].toDouble());
@@ -278,12 +281,13 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   const std::string name = "cross_entropy";
   define_op(m, name + "(" + inputs + options + ") -> Tensor", TW_KERNELS(cross_entropy),
             recorded_by<CrossEntropyFunction>(call_cross_entropy, cross_entropy_checks));
-  define_op(m, name + "_forward(" + inputs + options + ") -> (Tensor loss, Tensor lse)",
-            TW_KERNELS(cross_entropy_forward), no_gradient_function());
   define_op(
-      m,
-      name + "_backward(Tensor dloss, " + inputs + "Tensor lse, " + options + ") -> Tensor dlogits",
-      TW_KERNELS(cross_entropy_backward), no_gradient_function());
+      m, name + "_forward(" + inputs + options + ") -> (Tensor loss, Tensor max, Tensor log_sum)",
+      TW_KERNELS(cross_entropy_forward), no_gradient_function());
+  define_op(m,
+            name + "_backward(Tensor dloss, " + inputs + "Tensor max, Tensor log_sum, " + options +
+                ") -> Tensor dlogits",
+            TW_KERNELS(cross_entropy_backward), no_gradient_function());
   define_op(m,
             name + "_gradients_forward(" + inputs + options + ") -> (Tensor loss, Tensor dlogits)",
             TW_KERNELS(cross_entropy_gradients_forward), no_gradient_function());

@@ -13,17 +13,23 @@ struct LogitInputs {
   Tensor targets = target_of_rows(target, options);  // (rows,) int64
 };
 
-// The vectors over all rows (rows.loss, rows.lse and dloss) are in the accumulation dtype. If
-// rows.loss is undefined, rows.lse is an input. dloss may have stride 0. dlogits is contiguous, or
-// undefined if no gradient is requested. For an ignored row, the engine does not write rows.loss
-// and rows.lse, and it sets dlogits to 0.
-using Engine = void (*)(const char* op, const LogitInputs& in, const LossRows& rows,
+// The loss of each row, and the statistics that the gradient needs: lse = max + log_sum. The sum
+// rounds at the size of the logits, so its terms are stored.
+struct LogitRows {
+  Tensor loss;  // if undefined, max and log_sum are inputs
+  Tensor max, log_sum;
+};
+
+// The vectors over all rows (`rows` and dloss) are in the accumulation dtype. dloss may have stride
+// 0. dlogits is contiguous, or undefined if no gradient is requested. For an ignored row, the
+// engine does not write to `rows`, and it sets dlogits to 0.
+using Engine = void (*)(const char* op, const LogitInputs& in, const LogitRows& rows,
                         const Tensor& dloss, const Tensor& dlogits);
 
-void cross_entropy_rows_cpu(const char* op, const LogitInputs& in, const LossRows& rows,
+void cross_entropy_rows_cpu(const char* op, const LogitInputs& in, const LogitRows& rows,
                             const Tensor& dloss, const Tensor& dlogits);
 #ifdef TORCHWELD_CUDA
-void cross_entropy_rows_cuda(const char* op, const LogitInputs& in, const LossRows& rows,
+void cross_entropy_rows_cuda(const char* op, const LogitInputs& in, const LogitRows& rows,
                              const Tensor& dloss, const Tensor& dlogits);
 #endif
 

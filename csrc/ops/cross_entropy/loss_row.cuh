@@ -51,18 +51,19 @@ __device__ __forceinline__ float target_logit(const CrossEntropyParams& p, int64
 }
 
 // Returns the statistics of a row. `found` is the row's (max, sum of exponentials), and `total` is
-// the row's sum of z. Only label smoothing needs `total`.
+// the row's sum of z - pivot. Only label smoothing needs `total`.
 __device__ __forceinline__ LogitStatistics<float> row_statistics(const CrossEntropyParams& p,
                                                                  const MaxSum& found, float total,
                                                                  float z_target) {
   // If all logits of a row are -inf, the results of the row are NaN, as in torch.
   const float max = found.max == -INFINITY ? NAN : found.max;
-  return {max, logf(found.sum), z_target - max, total / static_cast<float>(p.n) - max, 0.f};
+  return {max, logf(found.sum), z_target - max,
+          total / static_cast<float>(p.n) + (pivot_of(z_target) - max), 0.f};
 }
 
 __device__ __forceinline__ RowGradient<float> row_gradient(const CrossEntropyParams& p, int64_t row,
-                                                           float lse) {
-  return RowGradient<float>::of_loss(p.dloss[row * p.dloss_stride], lse, p.terms, p.n);
+                                                           float max, float log_sum) {
+  return RowGradient<float>::of_loss(p.dloss[row * p.dloss_stride], max, log_sum, p.terms, p.n);
 }
 
 // Returns the gradient with respect to a logit, without the term of the target. z is the scaled and
@@ -70,7 +71,7 @@ __device__ __forceinline__ RowGradient<float> row_gradient(const CrossEntropyPar
 template <typename T>
 __device__ __forceinline__ float logit_gradient(const CrossEntropyParams& p,
                                                 const RowGradient<float>& row, float z) {
-  return row.of_logit(z, loss_exp<T>(z - row.lse), p.scale);
+  return row.of_logit(z, loss_exp<T>(z - row.shift), p.scale);
 }
 
 }  // namespace torchweld

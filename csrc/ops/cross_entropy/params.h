@@ -12,7 +12,7 @@
 namespace torchweld {
 
 // The rows of logits and the vectors over the rows. For an ignored row, the kernels don't write
-// `loss` and `lse`, and they set `dlogits` to 0.
+// `loss`, `max` and `log_sum`, and they set `dlogits` to 0.
 struct CrossEntropyParams {
   const void* logits;  // (rows, n) in `dtype`
   int64_t row_stride;
@@ -25,8 +25,9 @@ struct CrossEntropyParams {
   // NOTE: kernels multiply by the inverse, because divisions would be a third of all instructions.
   float inverse_temperature;
   CrossEntropyTerms<float> terms;
-  float* loss;  // nullptr if `lse` is an input
-  float* lse;
+  float* loss;  // nullptr if `max` and `log_sum` are inputs
+  float* max;
+  float* log_sum;
   const float* dloss;    // nullptr if no gradient is requested
   int64_t dloss_stride;  // 0 or 1
   void* dlogits;         // (rows, n) in `dtype`, contiguous; nullptr if no gradient is requested

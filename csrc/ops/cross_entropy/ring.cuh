@@ -54,12 +54,12 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
       if (live) {
         const float z_target = target_logit<T>(all, row.row, target);
         const auto statistics = row_statistics(all, found, 0.f, z_target);
-        const float lse = statistics.lse();
         if (Base::rank == 0 && threadIdx.x % Config::kThreads == 0) {
           all.loss[row.row] = all.terms.loss(statistics);
-          all.lse[row.row] = lse;
+          all.max[row.row] = statistics.max;
+          all.log_sum[row.row] = statistics.log_sum;
         }
-        gradient = row_gradient(all, row.row, lse);
+        gradient = row_gradient(all, row.row, statistics.max, statistics.log_sum);
         target_gradient = gradient.target * all.inverse_temperature;
       }
       const float factor = gradient.scale * all.inverse_temperature;
@@ -73,7 +73,7 @@ struct CrossEntropyRing : RingRows<Config, TargetMask> {
           float r_d[kElems];
           Base::template convert<full>(r_d, r_in[i], p, done, i, all.inverse_temperature, 0.f);
 #pragma unroll
-          for (float& z : r_d) z = exponent(z, gradient.lse) * factor;
+          for (float& z : r_d) z = exponent(z, gradient.shift) * factor;
           const int to_target = target - p.column - (done + Base::access_of(i)) * kElems;
           if (to_target >= 0 && to_target < kElems) {
 #pragma unroll

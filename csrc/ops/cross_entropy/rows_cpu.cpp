@@ -77,7 +77,7 @@ struct RowsCpu {
   int64_t ignore_index;
   LogitScale<T> scale;
   CrossEntropyTerms<T> terms;
-  T *loss, *lse;
+  T *loss, *max, *log_sum;
   const T* dloss;
   int64_t dloss_stride;
   scalar_t* dlogits;
@@ -95,11 +95,13 @@ struct RowsCpu {
     if (loss != nullptr) {
       const LogitStatistics<T> found = statistics(from, z_target);
       loss[row] = terms.loss(found);
-      lse[row] = found.lse();
+      max[row] = found.max;
+      log_sum[row] = found.log_sum;
     }
     if (out == nullptr) return;
-    const auto own = RowGradient<T>::of_loss(dloss[row * dloss_stride], lse[row], terms, n);
-    const T p_target = exp_of_negative(z_target - own.lse);
+    const auto own =
+        RowGradient<T>::of_loss(dloss[row * dloss_stride], max[row], log_sum[row], terms, n);
+    const T p_target = exp_of_negative(z_target - own.shift);
     const T hit = own.of_logit(z_target, p_target, scale) + own.target * scale.slope(z_target);
     store_gradient(out, from, own);
     out[target] = static_cast<scalar_t>(hit);
@@ -109,6 +111,7 @@ struct RowsCpu {
   // Returns the statistics of a row. The sum of a block is relative to the maximum of the block.
   // The fp64 sum over the blocks is relative to the largest maximum so far.
   LogitStatistics<T> statistics(const scalar_t* from, T z_target) const {
+    const T pivot = pivot_of(z_target);
     T z[kBlock], max = -kInfinity;
     double sum = 0, total = 0;
     for (int64_t first = 0; first < n; first += kBlock) {
@@ -120,8 +123,16 @@ struct RowsCpu {
       const T shift = block_max == -kInfinity ? T(0) : block_max;
       T block_sum = 0;
       with_vectors([&] {
-        if (terms.label_smoothing != T(0)) total += sum_of(z, size);
         constexpr int kLanes = LaneSums<T>::kLanes;
+        if (terms.label_smoothing != T(0)) {
+          LaneSums<T> above;
+          int64_t j = 0;
+          for (; j + kLanes <= size; j += kLanes) {
+            for (int lane = 0; lane < kLanes; ++lane) above.lanes[lane] += z[j + lane] - pivot;
+          }
+          for (; j < size; ++j) above.lanes[0] += z[j] - pivot;
+          total += above.total();
+        }
         static_assert(kBlock % kLanes == 0);
         LaneSums<T> sums;
         // Fill the lanes behind the last logit with -inf. The exponential of -inf adds 0 to the
@@ -141,7 +152,7 @@ struct RowsCpu {
     }
     // If all logits of a row are -inf, the results of the row are NaN, as in torch.
     if (max == -kInfinity) max = std::numeric_limits<T>::quiet_NaN();
-    const T mean = static_cast<T>(total / static_cast<double>(n) - max);
+    const T mean = static_cast<T>(total / static_cast<double>(n)) + (pivot - max);
     return {max, static_cast<T>(std::log(sum)), z_target - max, mean, T(0)};
   }
 
@@ -153,7 +164,7 @@ struct RowsCpu {
 
   // Stores the gradient of a row without the term of its target.
   void store_gradient(scalar_t* out, const scalar_t* from, const RowGradient<T>& own) const {
-    const T lse = own.lse, slope = 1 / scale.temperature;
+    const T shift = own.shift, slope = 1 / scale.temperature;
     const T factor = own.scale * slope, uniform = own.uniform * slope;
     T block[kBlock];
     for (int64_t first = 0; first < n; first += kBlock) {
@@ -164,10 +175,11 @@ struct RowsCpu {
       apply_scale(z, size, scale);
       with_vectors([&] {
         if (scale.softcap == T(0)) {
-          for (int64_t j = 0; j < size; ++j) z[j] = exp_of_negative(z[j] - lse) * factor + uniform;
+          for (int64_t j = 0; j < size; ++j)
+            z[j] = exp_of_negative(z[j] - shift) * factor + uniform;
         } else {
           for (int64_t j = 0; j < size; ++j) {
-            z[j] = own.of_logit(z[j], exp_of_negative(z[j] - lse), scale);
+            z[j] = own.of_logit(z[j], exp_of_negative(z[j] - shift), scale);
           }
         }
       });
@@ -177,7 +189,7 @@ struct RowsCpu {
 };
 
 template <typename scalar_t>
-void compute_rows(const LogitInputs& in, const LossRows& rows, const Tensor& dloss,
+void compute_rows(const LogitInputs& in, const LogitRows& rows, const Tensor& dloss,
                   const Tensor& dlogits) {
   using T = at::opmath_type<scalar_t>;
   Tensor logits = as_matrix(in.logits);
@@ -192,7 +204,8 @@ void compute_rows(const LogitInputs& in, const LossRows& rows, const Tensor& dlo
       in.options.logit_scale<T>(),
       in.options.terms<T>(),
       rows.loss.defined() ? rows.loss.mutable_data_ptr<T>() : nullptr,
-      rows.lse.mutable_data_ptr<T>(),
+      rows.max.mutable_data_ptr<T>(),
+      rows.log_sum.mutable_data_ptr<T>(),
       dloss.defined() ? dloss.const_data_ptr<T>() : nullptr,
       dloss.defined() ? dloss.stride(0) : 0,
       dlogits.defined() ? dlogits.mutable_data_ptr<scalar_t>() : nullptr};
@@ -206,7 +219,7 @@ void compute_rows(const LogitInputs& in, const LossRows& rows, const Tensor& dlo
 
 }  // namespace
 
-void cross_entropy_rows_cpu(const char* op, const LogitInputs& in, const LossRows& rows,
+void cross_entropy_rows_cpu(const char* op, const LogitInputs& in, const LogitRows& rows,
                             const Tensor& dloss, const Tensor& dlogits) {
   check_targets(op, in.targets, in.logits.size(-1), in.options);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, in.logits.scalar_type(),

@@ -59,7 +59,7 @@ __global__ __launch_bounds__(kCrossEntropyThreads) void cross_entropy_stream_ker
     const CrossEntropyParams p, const int64_t first_row) {
   constexpr int kElems = kVectorBytes / sizeof(T);
   __shared__ BlockExchange<kCrossEntropyThreads> s_max_sum, s_total;
-  __shared__ float s_lse;
+  __shared__ float s_max, s_log_sum;
   const int64_t row = first_row + blockIdx.x, target = p.targets[row];
   const T* g_row = static_cast<const T*>(p.logits) + row * p.row_stride;
   T* g_out = p.dlogits == nullptr ? nullptr : static_cast<T*>(p.dlogits) + row * p.n;
@@ -93,12 +93,13 @@ __global__ __launch_bounds__(kCrossEntropyThreads) void cross_entropy_stream_ker
     const LossExponent<T> exponent;
     MaxSum local = {-INFINITY, 0.f};
     float total = 0.f;
+    const float z_target = target_logit<T>(p, row, target), pivot = pivot_of(z_target);
     const auto add = [&](const auto& r_z) {
       const float max = fmaxf(local.max, largest(r_z));
       local = {max, rescaled_sum(local, max, exponent)};
       for (const float z : r_z) {
         local.sum += exponent(z, finite_max(max));
-        total += z;
+        total += z - pivot;
       }
     };
     span.visit(
@@ -117,22 +118,24 @@ __global__ __launch_bounds__(kCrossEntropyThreads) void cross_entropy_stream_ker
     const MaxSum found = s_max_sum.merge_warps(warp_merge(local, exponent), exponent);
     if (p.terms.label_smoothing != 0.f) total = s_total.sum_warps(warp_sum(total));
     if (threadIdx.x == 0) {
-      const auto statistics = row_statistics(p, found, total, target_logit<T>(p, row, target));
+      const auto statistics = row_statistics(p, found, total, z_target);
       p.loss[row] = p.terms.loss(statistics);
-      p.lse[row] = s_lse = statistics.lse();
+      p.max[row] = s_max = statistics.max;
+      p.log_sum[row] = s_log_sum = statistics.log_sum;
     }
   } else if (threadIdx.x == 0) {
-    s_lse = p.lse[row];
+    s_max = p.max[row];
+    s_log_sum = p.log_sum[row];
   }
   if (g_out == nullptr) return;
   __syncthreads();
 
-  const RowGradient<float> gradient = row_gradient(p, row, s_lse);
+  const RowGradient<float> gradient = row_gradient(p, row, s_max, s_log_sum);
   const auto gradient_of = [&](int64_t column, float logit) {
     const float z = scaled_logit(p, logit);
     float d;
     if (p.scale.softcap == 0.f) {
-      d = (loss_exp<T>(z - gradient.lse) * gradient.scale + gradient.uniform) *
+      d = (loss_exp<T>(z - gradient.shift) * gradient.scale + gradient.uniform) *
           p.inverse_temperature;
     } else {
       d = logit_gradient<T>(p, gradient, z);

@@ -13,6 +13,8 @@ _TOKENS = (
     "entropy",
     "row_entropy",
     "lse",
+    "max",
+    "log_sum",
     "dlse",
     "mean",
     "dmean",
