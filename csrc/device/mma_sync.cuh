@@ -258,10 +258,11 @@ struct TermFragment {
 // tiles are interleaved. In each tile the products of the largest terms are added last. Until then
 // the sum is small, because it has only the other products. Therefore the truncation errors of
 // these first additions are negligible.
-// NOTE: handles_non_finite must be true if a fragment contains inf or NaN. The smaller terms of inf
-// are 0, and inf * 0 would be NaN. If handles_non_finite is true, results that are not finite are
-// computed from the products of the largest terms alone.
-template <int kM, int kPairs>
+// If kMirrored is true, the products are added in the order of b^T @ a^T, so that both have the
+// same bits. NOTE: handles_non_finite must be true if a fragment contains inf or NaN. The smaller
+// terms of inf are 0, and inf * 0 would be NaN. If handles_non_finite is true, results that are not
+// finite are computed from the products of the largest terms alone.
+template <bool kMirrored, int kM, int kPairs>
 __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
                                           const TermFragment<4> (&a)[kM],
                                           const TermFragment<2> (&b)[kPairs][2],
@@ -277,11 +278,19 @@ __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
     }
   };
   for_each_tile([](float (&d)[4], const auto&, const auto&) { d[0] = d[1] = d[2] = d[3] = 0.f; });
-  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.low, y.high); });
-  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.low); });
+  const auto multiply_low = [&](auto& d, const auto& x, const auto& y, bool of_left) {
+    of_left ? multiply(d, x.low, y.high) : multiply(d, x.high, y.low);
+  };
+  const auto multiply_middle = [&](auto& d, const auto& x, const auto& y, bool of_left) {
+    of_left ? multiply(d, x.middle, y.high) : multiply(d, x.high, y.middle);
+  };
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply_low(d, x, y, !kMirrored); });
+  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply_low(d, x, y, kMirrored); });
   for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.middle, y.middle); });
-  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.middle, y.high); });
-  for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.middle); });
+  for_each_tile(
+      [&](auto& d, const auto& x, const auto& y) { multiply_middle(d, x, y, !kMirrored); });
+  for_each_tile(
+      [&](auto& d, const auto& x, const auto& y) { multiply_middle(d, x, y, kMirrored); });
   for_each_tile([&](auto& d, const auto& x, const auto& y) { multiply(d, x.high, y.high); });
   if (handles_non_finite) {
     for_each_tile([&](float (&d)[4], const auto& x, const auto& y) {
@@ -296,7 +305,7 @@ __device__ __forceinline__ void mma_terms(float (&partial)[kM][2 * kPairs][4],
 // Computes to(i, j) += a[i] @ b_j for kM fragments of A and 2 kPairs fragments of B. load(b, p)
 // reads pair p of B, that is, fragments 2p and 2p + 1. The loop is pipelined: while it multiplies
 // kAtOnce pairs, it loads the next pairs and adds the results of the previous pairs.
-template <int kPairs, int kAtOnce, int kM, typename Load, typename To>
+template <int kPairs, int kAtOnce, bool kMirrored = false, int kM, typename Load, typename To>
 __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
                                                bool handles_non_finite, const Load& load,
                                                const To& to) {
@@ -324,7 +333,7 @@ __device__ __forceinline__ void multiply_terms(const TermFragment<4> (&a)[kM],
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
     if (group + 1 < kGroups) read(group + 1);
-    mma_terms(partial[group % 2], a, b[group % 2], handles_non_finite);
+    mma_terms<kMirrored>(partial[group % 2], a, b[group % 2], handles_non_finite);
     if (group > 0) add(group - 1);
     // NOTE: without this barrier the compiler moves the additions so late that registers spill.
     if (kGroups > 1) __syncwarp();

@@ -1,6 +1,10 @@
 // CPU: the gradient of attention, with the tiles of attention/cpu/fwd.h. A task computes all
 // gradients of a kv head and its query heads. Therefore the order of every sum does not depend on
 // the number of threads.
+//
+// The backward rounds the scores as the forward does and computes their softmax again, if lse
+// allows it (is_own_lse). Otherwise all probabilities of a row would have the rounding error of a
+// score.
 #pragma once
 
 #include <ATen/ops/zeros.h>
@@ -19,40 +23,104 @@ struct HeadGradient {
 
   // A block of query rows in packed form, and the statistics of the rows.
   struct Lanes {
-    acc_t *q, *qt, *dout, *dout_t, *lse, *delta;
+    acc_t *q, *qt, *dout, *dout_t, *delta, *lse, *dlse;
+    LaneStatistics<acc_t> statistics;
+  };
+  // Tiles (tiles, 64, width) of a block. The scores become p, and dp becomes ds. The slopes
+  // 1 - (s / softcap)^2 exist if there is a soft cap.
+  struct Tiles {
+    acc_t *scores, *dp, *slopes;
   };
 
-  // Computes p = exp(s - lse) in place of s, and ds = p * (dp - delta) in place of dp. With a soft
-  // cap, ds is also multiplied by the slope of the cap, 1 - (s / softcap)^2. Hidden elements have p
-  // = 0 and an undefined ds.
-  void softmax_gradient(acc_t* s, acc_t* dp, const Lanes& lanes, int64_t width) const {
-    const acc_t inverse = a.softcap > 0 ? static_cast<acc_t>(1 / a.softcap) : 0;
+  // Computes the scores of a tile in the way of the forward.
+  void score_tile(acc_t* tile, const acc_t* keys, const Lanes& lanes, int64_t width) const {
+    const int64_t d = a.head_dim;
+    if (a.seqlen_q > kFewRows) {
+      return block_matmul(tile, keys, lanes.qt, kTileKeys, width, d, /*add=*/false);
+    }
     with_vectors([&] {
       for (int64_t c = 0; c < kTileKeys; ++c) {
-        acc_t *p = s + c * width, *ds = dp + c * width;
         for (int64_t r = 0; r < width; ++r) {
-          const acc_t slope = 1 - p[r] * inverse * (p[r] * inverse);
-          p[r] = exp_in_vectors(p[r] - lanes.lse[r]);
-          ds[r] = p[r] * (ds[r] - lanes.delta[r]) * slope;
+          tile[c * width + r] = dot<acc_t>(lanes.q + r * d, keys + c * d, d);
         }
       }
     });
   }
 
-  void add_block(const QueryBlock& block, const Lanes& lanes, acc_t* tiles, acc_t* dq_t) const {
+  // Computes the probabilities of a block in place of its scores, and delta of the rows for which
+  // is_own_lse is true.
+  void probabilities(const QueryBlock& block, acc_t sink, const Lanes& lanes,
+                     const Tiles& tiles) const {
+    const int64_t width = a.block_rows(), size = kTileKeys * width;
+    score_tiles(a, block, tiles.scores, k + block.tile_begin * kTileKeys * a.head_dim,
+                [&](acc_t* tile, const acc_t* keys) { score_tile(tile, keys, lanes, width); });
+    if (a.softcap > 0) slopes_of(block, tiles);
+    acc_t *const max = lanes.statistics.max, *const sum = lanes.statistics.sum;
+    acc_t* const tile_delta = lanes.statistics.tile_sum;
+    softmax_of_lanes(tiles.scores, block, width, sink, lanes.statistics);
+    bool own[QueryBlock::kMaxRows];
+    double delta[QueryBlock::kMaxRows] = {};
+    for (int64_t r = 0; r < width; ++r) {
+      own[r] = is_own_lse(max[r], sum[r], lanes.lse[r]);
+      // A row that sees no key has the sum 0.
+      sum[r] = sum[r] == 0 ? 0 : (own[r] ? 1 / sum[r] : std::exp(max[r] - lanes.lse[r]));
+    }
+    acc_t* const factor = sum;
+    with_vectors([&] {
+      for (int64_t t = 0; t < block.tiles(); ++t) {
+        acc_t *const p = tiles.scores + t * size, *const dp = tiles.dp + t * size;
+        std::fill_n(tile_delta, width, acc_t(0));
+        for (int64_t i = 0; i < size; i += width) {
+          for (int64_t r = 0; r < width; ++r) {
+            p[i + r] *= factor[r];
+            tile_delta[r] += p[i + r] * dp[i + r];
+          }
+        }
+        for (int64_t r = 0; r < width; ++r) delta[r] += static_cast<double>(tile_delta[r]);
+      }
+    });
+    for (int64_t r = 0; r < width; ++r) {
+      if (own[r]) lanes.delta[r] = static_cast<acc_t>(delta[r]) - lanes.dlse[r];
+    }
+  }
+
+  void slopes_of(const QueryBlock& block, const Tiles& tiles) const {
+    const int64_t size = kTileKeys * a.block_rows();
+    const auto inverse = static_cast<acc_t>(1 / a.softcap);
+    for (int64_t t = 0; t < block.tiles(); ++t) {
+      acc_t *const s = tiles.scores + t * size, *const slopes = tiles.slopes + t * size;
+      with_vectors([&] {
+        for (int64_t i = 0; i < size; ++i) slopes[i] = 1 - s[i] * inverse * (s[i] * inverse);
+      });
+      block.fill_hidden(slopes, block.tile_begin + t, a.block_rows(), acc_t(0));
+    }
+  }
+
+  void add_block(const QueryBlock& block, acc_t sink, const Lanes& lanes, const Tiles& tiles,
+                 acc_t* dq_t) const {
     const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v;
-    acc_t *const s = tiles, *const dp = tiles + kTileKeys * width;
-    for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
-      const int64_t at = t * kTileKeys;
-      block_matmul(s, k + at * d, lanes.qt, kTileKeys, width, d, /*add=*/false);
-      block_matmul(dp, v + at * n, lanes.dout_t, kTileKeys, width, n, /*add=*/false);
-      if (a.softcap > 0) cap_tile(s, kTileKeys * width, a.softcap);
-      block.fill_hidden(s, t, width, -std::numeric_limits<acc_t>::infinity());
-      softmax_gradient(s, dp, lanes, width);
-      block.fill_hidden(dp, t, width, acc_t(0));
-      block_matmul(dv + at * n, s, lanes.dout, kTileKeys, n, width, /*add=*/true);
-      block_matmul(dk + at * d, dp, lanes.q, kTileKeys, d, width, /*add=*/true);
-      block_matmul(dq_t, kt + at * d, dp, d, width, kTileKeys, /*add=*/t > block.tile_begin);
+    const int64_t size = kTileKeys * width;
+    for (int64_t t = 0; t < block.tiles(); ++t) {
+      acc_t* const dp = tiles.dp + t * size;
+      block_matmul(dp, v + (block.tile_begin + t) * kTileKeys * n, lanes.dout_t, kTileKeys, width,
+                   n, /*add=*/false);
+      block.fill_hidden(dp, block.tile_begin + t, width, acc_t(0));
+    }
+    probabilities(block, sink, lanes, tiles);
+    for (int64_t t = 0; t < block.tiles(); ++t) {
+      const int64_t at = (block.tile_begin + t) * kTileKeys;
+      acc_t *const p = tiles.scores + t * size, *const ds = tiles.dp + t * size;
+      with_vectors([&] {
+        for (int64_t i = 0; i < size; i += width) {
+          for (int64_t r = 0; r < width; ++r) {
+            ds[i + r] = p[i + r] * (ds[i + r] - lanes.delta[r]);
+          }
+        }
+        for (int64_t i = 0; a.softcap > 0 && i < size; ++i) ds[i] *= tiles.slopes[t * size + i];
+      });
+      block_matmul(dv + at * n, p, lanes.dout, kTileKeys, n, width, /*add=*/true);
+      block_matmul(dk + at * d, ds, lanes.q, kTileKeys, d, width, /*add=*/true);
+      block_matmul(dq_t, kt + at * d, ds, d, width, kTileKeys, /*add=*/t > 0);
     }
   }
 };
@@ -79,15 +147,24 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
     const int64_t b = task % a.batch, kv = task / a.batch;
     const int64_t kv_tiles = (b * a.nheads_kv + kv) * tiles * kTileKeys;
     const int64_t sums = tiles * kTileKeys * (d + n);
-    Scratch<acc_t> scratch(sums + width * (3 * d + 2 * n + 2 * kTileKeys + 2), packed_k.options());
+    const int64_t scores = tiles * kTileKeys * width, slopes = a.softcap > 0 ? scores : 0;
+    Scratch<acc_t> scratch(sums + 2 * scores + slopes + width * (3 * d + 2 * n + 6),
+                           packed_k.options());
     acc_t* const dk_sums = scratch.allocate(tiles * kTileKeys * d);
     acc_t* const dv_sums = scratch.allocate(tiles * kTileKeys * n);
     std::fill_n(dk_sums, sums, acc_t(0));
     const typename HeadGradient<T, acc_t>::Lanes lanes = {
-        scratch.allocate(width * d), scratch.allocate(width * d), scratch.allocate(width * n),
-        scratch.allocate(width * n), scratch.allocate(width),     scratch.allocate(width)};
-    acc_t *const dq_t = scratch.allocate(width * d), *const pair =
-                                                         scratch.allocate(2 * kTileKeys * width);
+        scratch.allocate(width * d),
+        scratch.allocate(width * d),
+        scratch.allocate(width * n),
+        scratch.allocate(width * n),
+        scratch.allocate(width),
+        scratch.allocate(width),
+        scratch.allocate(width),
+        {scratch.allocate(width), scratch.allocate(width), scratch.allocate(width)}};
+    const typename HeadGradient<T, acc_t>::Tiles block_tiles = {
+        scratch.allocate(scores), scratch.allocate(scores), scratch.allocate(slopes)};
+    acc_t* const dq_t = scratch.allocate(width * d);
     const HeadGradient<T, acc_t> gradient = {a,
                                              packed_k.const_data_ptr<acc_t>() + kv_tiles * d,
                                              packed_kt.const_data_ptr<acc_t>() + kv_tiles * d,
@@ -102,18 +179,18 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
           if (!block.sees(r)) std::fill_n(dq.row(b, h, block.row + r), d, T(0));
         }
         if (!block.empty()) {
-          // The lanes of rows that see no key are packed as zeros, and their p is 0.
+          // The lanes of rows that see no key are packed as zeros.
           pack_rows<T, acc_t>(lanes.q, width, q.row(b, h, block.row), block.rows, d, q.row_stride,
                               q.column_stride, scale);
           pack_rows<T, acc_t>(lanes.dout, width, d_out.row(b, h, block.row), block.rows, n,
                               d_out.row_stride, d_out.column_stride);
           for (int64_t r = 0; r < width; ++r) {
-            lanes.delta[r] = 0;
+            lanes.delta[r] = lanes.lse[r] = lanes.dlse[r] = 0;
             if (r < block.rows && block.sees(r)) {
               lanes.lse[r] = *l.row(b, h, block.row + r);
+              if (lse_grad) lanes.dlse[r] = *lse_grad->row(b, h, block.row + r);
               continue;
             }
-            lanes.lse[r] = std::numeric_limits<acc_t>::infinity();
             std::fill_n(lanes.q + r * d, d, acc_t(0));
             std::fill_n(lanes.dout + r * n, n, acc_t(0));
           }
@@ -126,7 +203,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
         if (block.empty()) continue;
         pack_transposed<acc_t, acc_t>(lanes.qt, width, lanes.q, width, d, d, 1);
         pack_transposed<acc_t, acc_t>(lanes.dout_t, width, lanes.dout, width, n, n, 1);
-        gradient.add_block(block, lanes, pair, dq_t);
+        gradient.add_block(block, a.template sink<acc_t>(h), lanes, block_tiles, dq_t);
         with_vectors([&] {
           for (int64_t r = 0; r < block.rows; ++r) {
             if (!block.sees(r)) continue;

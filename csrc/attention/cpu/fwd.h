@@ -19,14 +19,25 @@ namespace torchweld {
 // so few rows, packing takes longer than it saves.
 constexpr int64_t kFewRows = 8;
 
+// The statistics of the rows of a block, (width,) each.
+template <typename acc_t>
+struct LaneStatistics {
+  acc_t *max, *sum;
+  acc_t* tile_sum;  // scratch memory
+};
+
 // Overwrites scores (tiles, 64, width) with exp(scores - max) of each row, and computes the sums of
 // the rows, including the sink. Each tile is summed separately, and then the sums of the tiles are
-// added. One long chain of additions would lose digits. tile_sum (width,) is scratch memory.
+// added. One long chain of additions would lose digits. Rows from `rows` on get the sum 0, and so
+// do rows that see no key: their elements become 0.
 template <typename acc_t>
-void softmax_of_lanes(acc_t* scores, int64_t tiles, int64_t width, acc_t sink, acc_t* max,
-                      acc_t* sum, acc_t* tile_sum) {
+void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc_t sink,
+                      const LaneStatistics<acc_t>& lanes) {
+  const int64_t tiles = block.tiles();
+  acc_t *const max = lanes.max, *const sum = lanes.sum, *const tile_sum = lanes.tile_sum;
+  constexpr acc_t kInfinity = std::numeric_limits<acc_t>::infinity();
   with_vectors([&] {
-    std::fill_n(max, width, sink);
+    for (int64_t r = 0; r < width; ++r) max[r] = r < block.rows && block.sees(r) ? sink : kInfinity;
     for (int64_t c = 0; c < tiles * kTileKeys; ++c) {
       const acc_t* s = scores + c * width;
       for (int64_t r = 0; r < width; ++r) max[r] = max[r] > s[r] ? max[r] : s[r];
@@ -46,6 +57,22 @@ void softmax_of_lanes(acc_t* scores, int64_t tiles, int64_t width, acc_t sink, a
       for (int64_t r = 0; r < width; ++r) sum[r] += tile_sum[r];
     }
   });
+}
+
+// Computes the score tiles (tiles, 64, width) of a block. `product(tile, keys)` multiplies the 64
+// packed keys at `keys` by the query rows. `k` are the packed keys of the block's first tile on.
+// Hidden elements become -inf.
+template <typename acc_t, typename Product>
+void score_tiles(const CpuAttention& a, const QueryBlock& block, acc_t* scores, const acc_t* k,
+                 const Product& product) {
+  const int64_t size = kTileKeys * a.block_rows();
+  for (int64_t t = 0; t < block.tiles(); ++t) {
+    acc_t* const tile = scores + t * size;
+    product(tile, k + t * kTileKeys * a.head_dim);
+    if (a.softcap > 0) cap_tile(tile, size, a.softcap);
+    block.fill_hidden(tile, block.tile_begin + t, a.block_rows(),
+                      -std::numeric_limits<acc_t>::infinity());
+  }
 }
 
 template <typename T>
@@ -76,20 +103,17 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
     acc_t* const qt = scratch.allocate(d * width);
     acc_t* const out_t = scratch.allocate(dv * width);
     acc_t* const scores = scratch.allocate(block.tiles() * kTileKeys * width);
-    acc_t *const max = scratch.allocate(width), *const sum = scratch.allocate(width);
-    acc_t* const part = scratch.allocate(width);
+    const LaneStatistics<acc_t> lanes = {scratch.allocate(width), scratch.allocate(width),
+                                         scratch.allocate(width)};
     pack_transposed<T, acc_t>(qt, width, q.row(b, h, block.row), block.rows, d, q.row_stride,
                               q.column_stride, static_cast<acc_t>(a.scale));
     const int64_t kv_tile = (b * a.nheads_kv + h / a.group()) * a.tiles() + block.tile_begin;
     const acc_t* k = packed_k.const_data_ptr<acc_t>() + kv_tile * kTileKeys * d;
     const acc_t* vt = packed_vt.const_data_ptr<acc_t>() + kv_tile * kTileKeys * dv;
-    for (int64_t t = 0; t < block.tiles(); ++t) {
-      acc_t* const tile = scores + t * kTileKeys * width;
-      block_matmul(tile, k + t * kTileKeys * d, qt, kTileKeys, width, d, /*add=*/false);
-      if (a.softcap > 0) cap_tile(tile, kTileKeys * width, a.softcap);
-      block.fill_hidden(tile, block.tile_begin + t, width, -std::numeric_limits<acc_t>::infinity());
-    }
-    softmax_of_lanes(scores, block.tiles(), width, sink, max, sum, part);
+    score_tiles(a, block, scores, k, [&](acc_t* tile, const acc_t* keys) {
+      block_matmul(tile, keys, qt, kTileKeys, width, d, /*add=*/false);
+    });
+    softmax_of_lanes(scores, block, width, sink, lanes);
     for (int64_t t = 0; t < block.tiles(); ++t) {
       block_matmul(out_t, vt + t * kTileKeys * dv, scores + t * kTileKeys * width, dv, width,
                    kTileKeys, /*add=*/t > 0);
@@ -98,13 +122,13 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
       for (int64_t r = 0; r < block.rows; ++r) {
         if (!block.sees(r)) continue;
         for (int64_t c = 0; c < dv; ++c) {
-          to[r * o.row_stride + c] = static_cast<T>(out_t[c * width + r] / sum[r]);
+          to[r * o.row_stride + c] = static_cast<T>(out_t[c * width + r] / lanes.sum[r]);
         }
       }
     });
     if (!lse) return;
     for (int64_t r = 0; r < block.rows; ++r) {
-      if (block.sees(r)) lse_to[r] = std::log(sum[r]) + max[r];
+      if (block.sees(r)) lse_to[r] = std::log(lanes.sum[r]) + lanes.max[r];
     }
   });
 }

@@ -205,7 +205,7 @@ struct BackwardTools {
           Ops::template load_left<KeyTile>(a[i], KeyTile::right_of(s_left, byte) + keys +
                                                      i * 16 * KeyTile::kRowBytes + slab * 128);
         }
-        Ops::template multiply<kScoreTiles / 2, 2>(
+        Ops::template multiply<kScoreTiles / 2, 2, /*kMirrored=*/true>(
             a, handles_non_finite,
             [&](typename Ops::Right(&b)[2], int n) {
               Ops::template load_right<QTile>(

@@ -70,11 +70,12 @@ struct SplitOperands {
     }
   }
 
-  template <int kGroups, int kN, int kM, typename Load, typename To>
+  template <int kGroups, int kN, bool kMirrored = false, int kM, typename Load, typename To>
   static __device__ __forceinline__ void multiply(const Left (&a)[kM], bool handles_non_finite,
                                                   const Load& load, const To& to) {
     static_assert(kN == 2);
-    multiply_terms<kGroups, kGroups % kAtOnce == 0 ? kAtOnce : 1>(a, handles_non_finite, load, to);
+    multiply_terms<kGroups, kGroups % kAtOnce == 0 ? kAtOnce : 1, kMirrored>(a, handles_non_finite,
+                                                                             load, to);
   }
 };
 

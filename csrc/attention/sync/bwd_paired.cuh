@@ -181,7 +181,7 @@ struct PairedBackwardBlock : BackwardTools<Config> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float& p = r_p[i][n][j];
-          p = exponential<T>(fmaf(p, args.score_factor, j % 2 ? lse.y : lse.x));
+          p = exponential<T>(exponent_of<T>(p, args.score_factor, j % 2 ? lse.y : lse.x));
         }
       }
     }

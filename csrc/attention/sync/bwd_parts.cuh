@@ -101,7 +101,7 @@ struct Operands {
     mma_16816<T>(d, a.r, b.r[0], b.r[1]);
   }
 
-  template <int kGroups, int kN, int kM, typename Load, typename To>
+  template <int kGroups, int kN, bool /*kMirrored*/ = false, int kM, typename Load, typename To>
   static __device__ __forceinline__ void multiply(const Left (&a)[kM], bool /*handles_non_finite*/,
                                                   const Load& load, const To& to) {
     multiply_operands<Operands, kGroups, kN>(a, load, to);
@@ -199,7 +199,7 @@ struct Operands<float> {
     for (int i = 0; i < 4; ++i) d[i] += r_product[i];
   }
 
-  template <int kGroups, int kN, int kM, typename Load, typename To>
+  template <int kGroups, int kN, bool /*kMirrored*/ = false, int kM, typename Load, typename To>
   static __device__ __forceinline__ void multiply(const Left (&a)[kM], bool /*handles_non_finite*/,
                                                   const Load& load, const To& to) {
     multiply_operands<Operands, kGroups, kN>(a, load, to);
@@ -255,6 +255,15 @@ template <typename T>
 __device__ __forceinline__ float exponential(float x) {
   if constexpr (sizeof(T) == 2) return exp2_approx_ftz(min_or_nan(x, kProbabilityShift<T>));
   return exp2_approx(min_or_nan(x, 0.f) * kLog2e);
+}
+
+// Returns the exponent of the probability of a score.
+// NOTE: in fp32, the lse of a row with one large score is this score, multiplied and rounded as
+// here. The exponent is then exactly 0.
+template <typename T>
+__device__ __forceinline__ float exponent_of(float score, float factor, float shifted_lse) {
+  if constexpr (sizeof(T) == 2) return fmaf(score, factor, shifted_lse);
+  return __fadd_rn(__fmul_rn(score, factor), shifted_lse);
 }
 
 // These functions load and store semaphores that synchronise the blocks of a grid.

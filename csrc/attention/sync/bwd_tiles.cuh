@@ -153,7 +153,7 @@ struct BackwardBlock : BackwardTools<Config> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float& p = r_p[i][n][j];
-          p = exponential<T>(fmaf(p, args.score_factor, j % 2 ? lse.y : lse.x));
+          p = exponential<T>(exponent_of<T>(p, args.score_factor, j % 2 ? lse.y : lse.x));
           r_ds[i][n][j] = p * fmaf(r_ds[i][n][j], kUnshift, -(j % 2 ? delta.y : delta.x));
         }
       }

@@ -14,6 +14,44 @@ inline KeyRange live_columns(const QueryBlock& block, int64_t r, int64_t t) {
           std::clamp<int64_t>(block.end[r] - first, 0, kTileKeys)};
 }
 
+// Computes p = exp(z - max(z)) of the rows of a block, and the sums of these rows, including the
+// sink. z are the scaled and capped scores. p is (tiles, height, 64), with 0 for hidden keys.
+template <typename T, typename acc_t>
+void softmax_of_rows(const CpuAttention& a, const QueryBlock& block, const CpuHeads<T>& scores,
+                     int64_t b, int64_t h, acc_t* p, acc_t* sums, acc_t* maxima) {
+  const int64_t height = a.block_rows();
+  const auto scale = static_cast<acc_t>(a.scale);
+  const acc_t sink = a.template sink<acc_t>(h);
+  with_vectors([&] {
+    std::fill_n(p, block.tiles() * kTileKeys * height, acc_t(0));
+    for (int64_t r = 0; r < block.rows; ++r) {
+      const T* from = scores.row(b, h, block.row + r) + block.first_key;
+      const auto each_tile = [&](const auto& body) {
+        for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
+          const KeyRange live = live_columns(block, r, t);
+          acc_t* const to = p + ((t - block.tile_begin) * height + r) * kTileKeys;
+          if (!live.empty()) body(t, to + live.begin, live.begin, live.end - live.begin);
+        }
+      };
+      acc_t max = sink, sum = 0;
+      each_tile([&](int64_t t, acc_t* to, int64_t first, int64_t count) {
+        for (int64_t j = 0; j < count; ++j) {
+          to[j] = static_cast<acc_t>(from[t * kTileKeys + first + j]) * scale;
+        }
+        if (a.softcap > 0) cap_row(to, count, static_cast<acc_t>(a.softcap));
+        const acc_t most = max_of(to, count);
+        max = max > most ? max : most;
+      });
+      each_tile([&](int64_t, acc_t* to, int64_t, int64_t count) {
+        sum += exp_and_sum(to, to, count, max);
+      });
+      if (a.sinks.defined()) sum += exp_in_vectors(sink - max);
+      sums[r] = sum;
+      maxima[r] = max;
+    }
+  });
+}
+
 template <typename T>
 void softmax_matmul_tiles(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                           const Tensor& scores, const Tensor& value) {
@@ -29,38 +67,14 @@ void softmax_matmul_tiles(const CpuAttention& a, const Tensor& out, const Tensor
     acc_t* const lse_to =
         lse ? lse->mutable_data_ptr<acc_t>() + (b * a.nheads + h) * a.seqlen_q + block.row
             : nullptr;
-    Scratch<acc_t> scratch(height * (n + block.tiles() * kTileKeys + 1), packed_v.options());
-    acc_t *const sums = scratch.allocate(height), *const rows_out = scratch.allocate(height * n);
+    Scratch<acc_t> scratch(height * (n + block.tiles() * kTileKeys + 2), packed_v.options());
+    acc_t *const sums = scratch.allocate(height), *const maxima = scratch.allocate(height);
+    acc_t* const rows_out = scratch.allocate(height * n);
     acc_t* const p = scratch.next;
-    const auto scale = static_cast<acc_t>(a.scale);
-    with_vectors([&] {
-      std::fill_n(p, block.tiles() * kTileKeys * height, acc_t(0));
-      for (int64_t r = 0; r < block.rows; ++r) {
-        const T* from = s.row(b, h, block.row + r) + block.first_key;
-        const auto each_tile = [&](const auto& body) {
-          for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
-            const KeyRange live = live_columns(block, r, t);
-            acc_t* const to = p + ((t - block.tile_begin) * height + r) * kTileKeys;
-            if (!live.empty()) body(t, to + live.begin, live.begin, live.end - live.begin);
-          }
-        };
-        acc_t max = sink, sum = 0;
-        each_tile([&](int64_t t, acc_t* to, int64_t first, int64_t count) {
-          for (int64_t j = 0; j < count; ++j) {
-            to[j] = static_cast<acc_t>(from[t * kTileKeys + first + j]) * scale;
-          }
-          if (a.softcap > 0) cap_row(to, count, static_cast<acc_t>(a.softcap));
-          const acc_t most = max_of(to, count);
-          max = max > most ? max : most;
-        });
-        each_tile([&](int64_t, acc_t* to, int64_t, int64_t count) {
-          sum += exp_and_sum(to, to, count, max);
-        });
-        if (a.sinks.defined()) sum += exp_in_vectors(sink - max);
-        sums[r] = sum;
-        if (lse_to && block.sees(r)) lse_to[r] = std::log(sum) + max;
-      }
-    });
+    softmax_of_rows(a, block, s, b, h, p, sums, maxima);
+    for (int64_t r = 0; lse_to && r < block.rows; ++r) {
+      if (block.sees(r)) lse_to[r] = std::log(sums[r]) + maxima[r];
+    }
     const acc_t* v = packed_v.const_data_ptr<acc_t>() +
                      ((b * a.nheads + h) * a.tiles() + block.tile_begin) * kTileKeys * n;
     for (int64_t t = 0; t < block.tiles(); ++t) {
@@ -98,18 +112,18 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
   parallel_tasks(a.batch * a.nheads, [&](int64_t task) {
     const int64_t b = task % a.batch, h = task / a.batch;
     const KeyRange seen = a.seen[b];
-    Scratch<acc_t> scratch(tiles * kTileKeys * n + height * (2 * n + 2 * kTileKeys + 1),
+    Scratch<acc_t> scratch(tiles * kTileKeys * (n + 2 * height) + height * (2 * n + 3),
                            packed_vt.options());
     acc_t* const dv_t = scratch.allocate(tiles * kTileKeys * n);  // (tiles, n, 64)
     acc_t *const do_rows = scratch.allocate(height * n), *const do_t = scratch.allocate(height * n);
-    acc_t *const p = scratch.allocate(height * kTileKeys), *const dp =
-                                                               scratch.allocate(height * kTileKeys);
-    acc_t* const delta = scratch.allocate(height);
+    acc_t* const rows_p = scratch.allocate(tiles * kTileKeys * height);
+    acc_t* const rows_dp = scratch.allocate(tiles * kTileKeys * height);
+    acc_t *const delta = scratch.allocate(height), *const sums = scratch.allocate(height);
+    acc_t* const maxima = scratch.allocate(height);
     std::fill_n(dv_t, tiles * kTileKeys * n, acc_t(0));
     const acc_t* vt =
         packed_vt.const_data_ptr<acc_t>() + (b * a.nheads + h) * tiles * kTileKeys * n;
     const auto scale = static_cast<acc_t>(a.scale);
-    const acc_t inverse_cap = a.softcap > 0 ? static_cast<acc_t>(1 / a.softcap) : 0;
     for (int64_t index = 0; index < a.blocks(); ++index) {
       const QueryBlock block(a, b, index);
       for (int64_t r = 0; r < block.rows; ++r) {
@@ -135,30 +149,47 @@ void softmax_matmul_backward_tiles(const CpuAttention& a, const Tensor& dscores,
       }
       if (block.empty()) continue;
       pack_transposed<acc_t, acc_t>(do_t, height, do_rows, height, n, n, 1);
-      for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
-        block_matmul(dp, do_rows, vt + t * kTileKeys * n, height, kTileKeys, n, /*add=*/false);
-        with_vectors([&] {
-          std::fill_n(p, height * kTileKeys, acc_t(0));
-          for (int64_t r = 0; r < block.rows; ++r) {
-            const KeyRange live = live_columns(block, r, t);
+      softmax_of_rows(a, block, s, b, h, rows_p, sums, maxima);
+      const int64_t size = height * kTileKeys;
+      for (int64_t t = 0; t < block.tiles(); ++t) {
+        block_matmul(rows_dp + t * size, do_rows, vt + (block.tile_begin + t) * kTileKeys * n,
+                     height, kTileKeys, n, /*add=*/false);
+      }
+      with_vectors([&] {
+        for (int64_t r = 0; r < block.rows; ++r) {
+          if (!block.sees(r)) continue;
+          const acc_t row_lse = *l.row(b, h, block.row + r);
+          const bool own = is_own_lse(maxima[r], sums[r], row_lse);
+          const acc_t factor = own ? 1 / sums[r] : std::exp(maxima[r] - row_lse);
+          double own_delta = 0;
+          for (int64_t t = 0; t < block.tiles(); ++t) {
+            const KeyRange live = live_columns(block, r, block.tile_begin + t);
             if (live.empty()) continue;
-            const int64_t first = seen.begin + t * kTileKeys + live.begin;
-            const int64_t count = live.end - live.begin;
+            const int64_t at = t * size + r * kTileKeys + live.begin, count = live.end - live.begin;
+            for (int64_t j = 0; j < count; ++j) rows_p[at + j] *= factor;
+            own_delta += static_cast<double>(dot<acc_t>(rows_p + at, rows_dp + at, count));
+          }
+          const acc_t row_delta = own ? static_cast<acc_t>(own_delta) : delta[r];
+          const auto cap = static_cast<acc_t>(a.softcap);
+          for (int64_t t = 0; t < block.tiles(); ++t) {
+            const KeyRange live = live_columns(block, r, block.tile_begin + t);
+            const int64_t first = seen.begin + (block.tile_begin + t) * kTileKeys + live.begin;
             const T* from = s.row(b, h, block.row + r) + first;
             T* const to = ds.row(b, h, block.row + r) + first;
-            const acc_t row_lse = *l.row(b, h, block.row + r), row_delta = delta[r];
-            acc_t* const p_row = p + r * kTileKeys + live.begin;
-            acc_t* const dp_row = dp + r * kTileKeys + live.begin;
-            for (int64_t j = 0; j < count; ++j) p_row[j] = static_cast<acc_t>(from[j]) * scale;
-            if (a.softcap > 0) cap_row(p_row, count, static_cast<acc_t>(a.softcap));
-            for (int64_t j = 0; j < count; ++j) {
-              const acc_t slope = 1 - p_row[j] * inverse_cap * (p_row[j] * inverse_cap);
-              p_row[j] = exp_in_vectors(p_row[j] - row_lse);
-              dp_row[j] = p_row[j] * (dp_row[j] - row_delta) * slope * scale;
+            const acc_t* p = rows_p + t * size + r * kTileKeys + live.begin;
+            acc_t* dp = rows_dp + t * size + r * kTileKeys + live.begin;
+            const int64_t count = live.end - live.begin;
+            for (int64_t j = 0; j < count; ++j) dp[j] = p[j] * (dp[j] - row_delta) * scale;
+            for (int64_t j = 0; a.softcap > 0 && j < count; ++j) {
+              const acc_t tanh = tanh_in_vectors(static_cast<acc_t>(from[j]) * scale / cap);
+              dp[j] *= 1 - tanh * tanh;
             }
-            for (int64_t j = 0; j < count; ++j) to[j] = static_cast<T>(dp_row[j]);
+            for (int64_t j = 0; j < count; ++j) to[j] = static_cast<T>(dp[j]);
           }
-        });
+        }
+      });
+      for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
+        const acc_t* p = rows_p + (t - block.tile_begin) * size;
         block_matmul(dv_t + t * kTileKeys * n, do_t, p, n, kTileKeys, height, /*add=*/true);
       }
     }
