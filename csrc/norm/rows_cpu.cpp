@@ -115,6 +115,11 @@ inline double sum_columns(int64_t n, const F& add) {
   return total;
 }
 
+template <typename A>
+inline A median(A a, A b, A c) {
+  return std::max(std::min(a, b), std::min(std::max(a, b), c));
+}
+
 // The statistics of a row. The mean is first_mean + rest. Callers must first subtract first_mean
 // from x and then subtract `rest`, so that the error does not grow with |mean| / std (see
 // norm/forward.cu).
@@ -128,13 +133,15 @@ struct CpuStatistics {
     const double count = static_cast<double>(n);
     double left = 0;
     if (centred) {
-      const double mean = sum_columns<A>(n,
-                                         [&](auto& sum, int64_t j) {
-                                           std::decay_t<decltype(sum)> value;
-                                           load_lanes(value, row + j);
-                                           sum += value;
-                                         }) /
-                          count;
+      // NOTE: the differences from a usual value have the size of the deviations, so their sum
+      // loses no digits. In a row of equal values, all differences and deviations are 0.
+      const A pivot = median(row[0], row[n / 2], row[n - 1]);
+      const double above = sum_columns<A>(n, [&](auto& sum, int64_t j) {
+        std::decay_t<decltype(sum)> value;
+        load_lanes(value, row + j);
+        sum += value - pivot;
+      });
+      const double mean = static_cast<double>(pivot) + above / count;
       first_mean = static_cast<A>(mean);
       left = mean - static_cast<double>(first_mean);
       rest = static_cast<A>(left);
