@@ -52,7 +52,9 @@ def odd_calls() -> dict[str, list]:
         "gated_linear_pair_backward": [
             S.pair_call(*sizes, mask=(True,) * 5, gate="swiglu") for sizes in layers
         ],
-        "bmm": [S.bmm_call((3, 3), m, n, k) for m, n, k in ((1, 9, 72), (17, 33, 129), (65, 7, 256))],
+        "bmm": [
+            S.bmm_call((3, 3), m, n, k) for m, n, k in ((1, 9, 72), (17, 33, 129), (65, 7, 256))
+        ],
         "int4_linear": [S.int4_call((m,), n, 256, 2) for m in (1, 3, 17, 129) for n in (9, 1001)],
         "attention_forward": [S.attention_call(*sizes) for sizes in heads],
         "attention_backward": [
@@ -147,6 +149,7 @@ def run_between_canaries(only: list[str]) -> int:
         forced = [("", [], "")] + [
             (r["family"], list(r["problem"]), c["choice"])
             for r in records
+            if r["family"]
             for c in _C.candidates(r["family"], list(r["problem"]))
             if not c["refusal"] and c["choice"] != r["choice"]
         ]

@@ -1,5 +1,6 @@
-"""What autograd's callers ask of every differentiable op: second derivatives, pipelines that split a
-backward, checkpointing that stops early, batches of gradients, and only the gradients asked for.
+"""What autograd's callers ask of every differentiable op: second derivatives, pipelines that split
+a backward, checkpointing that stops early, batches of gradients, and no gradient that is not asked
+for.
 """
 
 from __future__ import annotations
@@ -76,12 +77,14 @@ def op_of(name: str) -> str:
 def made(name: str, device: str, dtype: torch.dtype = F32) -> Recorded:
     need_kernel(op_of(name), device)
     what = CALLS[name]
-    return of_lists(*what, device, dtype) if isinstance(what, tuple) else of_sample(what, device, dtype)
+    if isinstance(what, tuple):
+        return of_lists(*what, device, dtype)
+    return of_sample(what, device, dtype)
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if op_of(n) not in TWICE_DIFFERENTIABLE])
 def test_a_second_derivative_raises_for_every_input_alone(name, device):
-    """Nobody else requires a gradient, and nor does the gradient of the result."""
+    """The other inputs and the gradient of the result require no gradient."""
     all_of_it = made(name, device)
     for i in range(len(all_of_it.leaves)):
         leaves = [leaf.detach() for leaf in all_of_it.leaves]

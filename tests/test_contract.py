@@ -125,15 +125,15 @@ SCHEMAS = [
     "rms_norm_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor? norm_weight, "
     'Tensor rstd, Tensor? preact=None, *, float weight_offset=0, str activation="none", '
     "bool[4] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dnorm_weight)",
-    "rms_norm_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? norm_weight=None, *, "
-    "float eps=1e-6, float weight_offset=0) -> Tensor[]",
-    "rms_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[] biases, "
+    "rms_norm_linears(Tensor x, Tensor[] weights, Tensor[]? biases=None, "
+    "Tensor? norm_weight=None, *, float eps=1e-6, float weight_offset=0) -> Tensor[]",
+    "rms_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[]? biases=None, "
     "Tensor? norm_weight=None, *, float eps=1e-6, float weight_offset=0) -> Tensor[]",
     "rms_norm_linears_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? norm_weight, "
     "Tensor rstd, bool[4] output_mask, *, float weight_offset=0) -> Tensor[]",
-    "layer_norm_linears(Tensor x, Tensor[] weights, Tensor[] biases, Tensor? ln_weight=None, "
+    "layer_norm_linears(Tensor x, Tensor[] weights, Tensor[]? biases=None, Tensor? ln_weight=None, "
     "Tensor? ln_bias=None, *, float eps=1e-5) -> Tensor[]",
-    "layer_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[] biases, "
+    "layer_norm_linears_forward(Tensor x, Tensor[] weights, Tensor[]? biases=None, "
     "Tensor? ln_weight=None, Tensor? ln_bias=None, *, float eps=1e-5) -> Tensor[]",
     "layer_norm_linears_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? ln_weight, "
     "Tensor? ln_bias, Tensor mean, Tensor rstd, bool[5] output_mask) -> Tensor[]",
@@ -190,8 +190,9 @@ SCHEMAS = [
     "(Tensor dx, Tensor dleft, Tensor dright, Tensor ddown, Tensor dleft_bias, "
     "Tensor dright_bias, Tensor ddown_bias)",
     f"cross_entropy({LOGITS}) -> Tensor",
-    f"cross_entropy_forward({LOGITS}) -> (Tensor loss, Tensor lse)",
-    f"cross_entropy_backward(Tensor dloss, {LOGITS.replace('target,', 'target, Tensor lse,')}) -> "
+    f"cross_entropy_forward({LOGITS}) -> (Tensor loss, Tensor max, Tensor log_sum)",
+    "cross_entropy_backward(Tensor dloss, "
+    f"{LOGITS.replace('target,', 'target, Tensor max, Tensor log_sum,')}) -> "
     "Tensor dlogits",
     f"cross_entropy_gradients_forward({LOGITS}) -> (Tensor loss, Tensor dlogits)",
     "cross_entropy_gradients_backward(Tensor dloss, Tensor unit_dlogits) -> Tensor dlogits",

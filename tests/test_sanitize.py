@@ -20,12 +20,17 @@ def sanitize():
 
 
 def test_attention_is_called_over_several_tiles(sanitize):
-    """Forward and backward, but where the small calls alone are asked for."""
+    """Forward and backward, and other ops in odd sizes, but not among the small calls."""
     calls = sanitize.sample_calls(["attention", "attention_backward", "linear"], small=False)
     large = [(sample, dtype) for sample, dtype in calls if sample.name.startswith("large")]
     assert {sample.op for sample, _ in large} == {"attention", "attention_backward"}
     for sample, dtype in large:
         args, kwargs = sample.make("cpu", dtype)
         call(sample.op)(*args, **kwargs)
+    odd = [(sample, dtype) for sample, dtype in calls if sample.name.startswith("odd")]
+    assert {sample.op for sample, _ in odd} == {"attention_backward", "linear"}
+    for sample, dtype in odd:
+        args, kwargs = sample.make("cpu", dtype)
+        call(sample.op)(*args, **kwargs)
     small = sanitize.sample_calls(["attention", "attention_backward", "linear"], small=True)
-    assert len(small) == len(calls) - len(large) > 0
+    assert len(small) == len(calls) - len(large) - len(odd) > 0

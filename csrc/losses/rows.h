@@ -78,7 +78,7 @@ struct RowGradient {
     const T uniform = (dmean - dloss * eps) / static_cast<T>(n);
     return {lse, scale, T(0), T(0), uniform, -dloss * (T(1) - eps)};
   }
-  // The same gradient of a loss, for a shift of `max` instead of lse = max + log_sum.
+  // Returns the gradient of a loss with a shift of `max` instead of lse = max + log_sum.
   // NOTE: lse is rounded at the size of the logits, and so is z - lse. z - max is exact.
   TW_HOST_DEVICE static RowGradient of_loss(T dloss, T max, T log_sum,
                                             const CrossEntropyTerms<T>& terms, int64_t n) {

@@ -1,0 +1,132 @@
+"""README's accuracy rule for every op: in float32, the largest error is at most twice that of the
+same formula in eager torch, plus two roundings of the largest result. Gradients too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import reference as R
+import torchweld
+from numerics import check_promise
+from samples import EAGER_DEFAULTS, F32, as_tuple, call, need_kernel, requiring
+from tensors import randn
+
+# What is done to the first argument of a call, whose last dim holds rows.
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda t: t,
+    **{f"offset {size:g}": lambda t, size=size: t + size for size in (1e2, 1e4)},
+    **{f"scale {size:g}": lambda t, size=size: t * size for size in (1e2, 1e4)},
+    "constant rows": lambda t: torch.full_like(t, 1000.3),
+    "dominated rows": lambda t: torch.cat([t[..., :1] + 500.0, t[..., 1:]], -1),
+}
+
+
+def calls(device: str) -> dict[str, tuple[list, dict]]:
+    """A call of each public op over rows of a few hundred elements."""
+    torch.manual_seed(0)
+
+    def rand(*shape: int, std: float = 1.0) -> Tensor:
+        return randn(device, F32, *shape, scale=std)
+
+    x, n, k = (16, 96), 96, 64
+    weight, target = rand(k, n, std=n**-0.5), torch.randint(k, (16,), device=device)
+    heads = [rand(2, 3, s, 64) for s in (5, 40, 40)]
+    vector = rand(n, std=0.2) + 1
+    return {
+        "softmax": ([rand(*x)], {}),
+        "causal_softmax": ([rand(2, 3, 16, 96)], {}),
+        "softmax_matmul": ([rand(2, 3, 16, 96), rand(2, 3, 96, 32)], {}),
+        "attention": (heads, {}),
+        "cross_entropy": ([rand(16, k), target], {"reduction": "none"}),
+        "linear_cross_entropy": ([rand(*x), weight, target], {"reduction": "sum"}),
+        "linear_token_logprobs": ([rand(*x), weight, target], {}),
+        "linear": ([rand(*x), weight, rand(k)], {"activation": "gelu"}),
+        "layer_norm": ([rand(*x), vector, rand(n)], {}),
+        "rms_norm": ([rand(*x), vector], {}),
+        "add_layer_norm": ([rand(*x), rand(*x), vector, rand(n)], {}),
+        "add_rms_norm": ([rand(*x), rand(*x), vector], {}),
+        "layer_norm_linear": ([rand(*x), weight, rand(k), vector, rand(n)], {}),
+        "rms_norm_linear": ([rand(*x), weight, rand(k), vector], {}),
+        "gated_linear": ([rand(*x), weight, rand(k)], {"gate": "swiglu"}),
+        "gated_linear_pair": ([rand(*x), weight, rand(k, n, std=0.1)], {"gate": "swiglu"}),
+        "gated_mlp": (
+            [rand(*x), weight, rand(k, n, std=0.1), rand(n, k, std=0.1)],
+            {"gate": "swiglu"},
+        ),
+        "gated_activation": ([rand(*x), rand(*x)], {"gate": "swiglu"}),
+        "bmm": ([rand(3, 16, 96), rand(3, 96, 32)], {}),
+        "row_sum": ([rand(*x)], {}),
+    }
+
+
+def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's own kernel in float32, which takes lse and delta as ours does; see numerics.md."""
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+CALLS = tuple(calls("cpu"))
+# logsumexp's gradient is less accurate than that of torch's own op.
+EAGER = {**R.EAGER, "cross_entropy": F.cross_entropy}
+
+
+def results(function: Callable, op: str, args: list, kwargs: dict, dout: Tensor) -> list[Tensor]:
+    """The result and the gradients, in the dtype of the arguments."""
+    leaves = requiring(op, args)
+    out = as_tuple(function(*leaves, **kwargs))[0]
+    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("op", CALLS)
+def test_the_rule_of_the_readme(op, rows, device):
+    need_kernel(op, device)
+    args, kwargs = calls(device)[op]
+    args[0] = ROWS[rows](args[0])
+    eager = {**EAGER_DEFAULTS.get(op, {}), **kwargs}
+    dout = torch.randn(as_tuple(call(op)(*args, **kwargs))[0].shape, device=device)
+    wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    exact = results(EAGER[op], op, wide, eager, dout.double())
+    yardstick = EAGER[op]
+    if device == "cuda" and op == "softmax_matmul" and rows != "plain":
+        pytest.skip("its gradient on a GPU takes lse and delta, as attention's; numerics.md")
+    if device == "cuda" and op == "attention":
+        yardstick = scaled_dot_product
+    theirs = results(yardstick, op, args, eager, dout)
+    ours = results(call(op), op, args, kwargs, dout)
+    for mine, torchs, want in zip(ours, theirs, exact, strict=True):
+        check_promise(mine, torchs, want)
+
+
+@pytest.mark.parametrize("op", ["softmax", "causal_softmax", "softmax_matmul", "cross_entropy"])
+def test_a_visible_score_of_minus_infinity_has_a_gradient_of_zero(op, device):
+    need_kernel(op, device)
+    args, kwargs = calls(device)[op]
+    args[0][..., 1] = -torch.inf
+    if op == "cross_entropy":
+        args[1][args[1] == 1] = 0
+    dout = torch.randn(as_tuple(call(op)(*args, **kwargs))[0].shape, device=device)
+    theirs = results(EAGER[op], op, args, kwargs, dout)
+    ours = results(call(op), op, args, kwargs, dout)
+    assert (ours[1][..., 1] == 0).all()
+    for mine, torchs in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_that_overflows_to_minus_infinity_has_a_gradient_of_zero(device):
+    need_kernel("attention", device)
+    q, k, v = calls(device)["attention"][0]
+    q, k = q.abs() * 1e20, k.abs()
+    k[:, :, 3] *= -1e20
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    grads = torch.autograd.grad(torchweld.attention(*leaves).sum(), leaves)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[1][:, :, 3] == 0).all() and (grads[2][:, :, 3] == 0).all()
