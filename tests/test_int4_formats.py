@@ -31,15 +31,15 @@ class Layer:
     """Codes (N, K), zeros and scales (N, groups) of a random layer, and its weight."""
 
     def __init__(self, n=N, k=K, group=GROUP, symmetric=False, dtype=torch.float16):
-        groups = k // group
+        groups = -(-k // group)
         self.group, self.n, self.k, self.groups = group, n, k, groups
         self.codes = torch.randint(0, 16, (n, k))
         self.zeros = torch.randint(1, 16, (n, groups))
         if symmetric:
             self.zeros.fill_(8)
         self.scales = (torch.rand(n, groups) * 0.02 + 0.01).to(dtype)
-        steps = (self.codes - self.zeros.repeat_interleave(group, 1)).to(dtype)
-        self.weight = self.scales.repeat_interleave(group, 1) * steps
+        zeros, scales = (t.repeat_interleave(group, 1)[:, :k] for t in (self.zeros, self.scales))
+        self.weight = scales * (self.codes - zeros).to(dtype)
 
     def awq(self):
         codes, zeros = self.codes, self.zeros
@@ -77,29 +77,77 @@ class Layer:
 
 
 def check(module, layer):
-    assert module.group_size == layer.group and module.scale.dtype == layer.scales.dtype
+    assert (
+        module.group_size == min(layer.group, layer.k) and module.scale.dtype == layer.scales.dtype
+    )
     assert_equal(module.dequantise(), layer.weight)
 
 
-@pytest.mark.parametrize("size", [(16, 64, 32), (24, 128, 128), (8, 40, 8)], ids=str)
+@pytest.mark.parametrize("size", [(16, 64, 32), (24, 128, 128), (8, 40, 8), (8, 64, 96)], ids=str)
 def test_each_format_is_exact(size):
     torch.manual_seed(0)
     layer, even = Layer(*size), Layer(*size, symmetric=True, dtype=torch.bfloat16)
-    check(Int4Linear.from_awq(**layer.awq()), layer)
+    stated = {"group_size": layer.group}
+    check(Int4Linear.from_awq(**layer.awq(), **stated), layer)
     check(Int4Linear.from_gptq(**layer.gptq()), layer)
-    check(Int4Linear.from_gptq(**layer.gptq(0), checkpoint_format="gptq_v2"), layer)
-    check(Int4Linear.from_compressed_tensors(**layer.compressed()), layer)
-    check(Int4Linear.from_compressed_tensors(**even.compressed(symmetric=True)), even)
+    check(Int4Linear.from_gptq(**layer.gptq(0), checkpoint_format="gptq_v2", **stated), layer)
+    check(Int4Linear.from_compressed_tensors(**layer.compressed(), **stated), layer)
+    check(Int4Linear.from_compressed_tensors(**even.compressed(symmetric=True), **stated), even)
+
+
+def without_g_idx(layer):
+    return {name: tensor for name, tensor in layer.gptq().items() if name != "g_idx"}
+
+
+READERS = {
+    "awq": (Int4Linear.from_awq, Layer.awq),
+    "gptq": (Int4Linear.from_gptq, Layer.gptq),
+    "gptq without g_idx": (Int4Linear.from_gptq, without_g_idx),
+    "compressed-tensors": (Int4Linear.from_compressed_tensors, Layer.compressed),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whole_rows_are_one_group(name):
+    read, pack = READERS[name]
+    layer = Layer(group=K)
+    for stated in (None, -1, K, 2 * K):
+        check(read(**pack(layer), group_size=stated), layer)
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(("k", "group"), [(96, 40), (768, 512)])
+def test_groups_that_do_not_divide_the_columns_are_refused(name, k, group):
+    """There are as many as there would be of k / groups columns, with other borders."""
+    read, pack = READERS[name]
+    layer = Layer(8, k, group)
+    text = f"group_size must divide the {k} columns, but got {group}; quantise with a size that"
+    stated = [group, None] if "g_idx" in pack(layer) else [group]
+    for size in stated:
+        with pytest.raises(ValueError, match=text):
+            read(**pack(layer), group_size=size)
+    for size in (k // layer.groups // 2, 0, -1):
+        text = f"group_size must make {layer.groups} groups of {k} columns, .* but got {size}$"
+        with pytest.raises(ValueError, match=text):
+            read(**pack(layer), group_size=size)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq without g_idx", "compressed-tensors"])
+def test_several_groups_need_a_size(name):
+    read, pack = READERS[name]
+    text = "group_size must be given, since 2 groups of 64 columns may be of several sizes, but got"
+    with pytest.raises(ValueError, match=text):
+        read(**pack(Layer()))
 
 
 def test_rows_that_fill_no_word():
     layer = Layer(n=11)
-    check(Int4Linear.from_compressed_tensors(**layer.compressed()), layer)
+    check(Int4Linear.from_compressed_tensors(**layer.compressed(), group_size=GROUP), layer)
 
 
 def test_a_bias_goes_along():
     layer, bias = Layer(), torch.randn(N).half()
-    module = Int4Linear.from_awq(**layer.awq(), bias=bias)
+    module = Int4Linear.from_awq(**layer.awq(), bias=bias, group_size=GROUP)
     x = torch.randn(3, K).half()
     expected = torch.nn.functional.linear(x.float(), layer.weight.float(), bias.float())
     torch.testing.assert_close(module(x).float(), expected, rtol=2e-3, atol=2e-3)
@@ -122,9 +170,21 @@ WRONG = {
     ),
     "act-order compressed": (
         lambda layer: Int4Linear.from_compressed_tensors(
-            **layer.compressed(), weight_g_idx=torch.zeros(K, dtype=torch.int32)
+            **layer.compressed(), weight_g_idx=torch.arange(K - 1, -1, -1) // GROUP
         ),
         "weight_g_idx must put columns into groups in their order",
+    ),
+    "other groups": (
+        lambda layer: Int4Linear.from_compressed_tensors(
+            **layer.compressed(), weight_g_idx=torch.arange(K) // 40, group_size=GROUP
+        ),
+        "weight_g_idx must have groups of 32 columns, but got others",
+    ),
+    "a scale of the tensor": (
+        lambda layer: Int4Linear.from_compressed_tensors(
+            **{**layer.compressed(symmetric=True), "weight_scale": torch.ones(1)}
+        ),
+        "weight_scale must have 2 dims, those of groups, but got (1,)",
     ),
     "a zero of 16": (
         lambda layer: Int4Linear.from_gptq(**with_15(layer.gptq())),
@@ -161,38 +221,54 @@ def test_a_layer_that_is_refused(name):
 
 # Whole checkpoints
 
-WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
 FORMATS = {
-    "awq": (Layer.awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
-    "gptq": (Layer.gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
+    "awq": (Layer.awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
+    "gptq": (Layer.gptq, {"quant_method": "gptq", "bits": 4, "desc_act": False}),
     "gptq_v2": (
         lambda layer: layer.gptq(0),
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
     ),
     "compressed-tensors": (
         Layer.compressed,
         {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
             "ignore": ["lm_head"],
         },
     ),
 }
 
 
-def write_checkpoint(folder, kind, files=1, **settings):
-    """A tiny Llama with the layers of a format; returns the model with their weights."""
+def settings_of(kind, groups):
+    """A quantization_config with the group sizes of targets."""
+    method = FORMATS[kind][1]
+    if kind != "compressed-tensors":
+        (group,) = groups.values()
+        return {**method, "group_size": group}
+    schemes = [
+        {"targets": [target], "weights": {**WEIGHTS, "group_size": group}}
+        for target, group in groups.items()
+    ]
+    return {**method, "config_groups": {f"group_{i}": s for i, s in enumerate(schemes)}}
+
+
+def write_checkpoint(folder, kind, files=1, groups=None, **settings):
+    """A tiny Llama with the layers of a format; returns the model with their weights.
+
+    `groups` has the group sizes of "Linear" and of parts of paths.
+    """
     from safetensors.torch import save_file
 
-    pack, config = FORMATS[kind]
+    pack, groups = FORMATS[kind][0], groups or {"Linear": GROUP}
     model = tiny_llama().half()
     state, drawn = dict(model.state_dict()), {}
     for path, linear in model.named_modules():
         if not isinstance(linear, torch.nn.Linear) or path == "lm_head":
             continue
         # Few layers are packed word by word; the others reuse theirs.
-        size = linear.out_features, linear.in_features
+        named = (size for part, size in groups.items() if part in path)
+        size = linear.out_features, linear.in_features, next(named, groups["Linear"])
         if size not in drawn:
             layer = Layer(*size)
             drawn[size] = layer, pack(layer)
@@ -203,7 +279,8 @@ def write_checkpoint(folder, kind, files=1, **settings):
     model.config.save_pretrained(folder)
     text = json.loads((folder / "config.json").read_text())
     text |= {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
-    text["quantization_config"] = {**config, **settings}
+    targets = {"Linear" if p == "Linear" else f"re:.*{p}": size for p, size in groups.items()}
+    text["quantization_config"] = settings_of(kind, targets) | settings
     (folder / "config.json").write_text(json.dumps(text))
     names = [f"model-{i}.safetensors" for i in range(files)] if files > 1 else ["model.safetensors"]
     placed = {key: names[i % files] for i, key in enumerate(state)}
@@ -236,6 +313,38 @@ def test_a_checkpoint_becomes_a_model(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("awq", {"Linear": 128}),  # rows of 64 columns are one group
+        ("compressed-tensors", {"layers.1.mlp": 64, "q_proj": 16, "Linear": 32}),
+    ],
+    ids=["awq", "compressed-tensors"],
+)
+def test_a_checkpoint_with_several_group_sizes(tmp_path, kind, groups):
+    """Each layer has that of the targets that name it, of its class last."""
+    reference = write_checkpoint(tmp_path, kind, groups=groups)
+    found = layers_of(torchweld.load_quantized(tmp_path))
+    assert len({layer.group_size for layer in found.values()}) == len({64, *groups.values()})
+    for path, layer in found.items():
+        assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_checkpoint_whose_groups_do_not_divide_the_columns(tmp_path, kind):
+    write_checkpoint(tmp_path, kind, groups={"Linear": 40})
+    text = r"model\.layers\.0\..*: group_size must divide the .* columns, but got 40; quantise"
+    with pytest.raises(ValueError, match=text):
+        torchweld.load_quantized(tmp_path)
+
+
+def test_a_layer_that_no_target_names_is_refused(tmp_path):
+    write_checkpoint(tmp_path, "compressed-tensors")
+    change_config(tmp_path, lambda method: method["config_groups"]["group_0"].update(targets=["x"]))
+    with pytest.raises(ValueError, match="_proj: targets of the quant.* must name it, but got 'x'"):
+        torchweld.load_quantized(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("kind", "settings", "text"),
     [
         ("awq", {"version": "gemv"}, "version of the quantization_config must be 'gemm', but got"),
@@ -261,10 +370,21 @@ def test_a_checkpoint_becomes_a_model(tmp_path, kind):
 )
 def test_a_format_that_is_refused(tmp_path, kind, settings, text):
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "quantization_config": {**FORMATS[kind][1], **settings}})
+        json.dumps(
+            {
+                "model_type": "llama",
+                "quantization_config": settings_of(kind, {"Linear": GROUP}) | settings,
+            }
+        )
     )
     with pytest.raises(ValueError, match=re.escape(f"torchweld.load_quantized: {text}")):
         torchweld.load_quantized(tmp_path)
+
+
+def change_config(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def change_state(folder, change):

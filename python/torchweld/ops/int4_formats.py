@@ -2,7 +2,8 @@
 
 Each function takes a layer's tensors under the names that they have in a checkpoint, and returns
 `codes` uint8 `(N, K)`, `scale` `(N, groups)` and `zero` uint8 `(N, groups)` with the weight
-`scale * (code - zero)`. The conversions are exact.
+`scale * (code - zero)`. The conversions are exact. The number of groups alone does not tell where
+they begin: 96 columns in 3 groups may be groups of 32 or of 40.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ Codes = tuple[Tensor, Tensor, Tensor]
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def awq_codes(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Codes:
+def awq_codes(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int | None = None
+) -> Codes:
     """`Int4Linear.from_awq`'s tensors.
 
     Source: casper-hansen/AutoAWQ, awq/modules/linear/gemm.py.
     """
     owner = "Int4Linear.from_awq"
     _check_words(owner, qweight=qweight, qzeros=qzeros)
-    words, groups = qweight.shape[1], scales.shape[0]
+    _check_dims(owner, scales=scales)
+    (k, words), groups = qweight.shape, scales.shape[0]
     _check_shapes(
         owner, {"qzeros": (qzeros, (groups, words)), "scales": (scales, (groups, 8 * words))}
     )
+    _check_groups(owner, k, groups, group_size)
     place = torch.tensor(_AWQ_ORDER, device=qweight.device).argsort()
     codes, zero = (
         ops.int4_unpack(tensor, 8 * words).unflatten(1, (-1, 8))[..., place].flatten(1).t()
@@ -43,6 +48,7 @@ def gptq_codes(
     scales: Tensor,
     g_idx: Tensor | None = None,
     checkpoint_format: str = "gptq",
+    group_size: int | None = None,
 ) -> Codes:
     """`Int4Linear.from_gptq`'s tensors.
 
@@ -55,10 +61,11 @@ def gptq_codes(
             f'{owner}: checkpoint_format must be "gptq" or "gptq_v2", but got {checkpoint_format!r}'
         )
     _check_words(owner, qweight=qweight, qzeros=qzeros)
+    _check_dims(owner, scales=scales)
     (words, n), groups = qweight.shape, scales.shape[0]
     k = 8 * words
     _check_shapes(owner, {"qzeros": (qzeros, (groups, n // 8)), "scales": (scales, (groups, n))})
-    _check_order(owner, "g_idx", g_idx, k, groups)
+    _check_groups(owner, k, groups, group_size, g_idx=g_idx)
     zero = ops.int4_unpack(qzeros, n).t()
     if checkpoint_format == "gptq":
         if zero.numel() and zero.max() > 14:
@@ -76,6 +83,7 @@ def compressed_codes(
     weight_shape: Tensor,
     weight_zero_point: Tensor | None = None,
     weight_g_idx: Tensor | None = None,
+    group_size: int | None = None,
 ) -> Codes:
     """`Int4Linear.from_compressed_tensors`'s tensors.
 
@@ -85,6 +93,7 @@ def compressed_codes(
     """
     owner = "Int4Linear.from_compressed_tensors"
     _check_words(owner, weight_packed=weight_packed)
+    _check_dims(owner, weight_scale=weight_scale)
     n, k = (int(size) for size in weight_shape)
     groups = weight_scale.shape[1]
     _check_shapes(
@@ -94,7 +103,7 @@ def compressed_codes(
             "weight_scale": (weight_scale, (n, groups)),
         },
     )
-    _check_order(owner, "weight_g_idx", weight_g_idx, k, groups)
+    _check_groups(owner, k, groups, group_size, weight_g_idx=weight_g_idx)
     if weight_zero_point is None:
         zero = torch.full((n, groups), 8, dtype=torch.uint8, device=weight_packed.device)
     else:
@@ -118,13 +127,50 @@ def _check_shapes(owner: str, tensors: dict[str, tuple[Tensor, tuple[int, ...]]]
             raise ValueError(f"{owner}: {name} must be {shape}, but got {tuple(tensor.shape)}")
 
 
-def _check_order(owner: str, name: str, order: Tensor | None, k: int, groups: int) -> None:
-    """Refuses columns whose group is not their place divided by the group size ("act-order")."""
-    if order is None or not groups:
-        return
-    expected = torch.arange(k, device=order.device) // max(1, k // groups)
-    if order.shape != expected.shape or not torch.equal(order.to(expected.dtype), expected):
+def _check_dims(owner: str, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"{owner}: {name} must have 2 dims, those of groups, but got {tuple(tensor.shape)}"
+            )
+
+
+def _check_groups(
+    owner: str, k: int, groups: int, group_size: int | None, **order: Tensor | None
+) -> None:
+    """Refuses groups that are not of one size that divides the columns, in their order.
+
+    Args:
+        order: the group of each column, by the name of the argument; None where it is not given.
+    """
+    name, g_idx = next(iter(order.items()), ("", None))
+    if g_idx is not None and (g_idx.shape != (k,) or bool((g_idx.diff() < 0).any())):
         raise ValueError(
             f"{owner}: {name} must put columns into groups in their order, but got another one "
             "(act-order, desc_act=True); quantise with desc_act=False"
         )
+    if group_size is not None:
+        size = k if group_size == -1 else min(group_size, k)
+    elif g_idx is not None:
+        size = int((g_idx == 0).sum())
+    elif groups == 1:
+        size = k
+    else:
+        raise ValueError(
+            f"{owner}: group_size must be given, since {groups} groups of {k} columns may be of "
+            "several sizes, but got None; pass the one of the checkpoint's quantization_config"
+        )
+    if size < 1 or -(-k // size) != groups:
+        raise ValueError(
+            f"{owner}: group_size must make {groups} groups of {k} columns, as the scales have, "
+            f"but got {group_size or size}"
+        )
+    if k % size:
+        raise ValueError(
+            f"{owner}: group_size must divide the {k} columns, but got {size}; quantise with a "
+            "size that divides them"
+        )
+    if g_idx is not None and not torch.equal(
+        g_idx.long(), torch.arange(k, device=g_idx.device) // size
+    ):
+        raise ValueError(f"{owner}: {name} must have groups of {size} columns, but got others")

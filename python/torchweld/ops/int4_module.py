@@ -179,7 +179,13 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def from_awq(
-        cls, qweight: Tensor, qzeros: Tensor, scales: Tensor, bias: Tensor | None = None
+        cls,
+        qweight: Tensor,
+        qzeros: Tensor,
+        scales: Tensor,
+        bias: Tensor | None = None,
+        *,
+        group_size: int | None = None,
     ) -> Int4Linear:
         """A layer of an AutoAWQ checkpoint, version "gemm"; exact.
 
@@ -188,11 +194,13 @@ class Int4Linear(nn.Module):
             qzeros: int32 `(K / group, N / 8)`.
             scales: `(K / group, N)`.
             bias: `(N,)` in the dtype of `scales`.
+            group_size: of the checkpoint; -1 is a whole row. None serves for one group alone.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit.
+            ValueError: shapes or dtypes that do not fit; no group_size for several groups; one
+                that does not fit them or does not divide K.
         """
-        return cls.from_codes(*awq_codes(qweight, qzeros, scales), bias)
+        return cls.from_codes(*awq_codes(qweight, qzeros, scales, group_size), bias)
 
     @classmethod
     def from_gptq(
@@ -204,6 +212,7 @@ class Int4Linear(nn.Module):
         bias: Tensor | None = None,
         *,
         checkpoint_format: str = "gptq",
+        group_size: int | None = None,
     ) -> Int4Linear:
         """A layer of a GPTQ checkpoint with 4 bits; exact.
 
@@ -214,12 +223,16 @@ class Int4Linear(nn.Module):
             g_idx: `(K,)`, the group of each column.
             bias: `(N,)` in the dtype of `scales`.
             checkpoint_format: "gptq" or "gptq_v2".
+            group_size: of the checkpoint; -1 is a whole row. None serves with `g_idx`, and for one
+                group.
 
         Raises:
             ValueError: shapes or dtypes that do not fit; columns in another order than their
-                groups (act-order); a zero of 16, which needs a fifth bit.
+                groups (act-order); a zero of 16, which needs a fifth bit; no group_size for several
+                groups without `g_idx`; one that does not fit them or does not divide K.
         """
-        return cls.from_codes(*gptq_codes(qweight, qzeros, scales, g_idx, checkpoint_format), bias)
+        found = gptq_codes(qweight, qzeros, scales, g_idx, checkpoint_format, group_size)
+        return cls.from_codes(*found, bias)
 
     @classmethod
     def from_compressed_tensors(
@@ -230,6 +243,8 @@ class Int4Linear(nn.Module):
         weight_zero_point: Tensor | None = None,
         weight_g_idx: Tensor | None = None,
         bias: Tensor | None = None,
+        *,
+        group_size: int | None = None,
     ) -> Int4Linear:
         """A layer of a compressed-tensors checkpoint, format "pack-quantized" with 4 bits; exact.
 
@@ -240,13 +255,16 @@ class Int4Linear(nn.Module):
             weight_zero_point: int32 `(ceil(N / 8), K / group)`; without it zeros are symmetric.
             weight_g_idx: `(K,)`, the group of each column.
             bias: `(N,)` in the dtype of `weight_scale`.
+            group_size: of the checkpoint; -1 is a whole row. None serves with `weight_g_idx`, and
+                for one group.
 
         Raises:
             ValueError: shapes or dtypes that do not fit; columns in another order than their
-                groups (act-order).
+                groups (act-order); no group_size for several groups without `weight_g_idx`; one
+                that does not fit them or does not divide K.
         """
         found = compressed_codes(
-            weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx
+            weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx, group_size
         )
         return cls.from_codes(*found, bias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,8 +91,8 @@ def _settings(config: Any, folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else found.to_dict()
 
 
-# A layer's tensors by their names, to an Int4Linear.
-_Convert = Callable[..., Int4Linear]
+# A layer's path and its tensors by their names, to an Int4Linear.
+_Convert = Callable[[str, dict[str, Tensor]], Int4Linear]
 
 
 def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
@@ -103,12 +104,12 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
     method = settings.get("quant_method")
     if method == "awq":
         _expect(settings, bits=(4,), version=("gemm",), zero_point=(True,))
-        return "qweight", Int4Linear.from_awq
+        size = settings.get("group_size")
+        return "qweight", lambda _, tensors: Int4Linear.from_awq(**tensors, group_size=size)
     if method == "gptq":
         _expect(settings, bits=(4,), dynamic=(None, {}))
         _expect(settings, checkpoint_format=("gptq", "gptq_v2", None))
-        kind = settings.get("checkpoint_format") or "gptq"
-        return "qweight", lambda **tensors: Int4Linear.from_gptq(**tensors, checkpoint_format=kind)
+        return "qweight", lambda _, tensors: _from_gptq(settings, tensors)
     if method == "compressed-tensors":
         _expect(settings, format=("pack-quantized",), kv_cache_scheme=(None,))
         # Rotations of activations would be lost.
@@ -117,12 +118,42 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
             _expect(group, format=("pack-quantized", None), input_activations=(None,))
             _expect(group, output_activations=(None,))
             _expect(group["weights"], num_bits=(4,), type=("int",), dynamic=(False, None))
-        return "weight_packed", Int4Linear.from_compressed_tensors
+            _expect(group["weights"], strategy=("group", "channel", None))
+        groups = list(settings["config_groups"].values())
+        return "weight_packed", lambda *layer: _from_compressed(groups, *layer)
     own = "; use register_quantizer, then from_pretrained" if method == "torchweld_int4" else ""
     raise ValueError(
         f'{_OWNER}: quant_method must be "awq", "gptq" or "compressed-tensors", but got {method!r}'
         + own
     )
+
+
+def _from_gptq(settings: Mapping[str, Any], tensors: dict[str, Tensor]) -> Int4Linear:
+    kind = settings.get("checkpoint_format") or "gptq"
+    size = settings.get("group_size")
+    return Int4Linear.from_gptq(**tensors, checkpoint_format=kind, group_size=size)
+
+
+def _from_compressed(
+    groups: list[Mapping[str, Any]], path: str, tensors: dict[str, Tensor]
+) -> Int4Linear:
+    weights = _group_of(groups, path)["weights"]
+    size = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
+    return Int4Linear.from_compressed_tensors(**tensors, group_size=size)
+
+
+def _group_of(groups: list[Mapping[str, Any]], path: str) -> Mapping[str, Any]:
+    """The config group whose targets name a layer: its path, a pattern of it, or its class."""
+    targets = [(target, group) for group in groups for target in group["targets"]]
+    for target, group in targets:
+        pattern = target.removeprefix("re:")
+        if target == path or pattern != target and re.match(pattern, path):
+            return group
+    for target, group in targets:
+        if target == "Linear":
+            return group
+    listed = ", ".join(repr(target) for target, _ in targets)
+    raise ValueError(f"targets of the quantization_config must name it, but got {listed}")
 
 
 def _expect(settings: Mapping[str, Any], **expected: tuple[Any, ...]) -> None:
@@ -166,7 +197,7 @@ def _converted(
         if bias is not None and scale is not None:
             tensors["bias"] = bias.to(scale.dtype)
         try:
-            yield layer, function(**tensors)
+            yield layer, function(layer, tensors)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{_OWNER}: {layer}: {error}") from None
 
