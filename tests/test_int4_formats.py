@@ -337,13 +337,6 @@ def test_a_checkpoint_whose_groups_do_not_divide_the_columns(tmp_path, kind):
         torchweld.load_quantized(tmp_path)
 
 
-def test_a_layer_that_no_target_names_is_refused(tmp_path):
-    write_checkpoint(tmp_path, "compressed-tensors")
-    change_config(tmp_path, lambda method: method["config_groups"]["group_0"].update(targets=["x"]))
-    with pytest.raises(ValueError, match="_proj: targets of the quant.* must name it, but got 'x'"):
-        torchweld.load_quantized(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "text"),
     [
@@ -419,6 +412,78 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, name):
     with pytest.raises(ValueError, match=re.escape(text)) as error:
         torchweld.load_quantized(tmp_path)
     assert str(error.value).startswith("torchweld.load_quantized: ")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("stored", [7, 8])
+def test_zeros_that_are_not_those_of_sym(tmp_path, kind, stored):
+    """sym=True says that each is 8: 7 in a file of version 1, and 8 in one of version 2."""
+    write_checkpoint(tmp_path, kind, sym=True)
+    word = sum(stored << 4 * i for i in range(8)) - (stored // 8 << 32)
+    change_state(tmp_path, lambda state: [t.fill_(word) for n, t in state.items() if "qzeros" in n])
+    got = stored + (kind == "gptq")
+    if got == 8:
+        for layer in layers_of(torchweld.load_quantized(tmp_path)).values():
+            zeros = torchweld.int4_unpack(layer.zero, layer.scale.shape[1])
+            assert_equal(zeros, torch.full_like(zeros, 8))
+        return
+    other = "gptq" if kind == "gptq_v2" else "gptq_v2"
+    text = (
+        f"_proj: a zero must be 8, by sym=True and checkpoint_format={kind!r} of the "
+        f"quantization_config, but got {got}; if the file stores it as {other!r} does, write that"
+    )
+    with pytest.raises(ValueError, match=text):
+        torchweld.load_quantized(tmp_path)
+
+
+def of_weights(**settings):
+    return lambda method: method["config_groups"]["group_0"]["weights"].update(settings)
+
+
+SETTINGS = {
+    "asymmetric": (
+        "compressed-tensors",
+        of_weights(symmetric=True),
+        "_proj: a zero must be 8, by symmetric=True of the quantization_config, but got ",
+    ),
+    "no zeros": (
+        "compressed-tensors",
+        of_weights(),
+        "weight_zero_point must be there, by symmetric=False of the quantization_config, but got n",
+    ),
+    "no order": (
+        "compressed-tensors",
+        of_weights(actorder="group"),
+        "weight_g_idx must be there, by actorder='group' of the quantization_config, but got none",
+    ),
+    "no g_idx": (
+        "gptq",
+        lambda method: method.update(desc_act=True),
+        "g_idx must be there, by desc_act=True of the quantization_config, but got none",
+    ),
+    "strategy": (
+        "compressed-tensors",
+        of_weights(strategy="tensor"),
+        "strategy of the quantization_config must be 'group' or 'channel', but got 'tensor'",
+    ),
+    "targets": (
+        "compressed-tensors",
+        lambda method: method["config_groups"]["group_0"].update(targets=["x"]),
+        "_proj: targets of the quantization_config must name it, but got 'x'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_are_not_those_of_the_tensors(tmp_path, name):
+    kind, change, text = SETTINGS[name]
+    write_checkpoint(tmp_path, kind)
+    change_config(tmp_path, change)
+    lost = text.split()[0] if "must be there" in text else "no tensor"
+    change_state(tmp_path, lambda s: [s.pop(n) for n in list(s) if n.endswith(f".{lost}")])
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        torchweld.load_quantized(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_float_checkpoint_is_refused(tmp_path):

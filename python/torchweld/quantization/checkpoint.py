@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torchweld._library import ops
 from torchweld.nn import Int4Linear
 
 from .float_layers import features_of, linear_classes
@@ -118,7 +119,7 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
             _expect(group, format=("pack-quantized", None), input_activations=(None,))
             _expect(group, output_activations=(None,))
             _expect(group["weights"], num_bits=(4,), type=("int",), dynamic=(False, None))
-            _expect(group["weights"], strategy=("group", "channel", None))
+            _expect(group["weights"], strategy=("group", "channel"))
         groups = list(settings["config_groups"].values())
         return "weight_packed", lambda *layer: _from_compressed(groups, *layer)
     own = "; use register_quantizer, then from_pretrained" if method == "torchweld_int4" else ""
@@ -131,7 +132,14 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
 def _from_gptq(settings: Mapping[str, Any], tensors: dict[str, Tensor]) -> Int4Linear:
     kind = settings.get("checkpoint_format") or "gptq"
     size = settings.get("group_size")
-    return Int4Linear.from_gptq(**tensors, checkpoint_format=kind, group_size=size)
+    if settings.get("desc_act"):
+        _must_have(tensors, "g_idx", "desc_act=True")
+    layer = Int4Linear.from_gptq(**tensors, checkpoint_format=kind, group_size=size)
+    if settings.get("sym"):
+        other = "gptq_v2" if kind == "gptq" else "gptq"
+        fix = f"; if the file stores it as {other!r} does, write that as its checkpoint_format"
+        _check_symmetric(layer, f"sym=True and checkpoint_format={kind!r}", fix)
+    return layer
 
 
 def _from_compressed(
@@ -139,7 +147,30 @@ def _from_compressed(
 ) -> Int4Linear:
     weights = _group_of(groups, path)["weights"]
     size = -1 if weights.get("strategy") == "channel" else weights.get("group_size")
-    return Int4Linear.from_compressed_tensors(**tensors, group_size=size)
+    symmetric, actorder = weights.get("symmetric", True), weights.get("actorder")
+    if actorder in ("group", "dynamic", True):
+        _must_have(tensors, "weight_g_idx", f"actorder={actorder!r}")
+    if not symmetric:
+        _must_have(tensors, "weight_zero_point", "symmetric=False")
+    layer = Int4Linear.from_compressed_tensors(**tensors, group_size=size)
+    if symmetric:
+        _check_symmetric(layer, "symmetric=True")
+    return layer
+
+
+def _must_have(tensors: Mapping[str, Tensor], name: str, statement: str) -> None:
+    if name not in tensors:
+        raise ValueError(
+            f"{name} must be there, by {statement} of the quantization_config, but got none"
+        )
+
+
+def _check_symmetric(layer: Int4Linear, statement: str, fix: str = "") -> None:
+    zeros = ops.int4_unpack(layer.portable()[2], layer.scale.shape[1])
+    if other := zeros[zeros != 8].tolist():
+        raise ValueError(
+            f"a zero must be 8, by {statement} of the quantization_config, but got {other[0]}{fix}"
+        )
 
 
 def _group_of(groups: list[Mapping[str, Any]], path: str) -> Mapping[str, Any]:
