@@ -14,7 +14,7 @@ from numerics import assert_same_bits
 from test_quantize import GROUP, IDS, layers_of, logits, tiny_llama
 from torchweld import Int4
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from torchweld.integrations import register_lora  # noqa: E402
@@ -124,6 +124,40 @@ def test_an_adapter_merges_into_the_dequantised_model():
     torchweld.dequantize_(model)
     merged = model.merge_and_unload()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS"])
+def test_a_head_is_trained_whole(task):
+    """peft puts it into modules_to_save."""
+    kind = {"SEQ_CLS": "Sequence", "TOKEN_CLS": "Token"}[task]
+    make = getattr(transformers, f"AutoModelFor{kind}Classification").from_config
+    model = make(tiny_llama(pad_token_id=0).config)
+    torchweld.quantize_(model, Int4(GROUP))
+    model = with_lora(model, task_type=task, target_modules="all-linear")
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
+    assert len(trained) and all("score.modules_to_save.default" in name for name in trained)
+    model(input_ids=IDS).logits.sum().backward()
+    assert all(model.get_parameter(name).grad.abs().sum() > 0 for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({"modules_to_save": ["up_proj"]}, "model.layers.0.mlp.up_proj"),
+        ({"modules_to_save": ["layers.1"]}, "model.layers.1.self_attn.q_proj"),
+        ({"task_type": "SEQ_CLS"}, "score"),
+    ],
+    ids=str,
+)
+def test_a_layer_of_codes_is_not_trained_whole(more, path):
+    """It would be copied for the adapter, and nothing of it would change."""
+    model = transformers.AutoModelForSequenceClassification.from_config(tiny_llama().config)
+    torchweld.quantize_(model, Int4(GROUP, skip=()))
+    text = f"modules_to_save must be float layers, but got {path}, an Int4Linear, which can't be tr"
+    before = {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=text):
+        with_lora(model, **more)
+    assert before == {name: type(module) for name, module in model.named_modules()}
 
 
 def test_refusals():

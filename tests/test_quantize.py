@@ -100,6 +100,43 @@ def test_names_to_skip(skip, replaced):
     assert torchweld.quantize_(model, Int4(GROUP, skip)).replaced == replaced
 
 
+HEADS = {
+    "SequenceClassification": ["score"],
+    "TokenClassification": ["score"],
+    "QuestionAnswering": ["qa_outputs"],
+    "CausalLM": ["lm_head"],
+}
+
+
+@pytest.mark.parametrize("task", HEADS)
+def test_heads_are_left_unless_skip_is_given(task):
+    """They are trained whole, as by peft, or are the output embeddings."""
+    transformers = pytest.importorskip("transformers")
+    config = tiny_llama().config
+    for skip in (None, ("v_proj",), ()):
+        model = getattr(transformers, f"AutoModelFor{task}").from_config(config)
+        both = nn.ModuleDict({"inner": model})
+        report = torchweld.quantize_(both, Int4(GROUP, skip))
+        found = {path.removeprefix("inner.") for path in layers_of(both)}
+        left = {path.removeprefix("inner.") for path, _ in report.skipped}
+        assert found.isdisjoint(left) and (left == set(HEADS[task])) == (skip is None)
+        assert found.issuperset(HEADS[task]) == (skip is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads"),
+    [("Bert", ["classifier"]), ("DistilBert", ["pre_classifier", "classifier"])],
+)
+def test_heads_of_encoders_are_left(kind, heads):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 9}
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_attention_heads=4)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    report = torchweld.quantize_(model, Int4(GROUP))
+    reason = "it is a head, which may be trained; skip=() quantises heads too"
+    assert report.replaced and report.skipped == [(path, reason) for path in heads]
+
+
 def test_on_the_meta_device():
     """The layers have no values; a state_dict of a quantised model brings them."""
     model, ids = Net(), torch.arange(10)[None]

@@ -23,7 +23,7 @@ from torchweld.quantization.apply import (
     replace_layer,
 )
 from torchweld.quantization.config import Int4
-from torchweld.quantization.float_layers import linear_classes, without_values
+from torchweld.quantization.float_layers import heads_of, linear_classes, without_values
 
 from .hf_version import check_version, release
 from .upload import upload
@@ -61,7 +61,7 @@ class TorchweldInt4Config(QuantizationConfigMixin):
     def __init__(
         self,
         group_size: int | None = 128,
-        skip: Any = ("lm_head",),
+        skip: Any = None,
         method: str = "rtn",
         left: list[str] | None = None,
         groups: dict[str, int] | None = None,
@@ -69,7 +69,8 @@ class TorchweldInt4Config(QuantizationConfigMixin):
         register_quantizer()
         self.quant_method = METHOD
         self.group_size, self.method = group_size, method
-        self.skip = list(self._int4(skip).skip)
+        skip = self._int4(skip).skip
+        self.skip = None if skip is None else list(skip)
         self.left, self.groups = left, dict(groups or {})
 
     @classmethod
@@ -110,7 +111,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         config = self.quantization_config
         heads = self._new_heads(model, kwargs.get("checkpoint_files"))
-        config.skip += heads
+        config.skip = None if config.skip is None else config.skip + heads
         config.left = None if config.left is None else config.left + heads
         int4 = config.int4()
         if not self.pre_quantized:
@@ -118,13 +119,13 @@ class TorchweldInt4Quantizer(HfQuantizer):
             tied = {name.rpartition(".")[0] for pair in _tied(model).items() for name in pair}
             self.plan = {p: group for p, group in plan_layers(model, int4).items() if p not in tied}
             return
-        left = {_in_base(model, path) for path in config.left or ()}
+        left = {_in_base(model, path) for path in config.left or heads}
         groups = {_in_base(model, path): size for path, size in config.groups.items()}
         linears = [(p, m) for p, m in model.named_modules() if isinstance(m, linear_classes())]
         ignored = set()
         for path, module in linears:
             name = _in_base(model, path)
-            if int4.skipped_by(path) if config.left is None else name in left:
+            if name in left or config.left is None and int4.skipped_by(path):
                 continue
             layer = without_values(module, groups.get(name, config.group_size))
             model.set_submodule(path, layer)
@@ -137,18 +138,13 @@ class TorchweldInt4Quantizer(HfQuantizer):
 
     def _new_heads(self, model: PreTrainedModel, files: list[str] | None) -> list[str]:
         """Heads that a checkpoint does not have, as of another task; they are to be trained."""
-        if not files or not hasattr(model, model.base_model_prefix):
+        if not files:
             return []
         known = {
             *(self.quantization_config.left or ()),
             *(n.rpartition(".")[0] for n in _tied(model)),
         }
-        found = [
-            path
-            for path, module in model.named_modules()
-            if isinstance(module, linear_classes()) and path == _in_base(model, path)
-            if path not in known
-        ]
+        found = [path for path in heads_of(model) if path not in known]
         keys = _keys_of(files) if found else None
         name = "qweight" if self.pre_quantized else "weight"
         return [] if keys is None else [p for p in found if not _has(keys, f"{p}.{name}")]

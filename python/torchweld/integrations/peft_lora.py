@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchweld.nn import Int4Linear
+from torchweld.quantization.apply import heads_in
 from torchweld.quantization.float_layers import is_adapter, linear_classes
 
 if TYPE_CHECKING:
@@ -24,15 +25,16 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
     Args:
         config: changed in place.
         model: needed for `target_modules="all-linear"`, in which PEFT counts nn.Linear layers
-            alone; the names of the 4-bit layers and of nn.Linear layers, without the output head,
-            take its place.
+            alone; the names of the 4-bit layers and of nn.Linear layers, without the heads,
+            take its place. With a model, what is trained whole is checked too.
 
     Returns:
         The config.
 
     Raises:
         ImportError: peft is missing.
-        ValueError: "all-linear" without a model, or use_dora, which reads the weight.
+        ValueError: "all-linear" without a model; use_dora, which reads the weight; an Int4Linear of
+            the model in modules_to_save, or as the head that PEFT adds to them for the task_type.
     """
     try:
         from .peft_layer import Int4LoraLinear
@@ -45,6 +47,8 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
             "torchweld.integrations.register_lora: use_dora must be False, but got True; DoRA "
             "needs the norms of float weights"
         )
+    if model is not None:
+        _check_trained_whole(config, model)
     targets = config.target_modules
     if isinstance(targets, str) and targets.lower() == "all-linear":
         if model is None:
@@ -57,15 +61,29 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
     return config
 
 
+def _check_trained_whole(config: LoraConfig, model: nn.Module) -> None:
+    """Refuses an Int4Linear in modules_to_save: it has no parameters, so nothing would change."""
+    heads = ("classifier", "score", "qa_outputs")  # PEFT adds them for these tasks
+    names = [*(config.modules_to_save or ())]
+    names += heads if config.task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") else ()
+    for path, module in model.named_modules():
+        # PEFT finds a module by the end of its path.
+        if isinstance(module, Int4Linear) and any(f"{name}." in f"{path}." for name in names):
+            raise ValueError(
+                "torchweld.integrations.register_lora: modules_to_save must be float layers, but "
+                f"got {path}, an Int4Linear, which can't be trained; quantise with it in skip="
+            )
+
+
 def _linear_paths(model: nn.Module) -> Iterator[str]:
-    """The linear layers but the output head, without those of the adapters that are there."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    """The linear layers but the heads, without those of the adapters that are there."""
+    heads = heads_in(model)
     inside: list[str] = []
     for path, module in model.named_modules():  # a module comes before those inside of it
         if path.startswith(tuple(inside)):
             continue
-        if is_adapter(module) or module is head:
+        if is_adapter(module):
             inside.append(f"{path}.")
         layer = module._modules.get("base_layer", module)
-        if isinstance(layer, (*linear_classes(), Int4Linear)) and module is not head:
+        if isinstance(layer, (*linear_classes(), Int4Linear)) and layer not in heads:
             yield path.removeprefix("base_model.model.")  # of a PeftModel

@@ -19,6 +19,7 @@ from .float_layers import (
     as_linear,
     features_of,
     float_layer,
+    heads_of,
     is_adapter,
     linear_classes,
     quantized,
@@ -36,9 +37,9 @@ def quantize_(
 
     Linear layers are nn.Linear and transformers' Conv1D (GPT-2). A layer is replaced where the
     4-bit layer does all that it did. The others stay and are listed with the reason: names in
-    `config.skip`, subclasses, hooks and parametrisations, a weight that other modules use (a tied
-    head), base layers of LoRA, sharded weights, sizes that the group does not divide. The report
-    also lists stacked experts.
+    `config.skip`, heads, subclasses, hooks and parametrisations, a weight that other modules use
+    (a tied head), base layers of LoRA, sharded weights, sizes that the group does not divide. The
+    report also lists stacked experts.
 
     On the meta device the new layers have no values either, and a state_dict can be loaded. One
     layer is in memory twice at a time. `save_pretrained` of a quantised transformers model makes a
@@ -132,10 +133,13 @@ def plan_layers(model: nn.Module, config: Int4, report: QuantizeReport | None = 
         for parameter in module._parameters.values():
             if parameter is not None:
                 users.setdefault(id(parameter), set()).add(id(module))
+    heads = heads_in(model) if config.skip is None else set()
     found: Plan = {}
     for paths in _by_module(model, *linear_classes()):
         reasons = [_refusal(model, path, config, users) for path in paths]
         reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None and model.get_submodule(paths[0]) in heads:
+            reason = "it is a head, which may be trained; skip=() quantises heads too"
         if reason is None:
             found |= dict.fromkeys(paths[:1], paths)
         else:
@@ -234,6 +238,11 @@ def _pretrained(model: nn.Module) -> Iterator[Any]:
         if isinstance(module, transformers.PreTrainedModel) and id(module) not in inside:
             inside |= {id(part) for part in module.modules()}
             yield module
+
+
+def heads_in(model: nn.Module) -> set[nn.Module]:
+    """The linear layers of the heads of the transformers models in a module."""
+    return {root.get_submodule(path) for root in _pretrained(model) for path in heads_of(root)}
 
 
 def _check_model(model: Any, owner: str) -> None:

@@ -18,7 +18,8 @@ class Int4:
             A layer whose in_features it does not divide stays as it is.
         skip: layers that stay as they are. A name stands for a module and all within it, by its
             path or a part of one between dots: "lm_head", "mlp.gate", "model.layers.0". `*` stands
-            for any characters.
+            for any characters. None stands for "lm_head" and the heads of a transformers model:
+            its output embeddings, and the layers beside its base model ("score", "classifier").
         method: "rtn", "mse" or "hqq", as in `Int4Linear.from_linear`.
 
     Raises:
@@ -27,7 +28,7 @@ class Int4:
     """
 
     group_size: int | None = 128
-    skip: Collection[str] = ("lm_head",)
+    skip: Collection[str] | None = None
     method: str = "rtn"
 
     def __post_init__(self) -> None:
@@ -37,6 +38,8 @@ class Int4:
             raise ValueError(
                 f"Int4: group_size must be a multiple of 8 or None, but got {self.group_size!r}"
             )
+        if self.skip is None:
+            return
         names = (self.skip,) if isinstance(self.skip, str) else tuple(self.skip)
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"Int4: skip must be names of modules, but got {self.skip!r}")
@@ -44,7 +47,7 @@ class Int4:
 
     def skipped_by(self, path: str) -> str | None:
         """The name in `skip` that stands for a module's path; None where none does."""
-        for name in self.skip:
+        for name in ("lm_head",) if self.skip is None else self.skip:
             pattern = re.escape(name).replace(r"\*", ".*")
             if re.search(rf"(^|\.){pattern}(\.|$)", path):
                 return name

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from torchweld.nn import Int4Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def linear_classes() -> tuple[type[nn.Module], ...]:
@@ -24,6 +28,17 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_adapter(module: nn.Module) -> bool:
     """Whether PEFT has put a module in the place of a layer, to adapt it or to train it whole."""
     return not module._modules.keys().isdisjoint(("base_layer", "original_module"))
+
+
+def heads_of(model: PreTrainedModel) -> list[str]:
+    """The linear layers of a model's heads: its output embeddings, and those beside its base."""
+    base, output = model.base_model_prefix, model.get_output_embeddings()
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, (*linear_classes(), Int4Linear))
+        if module is output or hasattr(model, base) and not path.startswith(f"{base}.")
+    ]
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
