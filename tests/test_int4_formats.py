@@ -393,7 +393,33 @@ def rename(state):
         state[key.replace("up_proj", "other_proj")] = state.pop(key)
 
 
+def with_biases(value):
+    """As AutoGPTQ writes them; the first layer's may be another."""
+
+    def change(state):
+        rows = {n: t.shape[1] for n, t in state.items() if n.endswith(".scales")}
+        rows |= {n: t.shape[0] for n, t in state.items() if n.endswith(".weight_scale")}
+        for i, (name, n) in enumerate(rows.items()):
+            state[f"{name.rpartition('.')[0]}.bias"] = torch.full((n,), 0.0 if i else value)
+
+    return change
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_biases_of_zeros_are_those_that_the_model_lacks(tmp_path, kind):
+    write_checkpoint(tmp_path, kind)
+    expected = logits(torchweld.load_quantized(tmp_path))
+    change_state(tmp_path, with_biases(0.0))
+    model = torchweld.load_quantized(tmp_path)
+    assert all(layer.bias is None for layer in layers_of(model).values())
+    assert_same_bits(logits(model), expected)
+
+
 BROKEN = {
+    "bias": (
+        with_biases(-0.5),
+        "down_proj.bias must be zero, since LlamaForCausalLM has no bias there, but got 0.5",
+    ),
     "missing": (lambda s: s.pop("model.norm.weight"), "1 missing keys: model.norm.weight"),
     "unexpected": (lambda s: s.update({"x.y": torch.ones(1)}), "1 unexpected keys: x.y"),
     "no layer": (rename, "model.layers.0.mlp.other_proj of the checkpoint must be a linear layer"),

@@ -237,7 +237,8 @@ def _check_layers(model_class: Any, config: Any, layers: Mapping[str, Int4Linear
     """The model's linear layers that are not quantised.
 
     Raises:
-        ValueError: a quantised layer is not a linear layer of the model, or has another size.
+        ValueError: a quantised layer is not a linear layer of the model, or has another size, or a
+            bias that is not zero where the model has none. AutoGPTQ writes one of zeros.
     """
     with torch.device("meta"):
         model = model_class(config)
@@ -251,6 +252,13 @@ def _check_layers(model_class: Any, config: Any, layers: Mapping[str, Int4Linear
         expected, got = features_of(linears[name])[::-1], features_of(layer)[::-1]
         if expected != got:
             raise ValueError(f"{_OWNER}: {name} must be {expected}, but got {got}")
+        if linears[name].bias is None and layer.bias is not None:
+            if layer.bias.any():
+                raise ValueError(
+                    f"{_OWNER}: {name}.bias must be zero, since {model_class.__name__} has no bias "
+                    f"there, but got {layer.bias.abs().max().item():.3g}"
+                )
+            layer.bias = None
     if not layers:
         raise ValueError(f"{_OWNER}: the checkpoint must have quantised layers, but got none")
     return [path for path in linears if path not in layers]
