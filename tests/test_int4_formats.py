@@ -253,15 +253,16 @@ def settings_of(kind, groups):
     return {**method, "config_groups": {f"group_{i}": s for i, s in enumerate(schemes)}}
 
 
-def write_checkpoint(folder, kind, files=1, groups=None, **settings):
-    """A tiny Llama with the layers of a format; returns the model with their weights.
+def write_checkpoint(folder, kind, files=1, groups=None, model=None, names=(), **settings):
+    """A model, a tiny Llama by default, with the layers of a format; returns it with their weights.
 
-    `groups` has the group sizes of "Linear" and of parts of paths.
+    `groups` has the group sizes of "Linear" and of parts of paths, `names` the replacements of
+    beginnings of keys.
     """
     from safetensors.torch import save_file
 
     pack, groups = FORMATS[kind][0], groups or {"Linear": GROUP}
-    model = tiny_llama().half()
+    model = (tiny_llama() if model is None else model).half()
     state, drawn = dict(model.state_dict()), {}
     for path, linear in model.named_modules():
         if not isinstance(linear, torch.nn.Linear) or path == "lm_head":
@@ -276,9 +277,11 @@ def write_checkpoint(folder, kind, files=1, groups=None, **settings):
         linear.weight.data = layer.weight
         del state[f"{path}.weight"]
         state |= {f"{path}.{name}": tensor.clone() for name, tensor in tensors.items()}
+    for ours, theirs in names:
+        state = {re.sub(f"^{ours}", theirs, key): tensor for key, tensor in state.items()}
     model.config.save_pretrained(folder)
     text = json.loads((folder / "config.json").read_text())
-    text |= {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
+    text |= {"architectures": [type(model).__name__], "dtype": "float16"}
     targets = {"Linear" if p == "Linear" else f"re:.*{p}": size for p, size in groups.items()}
     text["quantization_config"] = settings_of(kind, targets) | settings
     (folder / "config.json").write_text(json.dumps(text))
@@ -374,10 +377,15 @@ def test_a_format_that_is_refused(tmp_path, kind, settings, text):
         torchweld.load_quantized(tmp_path)
 
 
-def change_config(folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    change(config["quantization_config"])
+def change_config(folder, **settings):
+    config = json.loads((folder / "config.json").read_text()) | settings
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_method(folder, change):
+    method = json.loads((folder / "config.json").read_text())["quantization_config"]
+    change(method)
+    change_config(folder, quantization_config=method)
 
 
 def change_state(folder, change):
@@ -438,6 +446,107 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, name):
     with pytest.raises(ValueError, match=re.escape(text)) as error:
         torchweld.load_quantized(tmp_path)
     assert str(error.value).startswith("torchweld.load_quantized: ")
+
+
+def test_names_are_mapped_as_transformers_maps_them(tmp_path):
+    """Checkpoints of Qwen2.5-VL have those of an older release."""
+    transformers = pytest.importorskip("transformers")
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 61,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config={**vision, "out_hidden_size": 64}
+    )
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    names = [("model.visual.", "visual."), ("model.language_model.", "model.")]
+    groups = {"Linear": GROUP, "up_proj": 8}
+    reference = write_checkpoint(tmp_path, "compressed-tensors", 1, groups, model, names)
+    ours = transformers.AutoModelForImageTextToText.from_pretrained
+    for load, folder in ((torchweld.load_quantized, tmp_path), (ours, tmp_path / "ours")):
+        loaded = load(folder)
+        found = layers_of(loaded)
+        assert len(found) == 7 + 2 * 7
+        for path, layer in found.items():
+            assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
+        assert_equal(loaded.lm_head.weight, reference.lm_head.weight)
+        loaded.save_pretrained(tmp_path / "ours")
+
+
+def test_a_class_may_be_given_by_an_auto_class(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    write_checkpoint(tmp_path, "awq")
+    expected = logits(torchweld.load_quantized(tmp_path))
+    assert_same_bits(logits(torchweld.load_quantized(tmp_path, AutoModelForCausalLM)), expected)
+    change_config(tmp_path, architectures=None)
+    assert_same_bits(logits(torchweld.load_quantized(tmp_path)), expected)
+
+
+def test_an_architecture_of_remote_code_is_refused(tmp_path):
+    from transformers import LlamaForCausalLM
+
+    write_checkpoint(tmp_path, "awq")
+    change_config(tmp_path, architectures=["MyRemoteForCausalLM"])
+    text = "architectures of config.json must name a class of transformers, but got 'MyRemoteFor"
+    with pytest.raises(ValueError, match=text):
+        torchweld.load_quantized(tmp_path)
+    assert len(layers_of(torchweld.load_quantized(tmp_path, LlamaForCausalLM))) == 14
+
+
+def test_a_quantised_head_is_not_tied(tmp_path):
+    write_checkpoint(tmp_path, "compressed-tensors")
+    head = Layer(61, 64)
+
+    def change(state):
+        del state["lm_head.weight"]
+        state |= {f"lm_head.{name}": tensor for name, tensor in head.compressed().items()}
+
+    change_state(tmp_path, change)
+    check(torchweld.load_quantized(tmp_path).lm_head, head)
+    change_config(tmp_path, tie_word_embeddings=True)
+    text = "lm_head must have float weights, which the config ties to others, but got 4-bit codes"
+    with pytest.raises(ValueError, match=text):
+        torchweld.load_quantized(tmp_path)
+
+
+def test_layers_that_gptq_skips_are_floats(tmp_path):
+    write_checkpoint(tmp_path, "gptq", dynamic={"-:.*lm_head": {}})
+    assert len(layers_of(torchweld.load_quantized(tmp_path))) == 14
+    change_method(tmp_path, lambda method: method.update(dynamic={"-:x": {}, "+:y": {"bits": 8}}))
+    with pytest.raises(ValueError, match=r"dynamic of the quantization_config must be {}, but got"):
+        torchweld.load_quantized(tmp_path)
+
+
+class Counted(dict):
+    """A dict that counts how often all of it is read."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_tensors_of_layers_are_found_in_one_pass():
+    """Models of experts have tens of thousands of layers."""
+    from torchweld.quantization.checkpoint import _converted
+
+    tensors = {name: t for name, t in Layer(group=K).awq().items()}
+    passes = set()
+    for count in (2, 8):
+        keys = {f"{i}.{name}": tensor for i in range(count) for name, tensor in tensors.items()}
+        state = Counted(keys)
+        convert = "qweight", lambda _, tensors: Int4Linear.from_awq(**tensors)
+        assert len(dict(_converted(state, convert))) == count and not len(state)
+        passes.add(state.passes)
+    assert len(passes) == 1
 
 
 @pytest.mark.parametrize("kind", ["gptq", "gptq_v2"])
@@ -504,7 +613,7 @@ SETTINGS = {
 def test_settings_that_are_not_those_of_the_tensors(tmp_path, name):
     kind, change, text = SETTINGS[name]
     write_checkpoint(tmp_path, kind)
-    change_config(tmp_path, change)
+    change_method(tmp_path, change)
     lost = text.split()[0] if "must be there" in text else "no tensor"
     change_state(tmp_path, lambda s: [s.pop(n) for n in list(s) if n.endswith(f".{lost}")])
     with pytest.raises(ValueError, match=re.escape(text)) as error:

@@ -116,7 +116,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
         int4 = config.int4()
         if not self.pre_quantized:
             _refuse_disk(kwargs.get("device_map"))
-            tied = {name.rpartition(".")[0] for pair in _tied(model).items() for name in pair}
+            tied = tied_layers(model)
             self.plan = {p: group for p, group in plan_layers(model, int4).items() if p not in tied}
             return
         left = {_in_base(model, path) for path in config.left or heads}
@@ -362,6 +362,11 @@ def _refuse_codes_on_disk(model: PreTrainedModel) -> None:
 
 def _tied(model: PreTrainedModel) -> dict[str, str]:
     return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def tied_layers(model: PreTrainedModel) -> set[str]:
+    """The paths of modules whose weight is another's too, by the config."""
+    return {name.rpartition(".")[0] for pair in _tied(model).items() for name in pair}
 
 
 def _in_base(model: PreTrainedModel, path: str) -> str:

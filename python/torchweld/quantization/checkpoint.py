@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
             names "awq" (version "gemm"), "gptq" (4 bits, without act-order) or
             "compressed-tensors" ("pack-quantized" with 4 bits, weights alone). AutoGPTQ's older
             quantize_config.json serves too.
-        model_class: of transformers; by default the first of the config's `architectures`.
+        model_class: of transformers, an Auto class or one of yours; by default the first of the
+            config's `architectures`.
         kwargs: go to `from_pretrained`: device_map, dtype, attn_implementation.
 
     Raises:
@@ -47,21 +48,37 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
     import transformers
 
     from torchweld.integrations import TorchweldInt4Config
+    from torchweld.integrations.hf_quantizer import tied_layers
 
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{_OWNER}: {folder} must have config.json, but it is not there")
     config = transformers.AutoConfig.from_pretrained(folder)
     convert = _converter(_settings(config, folder))
-    state = _load_files(folder)
-    layers = dict(_converted(state, convert))
     if model_class is None:
         name = (config.architectures or ["AutoModelForCausalLM"])[0]
-        model_class = getattr(transformers, name)
-    left = _check_layers(model_class, config, layers)
-    sizes = {name: layer.group_size for name, layer in layers.items()}
+        model_class = getattr(transformers, name, None)
+        if model_class is None:
+            raise ValueError(
+                f"{_OWNER}: architectures of config.json must name a class of transformers, but "
+                f"got {name!r}; pass the class as model_class"
+            )
+    with torch.device("meta"):
+        # An Auto class has no models of its own.
+        plain = getattr(model_class, "from_config", model_class)(config)
+    model_class = type(plain)
+    state = _load_files(folder)
+    layers = dict(_converted(state, convert))
+    paths = _paths_in(plain, layers)
+    left = _check_layers(plain, {paths[name]: layer for name, layer in layers.items()})
+    if tied := tied_layers(plain).intersection(paths.values()):
+        raise ValueError(
+            f"{_OWNER}: {min(tied)} must have float weights, which the config ties to others, but "
+            "got 4-bit codes; set tie_word_embeddings to false in config.json to use the codes"
+        )
+    sizes = {paths[name]: layer.group_size for name, layer in layers.items()}
     common = max(set(sizes.values()), key=list(sizes.values()).count)
-    groups = {name: size for name, size in sizes.items() if size != common}
+    groups = {path: size for path, size in sizes.items() if size != common}
     config.quantization_config = TorchweldInt4Config(common, (), left=left, groups=groups).to_dict()
     for name, layer in layers.items():
         state |= {f"{name}.{key}": tensor for key, tensor in layer.state_dict().items()}
@@ -108,7 +125,9 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
         size = settings.get("group_size")
         return "qweight", lambda _, tensors: Int4Linear.from_awq(**tensors, group_size=size)
     if method == "gptq":
-        _expect(settings, bits=(4,), dynamic=(None, {}))
+        dynamic = settings.get("dynamic") or {}  # layers to skip begin with "-:"
+        others = {key: value for key, value in dynamic.items() if not key.startswith("-:")}
+        _expect({**settings, "dynamic": others}, bits=(4,), dynamic=({},))
         _expect(settings, checkpoint_format=("gptq", "gptq_v2", None))
         return "qweight", lambda _, tensors: _from_gptq(settings, tensors)
     if method == "compressed-tensors":
@@ -219,10 +238,12 @@ def _converted(
 ) -> Iterator[tuple[str, Int4Linear]]:
     """The quantised layers, whose tensors are taken out of a state_dict."""
     codes, function = convert
-    for key in [key for key in state if key.endswith(f".{codes}")]:
-        layer = key.removesuffix(f".{codes}")
-        own = [other for other in state if other.rpartition(".")[0] == layer]
-        tensors = {other.rpartition(".")[2]: state.pop(other) for other in own}
+    names: dict[str, list[str]] = {}  # of the tensors of each module
+    for key in state:
+        module, _, name = key.rpartition(".")
+        names.setdefault(module, []).append(name)
+    for layer in [module for module in names if codes in names[module]]:
+        tensors = {name: state.pop(f"{layer}.{name}") for name in names[layer]}
         bias = tensors.get("bias")
         scale = tensors.get("scales", tensors.get("weight_scale"))
         if bias is not None and scale is not None:
@@ -233,21 +254,32 @@ def _converted(
             raise ValueError(f"{_OWNER}: {layer}: {error}") from None
 
 
-def _check_layers(model_class: Any, config: Any, layers: Mapping[str, Int4Linear]) -> list[str]:
+def _paths_in(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+    """The paths of layers by their names in a checkpoint, which transformers may rename."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    prefix, known = model.base_model_prefix, model.state_dict()
+    keys = (rename_source_key(f"{name}.weight", renamings, [], prefix, known) for name in names)
+    return {name: key.removesuffix(".weight") for name, (key, _) in zip(names, keys, strict=True)}
+
+
+def _check_layers(model: PreTrainedModel, layers: Mapping[str, Int4Linear]) -> list[str]:
     """The model's linear layers that are not quantised.
 
     Raises:
         ValueError: a quantised layer is not a linear layer of the model, or has another size, or a
             bias that is not zero where the model has none. AutoGPTQ writes one of zeros.
     """
-    with torch.device("meta"):
-        model = model_class(config)
+    kind = type(model).__name__
     linears = {path: m for path, m in model.named_modules() if isinstance(m, linear_classes())}
     for name, layer in layers.items():
         if name not in linears:
             raise ValueError(
-                f"{_OWNER}: {name} of the checkpoint must be a linear layer of "
-                f"{model_class.__name__}, but it has none of this name"
+                f"{_OWNER}: {name} of the checkpoint must be a linear layer of {kind}, but it has "
+                "none of this name"
             )
         expected, got = features_of(linears[name])[::-1], features_of(layer)[::-1]
         if expected != got:
@@ -255,8 +287,8 @@ def _check_layers(model_class: Any, config: Any, layers: Mapping[str, Int4Linear
         if linears[name].bias is None and layer.bias is not None:
             if layer.bias.any():
                 raise ValueError(
-                    f"{_OWNER}: {name}.bias must be zero, since {model_class.__name__} has no bias "
-                    f"there, but got {layer.bias.abs().max().item():.3g}"
+                    f"{_OWNER}: {name}.bias must be zero, since {kind} has no bias there, but "
+                    f"got {layer.bias.abs().max().item():.3g}"
                 )
             layer.bias = None
     if not layers:
