@@ -538,7 +538,7 @@ def test_the_tensors_of_layers_are_found_in_one_pass():
     """Models of experts have tens of thousands of layers."""
     from torchweld.quantization.checkpoint import _converted
 
-    tensors = {name: t for name, t in Layer(group=K).awq().items()}
+    tensors = Layer(group=K).awq()
     passes = set()
     for count in (2, 8):
         keys = {f"{i}.{name}": tensor for i in range(count) for name, tensor in tensors.items()}

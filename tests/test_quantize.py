@@ -23,6 +23,11 @@ def layers_of(model):
     return {path: m for path, m in model.named_modules() if isinstance(m, Int4Linear)}
 
 
+def bytes_of(model):
+    """Of parameters and buffers; those of a layer's codes are buffers."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -41,7 +46,7 @@ class Net(nn.Module):
 def test_a_model_in_place():
     model, ids = Net(), torch.arange(10)[None]
     stock = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
-    calls = []
+    calls, before = [], bytes_of(model)
     report = torchweld.quantize_(model, Int4(GROUP), progress=lambda *call: calls.append(call))
     assert report.replaced == ["blocks.0.0", "blocks.1.0", "blocks.2.0"]
     assert dict(report.skipped) == {
@@ -49,6 +54,7 @@ def test_a_model_in_place():
         "lm_head": "skip has 'lm_head'",
     }
     assert calls == [(i + 1, 3, f"blocks.{i}.0") for i in range(3)]
+    assert (report.bytes_before, report.bytes_after) == (before, bytes_of(model))
     assert report and report.bytes_after < report.bytes_before
     for path in report.replaced:
         expected = Int4Linear.from_linear(stock[path], GROUP)
