@@ -256,7 +256,7 @@ def settings_of(kind, groups):
 def write_checkpoint(folder, kind, files=1, groups=None, model=None, names=(), **settings):
     """A model, a tiny Llama by default, with the layers of a format; returns it with their weights.
 
-    `groups` has the group sizes of "Linear" and of parts of paths, `names` the replacements of
+    `groups` has the group sizes of paths, parts of paths and "Linear", `names` the replacements of
     beginnings of keys.
     """
     from safetensors.torch import save_file
@@ -282,7 +282,8 @@ def write_checkpoint(folder, kind, files=1, groups=None, model=None, names=(), *
     model.config.save_pretrained(folder)
     text = json.loads((folder / "config.json").read_text())
     text |= {"architectures": [type(model).__name__], "dtype": "float16"}
-    targets = {"Linear" if p == "Linear" else f"re:.*{p}": size for p, size in groups.items()}
+    whole = ("Linear", "model.")
+    targets = {p if p.startswith(whole) else f"re:.*{p}": groups[p] for p in reversed(groups)}
     text["quantization_config"] = settings_of(kind, targets) | settings
     (folder / "config.json").write_text(json.dumps(text))
     names = [f"model-{i}.safetensors" for i in range(files)] if files > 1 else ["model.safetensors"]
@@ -319,7 +320,7 @@ def test_a_checkpoint_becomes_a_model(tmp_path, kind):
     ("kind", "groups"),
     [
         ("awq", {"Linear": 128}),  # rows of 64 columns are one group
-        ("compressed-tensors", {"layers.1.mlp": 64, "q_proj": 16, "Linear": 32}),
+        ("compressed-tensors", {"model.layers.1.mlp.up_proj": 8, "layers.1.mlp": 64, "Linear": 32}),
     ],
     ids=["awq", "compressed-tensors"],
 )

@@ -143,6 +143,22 @@ def test_heads_of_encoders_are_left(kind, heads):
     assert report.replaced and report.skipped == [(path, reason) for path in heads]
 
 
+def test_output_embeddings_of_any_name_are_left():
+    """Of a model without a base model, whose decoder has them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 9}
+    config = transformers.BertConfig(**sizes, num_attention_heads=4, tie_word_embeddings=False)
+    encoder = transformers.BertModel(config)
+    decoder = transformers.BertLMHeadModel(
+        transformers.BertConfig(**config.to_dict() | {"is_decoder": True})
+    )
+    model = transformers.EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    report = torchweld.quantize_(model, Int4(GROUP))
+    assert report.replaced and [path for path, _ in report.skipped] == [
+        "decoder.cls.predictions.decoder"
+    ]
+
+
 def test_on_the_meta_device():
     """The layers have no values; a state_dict of a quantised model brings them."""
     model, ids = Net(), torch.arange(10)[None]

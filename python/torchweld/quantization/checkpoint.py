@@ -193,17 +193,21 @@ def _check_symmetric(layer: Int4Linear, statement: str, fix: str = "") -> None:
 
 
 def _group_of(groups: list[Mapping[str, Any]], path: str) -> Mapping[str, Any]:
-    """The config group whose targets name a layer: its path, a pattern of it, or its class."""
-    targets = [(target, group) for group in groups for target in group["targets"]]
-    for target, group in targets:
-        pattern = target.removeprefix("re:")
-        if target == path or pattern != target and re.match(pattern, path):
-            return group
-    for target, group in targets:
-        if target == "Linear":
-            return group
-    listed = ", ".join(repr(target) for target, _ in targets)
-    raise ValueError(f"targets of the quantization_config must name it, but got {listed}")
+    """The config group whose targets name a layer: by its path, a pattern of it, or its class."""
+
+    def rank(target: str) -> int:
+        if target == path:
+            return 0
+        if target.startswith("re:") and re.match(target[3:], path):
+            return 1
+        return 2 if target == "Linear" else 3
+
+    ranked = [(rank(target), group) for group in groups for target in group["targets"]]
+    best, group = min(ranked, key=lambda entry: entry[0])
+    if best == 3:
+        listed = ", ".join(repr(target) for group in groups for target in group["targets"])
+        raise ValueError(f"targets of the quantization_config must name it, but got {listed}")
+    return group
 
 
 def _expect(settings: Mapping[str, Any], **expected: tuple[Any, ...]) -> None:
