@@ -162,6 +162,11 @@ def refusals(mesh: DeviceMesh) -> None:
     sentence = "process 0 of the group was refused" if rank else "leftpad must be int32 (2,)"
     with refused(ValueError, sentence):
         context_parallel_attention(q, q, q, wrong)
+    leaf = q.clone().requires_grad_()
+    for args in ((leaf, q, q), (q, leaf, q), (q, q, leaf)):
+        out = context_parallel_attention(*args, method="ring")
+        with refused(RuntimeError, "create_graph must be False, because a second derivative"):
+            torch.autograd.grad(out.sum(), leaf, create_graph=True)
     if mesh.ndim > 1:
         with refused(ValueError, "group must have one dim, but got a mesh of 2"):
             context_parallel_attention(q, q, q, group=mesh)

@@ -192,6 +192,12 @@ def refusals(mesh: DeviceMesh) -> None:
         loss_of(x, words, target, label_smoothing=1.5)
     with refused(ValueError, "keep='exponentials' must have label_smoothing 0 with a softcap"):
         loss_of(x, words, target, label_smoothing=0.1, softcap=2.0, keep="exponentials")
+    leaf = x.clone().requires_grad_()
+    for keep in KEEPS:
+        loss = loss_of(leaf, words, target, **keep)
+        for t in (leaf, words):
+            with refused(RuntimeError, "create_graph must be False, because a second derivative"):
+                torch.autograd.grad(loss, t, create_graph=True)
     if DEVICE == "cpu":
         with refused(ValueError, "target must be from 0 to N - 1 = 63 or ignore_index, but got 64"):
             loss_of(x, words, torch.full_like(target, 64))

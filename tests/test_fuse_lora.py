@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from torch.autograd import functional
 from torch.testing import assert_close
 
 pytest.importorskip("transformers")
@@ -145,6 +146,39 @@ def test_autocast(device):
     assert runs(calls, "gated_activation") == LAYERS
     assert_close(*losses, rtol=2e-2, atol=2e-2)
     losses[0].backward()
+
+
+def one_layer(device, change=lambda model: None, **changes):
+    """A LoRA layer of a Qwen2, whose base layer has a bias: fused and stock."""
+    stock = with_lora(tiny("Qwen2", device), **changes)
+    change(stock)
+    model = copy.deepcopy(stock)
+    fuse(model, check=False)
+    layers = [each.base_model.model.model.layers[0].self_attn.q_proj for each in (model, stock)]
+    assert type(layers[0]) is not type(layers[1])
+    x = torch.randn(2, 3, layers[1].in_features, device=device)
+    return *layers, x
+
+
+ONCE = r"^torchweld.integrations.lora: create_graph must be False, because a second derivative is "
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda f, x: functional.hessian(f, x),
+        lambda f, x: functional.hvp(f, x, torch.ones_like(x)),
+        lambda f, x: functional.vhp(f, x, torch.ones_like(x)),
+        lambda f, x: torch.autograd.grad(f(x), x, create_graph=True, allow_unused=True),
+    ],
+    ids=["hessian", "hvp", "vhp", "grad"],
+)
+@pytest.mark.parametrize("power", [1, 2])
+def test_second_derivatives_raise(device, differentiate, power):
+    """A sum's gradient is a constant, from which torch's once_differentiable has no edge."""
+    layer, _, x = one_layer(device)
+    with pytest.raises(RuntimeError, match=ONCE):
+        differentiate(lambda x: (layer(x) ** power).sum(), x.requires_grad_())
 
 
 @pytest.mark.parametrize("change", ["disabled", "merged", "two", "dora", "hook"])

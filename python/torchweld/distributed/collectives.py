@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
+
+from torchweld._autograd import once_differentiable
 
 from .tensors import (
     function_input,

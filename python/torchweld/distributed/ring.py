@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
+from torchweld._autograd import once_differentiable
 from torchweld._library import ops
 
 from .mask import Mask
@@ -105,7 +106,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         steps, group = _Steps(query, ctx.mask, ctx.group), ctx.group

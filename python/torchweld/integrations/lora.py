@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from torchweld._autograd import once_differentiable
 from torchweld.ops.stock import is_plain
 
 from . import measure
