@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from torch.autograd import functional
+from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.testing import assert_close
 
 pytest.importorskip("transformers")
@@ -179,6 +180,48 @@ def test_second_derivatives_raise(device, differentiate, power):
     layer, _, x = one_layer(device)
     with pytest.raises(RuntimeError, match=ONCE):
         differentiate(lambda x: (layer(x) ** power).sum(), x.requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda loss, values, x: grad(loss)(values, x),
+        lambda loss, values, x: vmap(grad(loss), (None, 0))(values, x),
+        lambda loss, values, x: jacrev(loss, argnums=1)(values, x),
+        lambda loss, values, x: vmap(loss, (None, 0))(values, x),
+        lambda loss, values, x: hessian(loss, argnums=1)(values, x),
+    ],
+    ids=["grad", "per_sample", "jacrev", "vmap", "hessian"],
+)
+def test_torch_func(device, transform):
+    layer, stock, x = one_layer(device)
+
+    def transformed(module):
+        def loss(values, x):
+            return functional_call(module, values, x).square().sum()
+
+        return transform(loss, {k: v.detach() for k, v in module.named_parameters()}, x)
+
+    assert_close(transformed(layer), transformed(stock), rtol=1e-4, atol=1e-5)
+
+
+def test_per_sample_gradients_of_a_model(device):
+    stock = with_lora(tiny("Qwen2", device))
+    model = copy.deepcopy(stock)
+    fuse(model)
+
+    def gradients(model):
+        names = {k: v for k, v in model.named_parameters() if v.requires_grad}
+
+        def loss(values, ids):
+            return functional_call(
+                model, values, (), {"input_ids": ids[None], "labels": ids[None]}
+            )[0]
+
+        ids = torch.arange(24, device=device).view(3, 8)
+        return vmap(grad(loss), (None, 0))(names, ids)
+
+    assert_close(gradients(model), gradients(stock), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", ["disabled", "merged", "two", "dora", "hook"])

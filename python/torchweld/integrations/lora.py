@@ -98,7 +98,7 @@ class FusedLora(Part):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter = None
-        if is_fused(self) and not (args or kwargs or torch.compiler.is_compiling()):
+        if is_fused(self) and not (args or kwargs or _is_transformed()):
             adapter = _adapter(self)
         if adapter is None or not _runs(self, adapter, x):
             return stock_forward(self, x, *args, **kwargs)
@@ -115,6 +115,11 @@ class FusedLora(Part):
         low = None if type(dropout) is nn.Identity else dropout(x)
         with torch.autocast(device, enabled=False):
             return _LoraLinear.apply(x, low, weight, bias, a, b, self.scaling[adapter])
+
+
+def _is_transformed() -> bool:
+    """Whether torch.compile or torch.func transforms the call, which it does with torch's ops."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _adapter(layer: nn.Module) -> str | None:
