@@ -176,11 +176,12 @@ def test_functional_call_of_a_module():
         torch.testing.assert_close(ours[mine], want[theirs], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("op", [op for op in OPS if op in AUTOCAST])
-def test_autocast(op):
+def test_autocast(op, dtype):
     args, kwargs = SAMPLES[op][0].make("cpu")
     function, tensors = function_of(op, args, kwargs)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         leaves = leaves_of(tensors)
         y = function(*leaves)
         ours, pull = vjp(function, *tensors)

@@ -224,16 +224,31 @@ def test_per_sample_gradients_of_a_model(device):
     assert_close(gradients(model), gradients(stock), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["disabled", "merged", "two", "dora", "hook"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_under_autocast(device, dtype):
+    """A Qwen2's base layer has a bias."""
+    layer, stock, x = one_layer(device)
+    with torch.autocast(torch.device(device).type, dtype):
+        y, eager = layer(x), stock(x)
+    assert y.dtype == eager.dtype == dtype
+    exact = copy.deepcopy(stock).double()(x.double())
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs().max()
+    assert (y - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2 * rounding
+
+
+@pytest.mark.parametrize("change", ["disabled", "merged", "two", "dora", "bias", "hook"])
 def test_other_adapters_run_stock(change):
-    stock = with_lora(tiny("Llama"), use_dora=change == "dora")
+    stock = with_lora(tiny("Llama"), use_dora=change == "dora", lora_bias=change == "bias")
+    for name, parameter in stock.named_parameters():
+        if "lora_B" in name and name.endswith("bias"):
+            torch.nn.init.ones_(parameter)
     if change == "two":
         stock.add_adapter("other", peft.LoraConfig(target_modules="all-linear", r=2))
         stock.base_model.set_adapter(["default", "other"])
     model = copy.deepcopy(stock)
     report = fuse(model)
     refused = [path for path, reason in report.skipped if "one active LoRA" in reason]
-    assert len(refused) == (7 * LAYERS if change in ("two", "dora") else 0)
+    assert len(refused) == (7 * LAYERS if change in ("two", "dora", "bias") else 0)
     seen = []
     for each in (model, stock):
         if change == "disabled":
