@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -86,8 +87,16 @@ def test_windows_without_a_limit():
     """flash-attn 2 says -1, version 4 None."""
     q, k, v = qkv("cpu", 5, 12)
     want = fa.flash_attn_func(q, k, v, causal=True)
-    for window in (None, (None, None), (None, 3), (2**40, -5)):
+    for window in (None, (None, None), (None, 3), (2**40, -5), torch.tensor([-1, 0])):
         assert_same_bits(fa.flash_attn_func(q, k, v, causal=True, window_size=window), want)
+
+
+@pytest.mark.parametrize("array", [torch.tensor, np.array, list])
+def test_windows_in_an_array(array):
+    q, k, v = qkv("cpu", 5, 12)
+    for window in WINDOWS:
+        got = fa.flash_attn_func(q, k, v, window_size=array(window))
+        assert_same_bits(got, fa.flash_attn_func(q, k, v, window_size=window))
 
 
 def test_gradients_of_a_window_with_two_sizes(device):

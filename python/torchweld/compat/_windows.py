@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,12 @@ class Window(NamedTuple):
     def of(cls, sizes: Any, causal: bool) -> Window:
         """The window of flash-attn's `window_size` and `causal`.
 
-        Sizes that are None (as in flash-attn 4) or negative are no limit.
+        Sizes that are None (as in flash-attn 4) or negative are no limit. They may be a Tensor or
+        an array.
         """
+        sizes = (None, None) if sizes is None else sizes
         before, after = (
-            None if size is None or size < 0 or size >= _MAX_WINDOW else size
-            for size in (sizes or (None, None))
+            None if size is None or not 0 <= size < _MAX_WINDOW else index(size) for size in sizes
         )
         return cls(before, 0 if causal else after)
 
