@@ -179,6 +179,28 @@ def test_cache_of_one_length(device):
     torch.testing.assert_close(whole, fa.flash_attn_func(q, k, v, causal=True))
 
 
+@pytest.mark.parametrize("argument", ["cache_seqlens", "cache_batch_idx"])
+def test_negative_places_of_a_gpu_write_nothing(monkeypatch, argument):
+    """The host reads no value of a GPU's tensors; an index below 0 must not count from the end."""
+    monkeypatch.setattr("torchweld.compat._cache._known", lambda values: [])
+    q, *caches = qkv("cpu", 1, 4, F32)
+    before = [cache.clone() for cache in caches]
+    options = dict.fromkeys(("cache_seqlens", "cache_batch_idx"), torch.zeros(2, dtype=torch.int64))
+    options[argument] = torch.full((2,), -1)
+    with pytest.raises(IndexError, match="out of bounds"):
+        fa.flash_attn_with_kvcache(q, *caches, *(t[:, :1] for t in caches), **options)
+    for cache, was in zip(caches, before, strict=True):
+        assert_same_bits(cache, was)
+
+
+def test_a_negative_length_without_new_tokens_counts_as_none(device):
+    q, k, v = qkv(device, 3, 8, best(device))
+    lengths = torch.tensor([-2, 0], dtype=torch.int32, device=device)
+    for options in ({}, {"causal": True}, {"window_size": (2, 1)}):
+        out = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **options)
+        assert (out == 0).all()
+
+
 X = torch.zeros(2, 4, 4, 16)
 ENDS = torch.tensor([0, 8], dtype=torch.int32)
 PACKED = torch.zeros(8, 4, 16)
@@ -235,6 +257,11 @@ REFUSED = [
     (
         "flash_attn_with_kvcache", (X, X, X, X[:, :1], X[:, :1]), {"cache_seqlens": ENDS - 1},
         "cache_seqlens must be from 0 to 3, for 1 new tokens in 4 places, but got -1; use a larger",
+    ),
+    (
+        "flash_attn_with_kvcache", (X, X, X, X[:, :1], X[:, :1]),
+        {"cache_seqlens": 0, "cache_batch_idx": ENDS // 8 - 1},
+        "cache_batch_idx must be from 0 to 1, a sequence of k_cache, but got -1",
     ),
     ("flash_attn_with_kvcache", (X, X, X), {"block_table": ENDS}, "block_table must be None"),
     ("flash_attn_with_kvcache", (X, X, X), {"alibi_slopes": X}, "alibi_slopes must be None"),

@@ -65,6 +65,11 @@ class Cache(NamedTuple):
         rows = self.rows
         if rows is None:
             rows = torch.arange(places.shape[0], device=places.device)
+        # index_put_ counts negative indices from the end; a size is out of bounds instead
+        rows, places = (
+            t.masked_fill(t < 0, size)
+            for t, size in zip((rows, places), self.k.shape, strict=False)
+        )
         for cache, tokens in ((self.k, k), (self.v, v)):
             cache.index_put_((rows[:, None], places), tokens)
         return self._replace(lengths=self.lengths + k.shape[1])
@@ -102,6 +107,13 @@ def check_new(
             raise ValueError(
                 f"{name}: cache_seqlens must be from 0 to {size - new}, for {new} new tokens in "
                 f"{size} places, but got {length}; use a larger cache"
+            )
+    sequences = cache.k.shape[0]
+    for row in _known(cache.rows):
+        if not 0 <= row < sequences:
+            raise ValueError(
+                f"{name}: cache_batch_idx must be from 0 to {sequences - 1}, a sequence of "
+                f"k_cache, but got {row}"
             )
 
 

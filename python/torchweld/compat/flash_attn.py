@@ -262,8 +262,9 @@ def flash_attn_with_kvcache(
         return_softmax_lse: returns lse `(batch, nheads, seqlen_q)` too.
 
     Returns:
-        `(batch, seqlen_q, nheads, head_dim)`. The host reads no value of a GPU's cache_seqlens:
-        places behind the cache fail there as an index that is out of bounds.
+        `(batch, seqlen_q, nheads, head_dim)`. The host reads no value of a GPU's cache_seqlens and
+        cache_batch_idx: new tokens before or behind the cache fail there as an index that is out of
+        bounds. Without new tokens a negative cache_seqlens counts as 0.
 
     The other arguments and the errors are those of :func:`flash_attn_func`.
     """
