@@ -159,7 +159,7 @@ def test_python_function_takes_starts_with_row_ends():
     """Without causal, starts per row are refused unless the row's end is known too."""
     q = torch.randn(1, 2, 4, 8)
     start, end = ints([0, 0, 2, 2]), ints([2, 2, 4, 4])
-    with pytest.raises(ValueError, match="key_start must come with causal=True"):
+    with pytest.raises(RuntimeError, match="key_start must be one start a sequence without causal"):
         torchweld.attention(q, q, q, key_start=start)
     out = torchweld.attention(q, q, q, key_start=start, key_end=end)
     alone = torchweld.attention(*[q[:, :, 2:]] * 3)

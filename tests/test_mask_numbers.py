@@ -494,14 +494,22 @@ def test_starts_of_rows_need_causal(op):
     """Without causal, a row would see the documents after its own."""
     tensors = [torch.randn(1, 2, 4, 4)] * (2 if op == "softmax_matmul" else 3)
     start = torch.tensor([[0, 0, 2, 2]], dtype=torch.int32)
-    with pytest.raises(ValueError, match="key_start must come with causal=True"):
+    sentence = (
+        f"torchweld::{op}: key_start must be one start a sequence without causal=True, where a row "
+        "also sees the documents behind its own, but got starts that differ; use causal=True, or "
+        "in attention a key_end per row"
+    )
+    assert len(sentence) < 255  # more does not fit into a device assertion
+    with pytest.raises(RuntimeError, match=f"^{re.escape(sentence)}"):
         getattr(torchweld, op)(*tensors, key_start=start)
     getattr(torchweld, op)(*tensors, key_start=start, causal=True)
-    one = start[:, 2:3].expand(-1, 4)
-    out = as_tuple(getattr(torchweld, op)(*tensors, key_start=one))[0]
     cut = [tensors[0][..., 2:] if op == "softmax_matmul" else tensors[0]]
     cut += [t[:, :, 2:] for t in tensors[1:]]
-    torch.testing.assert_close(out, as_tuple(getattr(torchweld, op)(*cut))[0])
+    want = as_tuple(getattr(torchweld, op)(*cut))[0]
+    expanded = start[:, 2:3].expand(-1, 4)
+    for one in (expanded, expanded.contiguous(), expanded.clamp(min=0), expanded.long().int()):
+        out = as_tuple(getattr(torchweld, op)(*tensors, key_start=one))[0]
+        torch.testing.assert_close(out, want)
 
 
 def test_packed_documents_are_calls_of_their_own(device):

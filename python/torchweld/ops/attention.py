@@ -65,8 +65,8 @@ def attention(
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
         key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before it, as in
             packed documents (`key_start_from_position_ids`, `key_start_from_documents`). Not with
-            leftpad. Without causal one start a sequence, expanded over its rows, unless key_end has
-            one value per row.
+            leftpad. Without causal the rows of a sequence have one start, unless key_end has one
+            value per row.
         key_end: int32 `(batch,)` on the same device: how many keys each sequence has, the others
             are never read: the lengths of a batch padded on the right, or of a cache with free
             places behind its tokens. Or int32 `(batch, seqlen_q)`: row i sees the keys before
@@ -85,9 +85,10 @@ def attention(
         `query`, `key` and `value` lie as those tensors do, by the same rule.
 
     Raises:
-        ValueError: key_start differs from row to row, without causal and without key_end per row.
-        RuntimeError: a wrong shape, dtype or device, or a number that is out of range. Values of
-            tensors are not looked at: those out of range count as the nearest end.
+        RuntimeError: a wrong shape, dtype or device, or a number that is out of range; key_start
+            differs from row to row without causal and without key_end per row, which is a device
+            assertion on CUDA. No other values of tensors are looked at: those out of range count as
+            the nearest end.
 
     Limits: differentiable once. No dropout. With softcap, bfloat16 values beyond 1e27 may give inf
         on Hopper.

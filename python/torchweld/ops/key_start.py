@@ -114,14 +114,16 @@ def check_key_start(
 ) -> None:
     """Refuses starts that differ from row to row without a causal mask or an end per row.
 
-    Such starts belong to packed documents, where a row would see all later documents.
+    Such starts belong to packed documents, where a row would see all later documents. The host
+    reads no value: on CUDA the refusal is a device assertion.
     """
     if key_start is None or causal or (key_end is not None and key_end.dim() == 2):
         return
     rows = key_start.dim() == 2 and key_start.dtype == torch.int32 and key_start.size(1) > 1
-    if rows and key_start.stride(1) != 0:
-        raise ValueError(
-            f"torchweld::{op}: key_start must come with causal=True, because without it a row also "
-            "sees the documents behind its own, but got causal=False; for one start a sequence use "
-            "starts[:, None].expand(-1, seqlen_q)"
+    if rows and key_start.stride(1) != 0:  # an expanded start needs no comparison
+        torch._assert_async(
+            (key_start == key_start[:, :1]).all(),
+            f"torchweld::{op}: key_start must be one start a sequence without causal=True, where a "
+            "row also sees the documents behind its own, but got starts that differ; use "
+            "causal=True, or in attention a key_end per row",
         )
