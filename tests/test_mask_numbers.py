@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,11 +94,38 @@ TABLES = [
 
 @pytest.mark.parametrize(("shape", "numbers", "rows"), TABLES, ids=str)
 def test_truth_table(device, shape, numbers, rows):
-    """Equal visible logits, the identity as value: the result is the table, divided by its rows."""
+    check_seen(device, torch.tensor([[d == "1" for d in row] for row in rows.split()]), numbers)
+
+
+POSITION = "i + max(key_end[b], min(seqlen_q, seqlen_k)) - seqlen_q"  # as the documentation says it
+
+
+def test_the_documentation_has_the_rule_of_positions():
+    page = (Path(__file__).parents[1] / "docs" / "masks.md").read_text(encoding="utf-8")
+    for text in (page, torchweld.attention.__doc__):
+        assert f"{POSITION}`" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("more", [{"causal": True}, {"causal": True, "window": 2}, {"window": 2}])
+@pytest.mark.parametrize("shape", [(2, 5), (4, 4), (4, 3), (5, 2)], ids=str)
+def test_positions_with_a_key_end(device, shape, more):
     seqlen_q, seqlen_k = shape
+    for end in range(seqlen_k + 1):
+        names = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "key_end": [end], "b": 0}
+        seen = torch.zeros(shape, dtype=torch.bool)
+        for i in range(seqlen_q):
+            position = eval(POSITION, {**names, "i": i})
+            window = more.get("window", seqlen_q + seqlen_k)
+            last = position if "causal" in more else position + window - 1
+            seen[i, max(position - window + 1, 0) : max(min(last + 1, end), 0)] = True
+        check_seen(device, seen, {**more, "key_end": ints(end)})
+
+
+def check_seen(device: str, seen: Tensor, numbers: dict) -> None:
+    """Equal visible logits, the identity as value: the result is the table, divided by its rows."""
+    seqlen_q, seqlen_k = seen.shape
     numbers = moved(device, numbers)
     leftpad = numbers.pop("leftpad", None)
-    seen = torch.tensor([[digit == "1" for digit in row] for row in rows.split()])
     causal = numbers.get("causal", False)
     given = {k: v for k, v in numbers.items() if k != "causal"}
     assert_equal(R.visible(1, seqlen_q, seqlen_k, leftpad, causal, **given)[0].cpu(), seen)

@@ -217,6 +217,22 @@ def test_padding_may_be_nan(device, causal):
         assert (got[70:] == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["self", "equal"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_before_the_first_sequence(device, kind, causal):
+    """They count to it, at positions before its first; a causal mask hides all keys there."""
+    lengths = offsets([40, 30], device) + 5
+    q, k, v = packed(device, best(device), 75, 75)
+    lengths_k = lengths if kind == "self" else lengths.clone()
+    out = torchweld.varlen_attention(q, k, v, lengths, lengths_k, causal=causal)
+    tokens = [t[5:] for t in (q, k, v)]
+    want = torchweld.varlen_attention(*tokens, lengths - 5, lengths - 5, causal=causal)
+    torch.testing.assert_close(out[5:], want)
+    first = [t.transpose(0, 1)[None] for t in (q[:5], k[5:45], v[5:45])]
+    before = torch.zeros_like(out[:5]) if causal else torchweld.attention(*first)[0].transpose(0, 1)
+    torch.testing.assert_close(out[:5], before)
+
+
 def test_views_of_a_fused_projection(device):
     """q, k and v of one (tokens, 3, nheads, head_dim) tensor, and heads before tokens."""
     lengths = offsets([40, 30], device)

@@ -50,9 +50,9 @@ def attention(
             0 0 0 1 1                                0 0 1 1 0
 
     Row i of a sequence has position `i + seqlen_k - seqlen_q` among its keys. With a key_end it is
-    `i + key_end - seqlen_q`, as in a cache, which ends with the keys of its queries; where key_end
-    is below seqlen_q the sequence is padded on the right and row i has position i. With one key_end
-    per row, row i has position `key_end[b, i] - 1`.
+    `i + max(key_end[b], min(seqlen_q, seqlen_k)) - seqlen_q`: a cache ends with the keys of its
+    queries; where key_end is below both lengths the sequence is padded on the right. With one
+    key_end per row, row i has position `key_end[b, i] - 1`.
 
     Args:
         query: `(batch, nheads, seqlen_q, head_dim)`.

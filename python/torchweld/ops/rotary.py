@@ -28,7 +28,7 @@ def rotary(
         q: `(batch, nheads, seqlen, head_dim)`, float32, float16 or bfloat16 (float64 on CPU).
         k: `(batch, nheads_k, seqlen, head_dim)`, dtype of `q`; `nheads_k` may differ from `nheads`.
         cos: `(batch, seqlen, rotary_dim)`, `(1, seqlen, rotary_dim)` or `(seqlen, rotary_dim)`,
-            dtype of `q` or float32; `rotary_dim` is even and at most `head_dim`.
+            dtype of `q` or float32; `rotary_dim` is even, from 2 to `head_dim`.
         sin: shape and dtype of `cos`.
         interleaved: a pair is two neighbours. The tables hold each angle twice in a row, as
             Cohere's do: with Llama's and GLM's layout use
@@ -36,9 +36,9 @@ def rotary(
             `cos.repeat_interleave(2, -1)`.
 
     Returns:
-        The rotated q and k, in the dtype and memory order of their inputs; an input that is not
-        dense, such as a slice of a packed projection, gives the memory order
-        `(batch, seqlen, nheads, head_dim)`.
+        The rotated q and k, in the dtype of their inputs. A dense input whose head_dim is innermost
+        gives its own strides; any other, such as a slice of a packed projection, the memory order
+        `(batch, seqlen, nheads, head_dim)`, which all gradients have.
 
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit, or cos or sin require a gradient.

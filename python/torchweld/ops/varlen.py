@@ -45,7 +45,8 @@ def varlen_attention(
         v: `(tokens_k, nheads_kv, head_dim_v)`.
         cu_seqlens_q: `(sequences + 1,)`, int32 or int64, on the device of q: 0, then the end of
             each sequence in q. Sequences may be empty. Tokens from `cu_seqlens_q[-1]` on are
-            padding.
+            padding. With another first value the tokens before it count to the first sequence, at
+            positions before its first: they see nothing with causal, else its keys.
         cu_seqlens_k: the same of k and v.
         max_seqlen_q: accepted for code that has it, and not used.
         max_seqlen_k: the same.
