@@ -22,37 +22,53 @@ _MAX_SIZE = 2**62 - 1  # twice this size overflows torch's int64
 # closed.
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE, errno.EBADF)
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
-_LINEAR = ("M", "K", "N")
-_ATTENTION = ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim")
-# The names of the numbers in --shape. An op that is missing here takes --shape as the shape of its
-# tensors.
-_SHAPES = {
-    "linear": _LINEAR,
-    "linear_backward": _LINEAR,
-    "layer_norm_linear": _LINEAR,
-    "rms_norm_linear": _LINEAR,
-    "fold_layer_norm": ("N", "K"),
-    "folded_layer_norm_linear": _LINEAR,
-    "gated_linear": _LINEAR,
-    "int4_linear": _LINEAR,
-    "bmm": ("batch", "M", "K", "N"),
-    "outer_add": ("rows", "cols"),
-    "outer_mul_relu": ("rows", "cols"),
-    "mul_relu": ("rows", "cols"),
-    "scalar_attention": ("n",),
-    "softmax_matmul": ("batch", "nheads", "seqlen_q", "seqlen_k", "head_dim_v"),
-    "attention": _ATTENTION,
-    "attention_backward": _ATTENTION,
-    "conv2d": ("batch", "H", "W", "KH", "KW"),
+_MKN, _QUERY, _KEY = "M,K,N", "batch,nheads,seqlen_q,head_dim", "batch,nheads,seqlen_k,head_dim"
+_ATTENTION = "batch,nheads,seqlen_q,seqlen_k,head_dim"
+# For each op: the names of the numbers in --shape, and the sizes of its tensors. "..." are any
+# number of dims, [] is a list. After a colon: a dtype, "wide" for that of sums.
+_CALLS = {
+    **dict.fromkeys(
+        ("softmax", "row_sum", "add_scalar", "rms_norm", "layer_norm"), ("...,n", "...,n")
+    ),
+    **dict.fromkeys(
+        ("softmax_backward", "gated_activation", "add_rms_norm", "add_layer_norm"),
+        ("...,n", "...,n ...,n"),
+    ),
+    "causal_softmax": ("...,seqlen_q,seqlen_k", "...,seqlen_q,seqlen_k"),
+    "causal_softmax_backward": (
+        "...,seqlen_q,seqlen_k",
+        "...,seqlen_q,seqlen_k ...,seqlen_q,seqlen_k",
+    ),
+    "cross_entropy": ("...,N", "...,N ...:int64"),
+    **dict.fromkeys(("linear", "layer_norm_linear", "rms_norm_linear"), (_MKN, "M,K N,K")),
+    **dict.fromkeys(("layer_norm_linears", "rms_norm_linears"), (_MKN, "M,K [N,K] []")),
+    "linear_backward": (_MKN, "M,N M,K N,K"),
+    "folded_layer_norm_linear": (_MKN, "M,K N,K N:wide"),
+    "gated_linear": (_MKN, "M,K N+N,K"),
+    "gated_linear_pair": (_MKN, "M,K N,K N,K"),
+    "gated_mlp": (_MKN, "M,K N,K N,K K,N"),
+    "int4_linear": (_MKN, "M,K N,words:int32 N,groups N,words_of_zeros:int32"),
+    **dict.fromkeys(("linear_cross_entropy", "linear_token_logprobs"), (_MKN, "M,K N,K M:int64")),
+    "fold_layer_norm": ("N,K", "N,K"),
+    "bmm": ("batch,M,K,N", "batch,M,K batch,K,N"),
+    **dict.fromkeys(("outer_add", "outer_mul_relu"), ("rows,cols", "cols rows")),
+    "mul_relu": ("rows,cols", "rows,cols rows"),
+    "scalar_attention": ("n", "n n n"),
+    "softmax_matmul": (
+        "batch,nheads,seqlen_q,seqlen_k,head_dim_v",
+        "batch,nheads,seqlen_q,seqlen_k batch,nheads,seqlen_k,head_dim_v",
+    ),
+    **dict.fromkeys(("attention", "attention_with_lse"), (_ATTENTION, f"{_QUERY} {_KEY} {_KEY}")),
+    "attention_backward": (
+        _ATTENTION,
+        f"{_QUERY} {_QUERY} {_KEY} {_KEY} {_QUERY} batch,nheads,seqlen_q:wide",
+    ),
+    "rotary": (
+        "batch,nheads,seqlen,head_dim",
+        "batch,nheads,seqlen,head_dim " * 2 + "seqlen,head_dim " * 2,
+    ),
+    "conv2d": ("batch,H,W,KH,KW", "batch,H,W KH,KW"),
 }
-_ROWS = (
-    "softmax",
-    "softmax_backward",
-    "causal_softmax",
-    "causal_softmax_backward",
-    "row_sum",
-    "add_scalar",
-)
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,10 +93,9 @@ def _shape(text: str) -> tuple[int, ...]:
 def sizes_by_op() -> str:
     """Returns the help text for --shape: the meaning of its numbers for each op."""
     named: dict[str, list[str]] = {}
-    for op, names in _SHAPES.items():
-        named.setdefault(",".join(names), []).append(op)
-    lines = [f"  {shape:<43} {', '.join(ops)}" for shape, ops in named.items()]
-    lines.append(f"  {'the shape of x or scores':<43} {', '.join(_ROWS)}")
+    for op, (names, _) in _CALLS.items():
+        named.setdefault(names, []).append(op)
+    lines = [f"  {names:<43} {', '.join(ops)}" for names, ops in named.items()]
     return "sizes by op:\n" + "\n".join(lines)
 
 
@@ -168,67 +183,41 @@ def tensors(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if op in _SHAPES:
-        names = _SHAPES[op]
-        if len(shape) != len(names):
-            raise ValueError(
-                f"--shape of {op} must be {','.join(names)}, but got {len(shape)} sizes"
-            )
-    elif op in _ROWS:
-        if len(shape) < (2 if op.startswith("causal") else 1):
-            raise ValueError(f"--shape of {op} must be seqlen_q,seqlen_k, but got 1 size")
-    else:
-        known = ", ".join(sorted([*_SHAPES, *_ROWS]))
-        raise ValueError(f"OP must be one of {known}, but got {op!r}")
-
-    def make(*sizes: int, dtype: Any = dtype) -> Any:
-        if device == "cuda":
-            return torch.empty(sizes, dtype=dtype, device="meta")
-        with FakeTensorMode():
-            return torch.empty(sizes, dtype=dtype)
-
-    if op in _ROWS:
-        return (make(*shape), make(*shape)) if op.endswith("backward") else (make(*shape),)
-    if op == "softmax_matmul":
-        batch, heads, rows, keys, width = shape
-        return make(batch, heads, rows, keys), make(batch, heads, keys, width)
-    if op.startswith("attention"):
-        batch, heads, rows, keys, width = shape
-        query, key = make(batch, heads, rows, width), make(batch, heads, keys, width)
-        if op == "attention":
-            return query, key, key
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return query, query, key, key, query, make(batch, heads, rows, dtype=wide)
-    if op == "conv2d":
-        return make(*shape[:3]), make(*shape[3:])
-    if op == "bmm":
-        batch, m, k, n = shape
-        return make(batch, m, k), make(batch, k, n)
-    if op == "fold_layer_norm":
-        return (make(*shape),)
-    if op == "scalar_attention":
-        return make(*shape), make(*shape), make(*shape)
-    if op in ("outer_add", "outer_mul_relu", "mul_relu"):
-        rows, cols = shape
-        return make(*shape) if op == "mul_relu" else make(cols), make(rows)
-    m, k, n = shape
+    if op not in _CALLS:
+        raise ValueError(f"OP must be one of {', '.join(sorted(_CALLS))}, but got {op!r}")
+    expected, call = _CALLS[op]
+    names = expected.removeprefix("...,").split(",")
+    leading = shape[: -len(names)] if expected.startswith("...") else ()
+    if len(shape) != len(leading) + len(names):
+        raise ValueError(f"--shape of {op} must be {expected}, but got {len(shape)} sizes")
+    sizes = dict(zip(names, shape[len(leading) :], strict=True))
     if op == "int4_linear":
-        group = (128 if k % 128 == 0 else max(k, 1)) if group is None else group
-        if group < 8 or group % 8 or k % group:
-            raise ValueError(
-                f"the group must be a multiple of 8 that divides K = {k}, but got {group}"
-            )
-        groups = k // group
-        zero = make(n, -(-groups // 8), dtype=torch.int32)
-        return make(m, k), make(n, k // 8, dtype=torch.int32), make(n, groups), zero
-    if op == "linear_backward":
-        return make(m, n), make(m, k), make(n, k)
-    if op == "gated_linear":
-        return make(m, k), make(2 * n, k)
-    if op == "folded_layer_norm_linear":
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return make(m, k), make(n, k), make(n, dtype=wide)
-    return make(m, k), make(n, k)
+        sizes |= _int4_sizes(sizes["K"], group)
+
+    def make(text: str) -> Any:
+        if text.startswith("["):  # three layers, as those of query, key and value
+            return [make(text[1:-1]) for _ in range(3)] if text != "[]" else []
+        dims, _, kind = text.partition(":")
+        dtypes = {"": dtype, "wide": torch.promote_types(dtype, torch.float32)}
+        whole: list[int] = []
+        for dim in dims.split(","):
+            whole += leading if dim == "..." else [sum(sizes[name] for name in dim.split("+"))]
+        kwargs = {"dtype": dtypes[kind] if kind in dtypes else getattr(torch, kind)}
+        if device == "cuda":
+            return torch.empty(whole, device="meta", **kwargs)
+        with FakeTensorMode():
+            return torch.empty(whole, **kwargs)
+
+    return tuple(map(make, call.split()))
+
+
+def _int4_sizes(k: int, group: int | None) -> dict[str, int]:
+    """The sizes of a 4-bit weight's tensors beside N."""
+    group = (128 if k % 128 == 0 else max(k, 1)) if group is None else group
+    if group < 8 or group % 8 or k % group:
+        raise ValueError(f"the group must be a multiple of 8 that divides K = {k}, but got {group}")
+    groups = k // group
+    return {"words": k // 8, "groups": groups, "words_of_zeros": -(-groups // 8)}
 
 
 def _info(args: argparse.Namespace) -> int:

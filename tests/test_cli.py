@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchweld
 import torchweld_cli
 from commands import run_command as run
+from samples import as_tuple
+from torchweld.tuning.main import filled
 
 PACKAGE = Path(torchweld.__file__).parent
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +51,7 @@ def test_info_json(capsys):
         ("causal_softmax", "2,3,16,16"),
         ("softmax_matmul", "2,3,5,7,8"),
         ("attention", "2,3,5,7,8"),
+        ("attention_with_lse", "2,3,5,7,8"),
         ("attention_backward", "2,3,5,7,8"),
         ("linear", "8,16,32"),
         ("linear_backward", "8,16,32"),
@@ -56,7 +60,20 @@ def test_info_json(capsys):
         ("rms_norm_linear", "8,16,32"),
         ("fold_layer_norm", "8,16"),
         ("folded_layer_norm_linear", "8,16,32"),
+        ("rms_norm_linears", "8,16,32"),
+        ("layer_norm_linears", "8,16,32"),
         ("gated_linear", "0,16,32"),
+        ("gated_linear_pair", "8,16,32"),
+        ("gated_mlp", "8,16,32"),
+        ("gated_activation", "2,3,5"),
+        ("rms_norm", "2,3,5"),
+        ("layer_norm", "7"),
+        ("add_rms_norm", "2,3,5"),
+        ("add_layer_norm", "2,3,5"),
+        ("rotary", "2,3,5,8"),
+        ("cross_entropy", "2,3,5"),
+        ("linear_cross_entropy", "8,16,32"),
+        ("linear_token_logprobs", "8,16,32"),
         ("bmm", "2,8,16,32"),
         ("scalar_attention", "4096"),
         ("row_sum", "2,3,5"),
@@ -75,6 +92,22 @@ def test_explain_needs_no_gpu(capsys, op, shape, on):
     assert (code, err) == (0, "")
     assert out.startswith(f"torchweld::{op}(bfloat16 (")
     assert ("kernel    CPU" in out) == (on == "cpu")
+
+
+def test_every_op_with_a_function_is_known():
+    functions = {op for op in torchweld.info().ops if op in torchweld.__all__}
+    formats = {"int4_linear_repacked", "int4_pack", "int4_repack", "int4_unpack"}
+    assert functions - set(torchweld_cli._CALLS) == formats
+
+
+@pytest.mark.parametrize("op", torchweld_cli._CALLS)
+def test_values_of_a_call_that_is_tuned(op):
+    names, _ = torchweld_cli._CALLS[op]
+    shapes = torchweld_cli.tensors(op, (16,) * len(names.split(",")), torch.float32, "cpu")
+    others = {"add_scalar": {"value": 1.5}, "linear_backward": {"output_mask": [True] * 3}}
+    results = getattr(torch.ops.torchweld, op)(*filled(shapes, op, "cpu"), **others.get(op, {}))
+    for result in as_tuple(results):
+        assert result.isfinite().all()
 
 
 def test_explain_json(capsys):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _FLAGS = ("gate", "activation", "interleaved", "causal")
 
@@ -33,20 +37,23 @@ def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
     """Tensors of these shapes with values, chosen so that results are near 1."""
     import torch
 
-    made = []
-    for t in shapes:
+    from torchweld.explain import tensors_of
+
+    def values(t: Tensor) -> Tensor:
+        if t.dtype == torch.int64:  # targets
+            return torch.zeros(t.shape, dtype=t.dtype, device=device)
         if not t.is_floating_point():
-            words = torch.randint(-(2**31), 2**31, t.shape, device=device)
-            made.append(words.to(t.dtype))
-        else:
-            made.append(torch.randn(t.shape, device=device).to(t.dtype))
+            return torch.randint(-(2**31), 2**31, t.shape, device=device).to(t.dtype)
+        return torch.randn(t.shape, device=device).to(t.dtype)
+
+    made = _each(values, list(shapes))
     ops = torch.ops.torchweld
-    if "linear" in op:
-        weight = 2 if op.endswith("backward") else 1
-        if made[weight].is_floating_point():
-            made[weight] *= max(made[weight].shape[-1], 1) ** -0.5
-        else:  # the weight has 4-bit codes, and made[2] is their scale
-            made[2] = made[2].abs() * 0.1 * max(made[0].shape[-1], 1) ** -0.5
+    if op == "int4_linear":
+        made[2] = made[2].abs() * 0.1 * max(made[0].shape[-1], 1) ** -0.5
+    elif "linear" in op or op == "gated_mlp":
+        for weight in tensors_of(made[2 if op.endswith("backward") else 1 :]):
+            if weight.dim() == 2:
+                weight *= max(weight.shape[-1], 1) ** -0.5
         if op.startswith("folded"):
             made[2] = made[1].float().sum(1).to(made[2].dtype)
     if op == "softmax_backward":
@@ -54,6 +61,11 @@ def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
     if op == "causal_softmax_backward":
         made[1] = ops.causal_softmax(made[1])
     return made
+
+
+def _each(make: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`make` of each tensor, those in lists too."""
+    return [_each(make, each) for each in value] if isinstance(value, list) else make(value)
 
 
 def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -70,7 +82,7 @@ def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu where there is no CUDA GPU, but got cuda")
     if device == "cpu":  # on the CPU nothing is timed, so the values don't matter
-        made = [torch.empty_like(t, device="cpu") for t in shapes]
+        made = _each(lambda t: torch.empty_like(t, device="cpu"), list(shapes))
     else:
         made = filled(shapes, args.op, device)
     if args.op == "attention_backward" and device == "cuda":
