@@ -214,3 +214,12 @@ def test_module_refuses_weights_and_further_dims():
     x: Tensor = torch.zeros(2, 3, 3)
     with pytest.raises(ValueError, match=r"input must be \(N,\) or \(rows, N\), but got 3 dims"):
         torchweld.nn.CrossEntropyLoss()(x, torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_module_can_be_traced_symbolically():
+    module = torchweld.nn.CrossEntropyLoss(softcap=3.0)
+    traced = torch.fx.symbolic_trace(module)
+    x, target = randn("cpu", F32, 9, 9), torch.arange(9)
+    assert_same_bits(traced(x, target), module(x, target))
+    with pytest.raises(ValueError, match="but got 3 dims"):
+        traced(x[None], target[None])

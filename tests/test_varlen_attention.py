@@ -259,6 +259,20 @@ def test_no_sequences_and_no_tokens(device):
     assert q.grad.shape == q.shape
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_symbolic_trace_keeps_the_call(causal):
+    def run(q, k, v, lengths):
+        options = {"causal": causal, "softcap": 5.0, "return_lse": True}
+        out, lse = torchweld.varlen_attention(q, k, v, lengths, lengths, **options)
+        return out, lse.exp()
+
+    traced = torch.fx.symbolic_trace(run)
+    for lengths in (offsets([7, 5]), offsets([2, 3, 4])):
+        tensors = packed("cpu", F32, int(lengths[-1]), int(lengths[-1]))
+        for got, want in zip(traced(*tensors, lengths), run(*tensors, lengths), strict=True):
+            assert_same_bits(got, want)
+
+
 def test_float64_passes_gradcheck():
     q, k, v = (t.requires_grad_() for t in packed("cpu", F64, 5, 6, 2, 1, 3, 2))
     lengths = offsets([2, 3]), offsets([4, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.fx
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
@@ -105,11 +106,7 @@ class CrossEntropyLoss(nn.Module):
         self.z_loss = z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        if input.dim() > 2:
-            raise ValueError(
-                "torchweld.nn.CrossEntropyLoss: input must be (N,) or (rows, N), but got "
-                f"{input.dim()} dims; use torchweld.cross_entropy, whose classes are the last dim"
-            )
+        _check_rows(input)
         return ops.cross_entropy(
             input,
             target,
@@ -122,3 +119,12 @@ class CrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return f"reduction={self.reduction}, ignore_index={self.ignore_index}"
+
+
+@torch.fx.wrap  # symbolic_trace, which knows no sizes, keeps the call
+def _check_rows(input: Tensor) -> None:
+    if input.dim() > 2:
+        raise ValueError(
+            "torchweld.nn.CrossEntropyLoss: input must be (N,) or (rows, N), but got "
+            f"{input.dim()} dims; use torchweld.cross_entropy, whose classes are the last dim"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import torch.fx
 from torch import Tensor
 
 from torchweld._library import ops
@@ -74,6 +74,22 @@ def varlen_attention(
     Limits: those of `attention`. Sequences with keys but without queries must have finite values.
         DTensors may be sharded along heads; cumulative lengths may be plain tensors beside them.
     """
+    options = {"scale": scale, "softcap": softcap, "sink": sink}
+    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, options, return_lse)
+
+
+@torch.fx.wrap  # symbolic_trace, which knows no sizes, keeps the call
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    causal: bool,
+    window: int | None,
+    options: dict[str, Any],
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     name = "torchweld::varlen_attention"
     check_packed(name, q, k, v)
     check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
@@ -84,8 +100,7 @@ def varlen_attention(
     before = None if window is None else window - 1
     after = 0 if causal else before
     mask = packed_mask(q, k, cu_seqlens_q, cu_seqlens_k, before, after)
-    options = {**mask, "scale": scale, "softcap": softcap, "sink": sink}
-    return packed_attention(q, k, v, options, return_lse)
+    return packed_attention(q, k, v, {**mask, **options}, return_lse)
 
 
 def packed_mask(
