@@ -171,11 +171,12 @@ def test_rows_of_a_wider_matrix(device, n, offset):
             assert wide[:, n + offset :].isnan().all()
 
 
-def test_expanded_and_transposed_logits(device):
+@pytest.mark.parametrize("n", [1, 2, 33])
+def test_expanded_and_transposed_logits(device, n):
     for dtype in (F32, BF16):
-        logits, target = made(device, dtype, (1,), 33)
-        classes = made(device, dtype, (33,), 6)[0].t()
-        for strided in (logits.expand(6, 33), classes, logits[:, :1].expand(6, 33)):
+        logits, target = made(device, dtype, (1,), n)
+        classes = made(device, dtype, (n,), 6)[0].t()
+        for strided in (logits.expand(6, n), classes, logits[:, :1].expand(6, n)):
             for reduction in ("none", "mean"):
                 kwargs = {"reduction": reduction}
                 pairs = [

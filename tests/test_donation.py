@@ -92,6 +92,21 @@ def test_what_a_view_has_stays_as_it_was(op, kwargs, device):
     assert_same_bits(view, before[1:], op)
 
 
+def alias_of_preact(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    out, preact = torch.ops.torchweld.linear_forward(x, weight, bias, activation="gelu")
+    return out, preact.detach()
+
+
+def test_what_an_alias_in_torchscript_has_stays_as_it_was(device):
+    """It is no view that would hold its base, and no Python object holds the pre-activation."""
+    inputs = inputs_of("linear", device)
+    out, alias = torch.jit.script(alias_of_preact)(*inputs)
+    assert not alias._is_view()
+    before = alias.clone()
+    gradients(out, inputs, keep=False)
+    assert_same_bits(alias, before)
+
+
 @every_case
 def test_what_a_hook_keeps_stays_as_it_was(op, kwargs, device):
     inputs = inputs_of(op, device)

@@ -201,6 +201,22 @@ def test_autograd(op, device):
 
 
 @each_op
+@pytest.mark.parametrize("which", ["weights", "biases"])
+@pytest.mark.parametrize("at", range(3))
+def test_one_of_a_list_is_trained(op, which, at, device):
+    """The others, x and the norm are frozen; the first of the list says nothing of the rest."""
+    x, *lists, vectors, options = made(op, "plain", device)
+    layers = dict(zip(("weights", "biases"), lists, strict=True))
+    leaf = layers[which][at].requires_grad_()
+    ys = call(op)(x, *layers.values(), *vectors, **options)
+    assert all(y.requires_grad for y in ys)
+    (got,) = torch.autograd.grad([y.square().sum() for y in ys], leaf)
+    bias, weight = layers["biases"][at], layers["weights"][at]
+    alone = call(single(op))(x, weight, bias, *vectors, **options)
+    torch.testing.assert_close(got, torch.autograd.grad(alone.square().sum(), leaf)[0])
+
+
+@each_op
 def test_gradcheck(op):
     x, weights, biases, vectors, options = made(op, "plain", "cpu", torch.float64)
     leaves = [t.clone().requires_grad_() for t in (x, *weights, *biases, *vectors)]
