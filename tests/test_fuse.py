@@ -1434,6 +1434,56 @@ def test_another_model_gets_the_attention_and_a_report(monkeypatch, implementati
         assert torch.equal(logits(each, **inputs), want)
 
 
+def with_a_copied_layer(name, implementation):
+    """A model whose second layer is a copy, with a config of its own, and that layer's config."""
+    torch.manual_seed(0)
+    if name == "gpt2":
+        model = gpt2(implementation=implementation)
+        layers = model.transformer.h
+    elif name == "bert":
+        model = tiny_model("bert", "BertForMaskedLM", implementation, is_decoder=False).eval()
+        layers = model.bert.encoder.layer
+    else:
+        model = llama(implementation).eval()
+        layers = model.model.layers
+    layers[1] = copy.deepcopy(layers[1])
+    owner = layers[1].attention.self if name == "bert" else layers[1]
+    return model, getattr(owner, "attn", getattr(owner, "self_attn", owner)).config
+
+
+@pytest.mark.parametrize("pads", [None, (0, 0, 0), (0, 3, 7)])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+def test_layers_with_a_config_of_their_own_are_switched(name, implementation, pads):
+    model, config = with_a_copied_layer(name, implementation)
+    assert config is not model.config
+    stock = copy.deepcopy(model)
+    report = fuse(model, only="attention")
+    assert report.skipped == [] and report.calls == {"torchweld::attention": LAYERS}
+    inputs = {"input_ids": batch("cpu")["input_ids"]} if pads is None else batch("cpu", pads)
+    if name == "bert":
+        inputs.pop("position_ids", None)
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    want = logits(stock, **inputs)
+    assert_close(logits(model, **inputs)[real], want[real], rtol=1e-5, atol=1e-5)
+    unfuse(model)
+    assert config._attn_implementation == model.config._attn_implementation == implementation
+    assert torch.equal(logits(model, **inputs), want)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+def test_a_layer_whose_own_config_has_another_attention_is_listed(name):
+    model, config = with_a_copied_layer(name, "eager")
+    config._attn_implementation = "sdpa"
+    stock = copy.deepcopy(model)
+    report = fuse(model, only="attention")
+    assert not report and len(report.skipped) == LAYERS
+    for _, reason in report.skipped:
+        assert 'has a config of its own with attn_implementation="sdpa"' in reason
+    inputs = {key: value for key, value in batch("cpu").items() if key != "position_ids"}
+    assert torch.equal(logits(model, **inputs), logits(stock, **inputs))
+
+
 def test_a_class_that_is_not_served_stays_stock_with_the_reason():
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
     model = transformers.BloomForCausalLM(config)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
-from . import fsdp
+from . import fsdp, hf_switch
 from .families import fused_class
 from .gpt2_block import LINEARS, SITES, Site, fused_paths
 from .gpt2_sharded import ShardedConv1D
@@ -136,11 +136,12 @@ class AttentionState:
     stock_config: Any
     stock_dict: dict[str, Any]
     implementation: str
+    own_configs: dict[str, str]
 
 
 def attention_refusal(base: GPT2Model) -> str | None:
     """Why the attention of a model must stay stock, or None. It is one switch for all layers."""
-    reason = config_refusal(base.config)
+    reason = config_refusal(base.config) or hf_switch.own_refusal(base)
     if reason is not None:
         return reason
     for index, block in enumerate(base.h):
@@ -163,7 +164,10 @@ def switch_attention(model: nn.Module, base: GPT2Model) -> None:
     new = copy.deepcopy(old)
     new._attn_implementation = NAME
     base.__dict__["_torchweld_attention"] = AttentionState(
-        stock_config=old, stock_dict=old.to_dict(), implementation=old._attn_implementation
+        stock_config=old,
+        stock_dict=old.to_dict(),
+        implementation=old._attn_implementation,
+        own_configs=hf_switch.switch_own_configs(base),
     )
     _replace_config(model, old, new)
 
@@ -174,6 +178,7 @@ def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
     if state is None:
         return False
     new = base.config
+    hf_switch.restore_configs(base, state.own_configs)
     if new._attn_implementation == NAME:
         new._attn_implementation = state.implementation
     # Unless the copy or the old config was edited meanwhile, the model gets the old config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def plan(model: nn.Module, report: FuseReport) -> list[tuple[str, PreTrainedMode
     switches = []
     for path, root in roots(model):
         asking = attention_paths(path, root)
-        reason = config_refusal(root.config) or _class_refusal(root)
+        reason = config_refusal(root.config) or _class_refusal(root) or own_refusal(root)
         if reason is None and not asking:
             reason = "none of its layers takes its attention from transformers' AttentionInterface"
         if reason is None:
@@ -104,14 +105,60 @@ def _class_refusal(root: PreTrainedModel) -> str | None:
     return None
 
 
-def switch(root: PreTrainedModel) -> None:
-    """Moves a model and its sub-models to torchweld's attention."""
-    root.__dict__[_STATE] = {
-        path: module.config._attn_implementation
+def own_configs(root: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """``(path, layer, its model's attention)`` of layers whose config is none of the models'.
+
+    Copied layers have one, as in merged models and PEFT's layer_replication. They are given their
+    model's mask, but transformers' switch of the attention passes them by.
+    """
+    models = {
+        path: module.config
         for path, module in root.named_modules()
         if isinstance(module, PreTrainedModel)
     }
+    known = {id(config) for each in models.values() for config in _with_sub_configs(each)}
+    for path, layer in layers("", root):
+        config = vars(layer).get("config")
+        if config is not None and id(config) not in known:
+            above = (model for model in models if path.startswith(f"{model}." if model else ""))
+            yield path, layer, models[max(above, key=len)]._attn_implementation
+
+
+def own_refusal(root: PreTrainedModel) -> str | None:
+    """Why layers with a config of their own keep a model's attention stock, or None."""
+    for path, layer, implementation in own_configs(root):
+        if layer.config._attn_implementation != implementation:
+            return (
+                f"{path} has a config of its own with "
+                f'attn_implementation="{layer.config._attn_implementation}", and its model has '
+                f'"{implementation}"; one mask can\'t serve both, so give them the same first'
+            )
+    return None
+
+
+def _with_sub_configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        below = getattr(config, name, None)
+        if below is not None:
+            yield from _with_sub_configs(below)
+
+
+def switch(root: PreTrainedModel) -> None:
+    """Moves a model, its sub-models and the layers of :func:`own_configs` to torchweld's."""
+    models = [each for each in root.named_modules() if isinstance(each[1], PreTrainedModel)]
+    before = {path: module.config._attn_implementation for path, module in models}
+    root.__dict__[_STATE] = before | switch_own_configs(root)
     root.set_attn_implementation(NAME)
+
+
+def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
+    """Moves the layers of :func:`own_configs` alone; returns what :func:`restore_configs` needs."""
+    own = {path: layer.config for path, layer, _ in own_configs(root)}
+    before = {path: config._attn_implementation for path, config in own.items()}
+    for config in own.values():
+        config._attn_implementation_internal = NAME
+    return before
 
 
 def restore(root: nn.Module) -> bool:
@@ -119,12 +166,17 @@ def restore(root: nn.Module) -> bool:
     state = vars(root).get(_STATE)
     if state is None:
         return False
-    for path, implementation in state.items():
+    restore_configs(root, state)
+    del root.__dict__[_STATE]
+    return True
+
+
+def restore_configs(root: nn.Module, before: dict[str, str]) -> None:
+    """Gives the configs of modules, by their paths, the attention that they had."""
+    for path, implementation in before.items():
         config = root.get_submodule(path).config
         if config._attn_implementation == NAME:
             config._attn_implementation_internal = implementation
-    del root.__dict__[_STATE]
-    return True
 
 
 def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
