@@ -443,6 +443,56 @@ def test_mixed_dtypes_are_listed():
     )
 
 
+def with_buffers(module):
+    """Makes the parameters of a module buffers."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            delattr(owner, name)
+            owner.register_buffer(name, parameter.data)
+
+
+def test_an_attention_whose_weights_are_buffers_is_listed():
+    model = tiny("Llama").eval()
+    with_buffers(model.model.layers[0].self_attn)
+    report = fuse(model)
+    why = "it has no floating-point parameters"
+    assert report.skipped == [("model.layers.0.self_attn.rotary", why)]
+    assert report.ops["model.layers.0.input_layernorm"] == "rms_norm"
+    assert report.max_abs_diff < 1e-5
+
+
+def test_a_model_without_parameters_gets_the_attention():
+    model = tiny("Llama").eval()
+    with_buffers(model)
+    report = fuse(model, loss=True)
+    assert {report.ops[path] for path in report.replaced} == {"attention"}
+    assert report.max_abs_diff < 1e-5
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_flat_parameters_of_fsdp_are_listed(wrapped):
+    dist = torch.distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = tiny("Llama").eval()
+    layers = ModuleWrapPolicy({type(model.model.layers[0])})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        outer = FullyShardedDataParallel(
+            model, auto_wrap_policy=layers, device_id=torch.device("cpu")
+        )
+        report = fuse(outer if wrapped else model)
+    finally:
+        dist.destroy_process_group()
+    assert {report.ops[path].split(" ")[0] for path in report.replaced} == {
+        "attention",
+        "add_rms_norm",  # of the layer, which holds the flat parameter
+    }
+    assert {why for _, why in report.skipped} == {"it has no floating-point parameters"}
+    assert report.max_abs_diff < 1e-5
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_compiled_in_one_graph(mask):
     model = tiny("Llama").eval()

@@ -203,7 +203,9 @@ def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
     known = inspect.signature(root.forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         batch = {key: value for key, value in batch.items() if key in known}
-    return {key: _moved(value, root) for key, value in batch.items()}
+    tensors = [*root.parameters(), *root.buffers()]
+    like = next((t for t in tensors if t.is_floating_point()), None)
+    return None if like is None else {key: _moved(value, like) for key, value in batch.items()}
 
 
 def _inputs(
@@ -253,7 +255,7 @@ def tokens(
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
 
 
-def _moved(value: Any, root: PreTrainedModel) -> Any:
+def _moved(value: Any, like: Tensor) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.to(root.device, root.dtype if value.is_floating_point() else None)
+    return value.to(like.device, like.dtype if value.is_floating_point() else None)

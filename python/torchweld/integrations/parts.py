@@ -38,7 +38,7 @@ def plan(
         reason = reason or parent.refusal(module, row)
         reason = reason or parameter_refusal(parent.op_parameters(module, row), gathered)
         if reason is None:
-            weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+            weight = _weight(module)
             reason = "it has no floating-point parameters"
             if weight is not None:
                 reason = _probe_of(place, weight, probes)
@@ -55,6 +55,10 @@ def plan(
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in stock))
         report.notes.append(f"recognised by their parts, and compared on random inputs: {names}")
     return list(dict.fromkeys(places.values()))
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
 def _list_others(path: str, module: nn.Module, kinds: Collection[str], report: FuseReport) -> None:
@@ -80,7 +84,8 @@ def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Modu
     called = why_called(layers)
     if called:
         return {norm: f"rms_norm ({row.before_attention}; {called})"}
-    if part[0].probe(attn, part[1], next(attn.parameters()), probes) is not None:
+    weight = _weight(attn)
+    if weight is None or part[0].probe(attn, part[1], weight, probes) is not None:
         return {}
     return {norm: f"rms_norm_linears ({row.before_attention} -> {', '.join(layers)})"}
 
