@@ -38,6 +38,7 @@ from torchweld.integrations import (  # noqa: E402
 )
 
 gpt2_block = pytest.importorskip("torchweld.integrations.gpt2_block")
+twins = pytest.importorskip("torchweld.integrations.twins")
 
 LAYERS = 2
 BOTH = [gpt2_block.ATTENTION, gpt2_block.MLP]
@@ -1639,6 +1640,26 @@ def test_a_default_sample_that_does_not_fit_is_said(monkeypatch):
     assert len(report.replaced) == LAYERS and report.max_abs_diff is None
     fits = "the default sample batch does not fit LlamaForCausalLM (ValueError: it wants something "
     assert report.notes == [fits + "else); pass sample= to measure what its layers run"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gpt2", "GPT2LMHeadModel"),
+        ("llama", "LlamaForCausalLM"),
+        ("ernie4_5", "Ernie4_5ForCausalLM"),
+        ("whisper", "WhisperForConditionalGeneration"),
+        ("siglip_vision_model", "SiglipVisionModel"),
+    ],
+)
+def test_another_default_device_changes_nothing(kind, name):
+    model = tiny_model(kind, name, "sdpa").eval()
+    want = fuse(copy.deepcopy(model), loss=True)
+    twins._strict.clear()
+    with torch.device("meta"):
+        report = fuse(model, loss=True)
+    assert report.max_abs_diff is not None
+    assert report.to_dict() == want.to_dict()
 
 
 def test_musicgen_has_a_sample():

@@ -197,7 +197,7 @@ def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
         return None
     if encoded:
         vocab = config.get_text_config(decoder=True).vocab_size
-        batch["decoder_input_ids"] = torch.randint(vocab, (2, 8), generator=generator)
+        batch["decoder_input_ids"] = torch.randint(vocab, (2, 8), generator=generator, device="cpu")
     if root.can_generate():
         batch["use_cache"] = False
     known = inspect.signature(root.forward).parameters
@@ -240,15 +240,15 @@ def _inputs(
         shape = (2, 4000)
     else:
         return None
-    return {name: torch.randn(shape, generator=generator)}
+    return {name: torch.randn(shape, generator=generator, device="cpu")}
 
 
 def tokens(
     vocab: int, length: int, generator: torch.Generator, rows: int = 2, side: str = "left"
 ) -> dict[str, Tensor]:
     """Random tokens, the last row padded by a third."""
-    ids = torch.randint(vocab, (rows, length), generator=generator)
-    mask = torch.ones(rows, length, dtype=torch.int64)
+    ids = torch.randint(vocab, (rows, length), generator=generator, device="cpu")
+    mask = torch.ones(rows, length, dtype=torch.int64, device="cpu")
     pad = length // 3
     mask[-1, slice(0, pad) if side == "left" else slice(length - pad, length)] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)

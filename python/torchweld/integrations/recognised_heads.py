@@ -118,7 +118,7 @@ def _twin(module: nn.Module, random: twins.Random) -> nn.Module:
 
 def _run(part: nn.Module, forward: twins.Forward, random: twins.Random) -> tuple[list[Tensor], Any]:
     x, tensors, facts = random.inputs(), [], []
-    labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator)
+    labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator, device="cpu")
     labels[0, 1] = -100
     labels = labels.to(x.device)
     part.model = _Base(x)

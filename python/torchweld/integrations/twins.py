@@ -49,7 +49,8 @@ class Random:
 
     def linear(self, columns: int, rows: int, like: nn.Module) -> nn.Linear:
         """A linear layer of ``columns`` inputs with a bias where ``like`` has one."""
-        layer = nn.Linear(columns, rows, bias=getattr(like, "bias", None) is not None)
+        bias = getattr(like, "bias", None) is not None
+        layer = nn.Linear(columns, rows, bias, self.device, self.dtype)
         for parameter in layer.parameters():
             parameter.data = self(*parameter.shape) / 4
         return layer

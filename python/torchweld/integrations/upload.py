@@ -31,7 +31,10 @@ def upload(model: nn.Module, device: torch.device) -> None:
         torch.empty(sum(t.nbytes for t in tensors.values()), dtype=torch.uint8, device=device)
         # The buffers alternate across tensors, most of which fill less than one.
         stages = cycle(
-            Stage(torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+            Stage(
+                torch.empty(_STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True),
+                torch.cuda.Event(),
+            )
             for _ in range(2)
         )
 
