@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -395,6 +396,45 @@ def test_a_norm_that_is_cast_alone_runs_stock():
         stock(**batch("cpu"))
     with torch.no_grad(), pytest.raises(RuntimeError):
         model(**batch("cpu"))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model.norm",
+        "model.layers.0.input_layernorm",
+        "model.layers.0.post_attention_layernorm",
+        "model.layers.0.self_attn.q_norm",
+        "model.layers.0.mlp.down_proj",
+        "lm_head",
+    ],
+)
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe"])
+def test_unfuse_keeps_a_parametrization(name, path):
+    model = tiny(name, tie_word_embeddings=False).eval()
+    if not hasattr(model.model.layers[0].mlp, "down_proj") and path.endswith("down_proj"):
+        path = "model.layers.0.mlp.gate"
+    stock, inputs = copy.deepcopy(model), {"input_ids": batch("cpu")["input_ids"]}
+    fuse(model, loss=True)
+    for each in (model, stock):
+        parametrize.register_parametrization(each.get_submodule(path), "weight", Doubled())
+    with torch.no_grad():
+        want = stock(**inputs).logits
+        assert_close(model(**inputs).logits, want, rtol=1e-4, atol=1e-4)
+        unfuse(model)
+        assert torch.equal(model(**inputs).logits, want)
+        assert {type(each).__name__ for each in model.modules()} == {
+            type(each).__name__ for each in stock.modules()
+        }
+        for each in (model, stock):
+            parametrize.remove_parametrizations(each.get_submodule(path), "weight")
+        assert torch.equal(model(**inputs).logits, stock(**inputs).logits)
+    assert [type(each) for each in model.modules()] == [type(each) for each in stock.modules()]
 
 
 def test_a_norm_of_another_library_stays():

@@ -1,12 +1,12 @@
 """Modules to which ``fully_shard`` (FSDP2) has given a class.
 
 That class has two parents, FSDPModule and the class that the module had. ``fuse`` and ``unfuse``
-change the second and leave the first, with the module's hooks and its state, as it is.
+change the second (:func:`.part.set_class`) and leave the first, with the module's hooks and its
+state, as it is.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 
@@ -22,19 +22,6 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def class_before(module: nn.Module) -> type[nn.Module]:
     """The class of a module, without what fully_shard made of it."""
     return type(module).__bases__[1] if is_fully_sharded(module) else type(module)
-
-
-def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives a module a class, under that of fully_shard where there is one."""
-    module.__class__ = _sharding(type(module), cls) if is_fully_sharded(module) else cls
-
-
-@functools.cache
-def _sharding(like: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that fully_shard makes of ``cls``, given the one that it made of another."""
-    outer, inner = like.__bases__
-    members = {"__module__": like.__module__, "__deepcopy__": like.__deepcopy__}
-    return type(like.__name__.removesuffix(inner.__name__) + cls.__name__, (outer, cls), members)
 
 
 def gathered(model: nn.Module) -> frozenset[int]:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
-from . import fsdp, hf_switch
+from . import hf_switch
 from .families import fused_class
 from .gpt2_block import LINEARS, SITES, Site, fused_paths
 from .gpt2_sharded import ShardedConv1D
 from .hf_attention import NAME, config_refusal
 from .modules import activation_name, hooked
-from .part import is_fused, stock_class
+from .part import is_fused, set_class, stock_class
 
 
 def uses(model: nn.Module) -> Counter[nn.Module]:
@@ -120,13 +120,13 @@ def fuse_site(block: nn.Module, site: Site) -> None:
     """Has a block run a site fused, from its next call on."""
     vars(block)["_torchweld_sites"] = (*fused_paths(block), site.path)
     if not is_fused(block):
-        fsdp.set_class(block, fused_class(GPT2Block))
+        set_class(block, fused_class(GPT2Block))
 
 
 def unfuse_block(block: nn.Module) -> None:
     """Undoes :func:`fuse_site`."""
     vars(block).pop("_torchweld_sites", None)
-    fsdp.set_class(block, stock_class(block))
+    set_class(block, stock_class(block))
 
 
 @dataclass(eq=False)

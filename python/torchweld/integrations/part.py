@@ -6,12 +6,14 @@ class of transformers that it replaces.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Container, Hashable
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from . import arguments, measure
 from .fsdp import class_before
@@ -108,6 +110,33 @@ class Part(nn.Module):
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without ``fuse``."""
     return getattr(type(module), STOCK, None) or class_before(module)
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives a module a class, under those that fully_shard and parametrizations made of its own."""
+    like = type(module)
+    before = next((each for each in like.__mro__ if STOCK in vars(each)), class_before(module))
+    # The class of a parametrised module has its tensors and is its own. Others are shared, because
+    # compiled graphs are made for a class.
+    replaced = _replaced if is_parametrized(module) else _replaced_once
+    module.__class__ = replaced(like, before, cls)
+
+
+def _replaced(
+    like: type[nn.Module], before: type[nn.Module], cls: type[nn.Module]
+) -> type[nn.Module]:
+    """The class ``like`` with ``cls`` in the place of its ancestor ``before``."""
+    if like is before:
+        return cls
+    if before not in like.__mro__:
+        return like
+    bases = tuple(_replaced(base, before, cls) for base in like.__bases__)
+    # transformers gives every class of decoder layers a forward of its own when it is made.
+    members = {name: value for name, value in vars(like).items() if name != "forward"}
+    return type(like.__name__, bases, members)
+
+
+_replaced_once = functools.cache(_replaced)
 
 
 def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from . import arguments, fsdp, recognised, recognised_heads, recognised_layers
 from .decoder import FusedLayer, projection_layers
 from .families import find_part, fused_class, part_of
 from .modules import hooked
-from .part import KEEP, Place, below, is_fused, parameter_refusal, stock_class
+from .part import KEEP, Place, below, is_fused, parameter_refusal, set_class, stock_class
 from .probes import Probes
 from .report import FuseReport
 from .sharded_linears import why_called
@@ -123,13 +123,13 @@ def plan_losses(model: nn.Module, probes: Probes, report: FuseReport) -> list[Pl
 def fuse(place: Place) -> None:
     """Gives the modules of a place their fused classes, from their next calls on."""
     for module in place.modules:
-        fsdp.set_class(module, fused_class(stock_class(module)))
+        set_class(module, fused_class(stock_class(module)))
 
 
 def unfuse_place(place: Place) -> None:
     """Undoes :func:`fuse`."""
     for module in place.modules:
-        fsdp.set_class(module, stock_class(module))
+        set_class(module, stock_class(module))
 
 
 def unfuse(model: nn.Module) -> list[str]:
@@ -140,6 +140,6 @@ def unfuse(model: nn.Module) -> list[str]:
             continue
         parent, row = part_of(module)
         restored[parent.place(path, module, row).where] = None
-        fsdp.set_class(module, stock_class(module))
+        set_class(module, stock_class(module))
         vars(module).pop(KEEP, None)
     return list(restored)
