@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import pickle
+import re
 import warnings
 from collections import Counter
 
@@ -1695,10 +1696,26 @@ def test_the_image_encoder_of_sam_stays_stock():
     assert torch.equal(model(images).last_hidden_state, want)
 
 
-def test_sam_can_not_be_built_with_torchweld():
-    """Its image encoder looks layers up in a table of transformers; docs/refused.md says so."""
-    with pytest.raises(KeyError, match="torchweld"):
-        sam(attn_implementation="torchweld")
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("falcon", "FalconForCausalLM"),
+        ("gpt_neo", "GPTNeoForCausalLM"),
+        ("git", "GitForCausalLM"),
+        ("data2vec-vision", "Data2VecVisionModel"),
+        ("sam_vision_model", "SamVisionModel"),
+    ],
+)
+def test_layers_from_a_table_of_transformers_stay_stock(kind, name):
+    """They can't be built with torchweld either; docs/refused.md says so."""
+    with pytest.raises(KeyError, match="^'torchweld'$"):
+        tiny_model(kind, name, "torchweld")
+    model = tiny_model(kind, name, "eager").eval()
+    report = fuse(model, only="attention")
+    assert not report and len(report.skipped) >= LAYERS
+    for _, reason in report.skipped:
+        assert re.search('AttentionInterface$|^GitForCausalLM does not support "sdpa"', reason)
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_model_inside_of_a_sharded_one_is_not_run():
