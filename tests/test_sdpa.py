@@ -86,7 +86,7 @@ NOT_SERVED = {
     "is 0": call((2, 4, 8, 32), (2, 4, 0, 32)),
     "heads of key": call((2, 4, 8, 32), (2, 3, 8, 32)),
     "head dim": call((2, 4, 8, 20)),
-    "up to 256": call((2, 4, 8, 264)),
+    "above 256": call((2, 4, 8, 264)),
     "contiguous": {**call(), "query": meta(2, 4, 32, 8).transpose(2, 3)},
     "no key": {**call((1, 2, 9, 8), (1, 2, 3, 8)), "is_causal": True},
     "not finite": {**call(), "scale": math.inf},

@@ -22,6 +22,7 @@ from torchweld.distributed import _active
 
 from . import hf_numbers, hf_packed, hf_version, measure
 from .hf_numbers import Numbers
+from .sdpa_common import general_kernel
 
 try:
     # Says what a forward pass records. Older versions of transformers pass output_attentions on.
@@ -49,13 +50,13 @@ class Unserved(ValueError):
 
 _warned: set[str] = set()
 _traced: set[str] = set()  # what the mask function has said under torch.compile
-_SDPA = "torch's scaled_dot_product_attention"
+SDPA = "torch's scaled_dot_product_attention"
 _EAGER = "the model's eager attention"
 
 
 @torch.compiler.assume_constant_result
 def warn_once(
-    reason: str, instead: str = _SDPA, traced: bool = False, op: str = "torchweld::attention"
+    reason: str, instead: str = SDPA, traced: bool = False, op: str = "torchweld::attention"
 ) -> bool:
     """Says why calls don't run ``op``; under torch.compile while it traces."""
     if traced:
@@ -335,6 +336,8 @@ def attention_forward(
             _active.current, query, key, value, numbers, reason, scaling, kwargs
         )
         return out.transpose(1, 2).contiguous(), None
+    if reason is None and query.is_cuda:
+        reason = general_kernel(query.shape[3], value.shape[3])
     if reason is None:
         if measure.seen is not None:
             measure.note(module)
@@ -348,7 +351,7 @@ def attention_forward(
     lacking = "attention weights to return" if weights else None
     if softcap is not None or sink is not None:
         lacking = lacking or "attention sinks or soft-capped scores here"
-    instead = _EAGER if lacking else _SDPA
+    instead = _EAGER if lacking else SDPA
     if measure.seen is not None:
         measure.note(module, f"{instead} runs: {reason}")
     warn_once(reason, instead)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .hf_attention import NAME, UNSERVED, config_refusal
+from .hf_attention import NAME, SDPA, UNSERVED, config_refusal
 from .hf_models import asks_for_attention, layer_source, shortcoming
 from .report import FuseReport
+from .sdpa_common import general_kernel
 
 _STATE = "_torchweld_implementations"
 
@@ -86,7 +87,7 @@ def plan(model: nn.Module, report: FuseReport) -> list[tuple[str, PreTrainedMode
 def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
     """Why a layer that no sample has run will not run the op, and whether it would raise.
 
-    Going by its source; None where nothing there speaks against it.
+    Going by its source and head dim; None where nothing there speaks against it.
     """
     given = re.findall(r"\b(\w+)=", layer_source(type(layer)))
     for name, what in UNSERVED.items():
@@ -94,6 +95,10 @@ def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
             return f"{type(layer).__name__} has {name} ({what}), which torchweld has not", True
     if "position_bias" in given:
         return f"{type(layer).__name__} adds a position bias to the scores", False
+    head_dim, weight = getattr(layer, "head_dim", 0), next(layer.parameters(), None)
+    reason = general_kernel(head_dim) if isinstance(head_dim, int) else None
+    if reason is not None and weight is not None and weight.is_cuda:
+        return f"{SDPA} runs: {reason}", False
     return None
 
 

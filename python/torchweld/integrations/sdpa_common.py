@@ -16,7 +16,7 @@ from torchweld._library import build_facts
 from torchweld.info import recorded_archs
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)  # of torch's flash back end
-MAX_HEAD_DIM = 256  # the largest head dim of torch's flash back end
+MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels for tensor cores
 
 
 def refusal(
@@ -65,11 +65,23 @@ def gradient_refusal(grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor) 
     return None
 
 
+def general_kernel(*head_dims: int) -> str | None:
+    """Why torchweld's attention would run its general kernel on a GPU, or None.
+
+    That one uses no tensor cores. torch's back ends for such head dims do, and are faster.
+    """
+    if max(head_dims) <= MAX_HEAD_DIM:
+        return None
+    return f"no kernel for tensor cores has a head dim above {MAX_HEAD_DIM}"
+
+
 def head_dim_refusal(tensors: tuple[Tensor, Tensor, Tensor]) -> str | None:
-    """Why torch's flash kernels don't take the head dim, or None."""
+    """Why a head dim runs torch's own kernel, or None."""
     head_dim = tensors[0].shape[-1]
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"the head dim is not a multiple of 8 up to {MAX_HEAD_DIM}"
+    if reason := general_kernel(head_dim):
+        return reason
+    if head_dim % 8:
+        return "the head dim is not a multiple of 8"
     if any(t.stride(-1) != 1 for t in tensors):
         return "the last dim is not contiguous"
     return None
