@@ -528,8 +528,8 @@ def llama(**changes: Any) -> nn.Module:
     return drawn_anew(tiny_grouped(**changes)).train()
 
 
-def glm4() -> nn.Module:
-    return drawn_anew(tiny_grouped("Glm4", head_dim=8)).train()
+def glm4(**changes: Any) -> nn.Module:
+    return drawn_anew(tiny_grouped("Glm4", head_dim=8, **changes)).train()
 
 
 def trained_alike(ours: nn.Module, stock: nn.Module) -> None:
@@ -639,11 +639,12 @@ def adapted_mlps(mesh: DeviceMesh) -> None:
 
 def packed_mlps(mesh: DeviceMesh) -> None:
     """Each process has the same columns of both halves of a packed weight, stock or fused."""
-    stock = glm4()
-    for fused in (False, True):
+    for activation, fused in product(("silu", "gelu"), (False, True)):
+        stock = glm4(hidden_act=activation)
         ours = parallelize(copy.deepcopy(stock), mesh)
         if fused:
-            torchweld.fuse(ours, check=False)
+            report = torchweld.fuse(ours, check=False)
+            assert report.ops["model.layers.0.mlp"].startswith("gated_")
         mlp, whole_mlp = ours.model.layers[0].mlp, stock.model.layers[0].mlp
         part = mlp.gate_up_proj.weight.to_local().unflatten(0, (2, -1))
         halves = whole_mlp.gate_up_proj.weight.unflatten(0, (2, -1))

@@ -178,6 +178,29 @@ def test_loss_and_every_gradient_equal_stock(device, name, checkpointing):
             assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu", "silu"])
+@pytest.mark.parametrize("name", ["Llama", "Phi3", "Glm4", "Glm"])
+def test_every_activation_of_a_gated_mlp(device, name, activation, biased):
+    model = tiny(name, device, hidden_act=activation)
+    for layer in model.model.layers if biased else ():
+        for linear in layer.mlp.children():
+            if isinstance(linear, nn.Linear):
+                linear.bias = nn.Parameter(torch.randn(linear.out_features, device=device))
+    stock = copy.deepcopy(model)
+    op = parts(fuse(model, only="mlp"))["model.layers.0.mlp"]
+    packed = hasattr(model.model.layers[0].mlp, "gate_up_proj")
+    assert op == ("gated_linear" if packed and activation == "silu" else "gated_mlp")
+    inputs = labelled(device)
+    with Calls() as calls:
+        loss, grads = step(model, inputs)
+    assert calls.names[f"torchweld::{op}_backward"] == LAYERS
+    want, want_grads = step(stock, inputs)
+    assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    for key, grad in grads.items():
+        assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
+
+
 @pytest.mark.parametrize("name", [*NAMES, *RECOGNISED])
 def test_saved_and_loaded(tmp_path, name):
     """A fused model is saved as stock, and what is loaded computes the same, fused and stock."""

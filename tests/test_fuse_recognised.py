@@ -98,6 +98,17 @@ class SwappedMLP(MLP):
         return self.down_proj(self.gate_proj(x) * self.act(self.up_proj(x)))
 
 
+class PackedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 96), nn.Linear(48, WIDTH)
+        self.act = nn.GELU()
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(self.act(gate) * up)
+
+
 class InterleavedMLP(nn.Module):
     """Its packed columns are not two halves."""
 
@@ -140,9 +151,11 @@ def step(model):
     return logits.detach(), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("norm", [Norm, OffsetNorm])
-def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm):
-    model = made_up(device, norm=norm).train()
+@pytest.mark.parametrize(
+    ("norm", "mlp"), [(Norm, MLP), (OffsetNorm, MLP), (Norm, PackedMLP)], ids=lambda c: c.__name__
+)
+def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm, mlp):
+    model = made_up(device, norm=norm, mlp=mlp).train()
     model.last.forward = model.last.forward  # on the instance: stays stock
     stock = copy.deepcopy(model)
     report = fuse(model)

@@ -36,9 +36,9 @@ class FusedMLP(Part):
     """A gated MLP as :func:`torchweld.gated_mlp`.
 
     Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
-    :func:`torchweld.gated_linear_pair`; where one layer has both weights they are
-    :func:`torchweld.gated_linear`. Where the layers in front of the gate must be called, the gate
-    is :func:`torchweld.gated_activation`.
+    :func:`torchweld.gated_linear_pair`; where one layer has both weights and the gate applies silu
+    they are :func:`torchweld.gated_linear`. Where the layers in front of the gate must be called,
+    the gate is :func:`torchweld.gated_activation`.
     """
 
     kind = "mlp"
@@ -50,9 +50,9 @@ class FusedMLP(Part):
         called = why_called(layers)
         if called:
             return f"gated_activation ({row.activation}; {called})"
-        if row.packed:
+        if _is_gated_linear(module, row):
             return f"gated_linear ({names} -> {row.activation})"
-        if fuses_down(module):
+        if fuses_down(module, next(iter(layers.values()))):
             return f"gated_mlp ({names} -> {row.activation} -> down_proj)"
         return f"gated_linear_pair ({names} -> {row.activation})"
 
@@ -61,7 +61,7 @@ class FusedMLP(Part):
         gate, _ = gate_of(module, row)
         if why_called(_gate_layers(module, row)):
             return probes.gated_activation(weight, gate)
-        return probes.gated_linear(weight, gate, row.packed)
+        return probes.gated_linear(weight, gate, _is_gated_linear(module, row))
 
     @staticmethod
     def refusal(module: nn.Module, row: MLP) -> str | None:
@@ -89,7 +89,8 @@ class FusedMLP(Part):
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             return stock_forward(self, *args, **kwargs)
         (hidden_states,) = args
-        found = operands(list(_gate_layers(self, row).values()), hidden_states)
+        layers = list(_gate_layers(self, row).values())
+        found = operands(layers, hidden_states)
         if found is None:
             return _call_layers(self, row, hidden_states)
         if measure.seen is not None:
@@ -97,20 +98,22 @@ class FusedMLP(Part):
         (name, act_left), (weights, biases, mesh) = gate, found
         down = self.down_proj
         (x,) = copied(mesh, hidden_states)
-        if row.packed:
+        if _is_gated_linear(self, row):
             return down(ops.gated_linear(x, *weights, *biases, gate=name))
+        if row.packed:
+            weights, biases = _halves(*weights), _halves(*biases)
         if not act_left:
             weights.reverse(), biases.reverse()
-        if not fuses_down(self):
+        if not fuses_down(self, layers[0]):
             return down(ops.gated_linear_pair(x, *weights, *biases, gate=name))
         if mesh is None:
             return ops.gated_mlp(x, *weights, down.weight, *biases, down.bias, gate=name)
         return down.summed(ops.gated_mlp(x, *weights, local(down), *biases, gate=name))
 
 
-def fuses_down(mlp: nn.Module) -> bool:
-    """Whether an MLP's down_proj is plain enough to be computed in the op of its gate."""
-    gate, down = mlp._modules["gate_proj"], mlp._modules["down_proj"]
+def fuses_down(mlp: nn.Module, gate: nn.Module) -> bool:
+    """Whether down_proj is plain enough to be computed in the op of the gate's layers."""
+    down = mlp._modules["down_proj"]
     if not has_rows(down, mesh_of(gate)):
         return False
     return plain_tensors(own(gate, "weight"), own(down, "weight"), own(down, "bias"))
@@ -118,9 +121,17 @@ def fuses_down(mlp: nn.Module) -> bool:
 
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
     """The gate of an MLP: its name, and whether gate_proj is its left argument."""
-    found = _GATES.get(activation_name(mlp._modules.get(row.activation)))
-    # In a packed layer the left branch is gate_proj.
-    return None if found is None or (row.packed and not found[1]) else found
+    return _GATES.get(activation_name(mlp._modules.get(row.activation)))
+
+
+def _is_gated_linear(mlp: nn.Module, row: MLP) -> bool:
+    """Whether one op takes the packed weight as it is: gate_proj is its left half."""
+    return row.packed and gate_of(mlp, row)[1]
+
+
+def _halves(packed: Tensor | None) -> list[Tensor | None]:
+    """The parts of a packed weight or bias, as views whose gradient is made in one copy."""
+    return [None, None] if packed is None else list(packed.unflatten(0, (2, -1)).unbind())
 
 
 def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
