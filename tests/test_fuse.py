@@ -37,6 +37,7 @@ from torchweld.integrations import (  # noqa: E402
     register_attention,
     unfuse,
 )
+from torchweld.integrations.report import WAS_EAGER  # noqa: E402
 
 gpt2_block = pytest.importorskip("torchweld.integrations.gpt2_block")
 twins = pytest.importorskip("torchweld.integrations.twins")
@@ -612,7 +613,7 @@ def test_accelerate_finds_the_blocks_by_the_name_of_their_class():
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_unfuse_restores_the_attention_that_was_chosen(implementation):
     model = gpt2(implementation=implementation)
-    fuse(model)
+    assert fuse(model).notes == [WAS_EAGER] * (implementation == "eager")
     assert model.transformer.h[0].attn.config._attn_implementation == "torchweld"
     unfuse(model)
     assert model.config._attn_implementation == implementation
@@ -1419,6 +1420,7 @@ def test_another_model_gets_the_attention_and_a_report(monkeypatch, implementati
     report = fuse(model, only="attention")
     layers = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
     assert report.replaced == layers and report.skipped == []
+    assert report.notes == [WAS_EAGER] * (implementation == "eager")
     # whole, in two calls, and four tokens
     assert len(seen) == 7 * LAYERS and report.max_abs_diff < 1e-5
     assert report.calls == {"torchweld::attention": LAYERS}

@@ -13,7 +13,7 @@ from . import fsdp, gpt2, hf_switch
 from .gpt2_block import ATTENTION
 from .modules import activation_name
 from .probes import Probes, device_of
-from .report import UNCHECKED, FuseReport, list_places
+from .report import UNCHECKED, WAS_EAGER, FuseReport, list_places
 from .sample import Sample
 
 
@@ -49,6 +49,8 @@ def fuse(
         for path, base in switches:
             if not list_places(_attention_layers(path, base), seen, report):
                 gpt2.restore_attention(model, base)
+            elif gpt2.was_eager(base):
+                report.notes.append(WAS_EAGER)
     except BaseException:
         for block, _ in places.values():
             gpt2.unfuse_block(block)

@@ -10,7 +10,7 @@ from torch import nn
 from . import hf_switch, parts
 from .hf_attention import Unserved
 from .probes import Probes
-from .report import UNCHECKED, FuseReport, list_places
+from .report import UNCHECKED, WAS_EAGER, FuseReport, list_places
 from .sample import Sample
 
 
@@ -60,6 +60,8 @@ def fuse(
     for path, root in switches:
         if not _list_layers(layers[path], seen, report):
             hf_switch.restore(root)
+        elif hf_switch.was_eager(root):
+            report.notes.append(WAS_EAGER)
     list_places([(place.where, place.key) for place in places], seen, report)
     if not report.replaced:
         report.max_abs_diff = report.compared = None

@@ -172,6 +172,11 @@ def switch_attention(model: nn.Module, base: GPT2Model) -> None:
     _replace_config(model, old, new)
 
 
+def was_eager(base: GPT2Model) -> bool:
+    """Whether a model was on eager attention before :func:`switch_attention`."""
+    return vars(base)["_torchweld_attention"].implementation == "eager"
+
+
 def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
     """Undoes :func:`switch_attention`; False when there was nothing to undo."""
     state = vars(base).get("_torchweld_attention")

@@ -166,6 +166,11 @@ def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
     return before
 
 
+def was_eager(root: nn.Module) -> bool:
+    """Whether a model or a part of it was on eager attention before :func:`switch`."""
+    return "eager" in vars(root)[_STATE].values()
+
+
 def restore(root: nn.Module) -> bool:
     """Undoes :func:`switch`; False when there was nothing to undo."""
     state = vars(root).get(_STATE)

@@ -113,6 +113,7 @@ def summary(error: Exception) -> str:
 
 
 NOT_RUN = ", not run by the sample batch"
+WAS_EAGER = "the attention was eager; calls that ask for attention weights still run it"
 UNCHECKED = "check=False: no sample batch ran, so what the layers run was not measured"
 
 
