@@ -1329,6 +1329,9 @@ def test_modules_that_a_model_uses_in_several_places(case):
     assert {path for path, _ in report.skipped} == SEVERAL[case]
     assert all("is used in 2 places of the model" in why for _, why in report.skipped)
     assert set(report.replaced) == places() - SEVERAL[case]
+    # Every place runs once in a pass, also where several are one module.
+    names = [report.ops[path].split(" ")[0] for path in report.replaced]
+    assert report.calls == Counter(f"torchweld::{name}" for name in names)
     assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
     assert set(unfuse(model)) == places() - SEVERAL[case]
     assert torch.equal(logits(model, **inputs), want)

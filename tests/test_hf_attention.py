@@ -310,6 +310,36 @@ def test_leftpad_equals_the_dense_mask(attention_device, seqlen_q, seqlen_k):
     assert not ours[~real].any()
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"causal": True, "leftpad": [0, 2]},
+        {"causal": True, "key_start": [[0, 0, 1, 2, 3], [1, 1, 2, 2, 4]], "key_end": [5, 5]},
+        {"causal": True, "key_start": [[0, 0, 0, 1, 1]] * 2, "key_end": [6, 7]},
+        {"causal": False, "key_end": [5, 3]},
+        {"causal": False, "key_start": [[1] * 5, [0] * 5], "key_end": [5, 4]},
+        *({"causal": False, "key_end": [5, 5], "window": window} for window in (1, 2, 4)),
+    ],
+    ids=str,
+)
+def test_the_dense_mask_of_numbers_means_what_they_do(attention_device, numbers):
+    tensors = {
+        name: torch.tensor(value, dtype=torch.int32, device=attention_device)
+        for name, value in numbers.items()
+        if isinstance(value, list)
+    }
+    numbers = hf_numbers.Numbers(**{**numbers, **tensors})
+    seqlen_k = 5 if numbers.key_end is None else int(numbers.key_end.max())
+    q, k, v = views(attention_device, 5, seqlen_k)
+    ours = torch.ops.torchweld.attention(
+        q, k, v, numbers.leftpad, causal=numbers.causal, **numbers.ranges()
+    )
+    dense = numbers.dense(5, seqlen_k)
+    seen = dense.any(-1)[..., None].expand_as(ours)  # a row that sees no key is 0 here
+    stock = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense)
+    assert_close(ours[seen], stock[seen], rtol=1e-5, atol=1e-5)
+
+
 def test_float64_on_cuda_runs_sdpa():
     """On fake tensors: no GPU is needed to see that the kernels are not asked."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -333,6 +363,7 @@ def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
     [
         ({"dropout": 0.5}, "dropout"),
         ({"position_bias": torch.randn(1, 4, 6, 6)}, "position bias"),
+        ({"cache": object()}, "a paged cache is in use"),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])

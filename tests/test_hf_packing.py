@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch._dynamo.backends.debugging import aot_eager  # noqa: E402
 
+from test_hf_attention import Layer, views  # noqa: E402
 from test_hf_masks import (  # noqa: E402
     FLATTENED,
     assert_equal_gradients,
@@ -21,6 +22,7 @@ from test_hf_masks import (  # noqa: E402
     pair,
 )
 from tiny_models import VOCAB  # noqa: E402
+from torchweld.integrations import hf_attention  # noqa: E402
 
 
 def compiled(model, **options):
@@ -169,6 +171,29 @@ def test_ends_are_read_once_in_a_forward_pass(attention_device, windows, use_cac
     assert_close(logits(ends), want[several], rtol=0, atol=0)
     ends.data.copy_(one)
     assert_close(logits(ends, model=copy.deepcopy(ours)), want[one], rtol=0, atol=0)
+
+
+def test_ends_that_are_written_in_place_are_read_again(attention_device):
+    """A next layer, for which no mask was made, must not get the documents of the one before."""
+    qkv = views(attention_device, 6, 6, batch_size=1)
+
+    def attend(ends, ends_k):
+        given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends_k}
+        return hf_attention.attention_forward(Layer(), *qkv, None, **given)[0]
+
+    before, after = (ends_of(0, middle, 6).to(attention_device) for middle in (2, 3))
+    ends, ends_k = before.clone(), before.clone()
+    want = attend(after, after)
+    assert not torch.allclose(attend(ends, ends_k), want)
+    for written in (ends, ends_k) if attention_device == "cpu" else ():
+        attend(ends, ends_k)
+        written.copy_(after)
+        with pytest.raises(ValueError, match="must be equal"):  # on a GPU an assertion fails
+            attend(ends, ends_k)
+        written.copy_(before)
+    attend(ends, ends_k)
+    ends.copy_(after), ends_k.copy_(after)
+    assert torch.equal(attend(ends, ends_k), want)
 
 
 def test_a_recomputed_layer_reads_the_ends_again(attention_device):
