@@ -91,6 +91,12 @@ SENTENCES = [
     ("cross_entropy", [X, TARGET], {"class_weights": X}, "arguments must be logits, target, "
      "reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature, but got "
      "class_weights; use reduction='none' and multiply by class_weights[target]"),
+    ("cross_entropy", [X, TARGET], {"weight": X}, "arguments must be logits, target, reduction, "
+     "ignore_index, label_smoothing, softcap, z_loss, shift, temperature, but got weight; use "
+     "reduction='none' and multiply by class_weights[target]"),
+    ("gated_linear", [X, WEIGHT], {"right": WEIGHT}, "arguments must be x, weight, bias, gate, "
+     "interleaved, but got right; use torchweld.gated_linear_pair for two weights"),
+    ("softmax", [X], {"dropout_p": 0.0}, "arguments must be x, but got dropout_p"),
     ("bmm", [Q[0], Q[0]], {"dim": 1}, "arguments must be a, b, but got dim"),
     # Lists, arrays, callables, None.
     ("softmax", [[1.0, 2.0]], {}, "x must be a Tensor, but got list; use torch.as_tensor(x)"),
@@ -120,6 +126,15 @@ SENTENCES = [
        "cpu") for op in LIKE_LINEAR],
     ("gated_linear", [X, WEIGHT.t()], {}, "weight must be (2N, K) with K = 8 and an even number "
      "of rows, but got float32 (8, 16) on cpu; use weight.t()"),
+    # The layouts of other libraries: two weights of a gated layer, classes in dim 1.
+    ("gated_linear", [X, WEIGHT, WEIGHT], {}, "bias must be (2N,) = (16,), but got float32 (16, 8) "
+     "on cpu; use torchweld.gated_linear_pair for two weights"),
+    ("gated_linear", [X, WEIGHT[:5], WEIGHT[:5]], {}, "weight must be (2N, K) with K = 8 and an "
+     "even number of rows, but got float32 (5, 8) on cpu; use torchweld.gated_linear_pair for two "
+     "weights"),
+    ("cross_entropy", [Q, torch.zeros(2, 5, 8, dtype=torch.int64)], {}, "target must be the "
+     "leading dims of logits = (2, 3, 5), but got int64 (2, 5, 8) on cpu; the classes are the last "
+     "dim, use logits.movedim(1, -1)"),
     ("folded_layer_norm_linear", [X, WEIGHT.t(), torch.ones(8)], {}, "folded_weight must be "
      "(N, K) with K = 8, but got float32 (8, 16) on cpu; use folded_weight.t()"),
 ]  # fmt: skip
@@ -130,6 +145,48 @@ def test_sentence(op, args, kwargs, sentence):
     with pytest.raises((TypeError, RuntimeError)) as error:
         getattr(torchweld, op)(*args, **kwargs)
     assert str(error.value) == f"torchweld::{op}: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "gate"),
+    [
+        ("gelu_new", "'gelu_tanh'", "'geglu_tanh' = left * gelu_tanh(right)"),
+        ("gelu_pytorch_tanh", "'gelu_tanh'", "'geglu_tanh' = left * gelu_tanh(right)"),
+        ("swish", "'silu'", "'swiglu' = silu(left) * right"),
+        ("SiLU", "'silu'", "'swiglu' = silu(left) * right"),
+        ("tanh", None, None),
+    ],
+)
+def test_activations_and_gates_of_other_libraries(name, activation, gate):
+    calls = [
+        ("activation", activation, lambda: torchweld.linear(X, WEIGHT, activation=name)),
+        ("activation", activation, lambda: torchweld.nn.LayerNormLinear(8, 8, activation=name)),
+        ("gate", gate, lambda: torchweld.gated_linear(X, WEIGHT, gate=name)),
+        ("gate", gate, lambda: torchweld.gated_activation(X, X, gate=name)),
+        ("gate", gate, lambda: torchweld.nn.GatedLinear(8, 8, gate=name)),
+    ]
+    for argument, fix, call in calls:
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            call()
+        head, _, end = str(error.value).partition(f", but got {name!r}")
+        assert f": {argument} must be one of " in head
+        assert end == (f"; use {fix}" if fix else "")
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "idle"),
+    [
+        ("attention", [Q] * 3, {"attn_mask": None, "dropout_p": 0.0}),
+        ("attention_with_lse", [Q] * 3, {"alibi_slopes": None, "dropout": 0}),
+        ("cross_entropy", [X, TARGET], {"weight": None}),
+    ],
+)
+def test_arguments_of_other_libraries_that_ask_for_nothing(op, args, idle):
+    function = getattr(torchweld, op)
+    compiled = torch.compile(lambda *a: function(*a, **idle), fullgraph=True, backend="eager")
+    want = function(*args)
+    for got in (function(*args, **idle), compiled(*args)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("op", [op for op in PUBLIC if hasattr(torchweld, op)])

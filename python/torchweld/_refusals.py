@@ -38,6 +38,8 @@ _MASK = (
 )
 _BIAS = "attention adds no bias to the scores, use torch.nn.attention.flex_attention"
 _NUMBERS = ("leftpad", "key_start", "key_end")
+_CLASS_WEIGHTS = "use reduction='none' and multiply by class_weights[target]"
+_PAIR = "use torchweld.gated_linear_pair for two weights"
 # For each argument name of other libraries: torchweld's argument, and the advice for the error
 # message.
 _FIXES: dict[str, list[tuple[str, str]]] = {
@@ -68,10 +70,7 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     **dict.fromkeys(("input", "hidden_states"), [("x", "use x="), ("logits", "use logits=")]),
     "labels": [("target", "use target=")],
     "options": [("keep", "use keep=")],
-    **dict.fromkeys(
-        ("class_weights", "ce_weight"),
-        [("target", "use reduction='none' and multiply by class_weights[target]")],
-    ),
+    **dict.fromkeys(("class_weights", "ce_weight", "weight"), [("target", _CLASS_WEIGHTS)]),
     "linear_bias": [("bias", "use bias=")],
     **dict.fromkeys(("lse_square_scale", "z_loss_multiplier"), [("z_loss", "use z_loss=")]),
     **dict.fromkeys(("sinks", "s_aux"), [("sink", "use sink=")]),
@@ -94,16 +93,56 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
         ("activation", 'use activation="gelu_tanh"'),
         ("gate", 'use gate="geglu_tanh"'),
     ],
+    **dict.fromkeys(("left", "right", "w1", "w2"), [("interleaved", _PAIR)]),
     "unsqueeze_dim": [("cos", "leave it out, the heads are dim 1 of q and k")],
     "normalized_shape": [("weight", "leave it out, it is weight's last size")],
 }
+# Arguments of other libraries that ask for nothing with None, or a dropout of 0: accepted then.
+_IDLE = (
+    "attn_mask", "attention_mask", "dropout_p", "dropout", "alibi_slopes", "attn_bias",
+    "block_table", "weight",
+)  # fmt: skip
+# Names of activations in torch and transformers, and the gates that have an activation.
+_ACTIVATIONS = {
+    "linear": "none",
+    "identity": "none",
+    "gelu_python": "gelu",
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+        "gelu_tanh",
+    ),
+    "swish": "silu",
+}
+_GATES = {
+    "gelu": "'geglu' = left * gelu(right)",
+    "gelu_tanh": "'geglu_tanh' = left * gelu_tanh(right)",
+    "silu": "'swiglu' = silu(left) * right",
+    "relu": "'reglu' = left * relu(right)",
+}
+
+
+def name_fix(argument: str, name: Any) -> str:
+    """The end of the sentence about an unknown activation or gate: the name to use, if known."""
+    name = str(name).lower()
+    name = _ACTIVATIONS.get(name, name)
+    if argument == "gate":
+        return f"; use {_GATES[name]}" if name in _GATES else ""
+    return f"; use {name!r}" if name in _ACTIVATIONS.values() else ""
 
 
 def sentences(function: _Function) -> _Function:
     """Decorates an op's Python function: bad arguments raise TypeError in the house's words."""
 
+    names = list(inspect.signature(function).parameters)
+    idle = [name for name in _IDLE if _fixes(name, names)]
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        for name in idle:
+            if name in kwargs and (
+                kwargs[name] is None or name.startswith("dropout") and kwargs[name] == 0
+            ):
+                del kwargs[name]
         try:
             return function(*args, **kwargs)
         except (TypeError, RuntimeError) as error:
@@ -113,13 +152,39 @@ def sentences(function: _Function) -> _Function:
             op = f"torchweld::{function.__name__}"
             theirs = (f"{op}() ", "torchweld.")
             if str(error).startswith("torchweld") and not str(error).startswith(theirs):
-                raise
+                fix = _fix(str(error).removeprefix(f"{op}: "), function, args, kwargs)
+                if not fix:
+                    raise
+                raise type(error)(f"{error}{fix}") from None
             sentence = _sentence(function, args, kwargs)
             if sentence is None:
                 raise
             raise TypeError(f"{op}: {sentence}") from None
 
     return call  # type: ignore[return-value]
+
+
+def _fixes(name: str, names: list[str]) -> list[str]:
+    """The advice for another library's argument in a function with these arguments."""
+    return [text for ours, text in _FIXES.get(name, []) if ours in names and name not in names]
+
+
+def _fix(
+    text: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """The end of an op's own sentence where the call is another library's."""
+    given = inspect.signature(function).bind(*args, **kwargs).arguments
+    argument, op = text.partition(" must be ")[0], function.__name__
+    if argument in ("activation", "gate"):
+        return name_fix(argument, given[argument])
+    bias = given.get("bias")
+    if op == "gated_linear" and bias is not None and bias.dim() == 2:
+        return f"; {_PAIR}"
+    if op == "cross_entropy" and argument == "target":
+        batch, *_ = sizes = given["logits"].shape
+        if len(sizes) > 2 and given["target"].shape == (batch, *sizes[2:]):
+            return "; the classes are the last dim, use logits.movedim(1, -1)"
+    return ""
 
 
 def _sentence(
@@ -131,7 +196,7 @@ def _sentence(
     listed = ", ".join(names)
     for name in kwargs:
         if name not in names:
-            fixes = [text for ours, text in _FIXES.get(name, []) if ours in names]
+            fixes = _fixes(name, names)
             fixes += [f"use {ours}=" for ours in get_close_matches(name, names, 1)]
             return f"arguments must be {listed}, but got {name}" + "".join(
                 f"; {fix}" for fix in fixes[:1]

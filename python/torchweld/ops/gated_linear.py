@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import sentences
+from torchweld._refusals import name_fix, sentences
 from torchweld.ops.linear import reset_as_torch
 from torchweld.ops.names import rename_gated_linear
 from torchweld.ops.stock import refuse_computed, refuse_mixed, refuse_other, text_of
@@ -141,6 +141,7 @@ class GatedLinear(nn.Module):
         if gate not in GATES:
             raise ValueError(
                 f"GatedLinear: gate must be one of {', '.join(GATES)}, but got {gate!r}"
+                f"{name_fix('gate', gate)}"
             )
         self.in_features = in_features
         self.out_features = out_features

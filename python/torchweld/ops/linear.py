@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import name_fix, sentences
 from torchweld.ops.stock import refuse_other
 
 _ACTIVATIONS = {
@@ -69,5 +69,6 @@ def check_activation(name: str, owner: str) -> str:
     if name not in _ACTIVATIONS:
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(_ACTIVATIONS)}, but got {name!r}"
+            f"{name_fix('activation', name)}"
         )
     return name
