@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 import torchweld._library as library
@@ -297,9 +298,13 @@ def test_info_names_every_op_of_the_library():
 def test_explain_where_there_is_no_cuda_kernel(monkeypatch):
     module = importlib.import_module("torchweld.explain")  # the function has its name
     monkeypatch.setattr(module, "has_cuda_kernel", lambda op: False)
-    meta = torch.ones(2, 3, device="meta")
-    explanation = torchweld.explain("linear", meta, meta)
-    assert explanation.kernel == "none" and "NotImplementedError" in explanation.why
+    for where, kernel in {"meta": "CPU", "cuda": "none"}.items():
+        with FakeTensorMode():
+            x = torch.empty(2, 3, device=where)
+        explanation = torchweld.explain("linear", x, x)
+        assert explanation.kernel == kernel and explanation.gpu == ""
+        assert "on a GPU the call raises NotImplementedError" in explanation.why
+        assert explanation.why.endswith(" threads") == (where == "meta")
 
 
 def test_cpp_program_runs_a_scripted_module_and_trains(tmp_path):

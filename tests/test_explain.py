@@ -339,6 +339,8 @@ def test_bad_calls():
         torchweld.explain("sofmax", meta(2))
     with pytest.raises(ValueError, match="op must be one of .* but got '_end_observing'"):
         torchweld.explain("_end_observing", meta(2))
+    with pytest.raises(ValueError, match="but got 'varlen_attention'; it calls attention"):
+        torchweld.explain("varlen_attention", meta(2))
     with pytest.raises(ValueError, match="must be given its tensors"):
         torchweld.explain("softmax")
     with pytest.raises(RuntimeError, match="softmax.* 1 argument"):

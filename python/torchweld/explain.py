@@ -188,8 +188,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Tells which kernel `torchweld.<op>(*args, **kwargs)` would run, and why.
 
     Nothing runs, so no GPU is needed and tensors may be on the meta device. Meta tensors are
-    explained as tensors on the current GPU or, without a GPU, on an H100. DTensors are explained as
-    this process's shards.
+    explained as tensors on the current GPU, without a GPU on an H100, and in a build without CUDA
+    on the CPU. DTensors are explained as this process's shards.
 
     Args:
         op: the name of an op, e.g. "softmax".
@@ -208,6 +208,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if op not in ops_of_library():
         raise ValueError(
             f"explain: op must be one of {', '.join(ops_of_library())}, but got {op!r}"
+            + ("; it calls attention, explain that" if op == "varlen_attention" else "")
         )
     given = (*args, *kwargs.values())
     args = tuple(map(_local, args))
@@ -220,15 +221,15 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     explanation = Explanation(op, ", ".join([_describe(t) for t in tensors] + others), kernel="")
     explanation.parallel = _parallel(op, sharded)
     device = tensors[0].device
-    if device.type == "cpu":
+    lacking = not has_cuda_kernel(op)
+    no_cuda = "this build has no CUDA kernel for it; on a GPU the call raises NotImplementedError"
+    if device.type == "cpu" or (device.type == "meta" and lacking):
         explanation.kernel = "CPU"
-        explanation.why = f"the tensors are on the CPU; {torch.get_num_threads()} threads"
+        where = "the tensors are on the CPU" if device.type == "cpu" else no_cuda
+        explanation.why = f"{where}; {torch.get_num_threads()} threads"
         return explanation
-    if not has_cuda_kernel(op):
-        explanation.kernel = "none"
-        explanation.why = (
-            "this build has no CUDA kernel for it; the call raises NotImplementedError"
-        )
+    if lacking:
+        explanation.kernel, explanation.why = "none", no_cuda
         return explanation
     number = -1
     if device.type == "cuda" or torch.cuda.is_available():
