@@ -129,6 +129,16 @@ def test_commands_of_a_document_exist(name):
     assert [c for c in commands if not re.search(rf"^ +{c} ", text, re.M)] == []
 
 
+PAGES = [*DOCUMENTS, "CHANGELOG.md"]
+PAGES += [f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_a_paragraph_is_read_as_a_bullet(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert re.findall(r"^[A-Za-z].*\n((?:[-+*]|\d+[.)]) .*)", text, re.M) == []
+
+
 def test_readme_shows_code_first():
     first, last = README.index("```python\n"), README.index("\n```\n")
     code = [line for line in README[first:last].splitlines()[1:] if line]
