@@ -21,10 +21,15 @@ import copy
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+if sys.version_info < (3, 10):  # noqa: UP036  (pip reads requires-python after this)
+    sys.exit(f"torchweld: Python must be 3.10 or later, but got {sys.version.split()[0]}")
 
 import setuptools
 from setuptools import setup
@@ -33,8 +38,9 @@ from setuptools.command.build_py import build_py
 # The first that reads pyproject.toml's `license`. Environments of Python 3.10 and 3.11 start with
 # 65, and pip does not look at build-system.requires under --no-build-isolation.
 SETUPTOOLS = 77
+TORCH = "2.11"
 INSTALL = (
-    f'pip install torch==2.11.0 "setuptools>={SETUPTOOLS}" wheel ninja && '
+    f'pip install torch==2.11.0 numpy "setuptools>={SETUPTOOLS}" wheel ninja && '
     "pip install --no-build-isolation ."
 )
 if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
@@ -54,6 +60,10 @@ except (ImportError, OSError) as error:
     sys.exit(
         f"torchweld: torch is installed, but importing it fails ({error}); mend torch first, "
         "torchweld is built against it"
+    )
+if [int(number) for number in torch.__version__.split(".")[:2]] < [*map(int, TORCH.split("."))]:
+    sys.exit(
+        f"torchweld: torch must be {TORCH} or later, but got {torch.__version__}; use {INSTALL}"
     )
 
 ROOT = Path(__file__).resolve().parent
@@ -154,7 +164,7 @@ def torch_minor():
 
 def requirements():
     # Sources build against any torch; a library runs with the minor release it was built for.
-    return ["torch>=2.11" if "sdist" in sys.argv else f"torch=={torch_minor()}.*"]
+    return [f"torch>={TORCH}" if "sdist" in sys.argv else f"torch=={torch_minor()}.*"]
 
 
 class BuildPy(build_py):
@@ -184,6 +194,12 @@ class BuildExt(cpp_extension.BuildExtension):
     """torch's build, with a kept object folder per torch so that a second build is incremental."""
 
     def run(self):
+        compiler = cpp_extension.get_cxx_compiler()
+        if shutil.which((shlex.split(compiler) or [""])[0]) is None:
+            sys.exit(
+                f"torchweld: a C++ compiler must be installed, but {compiler!r} was not found; on "
+                "Debian use apt install g++, or set CXX"
+            )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         # A group of .cpp takes 2 GiB to compile.
         jobs = max(1, min(cores, int(free_memory_gib() / 2)))

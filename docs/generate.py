@@ -121,7 +121,7 @@ def versions_table() -> str:
     setup = (ROOT / "setup.py").read_text()
     pins = (ROOT / "requirements" / "constraints.txt").read_text()
     python = re.search(r'^requires-python = ">=(.+)"', project, re.M)[1]
-    least = re.search(r'"torch>=([\d.]+)"', setup)[1]
+    least = re.search(r'^TORCH = "(.+)"', setup, re.M)[1]
     tested = re.search(r"^torch==(\S+)", pins, re.M)[1]
     archs = sorted(set(re.findall(r"sm_\d+a?", setup[setup.index("DEFAULT_ARCH_FLAGS") :])))
     reports = (json.loads(path.read_text()) for path in RESULTS.glob("nvidia-*/*.json"))

@@ -54,9 +54,25 @@ def run_setup(folder: Path) -> str:
 
 
 INSTALL = [
-    'pip install torch==2.11.0 "setuptools>=77" wheel ninja',
+    'pip install torch==2.11.0 numpy "setuptools>=77" wheel ninja',
     "pip install --no-build-isolation .",
 ]
+
+
+def test_setup_asks_for_a_python_that_it_supports(tmp_path):
+    old = "import sys; sys.version, sys.version_info = '3.9.21 (main)', (3, 9, 21, 'final', 0)\n"
+    (tmp_path / "sitecustomize.py").write_text(old)
+    assert run_setup(tmp_path) == "torchweld: Python must be 3.10 or later, but got 3.9.21\n"
+
+
+@pytest.mark.parametrize("version", ["2.5.1+cu124", "2.10.0"])
+def test_setup_asks_for_a_torch_that_it_supports(tmp_path, version):
+    (tmp_path / "torch" / "utils").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    (tmp_path / "torch" / "utils" / "cpp_extension.py").touch()
+    assert run_setup(tmp_path) == (
+        f"torchweld: torch must be 2.11 or later, but got {version}; use {' && '.join(INSTALL)}\n"
+    )
 
 
 @pytest.mark.parametrize("version", ["65.5.0", "69.5.1.post20240407", "76.1.0"])
@@ -97,15 +113,33 @@ def test_every_install_line_asks_for_that_setuptools():
     assert 'requires = ["setuptools>=77"' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("given", ["", "3"])
-def test_empty_max_jobs_is_none_given(monkeypatch, capsys, given):
-    monkeypatch.setenv("MAX_JOBS", given)
+@pytest.fixture
+def build(monkeypatch):
+    """Runs setup.py's build without torch's part, which compiles."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    build = runpy.run_path("setup.py")["BuildExt"]
-    monkeypatch.setattr(build.__bases__[0], "run", lambda self: None)
-    build(setuptools.Distribution()).run()
+    command = runpy.run_path("setup.py")["BuildExt"]
+    monkeypatch.setattr(command.__bases__[0], "run", lambda self: None)
+    return command(setuptools.Distribution()).run
+
+
+@pytest.mark.parametrize("compiler", ["no-such-g++", "no-such-g++ -m64", ""])
+def test_setup_asks_for_a_compiler_first(monkeypatch, build, compiler):
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(SystemExit) as error:
+        build()
+    assert str(error.value) == (
+        f"torchweld: a C++ compiler must be installed, but {compiler!r} was not found; on Debian "
+        "use apt install g++, or set CXX"
+    )
+
+
+@pytest.mark.parametrize("given", ["", "3"])
+def test_empty_max_jobs_is_none_given(monkeypatch, capsys, build, given):
+    monkeypatch.setenv("MAX_JOBS", given)
+    monkeypatch.setenv("CXX", sys.executable)  # nothing is compiled
+    build()
     (jobs,) = re.findall(r", (\w*) jobs", capsys.readouterr().err)
     assert int(jobs) >= 1 and jobs == (given or jobs) == os.environ["MAX_JOBS"]
 
