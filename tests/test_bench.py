@@ -10,6 +10,7 @@ import torch
 
 import torchweld_bench
 from commands import run_command
+from torchweld.tuning.timer import interleaved
 from torchweld_bench import losses, one
 from torchweld_bench.common import installed
 
@@ -77,6 +78,23 @@ def test_bench_of_empty_tensors(capsys, one_call_a_sample, op):
         shape = ",".join([*sizes[:i], "0", *sizes[i + 1 :]])
         code, out, _ = run(capsys, op, "--shape", shape, "--device", "cpu")
         assert code == 0 and len(out.splitlines()) == 4, shape
+
+
+@pytest.mark.parametrize("disturbed", range(8))
+def test_equal_calls_take_equal_time(monkeypatch, disturbed):
+    """Although a call costs more after another variant, and one call waits for the processor."""
+    now, calls = 0.0, []
+
+    def call(name):
+        nonlocal now
+        now += 1e-3 + (4e-3 if calls and calls[-1] != name else 0)
+        now += 8e-3 if len(calls) == disturbed else 0
+        calls.append(name)
+
+    monkeypatch.setattr("torchweld.tuning.timer.time.perf_counter", lambda: now)
+    variants = {name: (lambda name=name: call(name)) for name in ("ours", "eager")}
+    times = interleaved(variants, device="cpu", warmup=1, sample_seconds=5e-3)
+    assert [t.us for t in times.values()] == pytest.approx([1000, 1000])
 
 
 def test_ctrl_c_of_a_benchmark(capsys, monkeypatch):

@@ -93,13 +93,18 @@ def _seconds(call: Callable[[], object], times: int) -> float:
 def _time_cpu(
     variants: dict[str, Callable[[], object]], rounds: int, sample_seconds: float
 ) -> dict[str, Timing]:
-    times = {
-        name: max(1, min(1000, int(sample_seconds / max(_seconds(call, 1), 1e-7))))
-        for name, call in variants.items()
-    }
+    times = dict.fromkeys(variants, 1)
+    if sample_seconds:
+        for name, call in variants.items():
+            fastest = min(_seconds(call, 1) for _ in range(5))  # others may have the processor
+            times[name] = max(1, min(1000, int(sample_seconds / max(fastest, 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, call in variants.items():
+            if sample_seconds:
+                # After another variant the caches are cold and freed memory is in other sizes. A
+                # sample of one call would be mostly that, a sample of ten would not.
+                call()
             samples[name].append(_seconds(call, times[name]) / times[name] * 1e6)
     return {name: summary(s) for name, s in samples.items()}
 
@@ -120,7 +125,7 @@ def interleaved(
         rounds: how often each is timed; at least 2.
         warmup: calls of each before that.
         sample_seconds: on the CPU a sample repeats a call for about so long, for calls that take
-            microseconds.
+            microseconds, after one that is not timed.
 
     Returns:
         A `Timing` by name.
