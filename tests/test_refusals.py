@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
 
 import numpy as np
 import pytest
@@ -145,6 +146,20 @@ def test_sentence(op, args, kwargs, sentence):
     with pytest.raises((TypeError, RuntimeError)) as error:
         getattr(torchweld, op)(*args, **kwargs)
     assert str(error.value) == f"torchweld::{op}: {sentence}"
+
+
+@pytest.mark.parametrize("op", [op for op in PUBLIC if hasattr(torchweld, op)])
+def test_types_list_the_names_that_an_op_takes(op):
+    function = getattr(torchweld, op)
+    args, kwargs = samples.SAMPLES[op][0].make("cpu")
+    for name, hint in typing.get_type_hints(function).items():
+        assert hint is not str
+        if typing.get_origin(hint) is typing.Literal:
+            with pytest.raises(RuntimeError, match=f"{name} must be ") as error:
+                function(*args, **{**kwargs, name: "?"})
+            listed = str(error.value).partition(" must be ")[2].partition(", but got")[0]
+            names = re.findall(r"\w+", listed.removeprefix("one of ").replace(" or ", " "))
+            assert names == list(typing.get_args(hint))
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ def _sentence(
             if not listed or not all(isinstance(each, Tensor) for each in value):
                 return f"{name} must be a list of Tensors, but got {_got(value)}"
             continue
-        allowed = typing.get_args(hints[name]) or (hints[name],)
+        hint = str if typing.get_origin(hints[name]) is typing.Literal else hints[name]
+        allowed = typing.get_args(hint) or (hint,)
         if value is None and type(None) in allowed:
             continue
         text, classes = _KINDS[allowed[0]]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchweld._library import ops
+from torchweld._types import Keep, Reduction
 from torchweld.nn import LinearCrossEntropy
 
 from .collectives import begin_sum, gathered, summed
@@ -163,14 +164,14 @@ def vocab_parallel_linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0,
     softcap: float | None = None,
     z_loss: float = 0,
     shift: int = 0,
     temperature: float = 1.0,
-    keep: str = "auto",
+    keep: Keep = "auto",
 ) -> Tensor:
     """:func:`torchweld.linear_cross_entropy` of a weight whose vocabulary is sharded.
 

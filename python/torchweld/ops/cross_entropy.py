@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld._types import Reduction
 
 
 @sentences
@@ -14,7 +15,7 @@ def cross_entropy(
     logits: Tensor,
     target: Tensor,
     *,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0,
     softcap: float | None = None,
@@ -87,7 +88,7 @@ class CrossEntropyLoss(nn.Module):
         weight: None = None,
         *,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         z_loss: float = 0.0,

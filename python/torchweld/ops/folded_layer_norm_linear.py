@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld._types import Activation
 from torchweld.ops.linear import activation_module
 from torchweld.ops.stock import refuse_other
 
@@ -47,7 +48,7 @@ def folded_layer_norm_linear(
     folded_bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    activation: str = "none",
+    activation: Activation = "none",
 ) -> Tensor:
     """`activation(rstd * (x @ folded_weight.T - mean * weight_sum) + folded_bias)`.
 
@@ -89,7 +90,7 @@ class FoldedLayerNormLinear(nn.Module):
         weight_sum: Tensor,
         folded_bias: Tensor,
         eps: float = 1e-5,
-        activation: str = "none",
+        activation: Activation = "none",
     ) -> None:
         super().__init__()
         require()

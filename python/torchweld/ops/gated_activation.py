@@ -6,10 +6,11 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld._refusals import sentences
+from torchweld._types import Gate
 
 
 @sentences
-def gated_activation(left: Tensor, right: Tensor, *, gate: str = "swiglu") -> Tensor:
+def gated_activation(left: Tensor, right: Tensor, *, gate: Gate = "swiglu") -> Tensor:
     """`gate(left, right)`, for example `silu(left) * right` in one pass over memory.
 
     `gated_linear_pair` and `gated_mlp` also compute the linear layers in front of the gate. This op

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import name_fix, sentences
+from torchweld._types import Gate
 from torchweld.ops.linear import reset_as_torch
 from torchweld.ops.names import rename_gated_linear
 from torchweld.ops.stock import refuse_computed, refuse_mixed, refuse_other, text_of
@@ -27,7 +28,7 @@ def gated_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    gate: str = "geglu",
+    gate: Gate = "geglu",
     interleaved: bool = False,
 ) -> Tensor:
     """`gate(left, right)` of the two halves of `F.linear(x, weight, bias)`.
@@ -60,7 +61,7 @@ def gated_linear_pair(
     left_bias: Tensor | None = None,
     right_bias: Tensor | None = None,
     *,
-    gate: str = "swiglu",
+    gate: Gate = "swiglu",
 ) -> Tensor:
     """`gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias))`.
 
@@ -96,7 +97,7 @@ class GatedLinearReference(nn.Module):
         interleaved: even rows left, odd rows right.
     """
 
-    def __init__(self, linear: nn.Linear, gate: str = "geglu", interleaved: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, gate: Gate = "geglu", interleaved: bool = False) -> None:
         super().__init__()
         self.linear = linear
         self.gate = gate
@@ -131,7 +132,7 @@ class GatedLinear(nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        gate: str = "geglu",
+        gate: Gate = "geglu",
         interleaved: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -167,7 +168,7 @@ class GatedLinear(nn.Module):
 
     @classmethod
     def from_torch(
-        cls, module: nn.Module, gate: str | None = None, interleaved: bool | None = None
+        cls, module: nn.Module, gate: Gate | None = None, interleaved: bool | None = None
     ) -> GatedLinear:
         """Converts a packed `nn.Linear(in, 2 * out)` (with `gate`) or a `GatedLinearReference`.
 
@@ -196,7 +197,7 @@ class GatedLinear(nn.Module):
         return new.train(module.training)
 
     @classmethod
-    def from_linears(cls, left: nn.Linear, right: nn.Linear, gate: str = "geglu") -> GatedLinear:
+    def from_linears(cls, left: nn.Linear, right: nn.Linear, gate: Gate = "geglu") -> GatedLinear:
         """Converts two linear layers, packed into one weight (a copy).
 
         For Llama's `down(silu(gate_proj(x)) * up_proj(x))`: left = gate_proj, right = up_proj,

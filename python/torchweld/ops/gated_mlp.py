@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld._refusals import sentences
+from torchweld._types import Gate
 
 
 @sentences
@@ -18,7 +19,7 @@ def gated_mlp(
     right_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
-    gate: str = "swiglu",
+    gate: Gate = "swiglu",
 ) -> Tensor:
     """`F.linear(gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias)), down,
     down_bias)`.

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops
 from torchweld._refusals import sentences
+from torchweld._types import Activation
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
 from torchweld.ops.norm_linear import NormLinear, parts_of
 from torchweld.ops.stock import refuse_other, text_of
@@ -21,7 +22,7 @@ def layer_norm_linear(
     ln_bias: Tensor | None = None,
     *,
     eps: float = 1e-5,
-    activation: str = "none",
+    activation: Activation = "none",
 ) -> Tensor:
     """`activation(F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), weight, bias))`.
 
@@ -73,7 +74,7 @@ class LayerNormLinear(NormLinear):
         out_features: int,
         bias: bool = True,
         eps: float = 1e-5,
-        activation: str = "none",
+        activation: Activation = "none",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops
 from torchweld._refusals import name_fix, sentences
+from torchweld._types import Activation
 from torchweld.ops.stock import refuse_other
 
 _ACTIVATIONS = {
@@ -19,7 +20,7 @@ _ACTIVATIONS = {
 
 @sentences
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation = "none"
 ) -> Tensor:
     """`activation(torch.nn.functional.linear(x, weight, bias))`.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import sentences
+from torchweld._types import Keep, Reduction
 from torchweld.ops.linear import reset_as_torch
 from torchweld.ops.stock import refuse_computed, refuse_other
 
@@ -20,14 +21,14 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0,
     softcap: float | None = None,
     z_loss: float = 0,
     shift: int = 0,
     temperature: float = 1.0,
-    keep: str = "auto",
+    keep: Keep = "auto",
 ) -> Tensor:
     """`F.cross_entropy(z, target)` of the logits `z = F.linear(x, weight, bias)`.
 
@@ -145,14 +146,14 @@ class LinearCrossEntropy(nn.Module):
         num_classes: int,
         bias: bool = False,
         *,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         z_loss: float = 0.0,
         shift: int = 0,
         temperature: float = 1.0,
-        keep: str = "auto",
+        keep: Keep = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

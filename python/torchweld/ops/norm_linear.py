@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchweld._library import require
+from torchweld._types import Activation
 from torchweld.ops.linear import (
     activation_module,
     activation_name,
@@ -31,7 +32,7 @@ class NormLinear(nn.Module):
         out_features: int,
         bias: bool,
         eps: float,
-        activation: str,
+        activation: Activation,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torchweld._library import ops
 from torchweld._refusals import sentences
+from torchweld._types import Activation
 from torchweld.ops.norm_linear import NormLinear, parts_of
 from torchweld.ops.stock import refuse_other, text_of
 
@@ -22,7 +23,7 @@ def rms_norm_linear(
     *,
     eps: float = 1e-6,
     weight_offset: float = 0,
-    activation: str = "none",
+    activation: Activation = "none",
 ) -> Tensor:
     """`activation(F.linear(F.rms_norm(x, (K,), norm_weight + weight_offset, eps), weight, bias))`.
 
@@ -74,7 +75,7 @@ class RMSNormLinear(NormLinear):
         out_features: int,
         bias: bool = True,
         eps: float = 1e-6,
-        activation: str = "none",
+        activation: Activation = "none",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,

@@ -1,0 +1,10 @@
+"""The names that ops take, for type checkers and editors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
+Gate = Literal["sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"]
+Reduction = Literal["none", "mean", "sum"]
+Keep = Literal["auto", "exponentials", "gradients", "nothing"]
