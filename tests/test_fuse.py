@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
+from test_hf_attention import Calls  # noqa: E402
 from tiny_models import (  # noqa: E402
     VOCAB,
     static_cache_in_graphs,
@@ -106,18 +106,6 @@ def places(layers=LAYERS, prefix="transformer.h"):
     return {f"{prefix}.{layer}.{name}" for layer in range(layers) for name in below}
 
 
-class Calls(TorchDispatchMode):
-    """Counts what reaches torch's dispatcher."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 # ---- equal numbers
 
 
@@ -135,29 +123,17 @@ def test_logits_equal_stock_and_the_report_says_so(fused_device, pads):
 
 
 def test_the_ops_really_run(fused_device):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Count(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     model, stock = pair(fused_device)
     inputs = batch(fused_device)
-    with Count() as count:
+    with Calls() as calls:
         logits(model, **inputs)
-    norms = sum("native_layer_norm" in name or "layer_norm.default" in name for name in count.names)
-    welded = [name for name in count.names if name.startswith("torchweld")]
+    welded = [name for name in calls.names.elements() if name.startswith("torchweld")]
     assert sum("layer_norm_linear" in name for name in welded) == 2 * LAYERS
     assert sum("attention" in name for name in welded) == LAYERS
-    assert norms == 1, "ln_f alone stays stock"
-    with Count() as count:
+    assert calls.names["aten::native_layer_norm"] == 1, "ln_f alone stays stock"
+    with Calls() as calls:
         logits(stock, **inputs)
-    assert not any(name.startswith("torchweld") for name in count.names)
+    assert not any(name.startswith("torchweld") for name in calls.names)
 
 
 @pytest.mark.parametrize(

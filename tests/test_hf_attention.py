@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import VOCAB, batch, tiny_gpt2, tiny_grouped  # noqa: E402
+from tiny_models import VOCAB, batch, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
 from torchweld.integrations import (  # noqa: E402
     hf_attention,
     hf_mask,
@@ -674,6 +678,81 @@ def test_training_with_dropout_equals_sdpa_with_one_warning():
             losses.append(model(**inputs, labels=inputs["input_ids"]).loss)
     assert torch.equal(*losses)
     assert len(own_warnings(caught)) == 1
+
+
+class Calls(TorchDispatchMode):
+    """Counts what reaches torch's dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("kind", "name", "changes"),
+    [
+        ("bert", "BertModel", {"is_decoder": False, "attention_probs_dropout_prob": 0.1}),
+        ("llama", "LlamaForCausalLM", {"attention_dropout": 0.1}),
+        ("mistral", "MistralForCausalLM", {"attention_dropout": 0.1, "sliding_window": 4}),
+    ],
+)
+def test_a_layer_with_dropout_runs_no_op_that_stock_does_not(kind, name, changes, side, weights):
+    """The mask is made once for all layers: in a model with a layer more, no op runs more often."""
+    inputs = {**batch("cpu", side=side), "use_cache": False, "output_attentions": weights}
+    if kind == "bert":
+        del inputs["position_ids"]
+
+    def of_a_layer(implementation):
+        counts = []
+        for layers in (1, 2):
+            model = tiny_model(kind, name, implementation, num_hidden_layers=layers, **changes)
+            with Calls() as calls:
+                model.train()(**inputs)
+            counts.append(calls.names)
+        return counts[1] - counts[0]
+
+    assert of_a_layer("torchweld") <= of_a_layer("eager" if weights else "sdpa")
+
+
+@pytest.mark.parametrize("sided", ["left", "two"])
+def test_the_dense_mask_of_a_pass_is_never_that_of_another(sided):
+    """The kept mask follows what it is made from, and is freed with it."""
+    pads = [torch.tensor(each, dtype=torch.int32) for each in ([0, 2], [3, 1])]
+    first, second = (
+        hf_numbers.leftpad_mask(each) if sided == "left" else hf_numbers.bidirectional(6 - each)
+        for each in pads
+    )
+    layer, qkv = Layer(is_causal=sided == "left"), views("cpu", 6, 6)
+
+    def attend(mask, *tensors, **more):
+        return hf_attention.attention_forward(layer, *tensors, mask, dropout=1e-30, **more)[0]
+
+    def check(mask, *tensors, **more):
+        got = attend(mask, *tensors, **more)
+        assert_close(got, attend(mask.clone(), *tensors, **more), rtol=0, atol=0)
+        return got
+
+    before = check(first, *qkv)
+    check(first, *views("cpu", 4, 6))
+    with torch.inference_mode():
+        check(first, *qkv)
+    if sided == "left":
+        check(first, *qkv, is_causal=False)
+    first.copy_(second)
+    assert not torch.equal(check(first, *qkv), before)
+    alive, kept = weakref.ref(first), weakref.ref(vars(first)["torchweld_dense"][1])
+    gc.disable()
+    try:
+        del first
+        assert alive() is None and kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

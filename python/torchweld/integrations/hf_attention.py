@@ -122,6 +122,29 @@ def _added_mask(mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool)
     return torch.zeros((), dtype=query.dtype, device=query.device).where(mask, hidden)
 
 
+def _dense_mask(
+    attention_mask: Tensor | None,
+    numbers: Numbers,
+    start: Tensor | None,
+    query: Tensor,
+    seqlen_k: int,
+    added: bool,
+) -> Tensor | None:
+    """The dense mask of numbers, or what eager attention adds; made once for the layers of a pass.
+
+    ``attention_mask`` and ``start`` are what the numbers come from.
+    """
+
+    def make() -> Tensor | None:
+        mask = numbers.dense(query.shape[2], seqlen_k)
+        return _added_mask(mask, query, seqlen_k, numbers.causal) if added else mask
+
+    if attention_mask is None:
+        return make()
+    made_for = numbers.causal, query.shape[2], seqlen_k, start, query.device, query.dtype, added
+    return hf_numbers.once(attention_mask, "torchweld_dense", made_for, make)
+
+
 def _eager_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -345,12 +368,14 @@ def attention_forward(
             key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
         return _op_attention(query, key, value, numbers, scaling, softcap, sink), None
 
-    mask = attention_mask if numbers is None else numbers.dense(seqlen_q, seqlen_k)
-    if numbers is None and start is not None:
-        mask = hf_packed.apply_dense(start, mask)
     lacking = "attention weights to return" if weights else None
     if softcap is not None or sink is not None:
         lacking = lacking or "attention sinks or soft-capped scores here"
+    if numbers is not None:
+        added = lacking is not None
+        mask = _dense_mask(attention_mask, numbers, start, query, seqlen_k, added)
+    else:
+        mask = attention_mask if start is None else hf_packed.apply_dense(start, attention_mask)
     instead = _EAGER if lacking else SDPA
     if measure.seen is not None:
         measure.note(module, f"{instead} runs: {reason}")

@@ -21,10 +21,14 @@ a mask to the number of keys cut the last one. No caller's mask is of these dtyp
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdRef
+
+_T = TypeVar("_T")
 
 
 class Numbers(NamedTuple):
@@ -108,12 +112,47 @@ def bidirectional(key_end: Tensor, first: Tensor | None = None, window: int = 0)
     return both.view(*both.shape, 1, 1).transpose(0, 1).expand(-1, -1, 1 + window, -1)
 
 
+def is_tracked(t: Tensor) -> bool:
+    """Whether torch counts what is written to it."""
+    return type(t) is Tensor and not t.is_inference()
+
+
+def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+    """What ``make`` gives of a mask, computed by the first layer of a pass for all of them.
+
+    It is kept as an attribute of the mask, so it ends with it, and until the mask is written.
+
+    Args:
+        mask: What the layers are given.
+        name: The attribute.
+        made_for: What else the result depends on.
+        make: Computes it.
+    """
+    # Parts of a mask that is no view itself, as a copy, would keep it, and so themselves.
+    if torch.compiler.is_compiling() or not is_tracked(mask) or not mask._is_view():
+        return make()
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return make()
+    others = (WeakIdRef(each) if isinstance(each, Tensor) else each for each in made_for)
+    made_for = mask._version, torch.is_inference_mode_enabled(), *others
+    kept = vars(mask).get(name)
+    if kept is None or kept[0] != made_for:
+        kept = made_for, make()
+        setattr(mask, name, kept)
+    return kept[1]
+
+
 def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
     """What a mask of numbers says to a layer of so many queries.
 
     Raises:
         ValueError: it was made for another number of queries.
     """
+    made_for = seqlen_q, device
+    return once(mask, "torchweld_numbers", made_for, lambda: _split(mask, *made_for))
+
+
+def _split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
     if mask.device != device:
         mask = mask.to(device)
     if mask.dtype == torch.uint32:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchweld.ops.key_start import key_start_from_cu_seqlens
 
-from .hf_numbers import Numbers, assert_on_device
+from .hf_numbers import Numbers, assert_on_device, is_tracked, once
 
 _NAMES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -99,7 +99,6 @@ class _Pass(NamedTuple):
     made_for: tuple[Any, ...]  # the versions of both, and what else the starts depend on
     start: Tensor
     layers: weakref.WeakSet[nn.Module]
-    combined: list[tuple[weakref.ref[Tensor], int, Numbers]]  # masks, their versions, and `apply`
 
 
 _last: _Pass | None = None
@@ -114,7 +113,7 @@ def end_pass() -> None:
 def _start_of_pass(module: nn.Module, query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
     """The first keys ``(batch, seqlen_q)``, computed once in a forward pass."""
     global _last
-    if torch.compiler.is_compiling() or not all(map(_is_tracked, (ends, ends_k))):
+    if torch.compiler.is_compiling() or not all(map(is_tracked, (ends, ends_k))):
         return _start(query, ends, ends_k)
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return _start(query, ends, ends_k)
@@ -133,13 +132,8 @@ def _start_of_pass(module: nn.Module, query: Tensor, ends: Tensor, ends_k: Tenso
         return last.start
     start = _start(query, ends, ends_k)
     layers = weakref.WeakSet([module])
-    _last = _Pass(weakref.ref(ends), weakref.ref(ends_k), made_for, start, layers, [])
+    _last = _Pass(weakref.ref(ends), weakref.ref(ends_k), made_for, start, layers)
     return start
-
-
-def _is_tracked(t: Tensor) -> bool:
-    """Whether torch counts what is written to it."""
-    return type(t) is Tensor and not t.is_inference()
 
 
 def _start(query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
@@ -192,15 +186,7 @@ def apply(start: Tensor, numbers: Numbers, mask: Tensor | None) -> Numbers:
     """
     if numbers.hides_no_key:
         return Numbers(causal=True, key_start=start)
-    last = None if torch.compiler.is_compiling() or not _is_tracked(mask) else _last
-    if last is None or last.start is not start:
-        return _apply(start, numbers)
-    for known, version, made in last.combined:
-        if known() is mask and mask._version == version:
-            return made
-    made = _apply(start, numbers)
-    last.combined.append((weakref.ref(mask), mask._version, made))
-    return made
+    return once(mask, "torchweld_packed", (start,), lambda: _apply(start, numbers))
 
 
 def _apply(start: Tensor, numbers: Numbers) -> Numbers:
