@@ -1559,6 +1559,22 @@ def test_the_report_says_what_really_runs(name):
     assert (report.max_abs_diff is None) == (runs == 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "cls"),
+    [
+        ("llama", "LlamaForSequenceClassification"),
+        ("qwen3", "Qwen3ForSequenceClassification"),
+        ("bert", "BertForSequenceClassification"),
+    ],
+)
+def test_a_classifier_is_compared_at_its_tokens(kind, cls):
+    """It looks for the pad id, to find the last token of a sequence."""
+    changes = {"is_decoder": kind != "bert", "initializer_range": 0.2}
+    model = tiny_model(kind, cls, "sdpa", **changes).float().eval()
+    report = fuse(model)
+    assert report.compared == "logits (2, 2) float32" and report.max_abs_diff < 1e-5
+
+
 def test_without_a_sample_the_source_shows_a_position_bias():
     if not transformers.T5ForConditionalGeneration._supports_sdpa:
         pytest.skip("it takes its attention from elsewhere in this transformers")

@@ -231,8 +231,9 @@ def _inputs(
         length = min(length, getattr(text, "max_position_embeddings", None) or length)
         # Musicgen's rows are the codebooks of a sequence.
         books = text.num_codebooks if text.model_type.startswith("musicgen") else 1
+        pad = getattr(text, "pad_token_id", None)
         batch = tokens(
-            text.vocab_size, length, generator, 2 * books, "left" if decodes else "right"
+            text.vocab_size, length, generator, 2 * books, "left" if decodes else "right", pad
         )
         if books > 1:
             batch["attention_mask"] = batch["attention_mask"][::books]
@@ -254,13 +255,23 @@ def _inputs(
 
 
 def tokens(
-    vocab: int, length: int, generator: torch.Generator, rows: int = 2, side: str = "left"
+    vocab: int,
+    length: int,
+    generator: torch.Generator,
+    rows: int = 2,
+    side: str = "left",
+    pad_id: int | None = None,
 ) -> dict[str, Tensor]:
-    """Random tokens, the last row padded by a third."""
+    """Random tokens, the last row padded by a third; only padding has ``pad_id``.
+
+    Classifiers look for it, to find a sequence's last token.
+    """
     ids = torch.randint(vocab, (rows, length), generator=generator, device="cpu")
     mask = torch.ones(rows, length, dtype=torch.int64, device="cpu")
     pad = length // 3
     mask[-1, slice(0, pad) if side == "left" else slice(length - pad, length)] = 0
+    if isinstance(pad_id, int) and 0 <= pad_id < vocab:  # some configs have -1
+        ids = torch.where(ids == pad_id, (pad_id + 1) % vocab, ids).where(mask == 1, pad_id)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
 
