@@ -34,6 +34,7 @@ from torchweld.integrations import (  # noqa: E402
     hf_attention,
     hf_models,
     hf_numbers,
+    hf_switch,
     register_attention,
     unfuse,
 )
@@ -229,7 +230,7 @@ def test_training_with_dropout_draws_what_stock_draws():
     model = gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
     stock = copy.deepcopy(model)
     report = fuse(model)
-    assert any("attn_pdrop is 0.1" in note for note in report.notes)
+    assert any("(attn_pdrop=0.1)" in note for note in report.notes)
     inputs = batch("cpu")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -613,8 +614,9 @@ def test_a_model_of_the_same_config_object_stays_stock():
     assert model.config._attn_implementation == "torchweld"
 
 
-def test_training_mode_and_random_state_stay():
-    model = gpt2()
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_training_mode_and_random_state_stay(dropout):
+    model = gpt2(attn_pdrop=dropout)
     model.train()
     model.transformer.h[1].mlp.eval()
     modes = [module.training for module in model.modules()]
@@ -1557,6 +1559,52 @@ def test_the_report_says_what_really_runs(name):
     # What runs nothing of torchweld's is stock again.
     assert (model.config._attn_implementation == "torchweld") == (runs > 0)
     assert (report.max_abs_diff is None) == (runs == 0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("kind", "cls", "name"),
+    [
+        ("bert", "BertModel", "attention_probs_dropout_prob"),
+        ("roberta", "RobertaForSequenceClassification", "attention_probs_dropout_prob"),
+        ("wav2vec2", "Wav2Vec2Model", "attention_dropout"),
+        ("bart", "BartForConditionalGeneration", "attention_dropout"),
+        ("llama", "LlamaForCausalLM", "attention_dropout"),
+        ("gpt2", "GPT2LMHeadModel", "attn_pdrop"),
+    ],
+)
+def test_the_report_says_what_runs_in_training_mode(kind, cls, name, dropout):
+    changes = {name: dropout, "is_decoder": kind in ("llama", "gpt2")}
+    model = tiny_model(kind, cls, "sdpa", **changes).float().train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = fuse(model, only="attention")
+    # The steps that really drop warn.
+    assert not [w for w in caught if str(w.message).startswith("torchweld:")]
+    runs = "torch's scaled_dot_product_attention runs: attention dropout is on"
+    places = len(report.replaced)
+    note = f"in training mode: {places} x {runs} ({name}={dropout})"
+    assert report.calls == {"torchweld::attention": places} and places > 0
+    assert report.notes == ([note] if dropout else [])
+    with Calls() as calls:
+        model(**hf_switch.sample_of(model))
+    assert any(op.startswith("torchweld::attention") for op in calls.names) == (not dropout)
+
+
+def test_a_model_that_fails_in_training_mode_says_so(monkeypatch):
+    def fail(*args, dropout=0.0, **kwargs):
+        assert dropout == 0.0, "no dropout here"
+        return attend(*args, **kwargs)
+
+    model, attend = llama(attention_dropout=0.1), hf_attention.attention_forward
+    monkeypatch.setattr(hf_attention, "attention_forward", fail)
+    register_attention()
+    try:
+        report = fuse(model, only="attention")
+    finally:
+        monkeypatch.undo()
+        register_attention()
+    assert report.notes == ["in training mode its layers fail (AssertionError: no dropout here)"]
 
 
 @pytest.mark.parametrize(

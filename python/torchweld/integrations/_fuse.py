@@ -55,8 +55,9 @@ def fuse(
             arguments. By default a small random batch of what the model takes: tokens, padded on
             one side, images or audio. Where that does not fit, the report says so.
         check: Whether to run that comparison, in eval mode without gradients: the batch whole and,
-            where a decoder has a cache, in two calls and four more tokens over it. Without it the
-            report says what ought to run, and that no measurement was made.
+            where a decoder has a cache, in two calls and four more tokens over it. Layers with
+            dropout run it once more as in training mode, and the report notes what runs there.
+            Without it the report says what ought to run, and that no measurement was made.
         loss: Whether a language model of these families, or one recognised likewise, computes its
             head and loss as one op (:func:`torchweld.linear_cross_entropy`): in training mode with
             labels it then returns a loss and no logits. Evaluation and generation stay as they

@@ -124,11 +124,6 @@ def _plan(
         elif paths:
             switches.append((path, base))
             report.ops.update(dict.fromkeys(paths, "attention"))
-            dropout = base.config.attn_pdrop
-            if dropout > 0:
-                report.notes.append(
-                    f"attn_pdrop is {dropout}: in training mode the attention uses torch's SDPA"
-                )
     return places, switches
 
 

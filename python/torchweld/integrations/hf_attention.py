@@ -62,7 +62,7 @@ def warn_once(
     if traced:
         _traced.add(reason)
     # A traced mask carries no reason, but the mask function has said it then.
-    if reason in _warned or (reason == GIVEN_4D and _warned & _traced):
+    if measure.silent or reason in _warned or (reason == GIVEN_4D and _warned & _traced):
         return False
     _warned.add(reason)
     warnings.warn(

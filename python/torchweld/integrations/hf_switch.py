@@ -121,7 +121,7 @@ def own_configs(root: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
         for path, module in root.named_modules()
         if isinstance(module, PreTrainedModel)
     }
-    known = {id(config) for each in models.values() for config in _with_sub_configs(each)}
+    known = {id(config) for each in models.values() for config in with_sub_configs(each)}
     for path, layer in layers("", root):
         config = vars(layer).get("config")
         if config is not None and id(config) not in known:
@@ -141,12 +141,12 @@ def own_refusal(root: PreTrainedModel) -> str | None:
     return None
 
 
-def _with_sub_configs(config: Any) -> Iterator[Any]:
+def with_sub_configs(config: Any) -> Iterator[Any]:
     yield config
     for name in config.sub_configs:
         below = getattr(config, name, None)
         if below is not None:
-            yield from _with_sub_configs(below)
+            yield from with_sub_configs(below)
 
 
 def switch(root: PreTrainedModel) -> None:

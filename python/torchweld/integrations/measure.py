@@ -15,6 +15,7 @@ Seen = dict[Hashable, list[str | None]]
 # None unless `watching` is active. Layers test `seen` before they call `note`, because the call
 # costs host time.
 seen: Seen | None = None
+silent = False  # whether calls that run something else must not warn
 
 
 def note(layer: Hashable, instead: str | None = None) -> None:
@@ -23,10 +24,10 @@ def note(layer: Hashable, instead: str | None = None) -> None:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[Seen]:
+def watching(silently: bool = False) -> Iterator[Seen]:
     """Collects the calls. What is compiled runs eagerly meanwhile, so that it can be seen."""
-    global seen
-    before, seen = seen, {}
+    global seen, silent
+    before, seen, silent = (seen, silent), {}, silently
     # If Dynamo is not loaded, nothing is compiled. Importing Dynamo would take seconds.
     compiled = "torch._dynamo" in sys.modules
     eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
@@ -34,4 +35,4 @@ def watching() -> Iterator[Seen]:
         with eagerly:
             yield seen
     finally:
-        seen = before
+        seen, silent = before

@@ -1,19 +1,22 @@
 """The sample batch of ``fuse``: how it runs, and how far two runs are apart.
 
-A decoder runs it twice: whole, and over a cache, in two calls and four more tokens.
+A decoder runs it twice: whole, and over a cache, in two calls and four more tokens. Layers with
+dropout run it once more, as they do in training mode.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import arguments, measure
+from . import arguments, hf_switch, measure
 from .fsdp import is_fully_sharded
 from .part import stock_class
 from .report import FuseReport, summary
@@ -100,7 +103,34 @@ class Sample:
         report.max_abs_diff = whole if stock else None
         if any(outputs for outputs, _ in self.cached):
             self._compare_over_cache(whole, seen, report)
+        self._list_training(seen, report)
         return seen
+
+    def _list_training(self, seen: measure.Seen, report: FuseReport) -> None:
+        """Adds to the report what runs instead of the ops where layers drop, in training mode."""
+        dropouts = _dropouts(self.model)
+        if not dropouts:
+            return
+        cuda = {p.device for p in self.model.parameters() if p.is_cuda}
+        try:
+            with (
+                measure.watching(silently=True) as training,
+                self._evaluating(),
+                torch.random.fork_rng(list(cuda)),
+            ):
+                # Not the modules around them, which may skip layers or change statistics.
+                for layer in seen:
+                    if isinstance(layer, nn.Module):
+                        layer.training = True
+                for target, kwargs in zip(self.targets, self.kwargs, strict=True):
+                    target(**kwargs)
+        except Exception as error:
+            report.notes.append(f"in training mode its layers fail ({summary(error)})")
+            return
+        fused = [calls for layer, calls in training.items() if None in seen.get(layer, ())]
+        for instead, count in Counter(filter(None, itertools.chain(*fused))).items():
+            why = f" ({', '.join(dropouts)})" if "dropout" in instead else ""
+            report.notes.append(f"in training mode: {count} x {instead}{why}")
 
     def _compare_over_cache(self, whole: float, seen: measure.Seen, report: FuseReport) -> None:
         """Adds to the report what is different over a cache from the ``whole`` batch."""
@@ -187,6 +217,15 @@ def _fits_cache(signature: arguments.Arguments, batch: dict[str, Any]) -> bool:
     if ids is None or ids.dim() != 2 or ids.shape[1] < 2 or mask.shape != ids.shape:
         return False
     return "attention_mask" not in batch or bool(mask[:, -1].all())
+
+
+def _dropouts(model: nn.Module) -> list[str]:
+    """The probabilities in the configs of a model: those of attention, or of all parts."""
+    roots = hf_switch.roots(model)
+    configs = [each for _, root in roots for each in hf_switch.with_sub_configs(root.config)]
+    values = [pair for each in configs for pair in each.to_dict().items() if "drop" in pair[0]]
+    known = {f"{name}={p}": name for name, p in values if isinstance(p, float) and p > 0}
+    return [text for text, name in known.items() if "att" in name] or list(known)
 
 
 def _inside_fully_sharded(model: nn.Module, part: nn.Module) -> bool:
