@@ -1473,7 +1473,7 @@ def test_a_class_that_is_not_served_stays_stock_with_the_reason():
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
     model = transformers.BloomForCausalLM(config)
     before = model.config._attn_implementation
-    report = fuse(model)
+    report = fuse(model, only="attention")
     assert not report and model.config._attn_implementation == before
     assert [path for path, _ in report.skipped] == ["transformer.h.0.self_attention"]
     reason = "does not take its attention from transformers' AttentionInterface"
@@ -1559,6 +1559,26 @@ def test_the_report_says_what_really_runs(name):
     # What runs nothing of torchweld's is stock again.
     assert (model.config._attn_implementation == "torchweld") == (runs > 0)
     assert (report.max_abs_diff is None) == (runs == 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cls", "others"),
+    [
+        ("bert", "BertModel", {"norm": 1 + 2 * LAYERS, "mlp": LAYERS}),
+        ("vit", "ViTModel", {"norm": 1 + 2 * LAYERS, "mlp": LAYERS}),
+        ("bart", "BartModel", {"norm": 2 + 5 * LAYERS, "mlp": 0}),  # its layers hold the products
+        ("mixtral", "MixtralForCausalLM", {"norm": 0, "mlp": LAYERS}),
+    ],
+)
+def test_norms_and_mlps_that_fuse_does_not_know_are_listed(kind, cls, others):
+    model = tiny_model(kind, cls, "sdpa", is_decoder=kind == "mixtral").float().eval()
+    for part, count in others.items():
+        report = fuse(model, only=part, check=False)
+        assert len(report.skipped) == count
+        assert f"{count} left stock" in str(report) or f"{count} places left" in str(report)
+        for path, reason in report.skipped:
+            name = type(model.get_submodule(path)).__name__
+            assert reason.startswith(f"{name} is none of the {part}s that".replace("mlp", "MLP"))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -1731,7 +1751,7 @@ def sam(**changes):
 
 def test_the_image_encoder_of_sam_stays_stock():
     model = sam(attn_implementation="sdpa")
-    report = fuse(model)
+    report = fuse(model, only="attention")
     assert report.replaced == [] and [path for path, _ in report.skipped] == [
         f"vision_encoder.layers.{layer}.attn" for layer in range(LAYERS)
     ]

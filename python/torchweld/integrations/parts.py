@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -15,6 +16,12 @@ from .part import KEEP, Place, below, is_fused, parameter_refusal, set_class, st
 from .probes import Probes
 from .report import FuseReport
 from .sharded_linears import why_called
+
+# What modules without a known part are, going by their classes' names.
+_NAMED = (
+    ("norm", "norms", r"^[^_].*Norm$"),
+    ("mlp", "MLPs", r"(MLP|Mlp|FFN|FeedForward|Intermediate|Dense|Experts)$"),
+)
 
 
 def plan(
@@ -62,7 +69,11 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 
 def _list_others(path: str, module: nn.Module, kinds: Collection[str], report: FuseReport) -> None:
-    """Lists a module that has the parts of a known one and other arguments."""
+    """Lists a module that has the parts of a known one and other arguments, or only its name."""
+    for kind, what, name in _NAMED:
+        if kind in kinds and re.search(name, type(module).__name__):
+            reason = f"{type(module).__name__} is none of the {what} that fuse knows"
+            report.skipped.append((path, reason))
     for kind, name, find in (
         ("rotary", "rotary", recognised_layers.difference),
         ("loss", "lm_head", recognised_heads.difference),
