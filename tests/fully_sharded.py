@@ -227,9 +227,7 @@ def decoders_sharded_first(mesh: DeviceMesh) -> None:
         ours = shard_blocks(stock, mesh)
         report = torchweld.fuse(ours, loss=True)
         assert not report.skipped and report.max_abs_diff < 1e-5
-        assert [op for op in report.ops.values() if "not run" in op] == [
-            "linear_cross_entropy (lm_head -> loss), not run by the sample batch"
-        ]
+        assert not any("not run" in op for op in report.ops.values())
         for runs in (2, 0):
             ops: list[str] = []
             ours.zero_grad()

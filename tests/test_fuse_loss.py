@@ -126,6 +126,20 @@ def test_a_head_that_is_replaced_before_is_listed():
     assert type(model) is GPT2LMHeadModel
 
 
+@pytest.mark.parametrize("given", ["labels", "nothing"])
+def test_the_report_says_which_steps_run_the_loss(given):
+    model = gpt2(**DROPOUTS)
+    report = fuse(model, loss=True)
+    assert report.ops["lm_head"].endswith(", run by training steps that give the model labels")
+    assert any("trainers that compute the loss themselves" in note for note in report.notes)
+    inputs = labelled("cpu")
+    if given == "nothing":
+        del inputs["labels"]
+    with Calls() as calls:
+        model.train()(**inputs)
+    assert (losses(calls) > 0) == (given == "labels")
+
+
 def test_a_model_without_a_head_says_so():
     report = fuse(gpt2(cls="GPT2Model"), loss=True)
     none = "loss=True: the model contains no language model whose head and loss are known"

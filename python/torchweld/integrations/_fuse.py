@@ -11,7 +11,7 @@ from torchweld import _library
 
 from .hf_version import check_version
 from .probes import Probes
-from .report import NOT_RUN, FuseReport
+from .report import WITH_LABELS, FuseReport
 
 KINDS = ("attention", "norm", "mlp", "rotary", "lora")
 _KEEPS = ("auto", "exponentials", "gradients", "nothing")  # of linear_cross_entropy
@@ -110,7 +110,7 @@ def _fuse_losses(model: nn.Module, report: FuseReport, keep: str) -> None:
     for place in parts.plan_losses(model, Probes(), report):
         parts.fuse(place)
         report.replaced.append(place.where)
-        report.ops[place.where] += NOT_RUN
+        report.ops[place.where] += WITH_LABELS
     causal_lm.set_keep(model, keep)
 
 

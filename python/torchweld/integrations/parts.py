@@ -124,7 +124,10 @@ def plan_losses(model: nn.Module, probes: Probes, report: FuseReport) -> list[Pl
     """The heads whose loss is to be fused. The sample batch has no labels to run them with."""
     places = plan(model, ("loss",), probes, report)
     parts = map(part_of, model.modules())
-    text = "in training mode with labels the model returns a loss and no logits"
+    text = (
+        "in training mode with labels the model returns a loss and no logits; trainers that "
+        "compute the loss themselves, as those of TRL, do not run it"
+    )
     if not any(part is not None and part[0].kind == "loss" for part in parts):
         text = "loss=True: the model contains no language model whose head and loss are known"
     report.notes.append(text)

@@ -13,8 +13,8 @@ class FuseReport:
     Attributes:
         model: Class name of the model.
         replaced: Paths of the modules that now run torchweld ops. Each of them ran one on the
-            sample batch, unless ``ops`` says that the batch did not run it or a note says that
-            nothing was measured.
+            sample batch, unless ``ops`` says that the batch did not run it, or what does, or a
+            note says that nothing was measured.
         skipped: ``(path, reason)`` of every place that was left stock or runs something else.
         max_abs_diff: Largest absolute difference of the outputs, fused against stock, on a sample
             batch; None when it was not measured.
@@ -113,6 +113,7 @@ def summary(error: Exception) -> str:
 
 
 NOT_RUN = ", not run by the sample batch"
+WITH_LABELS = ", run by training steps that give the model labels"
 WAS_EAGER = "the attention was eager; calls that ask for attention weights still run it"
 UNCHECKED = "check=False: no sample batch ran, so what the layers run was not measured"
 
