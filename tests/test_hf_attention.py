@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -718,6 +719,31 @@ def test_a_layer_with_dropout_runs_no_op_that_stock_does_not(kind, name, changes
         return counts[1] - counts[0]
 
     assert of_a_layer("torchweld") <= of_a_layer("eager" if weights else "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "changes"),
+    [
+        ("bert", "BertModel", {"is_decoder": False, "attention_probs_dropout_prob": 0.1}),
+        ("llama", "LlamaForCausalLM", {"attention_dropout": 0.1}),
+    ],
+)
+def test_a_mask_of_ones_is_no_mask_for_sdpa_on_a_gpu(kind, name, changes, device, monkeypatch):
+    """Its fastest kernels there have none. On a CPU, a causal mask is one for all layers."""
+    model = tiny_model(kind, name, "torchweld", **changes).to(device)
+    given, sdpa = [], F.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        given.append((kwargs["attn_mask"], kwargs["is_causal"]))
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    ids = torch.randint(10, (2, 6), device=device)
+    model.train()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    masks = {id(mask): mask for mask, _ in given}
+    assert len(given) == model.config.num_hidden_layers > 1 == len(masks)
+    assert (None in masks.values()) == (device == "cuda" or kind == "bert")
+    assert all(causal == (mask is None and kind == "llama") for mask, causal in given)
 
 
 @pytest.mark.parametrize("sided", ["left", "two"])

@@ -136,6 +136,8 @@ def _dense_mask(
     """
 
     def make() -> Tensor | None:
+        if not added and numbers.pads_nothing(query.shape[2], seqlen_k):
+            return None
         mask = numbers.dense(query.shape[2], seqlen_k)
         return _added_mask(mask, query, seqlen_k, numbers.causal) if added else mask
 

@@ -45,6 +45,21 @@ class Numbers(NamedTuple):
         """Whether nothing but causality hides a key."""
         return not self.tensors() and self.window is None
 
+    def pads_nothing(self, seqlen_q: int, seqlen_k: int) -> bool:
+        """Whether padding is all there is, on a GPU, and hides no key; not while a graph is made.
+
+        There SDPA has faster kernels without a mask. The host reads the values, as transformers
+        reads those of its own masks.
+        """
+        padding = self.leftpad if self.causal else self.key_end
+        if padding is None or len(self.tensors()) > 1 or self.window is not None:
+            return False
+        if not padding.is_cuda or not is_tracked(padding) or (self.causal and seqlen_q != seqlen_k):
+            return False
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return False
+        return not (padding > 0 if self.causal else padding < seqlen_k).any()
+
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.leftpad, self.key_start, self.key_end) if t is not None]
 
