@@ -11,14 +11,15 @@
 namespace torchweld {
 
 // Computes c (m, n) = a (m, k) @ b (k, n) on one thread. If `add` is true, computes c += a @ b
-// instead. All matrices are contiguous.
+// instead. b and c are contiguous. The rows of a are `a_stride` elements apart.
 template <typename T>
-void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add) {
+void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add,
+                  int64_t a_stride) {
   with_vectors([&] {
     for (int64_t i = 0; i < m; ++i) {
       if (!add) std::fill_n(c + i * n, n, T(0));
       for (int64_t l = 0; l < k; ++l) {
-        const T factor = a[i * k + l];
+        const T factor = a[i * a_stride + l];
         for (int64_t j = 0; j < n; ++j) c[i * n + j] += factor * b[l * n + j];
       }
     }
@@ -30,7 +31,7 @@ void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k,
 // should use few combinations.
 template <>
 inline void block_matmul(float* c, const float* a, const float* b, int64_t m, int64_t n, int64_t k,
-                         bool add) {
+                         bool add, int64_t a_stride) {
   if (m == 0 || n == 0) return;
   if (k == 0) {
     if (!add) std::fill_n(c, m * n, 0.0f);
@@ -42,10 +43,16 @@ inline void block_matmul(float* c, const float* a, const float* b, int64_t m, in
   const int64_t blocks = divide_up(k, kMaxChain);
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t first = i * k / blocks, size = (i + 1) * k / blocks - first;
-    at::native::cpublas::brgemm(m, n, size, k, n, n, add || i > 0, a + first, b + first * n, c,
+    at::native::cpublas::brgemm(m, n, size, a_stride, n, n, add || i > 0, a + first, b + first * n,
+                                c,
                                 /*is_vnni=*/false);
   }
 }
 #endif
+
+template <typename T>
+void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add) {
+  block_matmul(c, a, b, m, n, k, add, /*a_stride=*/k);
+}
 
 }  // namespace torchweld

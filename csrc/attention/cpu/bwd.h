@@ -33,13 +33,14 @@ struct HeadGradient {
   };
 
   // Computes the scores of a tile in the way of the forward.
-  void score_tile(acc_t* tile, const acc_t* keys, const Lanes& lanes, int64_t width) const {
+  void score_tile(acc_t* tile, const acc_t* keys, int64_t count, const Lanes& lanes,
+                  int64_t width) const {
     const int64_t d = a.head_dim;
     if (a.seqlen_q > kFewRows) {
-      return block_matmul(tile, keys, lanes.qt, kTileKeys, width, d, /*add=*/false);
+      return block_matmul(tile, keys, lanes.qt, count, width, d, /*add=*/false);
     }
     with_vectors([&] {
-      for (int64_t c = 0; c < kTileKeys; ++c) {
+      for (int64_t c = 0; c < count; ++c) {
         for (int64_t r = 0; r < width; ++r) {
           tile[c * width + r] = dot<acc_t>(lanes.q + r * d, keys + c * d, d);
         }
@@ -53,7 +54,9 @@ struct HeadGradient {
                      const Tiles& tiles) const {
     const int64_t width = a.block_rows(), size = kTileKeys * width;
     score_tiles(a, block, tiles.scores, k + block.tile_begin * kTileKeys * a.head_dim,
-                [&](acc_t* tile, const acc_t* keys) { score_tile(tile, keys, lanes, width); });
+                [&](acc_t* tile, const acc_t* keys, int64_t count) {
+                  score_tile(tile, keys, count, lanes, width);
+                });
     if (a.softcap > 0) slopes_of(block, tiles);
     acc_t *const max = lanes.statistics.max, *const sum = lanes.statistics.sum;
     acc_t* const tile_delta = lanes.statistics.tile_sum;
@@ -69,8 +72,9 @@ struct HeadGradient {
     with_vectors([&] {
       for (int64_t t = 0; t < block.tiles(); ++t) {
         acc_t *const p = tiles.scores + t * size, *const dp = tiles.dp + t * size;
+        const int64_t used = block.keys_in(block.tile_begin + t) * width;
         std::fill_n(tile_delta, width, acc_t(0));
-        for (int64_t i = 0; i < size; i += width) {
+        for (int64_t i = 0; i < used; i += width) {
           for (int64_t r = 0; r < width; ++r) {
             p[i + r] *= factor[r];
             tile_delta[r] += p[i + r] * dp[i + r];
@@ -88,9 +92,10 @@ struct HeadGradient {
     const int64_t size = kTileKeys * a.block_rows();
     const auto inverse = static_cast<acc_t>(1 / a.softcap);
     for (int64_t t = 0; t < block.tiles(); ++t) {
+      const int64_t used = block.keys_in(block.tile_begin + t) * a.block_rows();
       acc_t *const s = tiles.scores + t * size, *const slopes = tiles.slopes + t * size;
       with_vectors([&] {
-        for (int64_t i = 0; i < size; ++i) slopes[i] = 1 - s[i] * inverse * (s[i] * inverse);
+        for (int64_t i = 0; i < used; ++i) slopes[i] = 1 - s[i] * inverse * (s[i] * inverse);
       });
       block.fill_hidden(slopes, block.tile_begin + t, a.block_rows(), acc_t(0));
     }
@@ -102,25 +107,27 @@ struct HeadGradient {
     const int64_t size = kTileKeys * width;
     for (int64_t t = 0; t < block.tiles(); ++t) {
       acc_t* const dp = tiles.dp + t * size;
-      block_matmul(dp, v + (block.tile_begin + t) * kTileKeys * n, lanes.dout_t, kTileKeys, width,
-                   n, /*add=*/false);
+      block_matmul(dp, v + (block.tile_begin + t) * kTileKeys * n, lanes.dout_t,
+                   block.keys_in(block.tile_begin + t), width, n, /*add=*/false);
       block.fill_hidden(dp, block.tile_begin + t, width, acc_t(0));
     }
     probabilities(block, sink, lanes, tiles);
     for (int64_t t = 0; t < block.tiles(); ++t) {
       const int64_t at = (block.tile_begin + t) * kTileKeys;
+      const int64_t keys = block.keys_in(block.tile_begin + t);
       acc_t *const p = tiles.scores + t * size, *const ds = tiles.dp + t * size;
       with_vectors([&] {
-        for (int64_t i = 0; i < size; i += width) {
+        for (int64_t i = 0; i < keys * width; i += width) {
           for (int64_t r = 0; r < width; ++r) {
             ds[i + r] = p[i + r] * (ds[i + r] - lanes.delta[r]);
           }
         }
-        for (int64_t i = 0; a.softcap > 0 && i < size; ++i) ds[i] *= tiles.slopes[t * size + i];
+        for (int64_t i = 0; a.softcap > 0 && i < keys * width; ++i)
+          ds[i] *= tiles.slopes[t * size + i];
       });
-      block_matmul(dv + at * n, p, lanes.dout, kTileKeys, n, width, /*add=*/true);
-      block_matmul(dk + at * d, ds, lanes.q, kTileKeys, d, width, /*add=*/true);
-      block_matmul(dq_t, kt + at * d, ds, d, width, kTileKeys, /*add=*/t > 0);
+      block_matmul(dv + at * n, p, lanes.dout, keys, n, width, /*add=*/true);
+      block_matmul(dk + at * d, ds, lanes.q, keys, d, width, /*add=*/true);
+      block_matmul(dq_t, kt + at * d, ds, d, width, keys, /*add=*/t > 0, kTileKeys);
     }
   }
 };

@@ -38,16 +38,18 @@ void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc
   constexpr acc_t kInfinity = std::numeric_limits<acc_t>::infinity();
   with_vectors([&] {
     for (int64_t r = 0; r < width; ++r) max[r] = r < block.rows && block.sees(r) ? sink : kInfinity;
-    for (int64_t c = 0; c < tiles * kTileKeys; ++c) {
-      const acc_t* s = scores + c * width;
-      for (int64_t r = 0; r < width; ++r) max[r] = max[r] > s[r] ? max[r] : s[r];
+    for (int64_t t = 0; t < tiles; ++t) {
+      const acc_t* s = scores + t * kTileKeys * width;
+      for (int64_t c = 0; c < block.keys_in(block.tile_begin + t); ++c, s += width) {
+        for (int64_t r = 0; r < width; ++r) max[r] = max[r] > s[r] ? max[r] : s[r];
+      }
     }
     for (int64_t r = 0; r < width; ++r) {
       sum[r] = sink == -std::numeric_limits<acc_t>::infinity() ? 0 : exp_in_vectors(sink - max[r]);
     }
     for (int64_t t = 0; t < tiles; ++t) {
       std::fill_n(tile_sum, width, acc_t(0));
-      for (int64_t c = 0; c < kTileKeys; ++c) {
+      for (int64_t c = 0; c < block.keys_in(block.tile_begin + t); ++c) {
         acc_t* s = scores + (t * kTileKeys + c) * width;
         for (int64_t r = 0; r < width; ++r) {
           s[r] = exp_in_vectors(s[r] - max[r]);
@@ -59,16 +61,16 @@ void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc
   });
 }
 
-// Computes the score tiles (tiles, 64, width) of a block. `product(tile, keys)` multiplies the 64
-// packed keys at `keys` by the query rows. `k` are the packed keys of the block's first tile on.
-// Hidden elements become -inf.
+// Computes the score tiles (tiles, 64, width) of a block. `product(tile, keys,
+// count)` multiplies the `count` packed keys at `keys` by the query rows. `k` are the packed keys
+// of the block's first tile on. Hidden elements become -inf.
 template <typename acc_t, typename Product>
 void score_tiles(const CpuAttention& a, const QueryBlock& block, acc_t* scores, const acc_t* k,
                  const Product& product) {
   const int64_t size = kTileKeys * a.block_rows();
   for (int64_t t = 0; t < block.tiles(); ++t) {
     acc_t* const tile = scores + t * size;
-    product(tile, k + t * kTileKeys * a.head_dim);
+    product(tile, k + t * kTileKeys * a.head_dim, block.keys_in(block.tile_begin + t));
     if (a.softcap > 0) cap_tile(tile, size, a.softcap);
     block.fill_hidden(tile, block.tile_begin + t, a.block_rows(),
                       -std::numeric_limits<acc_t>::infinity());
@@ -110,13 +112,13 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
     const int64_t kv_tile = (b * a.nheads_kv + h / a.group()) * a.tiles() + block.tile_begin;
     const acc_t* k = packed_k.const_data_ptr<acc_t>() + kv_tile * kTileKeys * d;
     const acc_t* vt = packed_vt.const_data_ptr<acc_t>() + kv_tile * kTileKeys * dv;
-    score_tiles(a, block, scores, k, [&](acc_t* tile, const acc_t* keys) {
-      block_matmul(tile, keys, qt, kTileKeys, width, d, /*add=*/false);
+    score_tiles(a, block, scores, k, [&](acc_t* tile, const acc_t* keys, int64_t count) {
+      block_matmul(tile, keys, qt, count, width, d, /*add=*/false);
     });
     softmax_of_lanes(scores, block, width, sink, lanes);
     for (int64_t t = 0; t < block.tiles(); ++t) {
       block_matmul(out_t, vt + t * kTileKeys * dv, scores + t * kTileKeys * width, dv, width,
-                   kTileKeys, /*add=*/t > 0);
+                   block.keys_in(block.tile_begin + t), /*add=*/t > 0, kTileKeys);
     }
     with_vectors([&] {
       for (int64_t r = 0; r < block.rows; ++r) {

@@ -182,6 +182,7 @@ struct QueryBlock {
   int64_t tile_begin, tile_end;
   int32_t begin[kMaxRows];  // row r sees the keys [begin[r], end[r]); both are 0 if it sees no key
   int32_t end[kMaxRows];
+  int32_t last_end;               // the end of the keys that any row of the block sees
   int32_t last_begin, first_end;  // a row that sees a key sees all keys of [last_begin, first_end)
 
   QueryBlock(const CpuAttention& a, int64_t b, int64_t index)
@@ -190,25 +191,31 @@ struct QueryBlock {
         first_key(a.seen[b].begin),
         begin(),
         end(),
+        last_end(0),
         last_begin(0),
         first_end(std::numeric_limits<int32_t>::max()) {
     const SequenceMask sequence = a.mask.sequence(b);
-    int32_t first = first_end, last = 0;
+    int32_t first = first_end;
     for (int64_t r = 0; r < rows; ++r) {
       const KeyRange live = a.mask.row_keys(row + r, sequence);
       if (live.empty()) continue;
       begin[r] = static_cast<int32_t>(live.begin - first_key);
       end[r] = static_cast<int32_t>(live.end - first_key);
-      first = std::min(first, begin[r]), last = std::max(last, end[r]);
+      first = std::min(first, begin[r]), last_end = std::max(last_end, end[r]);
       last_begin = std::max(last_begin, begin[r]), first_end = std::min(first_end, end[r]);
     }
-    tile_begin = last > 0 ? first / kTileKeys : 0;
-    tile_end = (last + kTileKeys - 1) / kTileKeys;
+    tile_begin = last_end > 0 ? first / kTileKeys : 0;
+    tile_end = (last_end + kTileKeys - 1) / kTileKeys;
   }
 
   bool sees(int64_t r) const { return begin[r] < end[r]; }
   bool empty() const { return tile_begin == tile_end; }
   int64_t tiles() const { return tile_end - tile_begin; }
+  // The number of keys that are computed in a tile: all of them, but in the last tile only those up
+  // to the last key that a row sees, rounded up to a multiple of 16.
+  int64_t keys_in(int64_t tile) const {
+    return std::min(kTileKeys, divide_up(last_end - tile * kTileKeys, int64_t{16}) * 16);
+  }
 
   // Sets the hidden elements of a score tile (64, width) to `value`. If a row sees no key, its
   // elements may stay unchanged.
@@ -217,7 +224,7 @@ struct QueryBlock {
     const auto first = static_cast<int32_t>(tile * kTileKeys);
     if (first >= last_begin && first + kTileKeys <= first_end) return;
     with_vectors([&] {
-      for (int32_t c = 0; c < kTileKeys; ++c) {
+      for (int32_t c = 0; c < keys_in(tile); ++c) {
         acc_t* const s = tile_scores + c * width;
         for (int64_t r = 0; r < width; ++r) {
           s[r] = (first + c >= begin[r]) & (first + c < end[r]) ? s[r] : value;
