@@ -5,7 +5,6 @@
 
 #include "gemm/sm90/kernel.cuh"
 #include "losses/sm90/params.h"
-#include "losses/sm90/softcap.cuh"
 
 namespace torchweld {
 
@@ -73,7 +72,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
     const float inverse = 1.f / e_.softcap;
 #pragma unroll
     for (int j = 0; j < kT.block_n / 2; ++j) {
-      v[j] = capped_logit(v[j], e_.softcap, inverse);
+      v[j] = e_.softcap * tanh_of</*kExact=*/false>(v[j] * inverse);
     }
   }
 
