@@ -86,8 +86,7 @@ void check_not_split(const char* op, const torch::autograd::Node& node,
   TORCH_CHECK_NOT_IMPLEMENTED(
       of_first, "torchweld::", op,
       ": the gradients of its inputs and of its parameters must be computed in one pass, but a "
-      "hook "
-      "(zero-bubble pipelining) splits its backward, and torch mixes the gradients of several "
+      "hook (zero-bubble pipelining) splits its backward, and torch mixes the gradients of several "
       "results; use a schedule that does not split it, such as Interleaved1F1B");
 }
 

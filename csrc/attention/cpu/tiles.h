@@ -255,8 +255,10 @@ void row_deltas(acc_t* delta, const acc_t* dout, const CpuHeads<T>& out,
 
 // Whether lse of a row counts only the keys of this call. max and `sum` are the maximum of the
 // row's scores and the sum of exp(s - max). In a ring of devices, lse also counts the keys of other
-// calls. NOTE: then p = exp(s - max) / sum and delta = sum(p * dp) are the accurate forms. lse is
-// rounded at the size of the scores, and the two sides of dp - delta would be rounded differently.
+// calls.
+// NOTE: if lse counts only these keys, p = exp(s - max) / sum and delta = sum(p * dp) are the
+// accurate forms. lse is rounded at the size of the scores, and the two sides of dp - delta would
+// be rounded differently.
 template <typename acc_t>
 bool is_own_lse(acc_t max, acc_t sum, acc_t lse) {
   const acc_t own = std::log(sum) + max, size = std::max<acc_t>(1, std::abs(own));
