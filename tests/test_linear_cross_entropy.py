@@ -281,7 +281,8 @@ def test_all_rows_ignored(device, keep):
 
 
 @pytest.mark.parametrize("scale", [0.3, 3.0, 10.0])
-def test_logprobs_and_entropies_are_as_accurate_as_in_float32(device, scale):
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_logprobs_and_entropies_are_as_accurate_as_in_float32(device, scale, softcap):
     need_dtype(device, BF16)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 256, generator=generator) for n in (128, 4099))
@@ -289,9 +290,10 @@ def test_logprobs_and_entropies_are_as_accurate_as_in_float32(device, scale):
     logits = x.float() @ weight.float().t()
     likely = logits.argmax(-1)
     target = torch.where(torch.arange(128, device=device) % 2 == 0, likely, likely // 2)
-    got = logprobs_of(x, weight, target, entropy=True)
+    got = logprobs_of(x, weight, target, softcap=softcap, entropy=True)
 
     def formula(z):
+        z = z if softcap is None else softcap * (z / softcap).tanh()
         logp = z.log_softmax(-1)
         return logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 

@@ -109,11 +109,12 @@ struct Operands {
     p.dtype = DType::kBFloat16;
     if (rows.bias != nullptr) p.epilogue.bias = from(rows.bias, column);
     p.choice = {GemmEngine::kSm90, exponentials_tile(rows.k), 1, rows.k};
-    launch_sm90_exponentials(p,
-                             {reference, const_cast<float*>(sums.reference),
-                              const_cast<float*>(sums.sum), const_cast<float*>(sums.moment),
-                              static_cast<float>(kLog2e / rows.temperature), rows.softcap},
-                             current_stream());
+    launch_sm90_exponentials(
+        p,
+        {reference, const_cast<float*>(sums.reference), const_cast<float*>(sums.sum),
+         const_cast<float*>(sums.moment), static_cast<float>(kLog2e / rows.temperature),
+         rows.softcap, rows.softcap > 0 ? 1 / rows.softcap : 0},
+        current_stream());
   }
 };
 

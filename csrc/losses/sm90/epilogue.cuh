@@ -5,6 +5,7 @@
 
 #include "gemm/sm90/kernel.cuh"
 #include "losses/sm90/params.h"
+#include "losses/sm90/softcap.cuh"
 
 namespace torchweld {
 
@@ -69,10 +70,9 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
       [Base::kValues] { return reinterpret_cast<float (&)[Base::kValues]>(v[box * Base::kValues]); }
 
   __device__ __forceinline__ void cap(RowValues& v) const {
-    const float inverse = 1.f / e_.softcap;
 #pragma unroll
     for (int j = 0; j < kT.block_n / 2; ++j) {
-      v[j] = e_.softcap * tanh_of</*kExact=*/false>(v[j] * inverse);
+      v[j] = capped_logit(v[j], e_.softcap, e_.inverse_softcap);
     }
   }
 
@@ -133,7 +133,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
         sum[half] += y;
         if (kMoment && y > 0.f) moment[half] = fmaf(y, l - largest[half], moment[half]);
         if constexpr (kCapped) {
-          const float t = z / e_.softcap;
+          const float t = z * e_.inverse_softcap;
           if (y > 0.f) y *= fmaf(-t, t, 1.f);
         }
         box[j] = y;

@@ -16,7 +16,7 @@ struct ExponentialsParams {
   float* tile_sum;         // (tiles_n, M), the sums of 2^(l - k) over a tile's columns
   float* tile_moment;  // (tiles_n, M), the sums of 2^(l - k) * (l - k + kAboveTarget), or nullptr
   float scale;         // log2(e) / temperature
-  float softcap;       // 0 if there is no softcap
+  float softcap, inverse_softcap;  // both 0 if there is no softcap
 };
 
 // Launches the matmul. p.y is bf16, or nullptr if only the sums are requested.

@@ -8,11 +8,11 @@
 #include <cassert>
 
 #include "core/launch.h"
-#include "device/activation.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "losses/sm90/exponentials.h"
 #include "losses/sm90/rows.h"
+#include "losses/sm90/softcap.cuh"
 
 namespace torchweld {
 namespace {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) target_logits_kernel(ExponentialRows
     p.mean_logit[row] = mean / p.temperature;
   }
   if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[target]);
-  if (p.softcap > 0) sum = p.softcap * tanh_of</*kExact=*/true>(sum / p.softcap);
+  if (p.softcap > 0) sum = capped_logit(sum, p.softcap, 1.f / p.softcap);
   sum /= p.temperature;
   p.target_logit[row] = sum;
   const float l = sum * kLog2e;
