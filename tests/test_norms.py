@@ -9,7 +9,19 @@ import torch.nn.functional as F
 import torchweld
 from bounds import GRADIENTS, REFERENCES
 from numerics import assert_same_bits, check
-from samples import BF16, F16, F32, F64, as_tuple, call, check_op, dtypes, need_kernel, requiring
+from samples import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    as_tuple,
+    call,
+    check_op,
+    dtypes,
+    forward_backward,
+    need_kernel,
+    requiring,
+)
 from tensors import need_dtype, randn
 
 PLAIN, ADDS = ("rms_norm", "layer_norm"), ("add_rms_norm", "add_layer_norm")
@@ -245,6 +257,28 @@ def test_masks_of_the_backward(op, device, dtype):
                 assert_same_bits(got, ref if wanted else ref.new_empty(0))
 
 
+# float32 vectors beside 16-bit rows
+
+
+@every_op
+@pytest.mark.parametrize("n", [40, 41, 256, 1024, 4096, 8192, 16392])
+def test_float32_vectors_beside_16_bit_rows(op, device, n):
+    """The result has the dtype of x and one rounding. The vectors' gradients stay in float32."""
+    for dtype in set(dtypes(device)) & {F16, BF16}:
+        rows = [randn(device, dtype, 37, n, mean=0.5)]
+        rows += [torch.zeros_like(rows[0])] * (op in ADDS)  # this sum is exact
+        vectors = vectors_of(op, device, F32, n)
+        upstream = randn(device, dtype, 37, n)
+        (out, grads), (wide, wide_grads) = (
+            forward_backward(op, [*(r.to(kind) for r in rows), *vectors], {}, upstream.to(kind))
+            for kind in (dtype, F32)
+        )
+        assert [g.dtype for g in grads] == [dtype] * len(rows) + [F32] * len(vectors)
+        for got, ref in zip([out, *grads], [wide, *wide_grads], strict=True):
+            rounding = 1.01 * torch.finfo(dtype).eps / 2 if got.dtype == dtype else 1e-5
+            torch.testing.assert_close(got.float(), ref, rtol=rounding, atol=2e-5)
+
+
 # Autocast
 
 
@@ -256,7 +290,7 @@ def test_autocast_keeps_the_dtype_of_x(op, device):
     with torch.autocast(device, dtype=BF16):
         out = as_tuple(call(op)(*narrow, *args[inputs:]))
         wide = as_tuple(call(op)(*args))
-    for got, ref in zip(out, as_tuple(call(op)(*(a.to(BF16) for a in args))), strict=True):
+    for got, ref in zip(out, as_tuple(call(op)(*narrow, *args[inputs:])), strict=True):
         assert_same_bits(got, ref)
     for got, ref in zip(wide, as_tuple(call(op)(*args)), strict=True):
         assert_same_bits(got, ref)
@@ -278,7 +312,13 @@ def test_refusals(device):
     with pytest.raises(RuntimeError, match="add_rms_norm: residual must be x's shape"):
         torchweld.add_rms_norm(x, x[:1], weight)
     with pytest.raises(RuntimeError, match="rms_norm: weight must be bfloat16 like x"):
-        torchweld.rms_norm(x.to(BF16), weight)
+        torchweld.rms_norm(x.to(BF16), weight.to(F16))
+    with pytest.raises(RuntimeError, match="rms_norm: weight must be float32 like x"):
+        torchweld.rms_norm(x, weight.to(BF16))
+    with pytest.raises(RuntimeError, match="layer_norm: bias must be float32 like weight"):
+        torchweld.layer_norm(x.to(BF16), weight, weight.to(BF16))
+    with pytest.raises(RuntimeError, match="layer_norm: bias must be bfloat16 like x"):
+        torchweld.layer_norm(x.to(BF16), None, weight)
 
 
 # Modules

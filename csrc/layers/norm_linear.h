@@ -67,6 +67,11 @@ T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
+// Returns the dtype of the norm's vectors. All vectors of a norm have the same dtype.
+inline DType vector_dtype_of(const RowNorm& norm, const Tensor& x) {
+  return dtype_of(is_given(norm.scale) ? *norm.scale : is_given(norm.shift) ? *norm.shift : x);
+}
+
 // Normalises the rows of x. If a residual is given, stores x + residual in `sum` (contiguous),
 // rounded to the dtype of x, and normalises the rows of `sum` instead. If `saved` has statistics,
 // uses them; otherwise computes the statistics and stores them in `out`. If y (rows, K) is defined,
@@ -108,6 +113,7 @@ inline void run_norm(const RowNorm& norm, const Tensor& x, double eps, const Row
   p.scale_offset = static_cast<float>(norm.scale_offset);
   p.centred = norm.centred;
   p.dtype = dtype_of(x);
+  p.vector_dtype = vector_dtype_of(norm, x);
   launch_norm(p, current_stream());
 }
 
@@ -171,6 +177,7 @@ inline void norm_backward_into(const Tensor& dx, const Tensor& dscale, const Ten
   p.dx_row_stride = in_x.n;
   p.scale_offset = static_cast<float>(norm.scale_offset);
   p.dtype = dtype_of(x);
+  p.vector_dtype = vector_dtype_of(norm, x);
   const int64_t floats = plan_norm_backward(p).partials;
   const Tensor partials = empty_floats(floats, x);
   p.partials = data_if_wanted<float>(partials);

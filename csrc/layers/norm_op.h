@@ -1,6 +1,6 @@
 // Defines the ops rms_norm, layer_norm, add_rms_norm and add_layer_norm, with their gradients:
 //   y = (r - mean) * rstd * (weight + weight_offset) + bias,  rstd = 1 / sqrt(var(r) + eps)
-//   x, residual, y (..., n), weight and bias (n,)
+//   x, residual, y (..., n), weight and bias (n,); weight and bias may be fp32 beside 16-bit rows
 // In rms_norm and layer_norm, r is x. In an add_ op, r is x + residual, rounded to the dtype of x
 // and residual. In RMSNorm the mean is 0, and there is no bias. LayerNorm has no weight_offset.
 //
@@ -20,10 +20,21 @@
 
 namespace torchweld {
 
-inline void check_norm_weight(const char* op, const char* like_name, const Tensor& like,
+// Checks the weight (n,) of a norm. It has the dtype of x or that of the statistics. Error messages
+// call x `x_name`.
+inline void check_norm_weight(const char* op, const char* x_name, const Tensor& x,
                               const OptionalTensor& weight, double weight_offset) {
-  check_vector(op, "weight", weight, like.sym_size(-1), "(n,)", like, like_name);
+  if (is_given(weight)) {
+    check_device(op, "weight", *weight, x_name, x);
+    if (weight->scalar_type() != acc_dtype(x)) check_like(op, "weight", *weight, x_name, x);
+    check_shape(op, "weight", *weight, {x.sym_size(-1)}, "(n,)");
+  }
   check_weight_offset(op, "weight", weight, weight_offset);
+}
+
+// Returns the tensor whose dtype the vectors of a norm and their gradients have.
+inline const Tensor& vectors_like(const Tensor& x, const OptionalTensor& weight) {
+  return is_given(weight) ? *weight : x;
 }
 
 // `Norm` describes one of the ops. It must have these members:
@@ -69,7 +80,8 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
       check_shape(op, "residual", *in.residual, x.sym_sizes(), "x's shape");
     }
     check_norm_weight(op, "x", x, in.weight, in.weight_offset);
-    check_vector(op, "bias", in.bias, x.sym_size(-1), "(n,)", x);
+    check_vector(op, "bias", in.bias, x.sym_size(-1), "(n,)", vectors_like(x, in.weight),
+                 is_given(in.weight) ? "weight" : "x");
     check_eps(op, in.eps);
   }
 
@@ -146,9 +158,10 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
       check_like(op, "dsum", *in.dsum, kRows, x);
       check_shape(op, "dsum", *in.dsum, x.sym_sizes(), "sum's shape");
     }
+    const Tensor& like = vectors_like(x, weight);
     return {empty_input_grad(x, output_mask[0]),
-            empty_vector_grad(x, x.sym_size(-1), output_mask[1] && is_given(weight)),
-            empty_vector_grad(x, x.sym_size(-1), output_mask[2 + c])...};
+            empty_vector_grad(like, x.sym_size(-1), output_mask[1] && is_given(weight)),
+            empty_vector_grad(like, x.sym_size(-1), output_mask[2 + c])...};
   }
 
   template <NormForwardEngine engine>
@@ -240,8 +253,9 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
     }
   };
 
-  // Under autocast, the op computes in the dtype of x and casts weight and bias to this dtype. If x
-  // and residual have different dtypes, the op uses the dtype that x + residual has in torch.
+  // Under autocast, the op computes in the dtype of x. If x and residual have different dtypes, the
+  // op uses the dtype that x + residual has in torch. An fp32 weight stays in fp32, and bias is
+  // cast to the dtype of the weight.
   template <at::DeviceType device>
   static torch::CppFunction autocast() {
     return torch::CppFunction([](const Tensor& x, Repeat<const Tensor&, r>... residual,
@@ -251,7 +265,12 @@ struct NormOp<Norm, std::index_sequence<r...>, std::index_sequence<c...>,
       Autocast<device> cast;
       cast.dtype = x.scalar_type();
       ((cast.dtype = c10::promoteTypes(cast.dtype, residual.scalar_type())), ...);
-      return Call()(cast(x), cast(residual)..., cast(weight), cast(bias)..., eps, weight_offset...);
+      const Tensor rows = cast(x);
+      Autocast<device> cast_vector;
+      const bool keeps = is_given(weight) && weight->scalar_type() == acc_dtype(rows);
+      cast_vector.dtype = keeps ? weight->scalar_type() : rows.scalar_type();
+      return Call()(rows, cast(residual)..., cast_vector(weight), cast_vector(bias)..., eps,
+                    weight_offset...);
     });
   }
 

@@ -15,11 +15,11 @@ template <int kElems>
 struct RowAccess {
   float g[kElems], xhat[kElems];
 
-  template <typename T>
-  __device__ __forceinline__ RowAccess(const NormBackwardParams& p, int64_t column,
+  template <typename V, typename T>
+  __device__ __forceinline__ RowAccess(V, const NormBackwardParams& p, int64_t column,
                                        const Vec<T, kElems>& dy, const Vec<T, kElems>& x,
                                        float mean, float rstd) {
-    load_scale<T>(g, p.scale, column, p.scale_offset);
+    load_scale<V>(g, p.scale, column, p.scale_offset);
 #pragma unroll
     for (int j = 0; j < kElems; ++j) {
       g[j] *= to_float(dy.values[j]);
@@ -57,7 +57,7 @@ __device__ __forceinline__ float2 means_of(const NormBackwardParams& p, float2 s
 
 // Each block computes dx of one row. It reads dy and x twice: first to compute the sums over the
 // row, then to compute dx. A thread loads kElems values at once, which are 16 bytes or one element.
-template <typename T, int kElems>
+template <typename T, typename V, int kElems>
 __global__ __launch_bounds__(kNormStreamThreads) void norm_backward_stream_kernel(
     const NormBackwardParams p, int64_t first_row) {
   constexpr int kStep = kNormStreamThreads * kElems;
@@ -73,8 +73,8 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_backward_stream_kerne
   const float mean = p.mean != nullptr ? p.mean[row] : 0.f;
   const float rstd = p.rstd[row];
   const auto load = [&](int64_t column) {
-    return Access(p, column, load_vec<T, kElems>(g_dy + column), load_vec<T, kElems>(g_x + column),
-                  mean, rstd);
+    return Access(V(), p, column, load_vec<T, kElems>(g_dy + column),
+                  load_vec<T, kElems>(g_x + column), mean, rstd);
   };
 
   float2 sums = make_float2(0.f, 0.f);
@@ -96,9 +96,12 @@ void launch_norm_backward_stream(const NormBackwardParams& p, cudaStream_t strea
                    {p.scale, 0}},
                   [&](auto element, auto elems) {
                     using T = decltype(element);
-                    for_each_grid_of_rows(p.rows, 1, [&](int64_t first, int64_t blocks) {
-                      launch_kernel(norm_backward_stream_kernel<T, elems.value>,
-                                    {blocks, kNormStreamThreads}, stream, p, first);
+                    dispatch_vectors<T>(p.vector_dtype, [&](auto vector) {
+                      const auto kernel =
+                          norm_backward_stream_kernel<T, decltype(vector), elems.value>;
+                      for_each_grid_of_rows(p.rows, 1, [&](int64_t first, int64_t blocks) {
+                        launch_kernel(kernel, {blocks, kNormStreamThreads}, stream, p, first);
+                      });
                     });
                   });
 }
@@ -123,9 +126,10 @@ void launch_norm_backward(const NormBackwardParams& p, cudaStream_t stream) {
   } else {
     // NOTE: dscale and dshift are computed before dx, because dx may overwrite dy.
     if (p.partials != nullptr) {
-      launch_norm_vectors_backward({p.dy, p.x, p.mean, p.rstd, p.dscale, p.dshift, p.partials,
-                                    p.rows, p.n, p.dy_row_stride, p.x_row_stride, p.dtype},
-                                   stream);
+      launch_norm_vectors_backward(
+          {p.dy, p.x, p.mean, p.rstd, p.dscale, p.dshift, p.partials, p.rows, p.n, p.dy_row_stride,
+           p.x_row_stride, p.dtype, p.vector_dtype},
+          stream);
     }
     if (p.dx != nullptr) launch_norm_backward_stream(p, stream);
   }

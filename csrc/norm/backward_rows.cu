@@ -23,9 +23,10 @@
 namespace torchweld {
 namespace {
 
-template <typename T_, int kTile_, bool kCentred_>
+template <typename T_, typename V_, int kTile_, bool kCentred_>
 struct BackwardConfig {
   using T = T_;
+  using V = V_;  // the dtype of scale, dscale and dshift
   using Sum = ColumnSumOf<T>;
   static constexpr NormBackwardTile kTile = kNormBackwardTiles[kTile_];
   static constexpr bool kCentred = kCentred_;
@@ -36,8 +37,13 @@ struct BackwardConfig {
   static constexpr int kElems = kVectorBytes / sizeof(T);
   static constexpr int kSums = kCentred ? 2 : 1;
   // Whether the scale stays in registers. For long rows of LayerNorm, a scale in registers would
-  // cause spills, so the kernel loads the scale again at each use.
-  static constexpr bool kKeepsScale = !kCentred || kThreads * kLoads < 2048;
+  // cause spills, so the kernel loads the scale again at each use. An fp32 scale beside 16-bit rows
+  // would need twice the registers.
+  static constexpr bool kKeepsScale =
+      sizeof(V) == sizeof(T) && (!kCentred || kThreads * kLoads < 2048);
+
+  // NOTE: with 8 blocks and an fp32 scale beside fp16 rows, LayerNorm would spill.
+  static constexpr int kMinBlocks = sizeof(V) > sizeof(T) && kTile.blocks > 7 ? 7 : kTile.blocks;
 
   // Returns the first column of this thread's i-th 16-byte load of a row.
   static __device__ __forceinline__ int column(int i) {
@@ -144,7 +150,7 @@ __device__ __forceinline__ void store_sums(
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_backward_rows_kernel(
+__global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void norm_backward_rows_kernel(
     const NormBackwardParams p, int stages) {
   using T = typename Config::T;
   constexpr int kElems = Config::kElems, kLoads = Config::kLoads;
@@ -160,17 +166,16 @@ __global__ __launch_bounds__(Config::kThreads, Config::kTile.blocks) void norm_b
   for (int stage = 0; stage + 1 < stages; ++stage) ring.fetch(row + stage * step, stage);
 
   uint4 r_scale[kLoads] = {};
-  const auto load_scale_words = [&](int i) {
-    const int column = Config::column(i);
-    const bool there = p.scale != nullptr && column < p.n;
-    return there ? load_words(static_cast<const T*>(p.scale) + column) : make_uint4(0, 0, 0, 0);
-  };
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if constexpr (Config::kKeepsScale) r_scale[i] = load_scale_words(i);
+    if (!Config::kKeepsScale || p.scale == nullptr || Config::column(i) >= p.n) continue;
+    r_scale[i] = load_words(static_cast<const T*>(p.scale) + Config::column(i));
   }
   const auto scale_of = [&](float (&r_to)[kElems], int i) {
-    to_floats<T>(r_to, Config::kKeepsScale ? r_scale[i] : load_scale_words(i));
+    if constexpr (!Config::kKeepsScale) {
+      return load_scale<typename Config::V>(r_to, p.scale, Config::column(i), p.scale_offset);
+    }
+    to_floats<T>(r_to, r_scale[i]);
 #pragma unroll
     for (int j = 0; j < kElems; ++j) r_to[j] = p.scale != nullptr ? r_to[j] + p.scale_offset : 1.f;
   };
@@ -254,12 +259,16 @@ void launch_norm_backward_rows(const NormBackwardParams& p, const NormBackwardPl
       with_threads.threads = Config::kThreads;
       launch_kernel(norm_backward_rows_kernel<Config>, with_threads, stream, p, plan.stages);
       if (p.partials == nullptr) return;
-      launch_add_partials<T>(p.partials, plan.blocks, Config::kSums, p.n, {{p.dscale, p.dshift}, 1},
-                             stream, device_facts().clusters);
+      launch_add_partials<typename Config::V>(p.partials, plan.blocks, Config::kSums, p.n,
+                                              {{p.dscale, p.dshift}, 1}, stream,
+                                              device_facts().clusters);
     };
     dispatch_index<kNumNormBackwardTiles>(plan.tile, [&](auto tile) {
-      p.mean != nullptr ? run(BackwardConfig<T, tile.value, true>())
-                        : run(BackwardConfig<T, tile.value, false>());
+      dispatch_vectors<T>(p.vector_dtype, [&](auto vector) {
+        using V = decltype(vector);
+        p.mean != nullptr ? run(BackwardConfig<T, V, tile.value, true>())
+                          : run(BackwardConfig<T, V, tile.value, false>());
+      });
     });
   });
 }

@@ -28,24 +28,23 @@ __device__ __forceinline__ void store_statistics(const NormParams& p, int64_t ro
   if (p.rstd != nullptr) p.rstd[row] = s.rstd;
 }
 
-// Stores kElems values of y. LayerNorm (kCentred) has a mean and a shift.
-template <bool kCentred, typename T, int kElems>
+// Stores kElems values of y. LayerNorm (kCentred) has a mean and a shift. V is the dtype of scale
+// and shift.
+template <bool kCentred, typename V, typename T, int kElems>
 __device__ __forceinline__ void store_normalised(const NormParams& p, T* g_y, int64_t column,
                                                  const Vec<T, kElems>& x, const RowNormaliser& s) {
-  float scale[kElems];
-  load_scale<T>(scale, p.scale, column, p.scale_offset);
+  constexpr int kPart = kVectorElems<V, kElems>;
   Vec<T, kElems> out;
-  if constexpr (kCentred) {
-    float shift[kElems];
-    load_or(shift, static_cast<const T*>(p.shift), column, 0.f);
 #pragma unroll
-    for (int j = 0; j < kElems; ++j) {
-      out.values[j] = from_float<T>(fmaf(s.normalise(to_float(x.values[j])), scale[j], shift[j]));
-    }
-  } else {
+  for (int first = 0; first < kElems; first += kPart) {
+    float scale[kPart], shift[kPart];
+    load_scale<V>(scale, p.scale, column + first, p.scale_offset);
+    if (kCentred) load_or(shift, static_cast<const V*>(p.shift), column + first, 0.f);
 #pragma unroll
-    for (int j = 0; j < kElems; ++j) {
-      out.values[j] = from_float<T>(to_float(x.values[j]) * s.rstd * scale[j]);
+    for (int j = 0; j < kPart; ++j) {
+      const float value = to_float(x.values[first + j]);
+      out.values[first + j] = from_float<T>(kCentred ? fmaf(s.normalise(value), scale[j], shift[j])
+                                                     : value * s.rstd * scale[j]);
     }
   }
   store_vec(g_y + column, out);
@@ -141,14 +140,14 @@ __global__ __launch_bounds__(Config::kThreads,
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (Config::column(i) < p.n) {
-      store_normalised<kCentred>(p, g_y, Config::column(i), r_x[i], statistics);
+      store_normalised<kCentred, typename Config::V>(p, g_y, Config::column(i), r_x[i], statistics);
     }
   }
 }
 
 // Each block normalises one row. It reads the row again for every reduction and for y. A thread
 // loads kElems values at once, which are 16 bytes or one element.
-template <typename T, int kElems, bool kCentred>
+template <typename T, typename V, int kElems, bool kCentred>
 __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const NormParams p,
                                                                          int64_t first_row) {
   constexpr int kStep = kNormStreamThreads * kElems;
@@ -205,7 +204,7 @@ __global__ __launch_bounds__(kNormStreamThreads) void norm_stream_kernel(const N
   if (p.y == nullptr) return;
   T* g_y = static_cast<T*>(p.y) + row * p.y_row_stride;
   for (int64_t column = start; column < p.n; column += kStep) {
-    store_normalised<kCentred>(p, g_y, column, load_vec<T, kElems>(g_x + column), statistics);
+    store_normalised<kCentred, V>(p, g_y, column, load_vec<T, kElems>(g_x + column), statistics);
   }
 }
 
@@ -221,11 +220,12 @@ void launch_norm(const NormParams& params, cudaStream_t stream) {
                          rows_aligned(params.y, params.y_row_stride * sizeof(T)) &&
                          rows_aligned(params.scale) && rows_aligned(params.shift);
     const NormProblem problem{params.n, sizeof(T), aligned};
-    const auto run = [&](auto adds, auto centred) {
+    const auto run = [&](auto adds, auto centred, auto vector) {
+      using V = decltype(vector);
       constexpr bool kCentred = decltype(centred)::value;
-      const auto streams = problem.vector() ? norm_stream_kernel<T, kElems, kCentred>
-                                            : norm_stream_kernel<T, 1, kCentred>;
-      launch_norm_rows<T>(
+      const auto streams = problem.vector() ? norm_stream_kernel<T, V, kElems, kCentred>
+                                            : norm_stream_kernel<T, V, 1, kCentred>;
+      launch_norm_rows<T, V>(
           problem, params,
           [](auto config) {
             return norm_kernel<decltype(config), decltype(adds)::value, kCentred>;
@@ -233,7 +233,10 @@ void launch_norm(const NormParams& params, cudaStream_t stream) {
           streams, stream);
     };
     const auto with_residual = [&](auto centred) {
-      params.residual != nullptr ? run(std::true_type(), centred) : run(std::false_type(), centred);
+      dispatch_vectors<T>(params.vector_dtype, [&](auto vector) {
+        params.residual != nullptr ? run(std::true_type(), centred, vector)
+                                   : run(std::false_type(), centred, vector);
+      });
     };
     params.centred ? with_residual(std::true_type()) : with_residual(std::false_type());
   });

@@ -31,7 +31,8 @@
 namespace torchweld {
 
 // The parameters of the forward kernel. All matrices have stride 1 along a row, and all vectors are
-// contiguous.
+// contiguous. Scale, shift and their gradients have the dtype vector_dtype, which is `dtype` or
+// fp32.
 struct NormParams {
   const void* x;
   const void* residual;     // if residual is nullptr, the kernel normalises x alone
@@ -51,7 +52,7 @@ struct NormParams {
   float eps;
   float scale_offset;
   bool centred;  // true for LayerNorm, false for RMSNorm
-  DType dtype;
+  DType dtype, vector_dtype;
 };
 
 // The parameters of the kernels that compute the gradients:
@@ -80,7 +81,7 @@ struct NormBackwardParams {
   int64_t dsum_row_stride;
   int64_t dx_row_stride;
   float scale_offset;
-  DType dtype;
+  DType dtype, vector_dtype;
 };
 
 // The parameters of the kernel that computes dscale and dshift, but not dx:
@@ -97,7 +98,7 @@ struct NormVectorsBackwardParams {
   int64_t n;
   int64_t dy_row_stride;
   int64_t x_row_stride;
-  DType dtype;
+  DType dtype, vector_dtype;
 };
 
 // Launches the forward kernel. rows and n must be at least 1.

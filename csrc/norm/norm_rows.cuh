@@ -11,9 +11,10 @@
 
 namespace torchweld {
 
-template <typename T_, int kTile>
+template <typename T_, typename V_, int kTile>
 struct NormConfig {
   using T = T_;
+  using V = V_;  // the dtype of scale and shift
   static constexpr int kThreadsPerRow = kNormTiles[kTile].threads;
   static constexpr int kLoads = kNormTiles[kTile].loads;
   static constexpr int kElems = kVectorBytes / sizeof(T);
@@ -73,19 +74,37 @@ void for_each_grid_of_rows(int64_t rows, int rows_per_block, const Launch& launc
                    [&](int64_t first, int64_t blocks) { launch(first * rows_per_block, blocks); });
 }
 
-// Loads kElems values of the scale, converts them to fp32 and adds `offset`. If g_scale is nullptr,
-// the results are 1 + offset.
-template <typename T, int kElems>
-__device__ __forceinline__ void load_scale(float (&r_to)[kElems], const void* g_scale,
+// The values of a vector of dtype V that one load of 16 bytes holds, at most kElems.
+template <typename V, int kElems>
+constexpr int kVectorElems = kElems < kVectorBytes / sizeof(V) ? kElems : kVectorBytes / sizeof(V);
+
+// Loads values of the scale, converts them to fp32 and adds `offset`. If g_scale is nullptr, the
+// results are 1 + offset.
+template <typename V, int kCount>
+__device__ __forceinline__ void load_scale(float (&r_to)[kCount], const void* g_scale,
                                            int64_t column, float offset) {
-  load_or(r_to, static_cast<const T*>(g_scale), column, 1.f);
+  constexpr int kPart = kVectorElems<V, kCount>;
+  auto& r_parts = reinterpret_cast<float (&)[kCount / kPart][kPart]>(r_to);
 #pragma unroll
-  for (int j = 0; j < kElems; ++j) r_to[j] += offset;
+  for (int i = 0; i < kCount / kPart; ++i) {
+    load_or(r_parts[i], static_cast<const V*>(g_scale), column + i * kPart, 1.f);
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) r_to[j] += offset;
+}
+
+// Calls body with a value of the dtype of the vectors, which is T or fp32.
+template <typename T, typename Body>
+void dispatch_vectors(DType vector_dtype, const Body& body) {
+  if constexpr (sizeof(T) == 2) {
+    if (vector_dtype != DType::kFloat32) return body(T());
+  }
+  body(float());
 }
 
 // If there is a tile for the problem, launches the kernel in_tile(config). Otherwise launches
 // `streams`, the kernel that reads a row again for every reduction.
-template <typename T, typename Params, typename InTile>
+template <typename T, typename V, typename Params, typename InTile>
 void launch_norm_rows(const NormProblem& problem, const Params& params, const InTile& in_tile,
                       void (*streams)(Params, int64_t), cudaStream_t stream) {
   const int tile = choose_norm_tile(problem);
@@ -96,7 +115,7 @@ void launch_norm_rows(const NormProblem& problem, const Params& params, const In
   };
   if (tile < 0) return run(streams, 1, kNormStreamThreads);
   dispatch_index<kNumNormTiles>(tile, [&](auto index) {
-    using Config = NormConfig<T, index.value>;
+    using Config = NormConfig<T, V, index.value>;
     run(in_tile(Config()), Config::kRowsPerBlock, Config::kThreads);
   });
 }

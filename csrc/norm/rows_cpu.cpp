@@ -273,15 +273,19 @@ inline void row_gradient(S* dx, const A* dy, const A* x, const A* scale, const S
 }
 
 // Adds up the sums of all tasks and stores the result in `to`. `sums` is a (chunks, n) matrix. Each
-// task has one row of this matrix.
-template <typename S>
+// task has one row of this matrix. `to` has the dtype S of the rows or the accumulation dtype A.
+template <typename S, typename A>
 void add_chunks(const Tensor& to, const double* sums, int64_t chunks, int64_t n) {
-  S* out = to.mutable_data_ptr<S>();
   std::vector<double> total(sums, sums + n);
   for (int64_t chunk = 1; chunk < chunks; ++chunk) {
     for (int64_t j = 0; j < n; ++j) total[j] += sums[chunk * n + j];
   }
-  for (int64_t j = 0; j < n; ++j) out[j] = static_cast<S>(total[j]);
+  const auto write = [&](auto* out) {
+    using Out = std::remove_pointer_t<decltype(out)>;
+    for (int64_t j = 0; j < n; ++j) out[j] = static_cast<Out>(total[j]);
+  };
+  to.element_size() == sizeof(S) ? write(to.mutable_data_ptr<S>())
+                                 : write(to.mutable_data_ptr<A>());
 }
 
 template <typename S, typename A>
@@ -329,8 +333,8 @@ void backward(const NormUpstream& in, const NormGradients& out) {
       }
     });
   });
-  if (wants_scale) add_chunks<S>(out.dweight, scale_sums.data(), tasks, n);
-  if (wants_shift) add_chunks<S>(out.dbias, shift_sums.data(), tasks, n);
+  if (wants_scale) add_chunks<S, A>(out.dweight, scale_sums.data(), tasks, n);
+  if (wants_shift) add_chunks<S, A>(out.dbias, shift_sums.data(), tasks, n);
 }
 
 }  // namespace

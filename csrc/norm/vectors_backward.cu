@@ -1,6 +1,7 @@
 // Computes the gradients of a norm with respect to scale and shift. dscale is the sum of dy * xhat
 // over the rows, and dshift is the sum of dy over the rows.
 #include "norm/norm.h"
+#include "norm/norm_rows.cuh"
 #include "pointwise/column_pass.cuh"
 
 namespace torchweld {
@@ -48,7 +49,10 @@ void launch(const NormVectorsBackwardParams& p, cudaStream_t stream) {
                                        p.rstd,
                                        p.dy_row_stride,
                                        p.x_row_stride};
-  launch_column_pass<T>(op, p.rows, p.n, p.partials, {{p.dscale, p.dshift}, 1}, stream);
+  dispatch_vectors<T>(p.vector_dtype, [&](auto vector) {
+    launch_column_pass<decltype(vector)>(op, p.rows, p.n, p.partials, {{p.dscale, p.dshift}, 1},
+                                         stream);
+  });
 }
 
 }  // namespace

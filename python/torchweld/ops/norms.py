@@ -21,7 +21,7 @@ def rms_norm(
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
-        weight: `(n,)`, dtype of `x`.
+        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
         eps: added to the mean square; finite and at least 0.
         weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight. 0 without a
             weight.
@@ -32,8 +32,8 @@ def rms_norm(
     Raises:
         RuntimeError: a wrong shape, dtype, device, eps or weight_offset.
 
-    Limits: differentiable once. Under autocast the dtype of `x` is kept and the weight is cast to
-        it.
+    Limits: differentiable once. Under autocast the dtype of `x` is kept. A float32 weight stays
+        in float32.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -46,15 +46,13 @@ def layer_norm(
 ) -> Tensor:
     """`F.layer_norm(x, (n,), weight, bias, eps)`: over the last dimension.
 
-    All arithmetic is fp32 (fp64 for fp64) with one rounding of the result. On the CPU the mean is
-    rounded too, as in torch: the error is about `|mean| / sqrt(var + eps) * 2**-23`, which is 1e-3
-    at a mean of 1e4 standard deviations, and rows of one value, which are 0 in torch, are of that
-    size. On CUDA the rounding of the mean is subtracted, and the error does not grow.
+    All arithmetic is fp32 (fp64 for fp64) with one rounding of the result. The rounding of the mean
+    is subtracted, so the error does not grow with `|mean| / std`, and rows of one value give `bias`.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
-        weight: `(n,)`, dtype of `x`.
-        bias: `(n,)`, dtype of `x`.
+        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
+        bias: `(n,)`, dtype of `weight`, or of `x` without one.
         eps: added to the variance; finite and at least 0.
 
     Returns:
@@ -63,8 +61,8 @@ def layer_norm(
     Raises:
         RuntimeError: a wrong shape, dtype, device or eps.
 
-    Limits: differentiable once. Under autocast the dtype of `x` is kept and weight and bias are
-        cast to it; torch's `layer_norm` returns float32 there.
+    Limits: differentiable once. Under autocast the dtype of `x` is kept, where torch's
+        `layer_norm` returns float32. Float32 vectors stay in float32.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
@@ -85,7 +83,7 @@ def add_rms_norm(
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
         residual: shape and dtype of `x`.
-        weight: `(n,)`, dtype of `x`.
+        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
         eps: added to the mean square; finite and at least 0.
         weight_offset: added to the weight in fp32; 0 without a weight.
 
@@ -97,7 +95,7 @@ def add_rms_norm(
         RuntimeError: a wrong shape, dtype, device, eps or weight_offset.
 
     Limits: differentiable once. Under autocast `x` and `residual` are added in the wider of their
-        dtypes, as `x + residual` is, and the weight is cast to it.
+        dtypes, as `x + residual` is. A float32 weight stays in float32.
     """
     return ops.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
 
@@ -116,8 +114,8 @@ def add_layer_norm(
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
         residual: shape and dtype of `x`.
-        weight: `(n,)`, dtype of `x`.
-        bias: `(n,)`, dtype of `x`.
+        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
+        bias: `(n,)`, dtype of `weight`, or of `x` without one.
         eps: added to the variance; finite and at least 0.
 
     Returns:
@@ -128,7 +126,7 @@ def add_layer_norm(
         RuntimeError: a wrong shape, dtype, device or eps.
 
     Limits: differentiable once. Under autocast `x` and `residual` are added in the wider of their
-        dtypes, as `x + residual` is, and weight and bias are cast to it.
+        dtypes, as `x + residual` is. Float32 vectors stay in float32.
     """
     return ops.add_layer_norm(x, residual, weight, bias, eps=eps)
 
