@@ -166,6 +166,39 @@ T round_to(A x) {
   }
 }
 
+// A vector type of 64 bytes. If the CPU has only narrower vectors, the compiler splits this type.
+// NOTE: if the type were an array, the compiler would load and store the lanes for every addition.
+template <typename T>
+struct CpuLanes {
+  typedef T Type __attribute__((vector_size(64)));
+  static constexpr int kCount = 64 / sizeof(T);
+};
+
+// Loads consecutive values and converts them to the type of the lanes. If V is a scalar type, loads
+// one value.
+template <typename V, typename A>
+inline void load_lanes(V& to, const A* from) {
+  if constexpr (std::is_arithmetic_v<V>) {
+    to = static_cast<V>(*from);
+  } else {
+    using T = std::decay_t<decltype(to[0])>;
+    if constexpr (std::is_same_v<T, A>) {
+      std::memcpy(&to, from, sizeof(V));
+    } else if constexpr (std::is_same_v<A, c10::BFloat16>) {
+      typedef uint16_t Bits __attribute__((vector_size(32)));
+      typedef uint32_t Wide __attribute__((vector_size(64)));
+      Bits bits;
+      std::memcpy(&bits, from, sizeof(bits));
+      const Wide wide = __builtin_convertvector(bits, Wide) << 16;
+      std::memcpy(&to, &wide, sizeof(V));
+    } else {
+      T values[sizeof(V) / sizeof(T)];
+      for (size_t l = 0; l < sizeof(V) / sizeof(T); ++l) values[l] = static_cast<T>(from[l]);
+      std::memcpy(&to, values, sizeof(V));
+    }
+  }
+}
+
 // 16 independent accumulators, one for each lane. total() adds them up in a tree.
 template <typename T>
 struct LaneSums {
@@ -173,12 +206,21 @@ struct LaneSums {
   T lanes[kLanes] = {};
 
   T total() const {
-    T sums[kLanes];
-    for (int l = 0; l < kLanes; ++l) sums[l] = lanes[l];
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      for (int l = 0; l < width; ++l) sums[l] += sums[l + width];
-    }
-    return sums[0];
+    // NOTE: with arrays in place of vectors, the compiler would keep the sums in memory.
+    typedef T Half __attribute__((vector_size(32)));
+    typedef T Quarter __attribute__((vector_size(16)));
+    constexpr int kVectors = sizeof(lanes) / 64;
+    typename CpuLanes<T>::Type sums[kVectors];
+    std::memcpy(sums, lanes, sizeof(lanes));
+    for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
+    Half halves[2];
+    std::memcpy(halves, sums, sizeof(halves));
+    const Half half = halves[0] + halves[1];
+    Quarter quarters[2];
+    std::memcpy(quarters, &half, sizeof(half));
+    const Quarter quarter = quarters[0] + quarters[1];
+    if constexpr (sizeof(T) == 8) return quarter[0] + quarter[1];
+    return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
   }
 };
 
@@ -186,15 +228,54 @@ struct LaneSums {
 // dtypes.
 template <typename T, typename A, typename B>
 T dot(const A* a, const B* b, int64_t n) {
+  using V = typename CpuLanes<T>::Type;
+  constexpr int kLanes = CpuLanes<T>::kCount, kChains = LaneSums<T>::kLanes / kLanes;
+  V chains[kChains] = {};
   LaneSums<T> sums;
-  constexpr int kLanes = LaneSums<T>::kLanes;
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l)
-      sums.lanes[l] += static_cast<T>(a[i + l]) * static_cast<T>(b[i + l]);
+  for (; i + LaneSums<T>::kLanes <= n; i += LaneSums<T>::kLanes) {
+    for (int chain = 0; chain < kChains; ++chain) {
+      V x, y;
+      load_lanes(x, a + i + chain * kLanes);
+      load_lanes(y, b + i + chain * kLanes);
+      chains[chain] += x * y;
+    }
   }
+  std::memcpy(sums.lanes, chains, sizeof(chains));
   for (; i < n; ++i) sums.lanes[0] += static_cast<T>(a[i]) * static_cast<T>(b[i]);
   return sums.total();
+}
+
+// Adds factors (count,) @ rows (count, n) to columns first, first + 1, ... of sum (n,), kVectors
+// vectors at a time. Returns the first column that is left.
+template <int kVectors, typename T, typename B>
+int64_t add_rows_in_vectors(T* sum, const T* factors, const B* rows, int64_t count, int64_t stride,
+                            int64_t n, int64_t first) {
+  constexpr int kLanes = CpuLanes<T>::kCount;
+  for (; first + kVectors * kLanes <= n; first += kVectors * kLanes) {
+    typename CpuLanes<T>::Type parts[kVectors], row;
+    std::memcpy(parts, sum + first, sizeof(parts));
+    for (int64_t r = 0; r < count; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        load_lanes(row, rows + r * stride + first + v * kLanes);
+        parts[v] += factors[r] * row;
+      }
+    }
+    std::memcpy(sum + first, parts, sizeof(parts));
+  }
+  return first;
+}
+
+// Computes sum (n,) += factors (count,) @ rows (count, n). The rows are `stride` elements apart.
+template <typename T, typename B>
+void add_rows(T* sum, const T* factors, const B* rows, int64_t count, int64_t stride, int64_t n) {
+  int64_t i = add_rows_in_vectors<4>(sum, factors, rows, count, stride, n, 0);
+  i = add_rows_in_vectors<1>(sum, factors, rows, count, stride, n, i);
+  for (; i < n; ++i) {
+    for (int64_t r = 0; r < count; ++r) {
+      sum[i] += factors[r] * static_cast<T>(rows[r * stride + i]);
+    }
+  }
 }
 
 // Returns the maximum of n values. If a value is NaN, the maximum is unspecified. Callers that

@@ -73,20 +73,6 @@ inline const A* widened(const S* row, int64_t n, A* buffer) {
   }
 }
 
-// A vector type of 64 bytes. If the CPU has only narrower vectors, the compiler splits this type.
-// NOTE: if the type were an array, the compiler would load and store the lanes for every addition.
-template <typename A>
-struct CpuLanes {
-  typedef A Type __attribute__((vector_size(64)));
-  static constexpr int kCount = 64 / sizeof(A);
-};
-
-// If V is a scalar type, loads one value. If V is a vector type, loads consecutive values.
-template <typename V, typename A>
-inline void load_lanes(V& to, const A* from) {
-  std::memcpy(&to, from, sizeof(V));
-}
-
 // Returns a sum over the columns of a row. The function calls add(sum, j) to add up the columns. If
 // `sum` is a scalar, add must add column j to it. If `sum` is a vector, add must add the columns
 // from j on to the lanes of `sum`.

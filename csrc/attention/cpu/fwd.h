@@ -189,10 +189,8 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         // would lose digits.
         for (int64_t first = live.begin; first < live.end; first += kTileKeys) {
           std::fill_n(part, dv, acc_t(0));
-          for (int64_t j = first; j < std::min(first + kTileKeys, live.end); ++j) {
-            const T* from = v.row(b, kv, j);
-            for (int64_t c = 0; c < dv; ++c) part[c] += p[j] * static_cast<acc_t>(from[c]);
-          }
+          add_rows(part, p + first, v.row(b, kv, first), std::min(kTileKeys, live.end - first),
+                   v.row_stride, dv);
           for (int64_t c = 0; c < dv; ++c) sum[c] += part[c];
         }
         for (int64_t c = 0; c < dv; ++c) to[c] = static_cast<T>(sum[c] / total);
