@@ -26,13 +26,12 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import torchweld
 import torchweld_cli
-from torchweld import distributed, integrations, nn, testing
 from torchweld._library import build_facts
 from torchweld.info import has_cuda_kernel
 
@@ -279,47 +278,154 @@ def commands() -> str:
     return "\n".join(texts)
 
 
-def api() -> dict[str, list[str]]:
-    """The full name of every public object, by page."""
-    pages: dict[str, list[str]] = {page: [] for page in TITLES}
-    for name in torchweld.__all__:
-        value = getattr(torchweld, name)
-        if name == "nn" or name in integrations.__all__:
-            continue
-        is_op = value.__module__.startswith("torchweld.ops.")
-        pages["ops" if is_op else "tools"].append(f"torchweld.{name}")
-    pages["nn"] = [f"torchweld.nn.{name}" for name in nn.__all__]
-    pages["integrations"] = [f"torchweld.integrations.{name}" for name in integrations.__all__]
-    pages["distributed"] = [f"torchweld.distributed.{name}" for name in distributed.__all__]
-    pages["tools"].append(f"{testing.__name__}.mad")
-    return pages
+class Page(NamedTuple):
+    """A page of the reference.
+
+    Attributes:
+        title: The title.
+        first: The sentence below it.
+        prefix: What the names begin with.
+        groups: The names, by heading: what is used most comes first.
+        begin: What the examples begin with, after `IMPORTS`.
+    """
+
+    title: str
+    first: str
+    prefix: str
+    groups: dict[str, str]
+    begin: str = ""
 
 
-TITLES = {
-    "ops": ("Ops", "Each is also `torch.ops.torchweld.<name>`, with the same arguments."),
-    "nn": ("Modules", "`torchweld.nn`: each replaces the torch code that it names."),
-    "distributed": ("Distributed", "What torchweld adds to torch.distributed."),
-    "integrations": (
+IMPORTS = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchweld
+"""
+PAGES = {
+    "ops": Page(
+        "Ops",
+        "Each is also `torch.ops.torchweld.<name>`, with the same arguments.",
+        "torchweld.",
+        {
+            "Attention": "attention attention_with_lse varlen_attention softmax_matmul "
+            "causal_softmax",
+            "Masks of attention": "leftpad_from_mask key_start_from_position_ids "
+            "key_start_from_documents key_start_from_cu_seqlens",
+            "Rotary embedding": "rotary",
+            "Norms": "rms_norm add_rms_norm layer_norm add_layer_norm",
+            "Linear layers": "linear gated_mlp gated_linear gated_linear_pair gated_activation bmm",
+            "Norms with linear layers": "rms_norm_linear rms_norm_linears layer_norm_linear "
+            "layer_norm_linears fold_layer_norm folded_layer_norm_linear",
+            "Losses": "linear_cross_entropy cross_entropy linear_token_logprobs",
+            "4-bit weights": "int4_linear int4_linear_repacked int4_repack int4_pack int4_unpack",
+            "Softmax and the ops of the puzzles": "softmax row_sum add_scalar mul_relu outer_add "
+            "outer_mul_relu scalar_attention conv2d",
+        },
+    ),
+    "nn": Page(
+        "Modules",
+        "`torchweld.nn`: each replaces the torch code that it names.",
+        "torchweld.nn.",
+        {
+            "": "CausalSelfAttention RMSNorm LayerNorm GatedLinear RMSNormLinear LayerNormLinear "
+            "FoldedLayerNormLinear LinearCrossEntropy CrossEntropyLoss Int4Linear Softmax"
+        },
+    ),
+    "distributed": Page(
+        "Distributed",
+        "What torchweld adds to torch.distributed.",
+        "torchweld.distributed.",
+        {
+            "Tensor parallel": "parallelize NormColwise Rowwise parameter_groups full_tensor",
+            "Loss of a sharded vocabulary": "VocabParallel vocab_parallel_linear_cross_entropy",
+            "Context parallel": "context_parallel shard_sequence gather_sequence "
+            "context_parallel_attention",
+            "FSDP2": "codes_as_parameters",
+        },
+        """\
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+""",
+    ),
+    "integrations": Page(
         "Hugging Face and SDPA",
         "`torchweld.fuse` and `torchweld.unfuse` are these functions under a shorter name.",
+        "torchweld.integrations.",
+        {
+            "Models": "fuse FuseReport unfuse register_attention",
+            "SDPA": "use_in_sdpa",
+            "4-bit models": "TorchweldInt4Config register_quantizer register_lora",
+        },
+        """\
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))
+tokens = torch.randint(0, 100, (2, 16))
+""",
     ),
-    "tools": ("Tools", "Functions that explain and time calls, and help in tests."),
+    "compat": Page(
+        "flash-attn and xformers",
+        "Functions with the names, layouts and defaults of other attention libraries.",
+        "torchweld.compat.",
+        {
+            "flash-attn": "flash_attn.flash_attn_func flash_attn.flash_attn_varlen_func "
+            "flash_attn.flash_attn_with_kvcache flash_attn.flash_attn_qkvpacked_func "
+            "flash_attn.flash_attn_kvpacked_func flash_attn.flash_attn_varlen_qkvpacked_func "
+            "flash_attn.flash_attn_varlen_kvpacked_func",
+            "xformers": "xformers.memory_efficient_attention",
+        },
+        "from torchweld.compat import flash_attn, xformers\n",
+    ),
+    "tools": Page(
+        "Tools",
+        "Functions that explain, tune and quantise, and help in tests.",
+        "torchweld.",
+        {
+            "Which kernel runs": "explain Explanation tune TuneResult",
+            "4-bit models": "quantize_ Int4 QuantizeReport dequantize_ load_quantized",
+            "The installation": "info Info is_available unavailable_reason",
+            "Tests": "testing.mad",
+        },
+    ),
 }
 
 
-def _directive(name: str) -> str:
+def api() -> dict[str, list[str]]:
+    """The full name of every public object, by page, in the order of the page."""
+    return {
+        name: [page.prefix + each for names in page.groups.values() for each in names.split()]
+        for name, page in PAGES.items()
+    }
+
+
+def public(name: str) -> Any:
+    """The object of a full name."""
     module, _, attribute = name.rpartition(".")
-    value: Any = getattr(sys.modules[module], attribute)
-    if inspect.isclass(value):
-        return f".. autoclass:: {name}"
-    return f".. autofunction:: {name}"
+    return getattr(importlib.import_module(module), attribute)
 
 
-def api_page(page: str) -> str:
-    title, first = TITLES[page]
-    names = sorted(api()[page], key=str.lower)
-    body = "\n\n".join(_directive(name) for name in names)
-    return f"# {title}\n\n{first}\n\n```{{eval-rst}}\n{body}\n```\n"
+def _directive(name: str) -> str:
+    kind = "autoclass" if inspect.isclass(public(name)) else "autofunction"
+    return f".. {kind}:: {name}"
+
+
+def api_page(name: str) -> str:
+    page = PAGES[name]
+    imports = IMPORTS + page.begin
+    text = f"# {page.title}\n\n{page.first} The examples begin with\n\n```python\n{imports}```\n"
+    for heading, names in page.groups.items():
+        body = "\n\n".join(_directive(page.prefix + each) for each in names.split())
+        text += f"\n## {heading}\n" * bool(heading) + f"\n```{{eval-rst}}\n{body}\n```\n"
+    return text
 
 
 def benchmarks() -> str:
@@ -347,7 +453,7 @@ def write() -> None:
         **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),
-        **{f"api_{page}.md": api_page(page) for page in TITLES},
+        **{f"api_{page}.md": api_page(page) for page in PAGES},
     }
     for name, text in files.items():
         path = OUT / name

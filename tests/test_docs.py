@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,7 @@ MARKS = ("needs a GPU", "needs a download", "needs Liger")
 
 
 class Block(NamedTuple):
-    page: str
+    page: str  # or the name whose docstring it is from
     line: int  # of its first line of code, from 1
     code: str
     mark: str | None
@@ -47,12 +49,22 @@ ALL = [block for page in PAGES for block in blocks(page)]
 MARKED = [block for block in ALL if block.mark]
 
 
+def example(name: str, docstring: str) -> Block | None:
+    """The example of a docstring; brackets in its heading name its requirement."""
+    found = re.search(r"^Example(?: \((.+)\))?::\n\n((?:    .*\n|\n)+)", docstring + "\n", re.M)
+    return found and Block(name, 1, textwrap.dedent(found[2]), found[1])
+
+
 def run(code: list[Block], folder: Path) -> None:
     """Runs blocks in one process, at the line numbers that they have on their page."""
     text = ""
     for block in code:
         text += "\n" * (block.line - 1 - text.count("\n")) + block.code
-    path = folder / code[0].page
+    run_text(code[0].page, text, folder)
+
+
+def run_text(name: str, text: str, folder: Path) -> None:
+    path = folder / name
     path.write_text(text, encoding="utf-8")
     path_of_imports = f"{TORCHWELD.parent}{os.pathsep}{ROOT / 'benchmarks'}"  # which has plan.py
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path_of_imports}
@@ -185,19 +197,38 @@ def test_reference_has_every_public_name_once(generate):
     names = [name for page in generate.api().values() for name in page]
     assert len(set(names)) == len(names)
     assert {f"torchweld.{op}" for op in PUBLIC} <= set(names)
-    public = {*torchweld.__all__, *torchweld.nn.__all__} - {"nn"}
-    assert public - {name.rpartition(".")[2] for name in names} == set()
-    for page in generate.TITLES:
+    found = {id(generate.public(name)) for name in names}
+    for module in ("", ".nn", ".integrations", ".quantization", ".tuning", ".distributed",
+                   ".compat.flash_attn", ".compat.xformers"):  # fmt: skip
+        public = importlib.import_module(f"torchweld{module}")
+        missing = [each for each in public.__all__ if id(getattr(public, each)) not in found]
+        assert missing == (["nn"] if not module else []), module
+    for page in generate.PAGES:
         text = generate.api_page(page)
         assert all(f":: {name}\n" in text for name in generate.api()[page])
 
 
-def test_every_public_name_has_a_docstring(generate):
-    for names in generate.api().values():
+def test_every_public_name_has_an_example_that_runs(generate, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    text, lacking, marked = "import torch.distributed as dist\n", [], []
+    for page, names in generate.api().items():
+        begin = generate.IMPORTS + generate.PAGES[page].begin
         for name in names:
-            module, _, attribute = name.rpartition(".")
-            value = getattr(importlib.import_module(module), attribute)
-            assert not callable(value) or (value.__doc__ or "").strip(), name
+            block = example(name, inspect.getdoc(generate.public(name)) or "")
+            if block is None:
+                lacking.append(name)
+            elif block.mark:
+                assert block.mark in MARKS
+                compile(block.code, name, "exec")
+                marked.append(name)
+            else:
+                code = textwrap.indent(f"{begin}torch.manual_seed(0)\n{block.code}", "    ")
+                function = name.replace(".", "_")
+                text += f"def {function}():\n{code}\n{function}()\n"
+                text += "if dist.is_initialized():\n    dist.destroy_process_group()\n"
+    assert lacking == [] and len(marked) <= 1
+    run_text("examples.py", text, tmp_path)
 
 
 def test_table_of_ops_is_what_the_registry_says(generate):

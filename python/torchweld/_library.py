@@ -155,12 +155,23 @@ ops: Any = torch.ops.torchweld if _reason is None else _Missing(_reason)
 
 
 def is_available() -> bool:
-    """True when the operators can be called."""
+    """True when the operators can be called.
+
+    Example::
+
+        softmax = torchweld.softmax if torchweld.is_available() else torch.softmax
+    """
     return _reason is None
 
 
 def unavailable_reason() -> str | None:
-    """Why the operators can't be called: both versions and the command that mends it, or None."""
+    """Why the operators can't be called: both versions and the command that mends it, or None.
+
+    Example::
+
+        if not torchweld.is_available():
+            print(torchweld.unavailable_reason())
+    """
     return _reason
 
 

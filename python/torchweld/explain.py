@@ -56,6 +56,12 @@ class Explanation:
         rejected: (candidate, reason) of the candidates that were tried before.
         parallel: a note on tensor parallelism if the tensors are DTensors or inductor's async
             tensor parallelism is on; else "".
+
+    Example::
+
+        explanation = torchweld.explain("softmax", torch.empty(64, 1000, device="meta"))
+        print(explanation.kernel, explanation.tile)
+        explanation.to_dict()
     """
 
     op: str
@@ -203,6 +209,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
         ValueError: there is no such op, or the call has no tensor.
         RuntimeError: the library is not there, its introspection module is not, or the op refuses
             the arguments.
+
+    Example::
+
+        x = torch.empty(4096, 5000, device="meta")
+        print(torchweld.explain("softmax", x))
     """
     library.require()
     if op not in ops_of_library():

@@ -31,6 +31,12 @@ class Info:
         gpus: the GPUs of this machine.
         introspection: whether `torchweld._C` is there, which `explain` and `tune` need.
         ops: the devices that have a kernel, by op.
+
+    Example::
+
+        info = torchweld.info()
+        print(info.torchweld, info.torch, info.built)
+        info.to_dict()
     """
 
     torchweld: str
@@ -128,6 +134,10 @@ def info() -> Info:
 
     Returns:
         An `Info`; print it, or take `.to_dict()`.
+
+    Example::
+
+        print(torchweld.info())
     """
     facts = library.build_facts()
     try:

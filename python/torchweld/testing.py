@@ -19,6 +19,11 @@ def mad(a: Tensor, b: Tensor) -> float:
     Raises:
         ValueError: the shapes differ. Nothing is broadcast: a kernel's result of the wrong shape
             must not look right.
+
+    Example::
+
+        x = torch.randn(4, 100)
+        assert torchweld.testing.mad(torchweld.softmax(x), x.softmax(-1)) < 1e-6
     """
     if a.shape != b.shape:
         raise ValueError(

@@ -73,6 +73,12 @@ def flash_attn_func(
 
     Raises:
         ValueError: dropout, ALiBi slopes, or q, k and v in another layout.
+
+    Example::
+
+        q = torch.randn(2, 16, 8, 64)
+        k, v = torch.randn(2, 2, 16, 2, 64)  # two heads of keys for eight
+        out = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(7, 0))
     """
     name = "flash_attn_func"
     _refuse(name, dropout_p, alibi_slopes)
@@ -93,6 +99,11 @@ def flash_attn_qkvpacked_func(
     """`flash_attn.flash_attn_qkvpacked_func`: qkv is `(batch, seqlen, 3, nheads, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_func`.
+
+    Example::
+
+        qkv = torch.randn(2, 16, 3, 8, 64)
+        out = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
     """
     name = "flash_attn_qkvpacked_func"
     _refuse(name, dropout_p, alibi_slopes)
@@ -115,6 +126,11 @@ def flash_attn_kvpacked_func(
     """`flash_attn.flash_attn_kvpacked_func`: kv is `(batch, seqlen_k, 2, nheads_kv, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_func`.
+
+    Example::
+
+        q, kv = torch.randn(2, 4, 8, 64), torch.randn(2, 16, 2, 8, 64)
+        out = flash_attn.flash_attn_kvpacked_func(q, kv, causal=True)
     """
     name = "flash_attn_kvpacked_func"
     _refuse(name, dropout_p, alibi_slopes)
@@ -154,6 +170,12 @@ def flash_attn_varlen_func(
         `(tokens_q, nheads, head_dim)`, and with return_attn_probs lse `(nheads, tokens_q)`.
 
     The other arguments and the errors are those of :func:`flash_attn_func`.
+
+    Example::
+
+        q, k, v = torch.randn(3, 12, 8, 64)
+        ends = torch.tensor([0, 5, 12], dtype=torch.int32)  # sequences of 5 and of 7 tokens
+        out = flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 7, 7, causal=True)
     """
     name = "flash_attn_varlen_func"
     _refuse(name, dropout_p, alibi_slopes)
@@ -180,6 +202,11 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn.flash_attn_varlen_qkvpacked_func`: qkv is `(tokens, 3, nheads, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
+
+    Example::
+
+        qkv, ends = torch.randn(12, 3, 8, 64), torch.tensor([0, 5, 12], dtype=torch.int32)
+        out = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, 7, causal=True)
     """
     name = "flash_attn_varlen_qkvpacked_func"
     _refuse(name, dropout_p, alibi_slopes)
@@ -209,6 +236,12 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn.flash_attn_varlen_kvpacked_func`: kv is `(tokens_k, 2, nheads_kv, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
+
+    Example::
+
+        q, kv = torch.randn(2, 8, 64), torch.randn(12, 2, 8, 64)
+        ends_q, ends_k = torch.tensor([[0, 1, 2], [0, 5, 12]], dtype=torch.int32)
+        out = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, ends_q, ends_k, 1, 7)
     """
     name = "flash_attn_varlen_kvpacked_func"
     _refuse(name, dropout_p, alibi_slopes)
@@ -267,6 +300,13 @@ def flash_attn_with_kvcache(
         bounds. Without new tokens a negative cache_seqlens counts as 0.
 
     The other arguments and the errors are those of :func:`flash_attn_func`.
+
+    Example::
+
+        k_cache, v_cache = torch.zeros(2, 2, 32, 8, 64)
+        q, k, v = torch.randn(3, 2, 1, 8, 64)
+        lengths = torch.tensor([5, 9], dtype=torch.int32)  # k and v are written behind them
+        out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     """
     name = "flash_attn_with_kvcache"
     _refuse(name, 0.0, alibi_slopes)

@@ -87,6 +87,11 @@ def memory_efficient_attention(
 
     Raises:
         ValueError: dropout, a bias that is a tensor, a mask of another class, another layout.
+
+    Example::
+
+        q, k, v = torch.randn(3, 2, 16, 8, 64)
+        out = xformers.memory_efficient_attention(q, k, v)
     """
     name = "memory_efficient_attention"
     if p:

@@ -135,6 +135,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
         has this process's part.
 
     Source: Shoeybi et al., "Megatron-LM", 2019.
+
+    Example::
+
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=100))
+        torchweld.distributed.parallelize(model, mesh)
+        model(torch.randint(0, 100, (2, 16))).logits.sum().backward()
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize: model must be an nn.Module, but got {type(model).__name__}")
@@ -283,8 +291,12 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
         A group of the plain parameters and one for each mesh, as far as there are any, in the order
         of `model.parameters()`.
 
-    Example:
-        >>> optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-3)
+    Example::
+
+        mlp = nn.Sequential(torchweld.nn.LayerNormLinear(32, 128), nn.Linear(128, 32))
+        parallelize_module(mlp, mesh, {"0": torchweld.distributed.NormColwise()})
+        groups = torchweld.distributed.parameter_groups(mlp)
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():

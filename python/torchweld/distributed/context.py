@@ -97,6 +97,11 @@ def context_parallel_attention(
 
     Source: Llama Team, "The Llama 3 Herd of Models", 2024 (all-gather); Jacobs et al., "DeepSpeed
         Ulysses", 2023; Liu et al., "Ring Attention", 2023.
+
+    Example::
+
+        q, k, v = (torch.randn(2, 4, 16, 32) for _ in range(3))  # this process's tokens
+        out = torchweld.distributed.context_parallel_attention(q, k, v, causal=True)
     """
     group = group_of(group, "context_parallel_attention")
     mask = Mask(causal, scale, leftpad, key_start, window, softcap, sink)
@@ -330,6 +335,13 @@ def context_parallel(
             of another one.
         ValueError: an unknown method; inside: what a model asks for and is not served, such as a
             cache of earlier tokens, attention dropout or packed documents, without falling back.
+
+    Example::
+
+        attention = torchweld.nn.CausalSelfAttention(64, num_heads=4)
+        x = torch.randn(2, 16, 64)
+        with torchweld.distributed.context_parallel():
+            out = attention(torchweld.distributed.shard_sequence(x))
     """
     if method not in METHODS:
         raise ValueError(

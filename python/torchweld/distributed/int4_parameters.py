@@ -36,6 +36,13 @@ def codes_as_parameters(model: nn.Module) -> list[str]:
     Raises:
         ValueError: a layer is on the meta device, is sharded by `parallelize`, or has float64
             scales; nothing is changed then.
+
+    Example::
+
+        model = nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 128))
+        torchweld.quantize_(model, torchweld.Int4(group_size=64))
+        assert torchweld.distributed.codes_as_parameters(model) == ["0", "1"]
+        fully_shard(model, mesh=mesh)
     """
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, Int4Linear)]
     layers = [(path, m) for path, m in layers if not isinstance(m, ParameterInt4Linear)]

@@ -57,6 +57,12 @@ def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: the tokens can't be cut into 2n equal chunks.
+
+    Example::
+
+        input_ids = torch.randint(0, 100, (2, 16))
+        mine = torchweld.distributed.shard_sequence(input_ids)
+        assert mine.shape == (2, 16 // dist.get_world_size())
     """
     group = group_of(group, "shard_sequence")
     chunks = 2 * group.size()
@@ -81,6 +87,12 @@ def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
+
+    Example::
+
+        x = torch.randn(2, 16, 32)
+        mine = torchweld.distributed.shard_sequence(x)
+        assert torch.equal(torchweld.distributed.gather_sequence(mine), x)
     """
     group = group_of(group, "gather_sequence")
     return in_order(gathered(t.movedim(dim, 0), group).unsqueeze(1), 2).squeeze(0).movedim(0, dim)

@@ -126,6 +126,13 @@ class NormColwise(ParallelStyle):
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
         2022.
+
+    Example::
+
+        mlp = nn.Sequential(torchweld.nn.LayerNormLinear(32, 128), nn.Linear(128, 32))
+        styles = {"0": torchweld.distributed.NormColwise(), "1": torchweld.distributed.Rowwise()}
+        parallelize_module(mlp, mesh, styles)
+        assert mlp(torch.randn(2, 16, 32)).shape == (2, 16, 32)
     """
 
     def __init__(
@@ -183,6 +190,13 @@ class Rowwise(ParallelStyle):
             `in_features`; when it is called, the mesh does not divide the tokens.
 
     Limits: forward passes on several CUDA streams at once are not ordered.
+
+    Example::
+
+        mlp = nn.Sequential(torchweld.nn.GatedLinear(32, 64, gate="swiglu"), nn.Linear(64, 32))
+        styles = {"0": torchweld.distributed.NormColwise(), "1": torchweld.distributed.Rowwise()}
+        parallelize_module(mlp, mesh, styles)
+        mlp(torch.randn(2, 16, 32)).sum().backward()
     """
 
     def __init__(self, *, output_layouts: Placement | None = None) -> None:

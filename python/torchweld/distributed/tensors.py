@@ -33,6 +33,12 @@ def full_tensor(t: DTensor) -> Tensor:
             of the mesh shards the same dim of t, as FSDP2 does with the weight of such a module.
 
     Limits: strided shards have no gradient through this.
+
+    Example::
+
+        layer = torchweld.nn.GatedLinear(32, 64)
+        parallelize_module(layer, mesh, torchweld.distributed.NormColwise())
+        assert torchweld.distributed.full_tensor(layer.weight).shape == (128, 32)
     """
     if not isinstance(t, DTensor):
         raise TypeError(f"full_tensor: t must be a DTensor, but got {type(t).__name__}")

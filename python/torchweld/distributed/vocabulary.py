@@ -201,6 +201,12 @@ def vocab_parallel_linear_cross_entropy(
         RuntimeError: a wrong shape, dtype or option.
 
     Limits: differentiable once.
+
+    Example::
+
+        head = distribute_tensor(torch.randn(1000, 32), mesh, [Shard(0)])
+        hidden, target = torch.randn(2, 16, 32), torch.randint(0, 1000, (2, 16))
+        loss = torchweld.distributed.vocab_parallel_linear_cross_entropy(hidden, head, target)
     """
     mesh = _mesh_of(weight, bias)
     if isinstance(x, DTensor):
@@ -284,6 +290,12 @@ class VocabParallel(ParallelStyle):
         TypeError: another module, when it is applied.
         ValueError: the module has keep="gradients"; the mesh has more than one dim, or more
             processes than it can give classes.
+
+    Example::
+
+        criterion = torchweld.nn.LinearCrossEntropy(32, 1000, shift=1)
+        parallelize_module(criterion, mesh, torchweld.distributed.VocabParallel())
+        loss = criterion(torch.randn(2, 16, 32), torch.randint(0, 1000, (2, 16)))
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -88,6 +88,12 @@ def fuse(
         Attention dropout above 0 makes training steps use torch's SDPA, and calls that ask for
         attention weights use GPT-2's eager attention. Compiled models run norms and rotary
         embeddings as the compiler fuses them.
+
+    Example::
+
+        report = torchweld.fuse(model, loss=True)
+        print(report)
+        model(input_ids=tokens, labels=tokens).loss.backward()
     """
     _library.require()
     _check_model(model, "torchweld.fuse")
@@ -122,6 +128,12 @@ def unfuse(model: nn.Module) -> list[str]:
 
     Returns:
         Paths that were restored; empty when the model was stock.
+
+    Example::
+
+        torchweld.fuse(model)
+        paths = torchweld.unfuse(model)
+        assert "model.norm" in paths and not torchweld.unfuse(model)
     """
     _check_model(model, "torchweld.unfuse")
     check_version("torchweld.unfuse")

@@ -402,6 +402,12 @@ def register_attention() -> None:
     Raises:
         ImportError: transformers is missing or too old.
         RuntimeError: torchweld's operators can't be loaded.
+
+    Example::
+
+        torchweld.integrations.register_attention()
+        model.set_attn_implementation("torchweld")
+        logits = model(input_ids=tokens).logits
     """
     _library.require()
     hf_version.check_version("torchweld.integrations")

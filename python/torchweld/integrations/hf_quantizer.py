@@ -56,6 +56,12 @@ class TorchweldInt4Config(QuantizationConfigMixin):
     Raises:
         TypeError: another argument.
         ValueError: another group_size or method.
+
+    Example::
+
+        model.save_pretrained("llama")
+        config = torchweld.integrations.TorchweldInt4Config(group_size=32, method="mse")
+        small = LlamaForCausalLM.from_pretrained("llama", quantization_config=config)
     """
 
     def __init__(
@@ -277,6 +283,13 @@ def register_quantizer() -> None:
     Raises:
         ImportError: transformers is missing or too old.
         RuntimeError: torchweld's operators can't be loaded.
+
+    Example::
+
+        torchweld.quantize_(model, torchweld.Int4(group_size=32))
+        model.save_pretrained("llama-int4")
+        torchweld.integrations.register_quantizer()
+        loaded = LlamaForCausalLM.from_pretrained("llama-int4")
     """
     require()
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:

@@ -35,6 +35,14 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
         ImportError: peft is missing.
         ValueError: "all-linear" without a model; use_dora, which reads the weight; an Int4Linear of
             the model in modules_to_save, or as the head that PEFT adds to them for the task_type.
+
+    Example::
+
+        from peft import LoraConfig, get_peft_model
+
+        torchweld.quantize_(model, torchweld.Int4(group_size=32))
+        config = torchweld.integrations.register_lora(LoraConfig(target_modules=["q_proj"]))
+        model = get_peft_model(model, config)
     """
     try:
         from .peft_layer import Int4LoraLinear

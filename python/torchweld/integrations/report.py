@@ -23,6 +23,12 @@ class FuseReport:
         ops: Path to the fusion that runs there, for every replaced path.
         calls: How often the whole sample batch ran each op, and what ran instead of one.
         notes: Sentences on things that a user should know, such as dropout.
+
+    Example::
+
+        report = torchweld.fuse(model)
+        assert report.max_abs_diff < 1e-4 and not report.skipped
+        assert report.ops["model.norm"] == "rms_norm"
     """
 
     model: str = ""

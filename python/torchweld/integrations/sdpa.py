@@ -230,6 +230,12 @@ def use_in_sdpa(device: str = "cuda") -> SdpaHandle:
         RuntimeError: torch has no such registry, or torchweld or torch was built without CUDA.
 
     Limits: for the whole process, every thread of it.
+
+    Example::
+
+        q = torch.randn(2, 4, 16, 32)
+        with torchweld.integrations.use_in_sdpa("cpu"):
+            out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(

@@ -26,5 +26,10 @@ def add_scalar(x: Tensor, value: float) -> Tensor:
 
     Limits: on CUDA, an `x` whose last dimension is not contiguous is copied first. Under
         autocast the input's dtype is kept.
+
+    Example::
+
+        x = torch.randn(4, 8)
+        assert torch.equal(torchweld.add_scalar(x, 1.5), x + 1.5)
     """
     return ops.add_scalar(x, value)

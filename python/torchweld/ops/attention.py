@@ -94,6 +94,14 @@ def attention(
         on Hopper.
 
     Source: Dao, "FlashAttention-2", 2023.
+
+    Example::
+
+        q = torch.randn(2, 8, 16, 64)
+        k, v = torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)  # two heads of keys for eight
+        out = torchweld.attention(q, k, v, causal=True, window=4)
+        padding = torch.tensor([0, 3], dtype=torch.int32)  # the second sequence begins with 3 of it
+        out = torchweld.attention(q, k, v, padding, causal=True)
     """
     check_key_start("attention", key_start, causal, key_end)
     return ops.attention(
@@ -140,6 +148,12 @@ def attention_with_lse(
 
     Raises:
         RuntimeError: as `attention`.
+
+    Example::
+
+        q, k, v = (torch.randn(1, 4, 8, 32) for _ in range(3))
+        out, lse = torchweld.attention_with_lse(q, k, v, causal=True)
+        assert out.shape == (1, 4, 8, 32) and lse.shape == (1, 4, 8)
     """
     check_key_start("attention_with_lse", key_start, causal, key_end)
     return ops.attention_with_lse(
@@ -172,6 +186,12 @@ class CausalSelfAttention(nn.Module):
         kernel: how much is fused, three forms of the same function: "causal_softmax" (scores in
             memory, softmax op, matmul), "softmax_matmul", "attention".
         scale: of the scores; None for head_dim^-0.5.
+
+    Example::
+
+        attention = torchweld.nn.CausalSelfAttention(64, num_heads=4)
+        x, leftpad = torch.randn(2, 16, 64), torch.tensor([0, 5], dtype=torch.int32)
+        assert attention(x, leftpad).shape == (2, 16, 64)
     """
 
     __constants__ = ["embed_dim", "num_heads", "head_dim", "kernel", "scale", "_plain_qkv"]

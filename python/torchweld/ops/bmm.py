@@ -23,5 +23,10 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
         RuntimeError: a wrong shape, dtype or device.
 
     Limits: differentiable once.
+
+    Example::
+
+        a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 16)
+        torch.testing.assert_close(torchweld.bmm(a, b), torch.bmm(a, b))
     """
     return ops.bmm(a, b)

@@ -43,6 +43,12 @@ def causal_softmax(
 
     Limits: differentiable once, with respect to `scores` and `sink`. On CUDA softcap and sink make
     the gradient read its rows twice.
+
+    Example::
+
+        scores = torch.randn(2, 4, 8, 8)
+        probabilities = torchweld.causal_softmax(scores, scale=0.125)
+        assert probabilities[..., 0, 1:].eq(0).all()  # the first row sees the first key alone
     """
     return ops.causal_softmax(
         scores,

@@ -27,5 +27,11 @@ def conv2d(x: Tensor, weight: Tensor) -> Tensor:
     Limits: differentiable once. The zeros beyond the edges are multiplied like any other value, so
     that a weight which is inf or NaN gives NaN there. The gradient to `x` sees zeros beyond the top
     and left edge in the same way.
+
+    Example::
+
+        x, weight = torch.randn(2, 8, 8), torch.randn(3, 3)
+        z = torchweld.conv2d(x, weight)
+        assert z.shape == (2, 8, 8)
     """
     return ops.conv2d(x, weight)

@@ -53,6 +53,13 @@ def cross_entropy(
             which is a device assertion on CUDA.
 
     Limits: differentiable once.
+
+    Example::
+
+        logits = torch.randn(8, 1000, requires_grad=True)
+        target = torch.randint(0, 1000, (8,))
+        loss = torchweld.cross_entropy(logits, target, label_smoothing=0.1)
+        loss.backward()
     """
     return ops.cross_entropy(
         logits,
@@ -79,6 +86,12 @@ class CrossEntropyLoss(nn.Module):
     Raises:
         ValueError: class weights, or logits with more than two dims, whose classes torch reads
             from dim 1.
+
+    Example::
+
+        criterion = torchweld.nn.CrossEntropyLoss(label_smoothing=0.1)
+        loss = criterion(torch.randn(8, 1000, requires_grad=True), torch.randint(0, 1000, (8,)))
+        loss.backward()
     """
 
     __constants__ = ["ignore_index", "reduction", "label_smoothing", "softcap", "z_loss"]

@@ -36,6 +36,13 @@ def fold_layer_norm(
         RuntimeError: a wrong shape, dtype or device.
 
     Limits: no gradient; the fold is a frozen form for inference.
+
+    Example::
+
+        norm, fc = nn.LayerNorm(32), nn.Linear(32, 64)
+        parameters = (p.detach() for p in (fc.weight, fc.bias, norm.weight, norm.bias))
+        weight, weight_sum, bias = torchweld.fold_layer_norm(*parameters)
+        assert weight.shape == (64, 32) and weight_sum.shape == (64,)
     """
     return ops.fold_layer_norm(weight, bias, ln_weight, ln_bias)
 
@@ -69,6 +76,13 @@ def folded_layer_norm_linear(
             requires a gradient.
 
     Limits: gradient to `x` only.
+
+    Example::
+
+        x, weight, ln_weight = torch.randn(4, 32), torch.randn(64, 32), torch.randn(32)
+        folded = torchweld.fold_layer_norm(weight, None, ln_weight)
+        y = torchweld.folded_layer_norm_linear(x, *folded, activation="relu")
+        assert y.shape == (4, 64)
     """
     return ops.folded_layer_norm_linear(
         x, folded_weight, weight_sum, folded_bias, eps=eps, activation=activation
@@ -80,6 +94,13 @@ class FoldedLayerNormLinear(nn.Module):
 
     Made by `LayerNormLinear.fold()`. Everything is a buffer: it does not follow later changes of
     the module that it was made from.
+
+    Example::
+
+        trained = torchweld.nn.LayerNormLinear(32, 64, activation="gelu")
+        folded = trained.fold()
+        x = torch.randn(4, 32)
+        torch.testing.assert_close(folded(x), trained(x), rtol=1e-4, atol=1e-5)
     """
 
     __constants__ = ["in_features", "out_features", "eps", "activation"]

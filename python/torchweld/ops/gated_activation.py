@@ -29,5 +29,11 @@ def gated_activation(left: Tensor, right: Tensor, *, gate: Gate = "swiglu") -> T
         RuntimeError: a wrong shape, dtype, device or gate.
 
     Limits: differentiable once.
+
+    Example::
+
+        left, right = torch.randn(4, 64), torch.randn(4, 64)
+        y = torchweld.gated_activation(left, right, gate="swiglu")
+        torch.testing.assert_close(y, F.silu(left) * right)
     """
     return ops.gated_activation(left, right, gate=gate)

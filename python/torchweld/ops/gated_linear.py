@@ -49,6 +49,13 @@ def gated_linear(
         RuntimeError: a wrong shape, dtype, device or gate.
 
     Limits: differentiable once.
+
+    Example::
+
+        x, weight = torch.randn(4, 32), torch.randn(2 * 64, 32)
+        y = torchweld.gated_linear(x, weight, gate="swiglu")
+        left, right = F.linear(x, weight).chunk(2, -1)
+        torch.testing.assert_close(y, F.silu(left) * right, rtol=1e-4, atol=1e-4)
     """
     return ops.gated_linear(x, weight, bias, gate=gate, interleaved=interleaved)
 
@@ -84,6 +91,12 @@ def gated_linear_pair(
         RuntimeError: a wrong shape, dtype, device or gate.
 
     Limits: differentiable once.
+
+    Example::
+
+        x, gate_proj, up_proj = torch.randn(4, 32), torch.randn(64, 32), torch.randn(64, 32)
+        y = torchweld.gated_linear_pair(x, gate_proj, up_proj, gate="swiglu")
+        assert y.shape == (4, 64)
     """
     return ops.gated_linear_pair(x, left, right, left_bias, right_bias, gate=gate)
 
@@ -123,6 +136,13 @@ class GatedLinear(nn.Module):
         bias: a bias on both branches.
         gate: "sigmoid_tanh", "geglu", "geglu_tanh", "swiglu" or "reglu".
         interleaved: even rows are the left branch, odd rows the right one.
+
+    Example::
+
+        gate_proj, up_proj = nn.Linear(32, 64), nn.Linear(32, 64)
+        fused = torchweld.nn.GatedLinear.from_linears(gate_proj, up_proj, gate="swiglu")
+        x = torch.randn(4, 32)
+        torch.testing.assert_close(fused(x), F.silu(gate_proj(x)) * up_proj(x))
     """
 
     __constants__ = ["in_features", "out_features", "gate", "interleaved"]

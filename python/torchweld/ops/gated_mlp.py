@@ -47,5 +47,13 @@ def gated_mlp(
         RuntimeError: a wrong shape, dtype, device or gate.
 
     Limits: differentiable once.
+
+    Example::
+
+        gate_proj, up_proj, down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        weights = gate_proj.weight, up_proj.weight, down_proj.weight
+        biases = gate_proj.bias, up_proj.bias, down_proj.bias
+        y = torchweld.gated_mlp(torch.randn(4, 32), *weights, *biases, gate="swiglu")
+        assert y.shape == (4, 32)
     """
     return ops.gated_mlp(x, left, right, down, left_bias, right_bias, down_bias, gate=gate)

@@ -20,6 +20,12 @@ def int4_pack(codes: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: another dtype, or no dimension.
+
+    Example::
+
+        codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+        packed = torchweld.int4_pack(codes)
+        assert packed.shape == (64, 16) and packed.dtype == torch.int32
     """
     return ops.int4_pack(codes)
 
@@ -37,6 +43,12 @@ def int4_unpack(packed: Tensor, cols: int) -> Tensor:
 
     Raises:
         RuntimeError: another dtype, or a number of words that is not `ceil(cols / 8)`.
+
+    Example::
+
+        codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+        packed = torchweld.int4_pack(codes)
+        assert torch.equal(torchweld.int4_unpack(packed, 128), codes)
     """
     return ops.int4_unpack(packed, cols)
 
@@ -65,6 +77,12 @@ def int4_linear(
 
     Limits: gradient to `x` only, once. On CUDA the weight is repacked in every call; see
         `int4_repack`.
+
+    Example::
+
+        layer = torchweld.nn.Int4Linear.from_linear(nn.Linear(128, 64), group_size=64)
+        y = torchweld.int4_linear(torch.randn(4, 128), *layer.portable(), layer.bias)
+        assert y.shape == (4, 64)
     """
     return ops.int4_linear(x, qweight, scale, zero, bias)
 
@@ -86,6 +104,11 @@ def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, T
 
     Raises:
         RuntimeError: a wrong shape, dtype or device.
+
+    Example::
+
+        layer = torchweld.nn.Int4Linear.from_linear(nn.Linear(128, 64), group_size=64)
+        packed, packed_scale, packed_zero = torchweld.int4_repack(*layer.portable())
     """
     return ops.int4_repack(qweight, scale, zero)
 
@@ -121,6 +144,13 @@ def int4_linear_repacked(
 
     Source: Frantar et al., "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on Large
         Language Models", 2024.
+
+    Example::
+
+        layer = torchweld.nn.Int4Linear.from_linear(nn.Linear(128, 64), group_size=64)
+        weight = torchweld.int4_repack(*layer.portable())
+        y = torchweld.int4_linear_repacked(torch.randn(4, 128), *weight, out_features=64)
+        assert y.shape == (4, 64)
     """
     return ops.int4_linear_repacked(
         x, packed, packed_scale, packed_zero, bias, out_features=out_features

@@ -53,6 +53,13 @@ class Int4Linear(nn.Module):
         largest_error: the largest rounding; with method "rtn" at most half of a group's scale (a
             whole one where a level would leave the range of the dtype).
         replaces_conv1d: whether `torchweld.dequantize_` makes transformers' Conv1D of the layer.
+
+    Example::
+
+        linear = nn.Linear(256, 64)
+        small = torchweld.nn.Int4Linear.from_linear(linear, group_size=64, method="mse")
+        y = small(torch.randn(4, 256))
+        print(small.quantisation_error)  # relative to the weight
     """
 
     replaces_conv1d = False  # without an annotation, which TorchScript can't read here

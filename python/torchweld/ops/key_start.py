@@ -23,6 +23,14 @@ def key_start_from_position_ids(position_ids: Tensor) -> Tensor:
     Raises:
         TypeError: position_ids is no tensor.
         ValueError: it is not two-dimensional.
+
+    Example::
+
+        position_ids = torch.tensor([[0, 1, 2, 0, 1]])  # documents of 3 and of 2 tokens
+        key_start = torchweld.key_start_from_position_ids(position_ids)
+        assert key_start.tolist() == [[0, 0, 0, 3, 3]]
+        q = torch.randn(1, 4, 5, 32)
+        out = torchweld.attention(q, q, q, causal=True, key_start=key_start)
     """
     _check("key_start_from_position_ids", "position_ids", position_ids)
     return _starts(position_ids, position_ids[:, 1:] != position_ids[:, :-1] + 1)
@@ -42,6 +50,12 @@ def key_start_from_documents(ids: Tensor) -> Tensor:
     Raises:
         TypeError: ids is no tensor.
         ValueError: it is not two-dimensional.
+
+    Example::
+
+        documents = torch.tensor([[7, 7, 7, 9, 9]])
+        key_start = torchweld.key_start_from_documents(documents)
+        assert key_start.tolist() == [[0, 0, 0, 3, 3]]
     """
     _check("key_start_from_documents", "ids", ids)
     return _starts(ids, ids[:, 1:] != ids[:, :-1])
@@ -64,6 +78,11 @@ def key_start_from_cu_seqlens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     Raises:
         TypeError: cu_seqlens is no tensor of int32 or int64.
         ValueError: it is not one-dimensional, or empty.
+
+    Example::
+
+        key_start = torchweld.key_start_from_cu_seqlens(torch.tensor([0, 3, 5]), seqlen=6)
+        assert key_start.tolist() == [[0, 0, 0, 3, 3, 6]]  # the last token is padding
     """
     check_cu_seqlens("key_start_from_cu_seqlens", "cu_seqlens", cu_seqlens)
     lengths = cu_seqlens.to(torch.int32)

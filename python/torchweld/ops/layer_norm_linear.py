@@ -43,6 +43,15 @@ def layer_norm_linear(
 
     Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
         `x` is rounded to the autocast dtype before it is normalised.
+
+    Example::
+
+        norm, fc = nn.LayerNorm(32), nn.Linear(32, 64)
+        x = torch.randn(4, 32)
+        y = torchweld.layer_norm_linear(
+            x, fc.weight, fc.bias, norm.weight, norm.bias, eps=norm.eps, activation="gelu"
+        )
+        torch.testing.assert_close(y, F.gelu(fc(norm(x))))
     """
     return ops.layer_norm_linear(
         x, weight, bias, ln_weight, ln_bias, eps=eps, activation=activation
@@ -64,6 +73,13 @@ class LayerNormLinear(NormLinear):
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
         ln_affine: whether the LayerNorm has parameters (`elementwise_affine` of `nn.LayerNorm`).
         ln_bias: whether they include a bias (`bias` of `nn.LayerNorm`).
+
+    Example::
+
+        torchs = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU())
+        fused = torchweld.nn.LayerNormLinear.from_torch(torchs)
+        x = torch.randn(4, 32)
+        torch.testing.assert_close(fused(x), torchs(x))
     """
 
     _norm_names = ("ln_weight", "ln_bias")

@@ -28,6 +28,14 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
         ValueError: it is not two-dimensional, has a floating dtype (an additive mask has its zeros
             where this one has ones), a value that is neither 0 nor 1, or a row with zeros after a
             one.
+
+    Example::
+
+        attention_mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+        leftpad = torchweld.leftpad_from_mask(attention_mask)
+        assert leftpad.tolist() == [0, 2]
+        q = torch.randn(2, 4, 4, 32)
+        out = torchweld.attention(q, q, q, leftpad, causal=True)
     """
     if not isinstance(attention_mask, Tensor):
         raise TypeError(

@@ -37,6 +37,12 @@ def linear(
         RuntimeError: a wrong shape, dtype, device or activation.
 
     Limits: differentiable once.
+
+    Example::
+
+        x, weight, bias = torch.randn(4, 32), torch.randn(64, 32), torch.randn(64)
+        y = torchweld.linear(x, weight, bias, activation="gelu_tanh")
+        assert y.shape == (4, 64)
     """
     return ops.linear(x, weight, bias, activation=activation)
 

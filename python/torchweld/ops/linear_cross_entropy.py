@@ -66,6 +66,14 @@ def linear_cross_entropy(
             which is a device assertion on CUDA.
 
     Limits: differentiable once.
+
+    Example::
+
+        hidden = torch.randn(2, 16, 32, requires_grad=True)
+        head = torch.randn(1000, 32, requires_grad=True)
+        tokens = torch.randint(0, 1000, (2, 16))
+        loss = torchweld.linear_cross_entropy(hidden, head, tokens, shift=1)
+        loss.backward()
     """
     return ops.linear_cross_entropy(
         x,
@@ -117,6 +125,13 @@ def linear_token_logprobs(
             which is a device assertion on CUDA.
 
     Limits: differentiable once.
+
+    Example::
+
+        hidden, head = torch.randn(2, 16, 32), torch.randn(1000, 32)
+        tokens = torch.randint(0, 1000, (2, 16))
+        logprobs, entropy = torchweld.linear_token_logprobs(hidden, head, tokens, entropy=True)
+        assert logprobs.shape == entropy.shape == (2, 16)
     """
     return ops.linear_token_logprobs(
         x, weight, target, bias, temperature=temperature, softcap=softcap, entropy=entropy
@@ -136,6 +151,14 @@ class LinearCrossEntropy(nn.Module):
         bias: whether the logits have a bias.
         reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature, keep: as in
             `torchweld.linear_cross_entropy`.
+
+    Example::
+
+        criterion = torchweld.nn.LinearCrossEntropy(32, 1000, shift=1)
+        loss = criterion(torch.randn(2, 16, 32), torch.randint(0, 1000, (2, 16)))
+        loss.backward()
+        head = nn.Linear(32, 1000, bias=False)
+        criterion = torchweld.nn.LinearCrossEntropy.from_linear(head)  # shares its weight
     """
 
     __constants__ = ["in_features", "num_classes", "reduction", "ignore_index"]

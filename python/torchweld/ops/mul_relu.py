@@ -27,5 +27,10 @@ def mul_relu(x: Tensor, y: Tensor) -> Tensor:
 
     Limits: differentiable once. On CUDA, tensors whose columns are not contiguous are
         copied first. Under autocast the inputs' dtype is kept.
+
+    Example::
+
+        x, y = torch.randn(4, 8), torch.randn(4)
+        assert torch.equal(torchweld.mul_relu(x, y), torch.relu(x * y[:, None]))
     """
     return ops.mul_relu(x, y)

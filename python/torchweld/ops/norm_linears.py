@@ -41,6 +41,12 @@ def rms_norm_linears(
 
     Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
         `x` is rounded to the autocast dtype before it is normalised.
+
+    Example::
+
+        x, norm_weight = torch.randn(4, 32), torch.ones(32)
+        weights = [torch.randn(32, 32), torch.randn(8, 32), torch.randn(8, 32)]
+        q, k, v = torchweld.rms_norm_linears(x, weights, None, norm_weight)
     """
     return ops.rms_norm_linears(
         x, weights, biases, norm_weight, eps=eps, weight_offset=weight_offset
@@ -75,5 +81,11 @@ def layer_norm_linears(
 
     Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
         `x` is rounded to the autocast dtype before it is normalised.
+
+    Example::
+
+        x, ln_weight, ln_bias = torch.randn(4, 32), torch.ones(32), torch.zeros(32)
+        weights = [torch.randn(32, 32) for _ in "qkv"]
+        q, k, v = torchweld.layer_norm_linears(x, weights, None, ln_weight, ln_bias)
     """
     return ops.layer_norm_linears(x, weights, biases, ln_weight, ln_bias, eps=eps)

@@ -36,6 +36,12 @@ def rms_norm(
         in float32.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    Example::
+
+        x, weight = torch.randn(4, 32), torch.randn(32)
+        y = torchweld.rms_norm(x, weight, eps=1e-6)
+        torch.testing.assert_close(y, F.rms_norm(x, (32,), weight, 1e-6))
     """
     return ops.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
 
@@ -65,6 +71,12 @@ def layer_norm(
         `layer_norm` returns float32. Float32 vectors stay in float32.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+
+    Example::
+
+        x, weight, bias = torch.randn(4, 32), torch.randn(32), torch.randn(32)
+        y = torchweld.layer_norm(x, weight, bias)
+        torch.testing.assert_close(y, F.layer_norm(x, (32,), weight, bias))
     """
     return ops.layer_norm(x, weight, bias, eps=eps)
 
@@ -96,6 +108,11 @@ def add_rms_norm(
 
     Limits: differentiable once. Under autocast `x` and `residual` are added in the wider of their
         dtypes, as `x + residual` is. A float32 weight stays in float32.
+
+    Example::
+
+        x, residual, weight = torch.randn(4, 32), torch.randn(4, 32), torch.ones(32)
+        normed, residual = torchweld.add_rms_norm(x, residual, weight)
     """
     return ops.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
 
@@ -127,6 +144,11 @@ def add_layer_norm(
 
     Limits: differentiable once. Under autocast `x` and `residual` are added in the wider of their
         dtypes, as `x + residual` is. Float32 vectors stay in float32.
+
+    Example::
+
+        x, residual, weight = torch.randn(4, 32), torch.randn(4, 32), torch.ones(32)
+        normed, residual = torchweld.add_layer_norm(x, residual, weight)
     """
     return ops.add_layer_norm(x, residual, weight, bias, eps=eps)
 
@@ -141,6 +163,12 @@ class RMSNorm(nn.Module):
         eps: added to the mean square.
         elementwise_affine: whether there is a weight.
         weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight.
+
+    Example::
+
+        norm = torchweld.nn.RMSNorm(32, eps=1e-5)
+        assert norm(torch.randn(4, 32)).shape == (4, 32)
+        gemma = torchweld.nn.RMSNorm(32, weight_offset=1.0)  # scales by 1 + weight
     """
 
     __constants__ = ["normalized_shape", "eps", "weight_offset"]
@@ -238,6 +266,12 @@ class LayerNorm(nn.Module):
         eps: added to the variance.
         elementwise_affine: whether there are a weight and, with `bias`, a bias.
         bias: whether there is a bias.
+
+    Example::
+
+        norm = torchweld.nn.LayerNorm(32)
+        assert norm(torch.randn(4, 32)).shape == (4, 32)
+        norm = torchweld.nn.LayerNorm.from_torch(nn.LayerNorm(32, bias=False))
     """
 
     __constants__ = ["normalized_shape", "eps"]

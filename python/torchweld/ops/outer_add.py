@@ -26,5 +26,10 @@ def outer_add(x: Tensor, y: Tensor) -> Tensor:
         RuntimeError: a wrong shape, dtype or device.
 
     Limits: differentiable once. Under autocast the inputs' dtype is kept.
+
+    Example::
+
+        x, y = torch.randn(8), torch.randn(4)
+        assert torch.equal(torchweld.outer_add(x, y), x[None, :] + y[:, None])
     """
     return ops.outer_add(x, y)

@@ -27,5 +27,10 @@ def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
         RuntimeError: a wrong shape, dtype or device.
 
     Limits: differentiable once. Under autocast the inputs' dtype is kept.
+
+    Example::
+
+        x, y = torch.randn(8), torch.randn(4)
+        assert torch.equal(torchweld.outer_mul_relu(x, y), torch.relu(x[None, :] * y[:, None]))
     """
     return ops.outer_mul_relu(x, y)

@@ -45,6 +45,12 @@ def rms_norm_linear(
 
     Limits: differentiable once. The normalised rows are not kept for the gradient. Under autocast
         `x` is rounded to the autocast dtype before it is normalised.
+
+    Example::
+
+        x, weight, norm_weight = torch.randn(4, 32), torch.randn(64, 32), torch.ones(32)
+        y = torchweld.rms_norm_linear(x, weight, None, norm_weight, activation="silu")
+        assert y.shape == (4, 64)
     """
     return ops.rms_norm_linear(
         x, weight, bias, norm_weight, eps=eps, weight_offset=weight_offset, activation=activation
@@ -65,6 +71,13 @@ class RMSNormLinear(NormLinear):
         eps: of the RMSNorm.
         activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
         norm_affine: whether the RMSNorm has a weight (`elementwise_affine` of `nn.RMSNorm`).
+
+    Example::
+
+        torchs = nn.Sequential(nn.RMSNorm(32, eps=1e-6), nn.Linear(32, 64), nn.SiLU())
+        fused = torchweld.nn.RMSNormLinear.from_torch(torchs)
+        x = torch.randn(4, 32)
+        torch.testing.assert_close(fused(x), torchs(x))
     """
 
     _norm_names = ("norm_weight",)

@@ -46,5 +46,12 @@ def rotary(
     Limits: differentiable once, with respect to q and k. Under autocast the dtype of q is kept.
 
     Source: Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021.
+
+    Example::
+
+        q, k = torch.randn(2, 8, 16, 64), torch.randn(2, 2, 16, 64)
+        frequencies = 10000 ** (-torch.arange(0, 64, 2) / 64)
+        angles = torch.arange(16)[:, None] * frequencies.repeat(2)  # (seqlen, head_dim)
+        q, k = torchweld.rotary(q, k, angles.cos(), angles.sin())
     """
     return ops.rotary(q, k, cos, sin, interleaved=interleaved)

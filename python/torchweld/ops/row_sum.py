@@ -28,5 +28,10 @@ def row_sum(x: Tensor) -> Tensor:
     The gradient is an expanded view of the result's gradient, as for `torch.sum`.
 
     Limits: under autocast the input's dtype is kept.
+
+    Example::
+
+        x = torch.randn(4, 1000)
+        torch.testing.assert_close(torchweld.row_sum(x), x.sum(-1), rtol=1e-5, atol=1e-4)
     """
     return ops.row_sum(x)

@@ -28,5 +28,11 @@ def scalar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, for the
     shifted sums; the shift itself is known from the largest and the smallest key.
+
+    Example::
+
+        q, k, v = torch.randn(3, 100)
+        out = torchweld.scalar_attention(q, k, v)
+        torch.testing.assert_close(out, torch.softmax(q[:, None] * k, -1) @ v)
     """
     return ops.scalar_attention(q, k, v)

@@ -28,6 +28,11 @@ def softmax(x: Tensor) -> Tensor:
     Limits: differentiable once. Under autocast the input's dtype is kept.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+
+    Example::
+
+        x = torch.randn(4, 1000)
+        torch.testing.assert_close(torchweld.softmax(x), torch.softmax(x, -1))
     """
     return ops.softmax(x)
 
@@ -37,6 +42,12 @@ class Softmax(nn.Module):
 
     Args:
         dim: the dimension that sums to 1.
+
+    Example::
+
+        softmax = torchweld.nn.Softmax(dim=1)
+        x = torch.randn(4, 10, 8)
+        torch.testing.assert_close(softmax(x), x.softmax(1))
     """
 
     __constants__ = ["dim"]

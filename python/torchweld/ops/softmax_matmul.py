@@ -41,6 +41,12 @@ def softmax_matmul(
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range.
 
     Limits: differentiable once, with respect to `scores`, `value` and `sink`.
+
+    Example::
+
+        scores, value = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 32)
+        out = torchweld.softmax_matmul(scores, value, causal=True, scale=32**-0.5)
+        assert out.shape == (2, 4, 8, 32)
     """
     check_key_start("softmax_matmul", key_start, causal)
     return ops.softmax_matmul(

@@ -73,6 +73,13 @@ def varlen_attention(
 
     Limits: those of `attention`. Sequences with keys but without queries must have finite values.
         DTensors may be sharded along heads; cumulative lengths may be plain tensors beside them.
+
+    Example::
+
+        q, k, v = (torch.randn(12, 4, 32) for _ in range(3))
+        ends = torch.tensor([0, 5, 12], dtype=torch.int32)  # sequences of 5 and of 7 tokens
+        out = torchweld.varlen_attention(q, k, v, ends, ends, causal=True)
+        assert out.shape == (12, 4, 32)
     """
     options = {"scale": scale, "softcap": softcap, "sink": sink}
     return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, options, return_lse)

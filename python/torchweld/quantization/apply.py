@@ -56,6 +56,12 @@ def quantize_(
     Raises:
         TypeError: model is not a module, or is a linear layer itself; config is not an Int4.
         RuntimeError: torchweld's operators can't be loaded.
+
+    Example::
+
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+        report = torchweld.quantize_(model, torchweld.Int4(group_size=64))
+        assert report.replaced == ["0", "2"]
     """
     require()
     config = Int4() if config is None else config
@@ -103,6 +109,12 @@ def dequantize_(model: nn.Module) -> list[str]:
     Raises:
         TypeError: model is not a module, or is an Int4Linear itself.
         ValueError: an Int4Linear has hooks or is of a subclass; nothing is replaced then.
+
+    Example::
+
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+        torchweld.quantize_(model, torchweld.Int4(group_size=64))
+        assert torchweld.dequantize_(model) == ["0", "2"]
     """
     _check_model(model, "dequantize_")
     replaced = dequantize_layers(model)

@@ -41,6 +41,11 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
         ImportError: transformers is missing or too old.
         FileNotFoundError: no config.json or no safetensors files there.
         ValueError: another format, or tensors that do not fit it or the model.
+
+    Example (needs a download)::
+
+        model = torchweld.load_quantized("Llama-3.1-8B-Instruct-AWQ", device_map="auto")
+        model.save_pretrained("Llama-3.1-8B-Instruct-int4")
     """
     from torchweld.integrations.hf_version import check_version
 

@@ -25,6 +25,12 @@ class Int4:
     Raises:
         ValueError: another group_size or method.
         TypeError: skip is not a collection of str.
+
+    Example::
+
+        config = torchweld.Int4(group_size=64, method="hqq", skip=["lm_head", "mlp.gate"])
+        model = nn.ModuleDict({"up": nn.Linear(128, 64), "lm_head": nn.Linear(128, 1000)})
+        assert torchweld.quantize_(model, config).replaced == ["up"]
     """
 
     group_size: int | None = 128

@@ -19,6 +19,12 @@ class QuantizeReport:
         errors: `quantisation_error` of every replaced layer that had values.
         bytes_before, bytes_after: of the model's parameters and buffers.
         notes: sentences on things that a user should know.
+
+    Example::
+
+        report = torchweld.quantize_(nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 30)))
+        print(report)
+        print(report.skipped, report.bytes_after / report.bytes_before)
     """
 
     model: str = ""

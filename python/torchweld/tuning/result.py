@@ -64,6 +64,11 @@ class TuneResult:
         against: what `error` is measured against.
         interrupted: True if Ctrl-C ended the search.
         note: one sentence, for example if there is nothing to tune; else "".
+
+    Example::
+
+        result = torchweld.tune("softmax", torch.randn(64, 1000))
+        print(result.note or result.best)
     """
 
     op: str

@@ -259,6 +259,13 @@ def tune(
             arguments.
 
     Limits: one search at a time in a thread; other work on the GPU falsifies the times.
+
+    Example::
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU it only says so
+        a, b = torch.randn(8, 512, 512, device=device), torch.randn(8, 512, 512, device=device)
+        result = torchweld.tune("bmm", a, b, rounds=3)
+        print(result)
     """
     tensors = _checked(op, args, kwargs)
     floats = [t for t in tensors if t.is_floating_point()] or tensors
