@@ -45,6 +45,7 @@ SUMMARY = [
         r"(llama|qwen3) .* bfloat16(, recomputed)?",
         "liger",
         "Liger 0.8.5 with SDPA",
+        pictured=True,
     ),
     Summary(
         "GPT-2 124M training step, bfloat16",
@@ -76,6 +77,7 @@ SUMMARY = [
         r"attention(_backward)? \(\d+, [\d/]+, (2048|4096|8192|16384), [\d/]+\) bfloat16( causal)?",
         "FlashAttention 4",
         "FlashAttention 4",  # its shorter calls wait for the host
+        pictured=True,
     ),
     Summary(
         "attention forward and backward, float32",
@@ -123,6 +125,7 @@ SUMMARY = [
         r"linear \(.*float16",
         "quack",
         "quack 0.6.5, default tiles",
+        pictured=True,
     ),
     Summary(
         "linear, gated linear; full float32 accuracy",

@@ -1,10 +1,11 @@
-"""Writes the tables and the picture of the results.
+"""Writes the tables and the pictures of the results.
 
     python benchmarks/readme_table.py [--check]
 
-benchmarks/results/README.md has every case, README.md has one row a kind of case, and
-docs/images/speed.svg draws most of these rows. All are made from benchmarks/results/*/*.json. With
---check nothing is written, and the exit status is 1 where a page differs from the results.
+benchmarks/results/README.md has every case and a picture of each family, README.md has one row a
+kind of case, and docs/images/speed.svg draws most of these rows. All are made from
+benchmarks/results/*/*.json. With --check nothing is written, and the exit status is 1 where a page
+differs from the results.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from readme_picture import Bar, svg
@@ -42,24 +44,46 @@ FAMILIES = {
     "conv2d": "Convolution",
     "scalar_attention": "Attention of scalars",
     "cpu": "Every op on a CPU",
+    "quantise": "Quantising a model",
     "distributed": "Several GPUs",
 }
-PEERS = {
-    "move": "a pass with the same traffic",
-    "move 3": "moving three tensors",
+# What may be used in torchweld's place.
+RIVALS = {
+    "liger": "Liger",
+    "Liger": "Liger",
+    "FlashAttention 4": "FlashAttention 4",
+    "quack": "quack",
+    "CCE": "Apple's CCE",
+    "sdpa cudnn": "SDPA cuDNN",
+    "sdpa flash": "SDPA flash",
+    "sdpa efficient": "SDPA efficient",
+    "sdpa": "SDPA",
+    "flex": "FlexAttention",
+    "torch varlen": "torch's varlen_attn",
+    "torch's own, flash": "torch's context parallel, flash",
+    "torch's own, cudnn": "torch's context parallel, cuDNN",
     "cublas": "cuBLAS",
     "cublas bare": "cuBLAS, matmul alone",
-    "sdpa flash": "SDPA flash",
-    "sdpa cudnn": "SDPA cuDNN",
-    "sdpa efficient": "SDPA efficient",
-    "eager": "torch's ops",
+    "int4pack_mm": "torch's int4pack_mm",
+    "F.conv2d": "F.conv2d",
     "torch": "torch's op",
-    "alone": "one GPU",
+    "eager": "torch's ops",
+    "torch.compile": "torch.compile",
+    "HF eager": "Hugging Face's module",
+    "stock sdpa": "the Hugging Face model with SDPA",
+    "compiled blocks": "the same model with compiled blocks",
     "stock": "the same in torch's modules",
+    "alone": "one GPU",
+}
+PEERS = {
+    **RIVALS,
+    "move": "a pass with the same traffic",
+    "move 3": "moving three tensors",
     "plan": "`make plan`",
     "product": "FSDP2's cost times tensor parallel's",
     "matmul alone": "the matmul alone",
 }
+DRAWN_BY_BENCH = ("curves", "distributed")  # lines over sizes and over GPUs
 
 BEGIN = "<!-- made by benchmarks/readme_table.py -->"
 END = "<!-- end of the table -->"
@@ -69,9 +93,10 @@ RESULTS_HEAD = """# Results
 Made by `benchmarks/readme_table.py` from the files in this folder; do not edit.
 
 A ratio is torchweld's time divided by a peer's time in the same run: below 1, torchweld is
-faster. Times are medians over rounds in which every variant runs once, with the L2 cache flushed
-before each call. A target is the highest allowed ratio (`benchmarks/targets.toml`). A row with a
-wrong answer has no ratio.
+faster. Above each table are the median of the ratios and, in brackets, the lowest and the highest,
+for everything that can be used in torchweld's place. Times are medians over rounds in which every
+variant runs once, with the L2 cache flushed before each call. A row with a wrong answer has no
+ratio.
 
 "copy", "fill", "sum" and "moving three tensors" move the same bytes without computing. "read
 floor" and "exp2 floor" are computed from the rates of memory and of the exponential unit.
@@ -105,27 +130,55 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def _within(row: dict[str, Any]) -> bool:
-    return row["ratio"] is not None and row["ratio"] <= row["target"]
+def _ratios(report: Report) -> dict[tuple[str, str, str], list[float]]:
+    """The ratios to what may be used instead.
+
+    Returns:
+        {(its name, "time" or "memory", kind of case): the ratio of every case}
+    """
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in report["rows"]:
+        case = row["case"].replace(f" over {row['against']}", "")
+        measure = "memory" if "peak memory" in case else "time"
+        for peer, us in row["peers_us"].items():
+            if peer in RIVALS and row["ratio"] is not None:
+                key = RIVALS[peer], measure, case.partition(" (")[0]
+                found.setdefault(key, {})[case] = row["ours_us"] / us
+    return {key: list(ratios.values()) for key, ratios in found.items()}
+
+
+def _gains(report: Report) -> list[str]:
+    """What a user gains: a line for each name in RIVALS."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for (name, measure, _), ratios in _ratios(report).items():
+        found.setdefault(name, {}).setdefault(measure, []).extend(ratios)
+    lines = []
+    for name in dict.fromkeys(name for name in RIVALS.values() if name in found):
+        texts = []
+        for measure, ratios in found[name].items():
+            ends = f" ({_range_text(ratios)})" if len(ratios) > 1 else ""
+            texts.append(f"{median(ratios):.2f} of its {measure}{ends}")
+        lines.append(f"- {name[0].upper()}{name[1:]}: {', '.join(texts)}")
+    return lines
 
 
 def _family(folder: str, family: str, report: Report) -> list[str]:
-    """The rows of one family, folded under a line with the number that meet their target."""
-    judged = [row for row in report["rows"] if row["target"] is not None]
-    met = sum(map(_within, judged))
+    """The gain and the picture of one family, and its rows, folded."""
     commit = (report["commit"] or "unknown")[:7]
     where = f"torch {report['torch']}, {report['date']}, commit {commit}"
     if tests := report["tests"]:
         where += ", tests there: " + ", ".join(f"{count} {kind}" for kind, count in tests.items())
-    share = f"{met} of {len(judged)} targets met" if judged else "no targets"
-    title = f"{FAMILIES.get(family, family)}: {share}"
-    lines = [
-        f"<details><summary>{title}</summary>",
+    title = FAMILIES.get(family, family)
+    lines = [f"### {title}", ""]
+    if gains := _gains(report):
+        lines += [*gains, ""]
+    if picture := _picture_of(family, report):
+        lines += [f"![{title}]({folder}/{picture})", ""]
+    lines += [
+        f"<details><summary>{len(report['rows'])} rows; {where}</summary>",
         "",
-        f"{where}. [Picture]({folder}/{family}.png)",
-        "",
-        "| case | torchweld, us | time over | ratio | target | torch's ops over the same |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| case | torchweld, us | time over | ratio | torch's ops over the same |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for row in report["rows"]:
         peers, against = row["peers_us"], row["against"]
@@ -134,9 +187,31 @@ def _family(folder: str, family: str, report: Report) -> list[str]:
         ratio = "wrong" if row["ratio"] is None else _number(row["ratio"])
         lines.append(
             f"| {row['case']} | {row['ours_us']:.1f} | {PEERS.get(against, against)} | {ratio} "
-            f"| {_number(row['target'])} | {_number(other)} |"
+            f"| {_number(other)} |"
         )
-    return [*lines, "", "</details>"]
+    return [*lines, "", "</details>", ""]
+
+
+def _picture_of(family: str, report: Report) -> str | None:
+    """The name of a family's picture; None where nothing can be used in torchweld's place."""
+    if family in DRAWN_BY_BENCH:
+        return f"{family}.png"
+    return f"{family}.svg" if _ratios(report) else None
+
+
+def family_picture(family: str, report: Report) -> str:
+    """A bar a kind of case and what it is compared with."""
+    bars = [
+        Bar(kind + ", peak memory" * (measure == "memory"), name, ratios)
+        for (name, measure, kind), ratios in sorted(_ratios(report).items(), key=_kind_first)
+    ]
+    title = FAMILIES.get(family, family)
+    return svg(f"{title}: relative to others on {report['device']} (lower is better)", bars)
+
+
+def _kind_first(item: tuple[tuple[str, str, str], list[float]]) -> tuple[str, bool, int]:
+    name, measure, kind = item[0]
+    return kind, measure != "time", list(RIVALS.values()).index(name)
 
 
 def results_page() -> str:
@@ -151,10 +226,8 @@ def results_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def ratio_range(summary: Summary, rows: list[dict[str, Any]]) -> tuple[float, float] | None:
-    """The lowest and the highest ratio to the peer over the cases that match.
-
-    None where an answer is wrong.
+def matching_ratios(summary: Summary, rows: list[dict[str, Any]]) -> list[float] | None:
+    """The ratios to the peer of the cases that match; None where an answer is wrong.
 
     Raises:
         ValueError: No case matches.
@@ -169,20 +242,20 @@ def ratio_range(summary: Summary, rows: list[dict[str, Any]]) -> tuple[float, fl
         ratios.append(row["ours_us"] / row["peers_us"][peers[0]])
     if not ratios:
         raise ValueError(f"no case matches the README's row {summary.what!r} over {summary.name}")
-    return min(ratios), max(ratios)
+    return ratios
 
 
-def _range_text(ratios: tuple[float, float] | None) -> str:
+def _range_text(ratios: list[float] | None) -> str:
     if ratios is None:
         return "wrong"
-    low, high = (f"{ratio:.2f}" for ratio in ratios)
+    low, high = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
     return low if low == high else f"{low} to {high}"
 
 
-def _summary_ratios() -> list[tuple[Summary, tuple[float, float] | None]]:
+def _summary_ratios() -> list[tuple[Summary, list[float] | None]]:
     reports = read_reports()
     rows = [reports[summary.folder][summary.family]["rows"] for summary in SUMMARY]
-    return [(each, ratio_range(each, found)) for each, found in zip(SUMMARY, rows, strict=True)]
+    return [(each, matching_ratios(each, found)) for each, found in zip(SUMMARY, rows, strict=True)]
 
 
 def summary_table() -> str:
@@ -196,7 +269,7 @@ def summary_table() -> str:
 def picture() -> str:
     """The README's picture; a row with a wrong answer is left out."""
     bars = [
-        Bar(summary.what, summary.name, *ratios)
+        Bar(summary.what, summary.name, ratios)
         for summary, ratios in _summary_ratios()
         if summary.pictured and ratios is not None
     ]
@@ -218,10 +291,17 @@ def pages() -> dict[Path, str]:
     )
     if places != 1:
         raise ValueError(f"README.md must have one table between {BEGIN} and {END}")
+    pictures = {
+        ROOT / RESULTS / folder / f"{family}.svg": family_picture(family, report)
+        for folder, families in read_reports().items()
+        for family, report in families.items()
+        if _picture_of(family, report) == f"{family}.svg"
+    }
     return {
         readme: fresh,
         ROOT / RESULTS / "README.md": results_page(),
         ROOT / "docs" / "images" / "speed.svg": picture(),
+        **pictures,
     }
 
 

@@ -88,10 +88,29 @@ def test_picture_shows_the_range_of_every_pictured_row(tables):
         assert not row.pictured or text in texts
 
 
+def test_a_family_tells_what_a_user_gains(tables):
+    def row(case, us, against, **peers):
+        return {"case": case, "ours_us": us, "against": against, "ratio": 1.0, "peers_us": peers}
+
+    rows = [
+        row("step (4,) bfloat16", 9.0, "liger", liger=10.0, plan=5.0),
+        row("step (8,) bfloat16 over liger", 6.0, "liger", liger=10.0, eager=40.0),
+        row("step (8,) bfloat16 peak memory, MiB over liger", 30.0, "liger", liger=20.0),
+        {**row("step (16,) bfloat16", 1.0, "liger", liger=10.0), "ratio": None},
+    ]
+    assert tables._gains({"rows": rows}) == [
+        "- Liger: 0.75 of its time (0.60 to 0.90), 1.50 of its memory",
+        "- Torch's ops: 0.15 of its time",
+    ]
+    picture = tables.family_picture("models", {"rows": rows, "device": "a GPU"})
+    assert picture.count('fill="#2a9d63"') == 2 and picture.count('fill="#c44e52"') == 1
+    assert "step, peak memory</text>" in picture and "against Liger</text>" in picture
+
+
 def test_a_row_without_cases_is_refused(tables):
     summary = tables.SUMMARY[0]._replace(cases="no such case")
     with pytest.raises(ValueError, match=f"no case matches the README's row '{summary.what}'"):
-        tables.ratio_range(summary, tables.read_reports()["nvidia-h200"]["attention"]["rows"])
+        tables.matching_ratios(summary, tables.read_reports()["nvidia-h200"]["attention"]["rows"])
 
 
 def test_every_result_is_on_the_page(tables):

@@ -1,5 +1,5 @@
-"""`python benchmarks/bench.py FAMILY`: the table and the picture of a family of kernels, or with
---shape of one call of an op.
+"""`python benchmarks/bench.py FAMILY`: the table of a family of kernels, or with --shape that of
+one call of an op.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="exit with 1 if a row misses its target"
     )
     parser.add_argument("--targets", type=Path, default=_TARGETS, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="folder for <device>/<family>.json and .png")
+    parser.add_argument("--out", type=Path, help="folder for <device>/<family>.json")
     parser.add_argument("--tests", help='counts to record, as "passed,failed,skipped"')
     return parser
 
@@ -163,14 +163,14 @@ def _measure(
     if args.tests:
         counts = [int(c) for c in args.tests.split(",")]
         report.tests = dict(zip(("passed", "failed", "skipped"), counts, strict=True))
-    draw = results.draw
+    draw = None
     try:
         if args.out:  # an unwritable path must fail before the measurement
             args.out.mkdir(parents=True, exist_ok=True)
         if args.shape is None:
             targets = results.load_targets(args.targets, args.what)
             family = importlib.import_module(f"torchweld_bench.{args.what}")
-            rows, draw = family.rows(targets), getattr(family, "draw", draw)
+            rows, draw = family.rows(targets), getattr(family, "draw", None)
         else:
             rows = _rows_of_call(args, device)
     except OSError as error:
@@ -200,10 +200,11 @@ def _measure(
     if args.out:
         try:
             path = results.save(report, args.out)
-            draw(report, path.with_suffix(".png"))
+            if draw:
+                draw(report, path.with_suffix(".png"))
         except OSError as error:
             parser.error(_unwritable(args.out, error))
-        print(f"written: {path} and {path.with_suffix('.png').name}")
+        print(f"written: {path}")
     short = [row.case for row in report.rows if row.falls_short]
     if args.check and short:
         print(f"{len(short)} rows miss their targets: " + "; ".join(short), file=sys.stderr)

@@ -160,13 +160,16 @@ def draw(report: Report, path: Path) -> None:
         for name, line in lines.items():
             points = sorted(line.items())
             width = 2.4 if name == "ours" else 1.4
-            axes.plot(*zip(*points, strict=True), "o-", lw=width, label=name, color=_COLOURS[name])
+            label = "torchweld" if name == "ours" else name
+            axes.plot(*zip(*points, strict=True), "o-", lw=width, label=label, color=_COLOURS[name])
+        title, _, size = title.partition(", over ")
+        axes.set_xlabel(size)
         axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1.15)
         axes.axhline(1.0, color="grey", lw=0.8, ls=":")
         axes.set_title(title, fontsize=8)
         axes.legend(fontsize=8)
-    grid[0][0].set_ylabel("share of the roofline")
+    grid[0][0].set_ylabel("share of the roofline (higher is better)")
     figure.suptitle(f"{report.where}, torch {report.torch}, commit {report.commit}", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""Benchmark rows: the table, the file, the picture, and the check against the targets."""
+"""Benchmark rows: the table, the file, and the check against the targets."""
 
 from __future__ import annotations
 
@@ -203,28 +203,3 @@ def save(report: Report, folder: Path) -> Path:
     scratch.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     scratch.replace(path)
     return path
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draws a bar per case: our time over the peer's, with the target as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in report.rows if r.ratio is not None]
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.32 * len(rows)), layout="constrained")
-    places = list(range(len(rows)))
-    colours = ["#c44e52" if r.falls_short else "#4c72b0" for r in rows]
-    axes.barh(places, [r.ratio for r in rows], color=colours, height=0.7)
-    for place, row in zip(places, rows, strict=True):
-        if row.target is not None:
-            axes.plot([row.target] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
-        axes.text(row.ratio + 0.01, place, f"{row.ratio:.2f}", va="center", fontsize=8)
-    axes.axvline(1.0, color="grey", lw=0.8, ls=":")
-    axes.set_yticks(places, [f"{r.case}  / {r.against}" for r in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("time over the peer's in the same run (black: the most it may be)")
-    axes.set_title(f"{report.family} on {report.where}")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -52,7 +52,8 @@ def draw(report: Report, path: Path) -> None:
         for name, line in lines.items():
             points = sorted(line.items())
             style = {"ls": ":"} if name == "ideal" else {"marker": "o"}
-            axes.plot(*zip(*points, strict=True), label=name, color=_COLOURS[name], **style)
+            label = "torchweld" if name == "ours" else name
+            axes.plot(*zip(*points, strict=True), label=label, color=_COLOURS[name], **style)
         axes.set_title(textwrap.fill(step, 48), fontsize=8)
         axes.set_xticks(sorted(lines["ideal"]))
         axes.set_ylim(bottom=0)
