@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 TORCHWELD = Path(torchweld.__file__).parent
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-MARKS = ("needs a GPU", "needs a download", "needs Liger")
+PACKAGES = ("Liger", "timm and diffusers", "Lightning", "DeepSpeed")
+MARKS = ("needs a GPU", "needs a download", *(f"needs {name}" for name in PACKAGES))
 
 
 class Block(NamedTuple):
@@ -39,7 +40,7 @@ def blocks(page: str) -> list[Block]:
     """The page's blocks of Python; a comment in the line before a block names its requirement."""
     text = (DOCS / page).read_text(encoding="utf-8")
     found = []
-    for match in re.finditer(r"(?:<!-- (.+) -->\n)?```python\n(.*?)```", text, re.S):
+    for match in re.finditer(r"(?:<!-- ([^\n]+) -->\n)?```python\n(.*?)```", text, re.S):
         line = text.count("\n", 0, match.start(2)) + 1
         found.append(Block(page, line, match[2], match[1]))
     return found

@@ -1023,6 +1023,7 @@ def test_a_model_without_gpt2_is_one_sentence(model):
     with pytest.raises(TypeError, match="must be or contain a model of transformers") as error:
         fuse(model)
     assert "\n" not in str(error.value) and type(model).__name__ in str(error.value)
+    assert "use_in_sdpa()" in str(error.value)
 
 
 @pytest.mark.parametrize(

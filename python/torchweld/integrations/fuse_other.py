@@ -26,7 +26,8 @@ def fuse(
     if not roots:
         raise TypeError(
             "torchweld.fuse: model must be or contain a model of transformers, but got "
-            f"{type(model).__name__}; other models can use torchweld's ops and modules"
+            f"{type(model).__name__}; torchweld.integrations.use_in_sdpa() runs the attention of "
+            "other models, torchweld's ops and modules replace their layers"
         )
     switches = hf_switch.plan(model, report) if "attention" in kinds else []
     layers = {path: hf_switch.layers(path, root) for path, root in switches}
