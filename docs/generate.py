@@ -33,7 +33,6 @@ import torch
 import torchweld
 import torchweld_cli
 from torchweld._library import build_facts
-from torchweld.info import has_cuda_kernel
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -65,11 +64,12 @@ def _samples() -> ModuleType:
 def served_dtypes(op: str, device: str) -> list[torch.dtype]:
     """The dtypes that an op accepts, found by calling it with its first sample.
 
-    For "cuda", `torchweld.explain` answers without a GPU.
+    For "cuda", `torchweld.explain` answers without a GPU. A build without CUDA can't tell: with
+    CUDA every op has kernels for the dtypes of the CPU but float64.
     """
     samples = _samples()
-    if device == "cuda" and not has_cuda_kernel(op):
-        return []
+    if device == "cuda" and not build_facts().get("cuda"):
+        return [dtype for dtype in served_dtypes(op, "cpu") if dtype != torch.float64]
     served = []
     for dtype in DTYPES:
         args, kwargs = samples.SAMPLES[op][0].make("cpu", dtype)
@@ -109,8 +109,9 @@ def ops_table() -> str:
             cells = ["integers only"] + ["-"] * (len(cells) - 1)
         lines.append(f"| `{op}` | {' | '.join(cells)} | {gradients(op)} |")
     built = build_facts()
-    cuda = f"CUDA {built['cuda']}" if built.get("cuda") else "no CUDA kernels"
-    note = f"Made from a build for torch {built.get('torch')} with {cuda}."
+    note = f"Made from a build for torch {built.get('torch')} with CUDA {built.get('cuda')}."
+    if not built.get("cuda"):
+        note = "CUDA stands for builds with CUDA; this page was made by one for the CPU alone."
     return "\n".join([*lines, "", note, ""])
 
 

@@ -36,6 +36,14 @@ def test_info(capsys):
     assert out == f"{torchweld.info()}\n"
 
 
+def test_info_of_a_cpu_build_names_the_gpus():
+    info = torchweld.info()
+    info.built = {"torch": "2.11.0"}
+    assert "\nops (each on GPUs too in a build with CUDA)\n" in str(info)
+    info.built = {"torch": "2.11.0", "cuda": "13.0"}
+    assert "\nops\n" in str(info)
+
+
 def test_info_json(capsys):
     code, out, _ = run(capsys, "info", "--json")
     assert code == 0

@@ -173,6 +173,14 @@ def test_page_of_a_kernel_explains_it(page, generate):
     assert generate.kernel_table(page.stem).count("\n") > 10
 
 
+def test_what_is_not_supported_is_found_by_its_names():
+    text = (DOCS / "support.md").read_text(encoding="utf-8")
+    rows = text[text.index("## Not supported") :].lower()
+    for name in ("fp8", "mxfp8", "nvfp4", "mixture of experts", "moe", "grouped gemm", "dropout",
+                 "bias", "alibi", "paged", "continuous batching"):  # fmt: skip
+        assert name in rows, name
+
+
 def test_glossary_has_one_line_a_word():
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", (DOCS / "glossary.md").read_text(), re.M)[1:]
     words = [word for word, _ in rows if not word.startswith("---")]
@@ -235,11 +243,19 @@ def test_every_public_name_has_an_example_that_runs(generate, tmp_path):
 def test_table_of_ops_is_what_the_registry_says(generate):
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", generate.ops_table(), re.M))
     assert set(rows) == set(PUBLIC)
-    both = "CPU, CUDA" if build_facts().get("cuda") else "CPU"
-    three = " | ".join([both] * 3)
+    three = " | ".join(["CPU, CUDA"] * 3)
     assert rows["softmax"] == f"{three} | CPU | `x`"
     assert rows["int4_linear"].endswith("| `x`")  # the weight is frozen
     assert rows["int4_pack"].startswith("integers only")
+
+
+def test_table_of_ops_is_that_of_a_cuda_build_without_cuda_too(generate, monkeypatch):
+    if not build_facts().get("cuda"):
+        pytest.skip("there are no CUDA kernels in this build")
+    table = generate.ops_table()
+    monkeypatch.setattr(generate, "build_facts", dict)
+    rows, note = generate.ops_table().rsplit("\n\n", 1)
+    assert rows == table.rsplit("\n\n", 1)[0] and "CPU alone" in note
 
 
 def test_an_op_that_refuses_a_dtype_is_not_listed_for_it(generate, monkeypatch):

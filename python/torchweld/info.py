@@ -71,7 +71,8 @@ class Info:
             f"introspection  {'yes' if self.introspection else 'no (torchweld._C is missing)'}",
         ]
         if self.ops:
-            lines.append("ops")
+            note = "" if built.get("cuda") else " (each on GPUs too in a build with CUDA)"
+            lines.append(f"ops{note}")
             width = max(len(name) for name in self.ops)
             lines += [f"  {name:<{width}}  {', '.join(where)}" for name, where in self.ops.items()]
         return "\n".join(lines)
