@@ -22,7 +22,7 @@ IN_VENV =
 RUN = $(or $(PYTHON),python3)
 SETUP = current-python
 TOOLS = current-python
-DOCS = current-python
+DOCS = current-docs
 BARE =
 PACKAGES =
 else
@@ -36,7 +36,7 @@ BARE = $(VENV)/.python
 PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python FORCE
+.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python current-docs FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -148,6 +148,11 @@ current-python:
 	  { echo "torchweld needs Python 3.10 or newer, but $(RUN) is not" >&2; exit 1; }
 	@$(RUN) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torchweld") is None)' || \
 	  { echo "torchweld is not installed for $(RUN), and VENV= installs nothing" >&2; exit 1; }
+
+current-docs: current-python
+	@$(RUN) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' \
+	  sphinx myst_parser furo sphinx_copybutton || { echo "make docs needs packages that VENV= does" \
+	  "not install: $(RUN) -m pip install -r requirements/docs.txt" >&2; exit 1; }
 
 # A command with a line every 20 seconds, so that minutes of work are not silent minutes.
 define WITH_CLOCK

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+import urllib.request
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -20,7 +22,14 @@ author = "the torchweld developers"
 copyright = f"2026, {author}"
 release = version = torchweld.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build", "_generated/*.part.md"]
 html_theme = "furo"
 html_title = f"torchweld {release}"
@@ -32,6 +41,34 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 autodoc_inherit_docstrings = False  # nn.Module's docstrings do not describe these modules
+PROJECTS = {
+    "python": "https://docs.python.org/3/",
+    "torch": "https://docs.pytorch.org/docs/stable/",
+    "transformers": "https://huggingface.co/docs/transformers/main/en/",
+}
+
+
+def inventories() -> dict[str, tuple[str, str]]:
+    """For intersphinx: {project: (its pages, its inventory)}.
+
+    An inventory is fetched once. Without a network a project is left out, for intersphinx would
+    warn, and its names are no links.
+    """
+    found = {}
+    for project, url in PROJECTS.items():
+        path = generate.OUT / f"{project}.inv"
+        with contextlib.suppress(OSError):
+            if not path.is_file():
+                with urllib.request.urlopen(f"{url}objects.inv", timeout=5) as answer:
+                    data = answer.read()
+                if data.startswith(b"# Sphinx inventory"):
+                    path.write_bytes(data)
+        if path.is_file():
+            found[project] = (url, str(path))
+    return found
+
+
+intersphinx_mapping = inventories()
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

@@ -65,10 +65,11 @@ def run(code: list[Block], folder: Path) -> None:
 
 
 def run_text(name: str, text: str, folder: Path) -> None:
+    """Runs code in a folder that has benchmarks/, as the root of a checkout."""
     path = folder / name
     path.write_text(text, encoding="utf-8")
-    path_of_imports = f"{TORCHWELD.parent}{os.pathsep}{ROOT / 'benchmarks'}"  # which has plan.py
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path_of_imports}
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TORCHWELD.parent)}
     done = subprocess.run(
         [sys.executable, path.name], cwd=folder, capture_output=True, text=True, env=env
     )
@@ -121,6 +122,19 @@ def test_python_that_needs_more(block, tmp_path):
     if block.mark != "needs a GPU" or not torch.cuda.is_available():
         pytest.skip(f"a block of the documentation {block.mark}")
     run([block], tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make was not found")
+def test_make_docs_without_its_packages_is_one_sentence():
+    done = subprocess.run(
+        ["make", "docs", "VENV=", f"PYTHON={sys.executable} -S"],  # without site-packages
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(TORCHWELD.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "pip install -r requirements/docs.txt\n" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
 
 
 def test_few_blocks_are_marked():
