@@ -27,6 +27,19 @@ def test_bad_call(case, device):
     case.check(device)
 
 
+@pytest.mark.parametrize("name", torchweld.nn.__all__)
+def test_unknown_keyword_of_a_constructor(name):
+    module = getattr(torchweld.nn, name)
+    arguments = list(inspect.signature(module).parameters)
+    longest = max(arguments, key=len)
+    with pytest.raises(TypeError) as error:
+        module(**{f"{longest}_": 1})
+    assert str(error.value) == (
+        f"torchweld.nn.{name}: arguments must be {', '.join(arguments)}, but got {longest}_; use "
+        f"{longest}="
+    )
+
+
 @pytest.mark.parametrize("op", [op for op in SPECS if op in DIFFERENTIABLE])
 def test_bad_call_while_recording(op, device):
     """The refusal names the op that was called, not the one that autograd calls for it."""

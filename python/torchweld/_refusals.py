@@ -164,6 +164,20 @@ def sentences(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
+def readable_constructor(module: type) -> None:
+    """Makes a module's constructor refuse unknown keywords in the words of the ops."""
+    init: Callable[..., None] = module.__init__  # type: ignore[misc]
+    names = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def construct(self: object, *args: Any, **kwargs: Any) -> None:
+        if unknown := _unknown(names, kwargs):
+            raise TypeError(f"torchweld.nn.{module.__name__}: {unknown}")
+        init(self, *args, **kwargs)
+
+    module.__init__ = construct  # type: ignore[misc]
+
+
 def _fixes(name: str, names: list[str]) -> list[str]:
     """The advice for another library's argument in a function with these arguments."""
     return [text for ours, text in _FIXES.get(name, []) if ours in names and name not in names]
@@ -187,26 +201,32 @@ def _fix(
     return ""
 
 
+def _unknown(names: list[str], kwargs: dict[str, Any]) -> str | None:
+    """The error for a keyword that is no argument, or None."""
+    for name in kwargs:
+        if name not in names:
+            fixes = _fixes(name, names)
+            fixes += [f"use {ours}=" for ours in get_close_matches(name, names, 1)]
+            return f"arguments must be {', '.join(names)}, but got {name}" + "".join(
+                f"; {fix}" for fix in fixes[:1]
+            )
+    return None
+
+
 def _sentence(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str | None:
     """The error in the names and kinds of the arguments, or None."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
-    listed = ", ".join(names)
-    for name in kwargs:
-        if name not in names:
-            fixes = _fixes(name, names)
-            fixes += [f"use {ours}=" for ours in get_close_matches(name, names, 1)]
-            return f"arguments must be {listed}, but got {name}" + "".join(
-                f"; {fix}" for fix in fixes[:1]
-            )
+    if unknown := _unknown(names, kwargs):
+        return unknown
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(args) > most:
         fix = "; use " + "=, ".join(names[most:]) + "=" if most < len(names) else ""
         fix = f"; {_LAST_DIM}" if names == ["x"] else fix
-        return f"arguments must be {listed}, but got {len(args)} without a name{fix}"
+        return f"arguments must be {', '.join(names)}, but got {len(args)} without a name{fix}"
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:  # Python's own message names the missing or repeated argument

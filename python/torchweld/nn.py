@@ -1,5 +1,6 @@
 """Drop-in modules: each names the torch code that it replaces."""
 
+from torchweld._refusals import readable_constructor as _readable_constructor
 from torchweld.ops.attention import CausalSelfAttention
 from torchweld.ops.cross_entropy import CrossEntropyLoss
 from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
@@ -24,3 +25,6 @@ __all__ = [
     "RMSNormLinear",
     "Softmax",
 ]
+
+for _name in __all__:
+    _readable_constructor(globals()[_name])
