@@ -1,6 +1,4 @@
-// The epilogue of wgmma's fp32 accumulators: it adds the bias, stores the pre-activation, applies
-// the activation or the gate, rounds, and stores y. Each warp writes boxes of 16 rows of results to
-// shared memory. TMA then copies the boxes to global memory.
+// The linear epilogue of wgmma's fp32 accumulators, box by box.
 //
 // In ping-pong tiles one warpgroup runs its epilogue while the other warpgroup multiplies; a
 // k-block takes 512 clocks. The tensor cores have priority at the register file, so a warp in the
@@ -10,51 +8,32 @@
 // slower. Neither twice as many boxes nor earlier loads of the bias change its time.
 #pragma once
 
-#include "device/activation.cuh"
-#include "device/features.cuh"
-#include "device/sm90/stmatrix.cuh"
-#include "device/sm90/tma.cuh"
-#include "gemm/sm90/params.h"
-#include "gemm/sm90/tiles.h"
+#include "device/named_barrier.cuh"
+#include "gemm/linear_epilogue.cuh"
+#include "gemm/sm90/box_store.cuh"
+#include "gemm/sm90/named_barriers.h"
 
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// A box is divided into groups of 8 columns. With t = lane % 4 and g = lane / 4, a thread holds
-// columns 2t and 2t + 1 of every group, in rows g and g + 8 of the box. In group j its values are
-// v[4 j] and v[4 j + 1] in row g, and v[4 j + 2] and v[4 j + 3] in row g + 8.
+// The bias of a warpgroup's tile. In a gated tile this is the bias of both halves.
 template <typename T, int kTile, bool kGated>
-class Sm90Epilogue {
- protected:
+class Sm90TileBias {
+  using Store = Sm90BoxStore<T, kTile, kGated>;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  static constexpr bool kExact = sizeof(T) == 4;
-  static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
-  static constexpr int kValues = kGroups * 4;  // number of values of a box that one thread holds
-  static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
   static constexpr int kBiases = (kT.block_n + 127) / 128;  // the number of bias values per thread
-  static constexpr int kSlots = kT.boxes;
-  // The number of columns of y in one tile.
-  static constexpr int kTileColumns = kGated ? kT.block_n / 2 : kT.block_n;
+  static constexpr int kTileColumns = Store::kTileColumns;
 
  public:
-  using Sums = float[kT.wgmma_m_tiles()][kT.block_n / 2];
-  static constexpr bool kLoadsRows = false;
-  static constexpr bool kLoadsBias = true;
+  // s_bias is shared memory for the bias in fp32.
+  __device__ __forceinline__ Sm90TileBias(const GemmParams& p, float* s_bias)
+      : p_(p), s_bias_(s_bias) {}
 
-  // s_staging holds the boxes of all warps. s_bias holds the bias of the warpgroup's tile in fp32.
-  // For a gated tile this is the bias of both halves.
-  __device__ __forceinline__ Sm90Epilogue(const Sm90Params& p, char* s_staging, float* s_bias,
-                                          int warpgroup)
-      : p_(p),
-        s_boxes_(shared_address(s_staging) +
-                 (warpgroup * 4 + threadIdx.x % 128 / 32) * kT.boxes * kBoxBytes),
-        s_bias_(s_bias),
-        lane_(threadIdx.x % 32) {}
+  __device__ __forceinline__ bool given() const { return p_.epilogue.bias != nullptr; }
 
   // Loads the bias of the tile into registers while the mainloop runs.
-  __device__ __forceinline__ void fetch_bias(const WorkTile& work) {
-    const GemmParams& p = p_.gemm;
-    const GemmEpilogue& e = p.epilogue;
+  __device__ __forceinline__ void fetch(const WorkTile& work) {
+    const GemmEpilogue& e = p_.epilogue;
     const int thread = threadIdx.x % 128;
     const int64_t tile_column = work.tile_n * kTileColumns;
 #pragma unroll
@@ -63,10 +42,10 @@ class Sm90Epilogue {
       const bool right = kGated && at >= kTileColumns;
       const int64_t column = tile_column + (right ? at - kTileColumns : at);
       bias_[i] = 0;
-      if (at < kT.block_n && column < p.n) {
+      if (at < kT.block_n && column < p_.n) {
         const int64_t from = !kGated         ? column
                              : e.interleaved ? 2 * column + right
-                                             : column + (right ? p.n : 0);
+                                             : column + (right ? p_.n : 0);
         // NOTE: bias_ holds the loaded bits. A conversion to fp32 here would wait for the load.
         bias_[i] = e.bias_fp32 || sizeof(T) == 4 ? static_cast<const uint32_t*>(e.bias)[from]
                                                  : static_cast<const uint16_t*>(e.bias)[from];
@@ -74,9 +53,11 @@ class Sm90Epilogue {
     }
   }
 
-  // Writes the bias, which fetch_bias loaded into registers, to shared memory. The caller must
-  // synchronise the warpgroup before and after the call.
-  __device__ __forceinline__ void share_bias() const {
+  // Writes the bias, which fetch loaded into registers, to shared memory.
+  __device__ __forceinline__ void share(int warpgroup) const {
+    // Wait until all warps have read the bias of the previous tile. Ping-pong tiles need no wait
+    // here, because all warps have met at a barrier after these reads.
+    if (!kT.pingpong) named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
 #pragma unroll
     for (int i = 0; i < kBiases; ++i) {
       const int at = i * 128 + int(threadIdx.x) % 128;
@@ -87,175 +68,19 @@ class Sm90Epilogue {
         } else {
           const uint16_t bits = uint16_t(bias_[i]);
           s_bias_[at] =
-              p_.gemm.epilogue.bias_fp32 ? as_fp32 : to_float(*reinterpret_cast<const T*>(&bits));
+              p_.epilogue.bias_fp32 ? as_fp32 : to_float(*reinterpret_cast<const T*>(&bits));
         }
       }
     }
+    named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // Stores the results of the tile. `rank` is the rank of the CTA in its cluster.
-  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
-    if (p_.gemm.epilogue.preact != nullptr) {
-      finish_boxes</*kPreact=*/true>(acc, work, rank);
-    } else {
-      finish_boxes</*kPreact=*/false>(acc, work, rank);
-    }
-  }
-
-  // Waits until TMA has written all boxes to global memory. Every warp must call this function
-  // before the CTA ends.
-  __device__ __forceinline__ void wait() const {
-    if (lane_ == 0) tma_wait_all();
-  }
-
- protected:
-  using Flat = float[kT.wgmma_m_tiles() * kT.block_n / 2];
-  static constexpr int kAcross = kTileColumns / kColumns;  // number of boxes across a tile
-  // The number of boxes that are stored for 16 rows and kColumns columns of y: one box of y and, if
-  // `preact` is true, one box of the pre-activation (two boxes in a gated product).
-  static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
-
-  // The start of a warp's part of the tile in y. In a Box: the start of the box in `y` or `preact`.
-  struct Place {
-    int row, column, batch;
-  };
-  struct Box : Place {
-    int right;  // 1 for the right half of a gated product, else 0
-    bool preact;
-  };
-  template <bool kPreact>
-  __device__ __forceinline__ Box box_of(const Place& place, int result) const {
-    constexpr int kResults = results(kPreact);
-    const int at = result / kResults, kind = result % kResults;
-    Box box = {{place.row + at / kAcross * 64, place.column + at % kAcross * kColumns, place.batch},
-               kGated && kind == 1,
-               kind < kResults - 1};
-    if (box.preact && stores_pairs()) {
-      box.column = 2 * box.column + box.right * kColumns;
-      box.right = 0;
-    }
-    return box;
-  }
-
-  // Whether the left and right columns of the pre-activation alternate in memory. If so, a box of
-  // the pre-activation holds kColumns / 2 left and kColumns / 2 right columns.
-  __device__ __forceinline__ bool stores_pairs() const {
-    return kGated && p_.gemm.epilogue.interleaved;
-  }
-
-  // Returns the row and the column of y at which this warp's part of the tile starts.
-  static __device__ __forceinline__ Place place_of(const WorkTile& work, int rank) {
-    const int warpgroup = fresh_thread() / 128 - 1;
-    // The first row of the warpgroup in the tile.
-    const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();
-    return {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row +
-                fresh_thread() % 128 / 32 * 16,
-            int(work.tile_n) * kTileColumns, int(work.batch)};
-  }
-
-  // Issues the TMA store of the previous box of this tile, if there is a previous box. Returns the
-  // slot for the next box.
-  template <bool kPreact>
-  __device__ __forceinline__ int send_last_box(const Place& place, int& result) const {
-    if (result == 0) {
-      wait_for_slots<0>();  // the boxes of the previous tile may still use the staging memory
-    } else {
-      send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
-      wait_for_slots<kSlots - 1>();
-    }
-    return result++ % kSlots;
-  }
-
-  // Each iteration of the loop in finish_boxes handles kIterationValues accumulators of a thread.
-  // These belong to one box or, in a gated product, to 16 rows and all columns of the tile.
-  static constexpr int kAccumulators = sizeof(Flat) / sizeof(float);
-  static constexpr int kIterationValues = kGated ? kT.block_n / 2 : kValues;
-  static constexpr int kIterations = kAccumulators / kIterationValues,
-                       kIterationBoxes = kGated ? kAcross : 1;
-  using IterationValues = float[kIterationValues];
-
-  // Sets `v` to the accumulators of one iteration.
-  // NOTE: a branch on `iteration` needs fewer instructions than a selection of each single value.
-  template <int kIndex = 0>
-  static __device__ __forceinline__ void copy_values(IterationValues& v, const Flat& sums,
-                                                     int iteration) {
-    if constexpr (kIndex < kIterations) {
-      if (iteration == kIndex) {
+  // Adds the bias of columns [from, from + Store::kColumns) of the tile to the values of a box.
+  __device__ __forceinline__ void add(typename Store::Values& v, int from) const {
 #pragma unroll
-        for (int i = 0; i < kIterationValues; ++i) {
-          v[i] = sums[kIndex * kIterationValues + i];
-          asm volatile("" : "+f"(v[i]));
-        }
-      } else {
-        copy_values<kIndex + 1>(v, sums, iteration);
-      }
-    }
-  }
-
-  // NOTE: with an activation, a gate or a pre-activation the loop is not unrolled, because
-  // instruction fetch would limit the speed of the unrolled code. Every iteration copies its
-  // accumulators to the same registers. The TMA store of a box is issued only after the next box
-  // has been written, because the fence before the store waits until the writes of the box have
-  // reached shared memory.
-  template <bool kPreact>
-  __device__ __forceinline__ void finish_boxes(Sums& acc, const WorkTile& work, int rank) {
-    const GemmEpilogue& e = p_.gemm.epilogue;
-    const Place place = place_of(work, rank);
-    Flat& sums = reinterpret_cast<Flat&>(acc);
-    int result = 0;
-    const auto next_slot = [&] { return send_last_box<kPreact>(place, result); };
-    const auto put = [&](const float (&values)[kValues]) { stage(values, next_slot()); };
-    if (!kGated && !kPreact && e.activation == Activation::kNone) {
-      // Without an activation the loop body is short, so this loop is unrolled and the accumulators
-      // are not copied.
-#pragma unroll
-      for (int iteration = 0; iteration < kIterations; ++iteration) {
-        auto& v = reinterpret_cast<float (&)[kValues]>(sums[iteration * kIterationValues]);
-        if (e.bias != nullptr) add_bias(v, iteration % kAcross * kColumns);
-        put(v);
-      }
-    } else {
-#pragma unroll 1
-      for (int iteration = 0; iteration < kIterations; ++iteration) {
-        IterationValues values;
-        copy_values(values, sums, iteration);
-#pragma unroll
-        for (int c = 0; c < kIterationBoxes; ++c) {
-          auto& v = values_of(values, c * kColumns);
-          // The column of the first value, relative to the tile.
-          const int from = kGated ? c * kColumns : iteration % kAcross * kColumns;
-          if (e.bias != nullptr) add_bias(v, from);
-          if constexpr (!kGated) {
-            if (kPreact) put(v);
-            activate<kExact>(v, e.activation);
-          } else {
-            auto& right = values_of(values, kTileColumns + c * kColumns);
-            if (e.bias != nullptr) add_bias(right, kTileColumns + from);
-            if constexpr (kPreact) {
-              if (stores_pairs()) {
-                stage_pairs<0>(v, right, next_slot());
-                stage_pairs<kGroups / 2>(v, right, next_slot());
-              } else {
-                put(v);
-                put(right);
-              }
-            }
-            apply_gate<kExact>(v, right, e.gate);
-          }
-          put(v);
-        }
-      }
-    }
-    send(box_of<kPreact>(place, result - 1), (result - 1) % kSlots);
-  }
-
-  static __device__ __forceinline__ float (&values_of(IterationValues& sums, int column))
-      [kValues] { return reinterpret_cast<float (&)[kValues]>(sums[column / 2]); }
-
-  __device__ __forceinline__ void add_bias(float (&v)[kValues], int from) const {
-#pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
-      const float2 bias = *reinterpret_cast<const float2*>(s_bias_ + from + j * 8 + lane_ % 4 * 2);
+    for (int j = 0; j < Store::kGroups; ++j) {
+      const float2 bias =
+          *reinterpret_cast<const float2*>(s_bias_ + from + j * 8 + threadIdx.x % 4 * 2);
       v[4 * j] += bias.x;
       v[4 * j + 1] += bias.y;
       v[4 * j + 2] += bias.x;
@@ -263,137 +88,119 @@ class Sm90Epilogue {
     }
   }
 
-  // Frees slots: waits until TMA has read all boxes except the last kPending boxes.
-  template <int kPending>
-  __device__ __forceinline__ void wait_for_slots() const {
-    if (lane_ == 0) tma_wait_read<kPending>();
-    __syncwarp();
+ private:
+  const GemmParams& p_;
+  float* s_bias_;
+  uint32_t bias_[kBiases];  // the bits of the bias, as loaded from memory
+};
+
+template <typename T, int kTile, bool kGated_>
+class Sm90LinearEpilogue {
+  using Store = Sm90BoxStore<T, kTile, kGated_>;
+  using Values = typename Store::Values;
+  using Place = typename Store::Place;
+
+ public:
+  using Sums = typename Store::Sums;
+
+  __device__ __forceinline__ Sm90LinearEpilogue(const Sm90Params& p, char* s_staging, float* s_bias,
+                                                int warpgroup)
+      : e_(p.gemm.epilogue), bias_(p.gemm, s_bias), store_(p, s_staging, warpgroup) {}
+
+  // Starts the loads that the epilogue of the tile needs. `ends` is whether this CTA runs it.
+  __device__ __forceinline__ void fetch(const WorkTile& work, int, bool ends) {
+    if (bias_.given() && ends) bias_.fetch(work);
   }
 
-  __device__ __forceinline__ void send(const Box& box, int slot) const {
-    async_fence();
-    __syncwarp();
-    if (box.preact ? p_.stores_preact : p_.stores_y) {
-      if (lane_ == 0) {
-        tma_store(box.preact ? p_.preact : p_.y, box_at(slot), box.column, box.row, box.right,
-                  box.batch);
-      }
-    } else {
-      store_rows(box, box_at(slot));
+  // Stores the results of the tile. `rank` is the rank of the CTA in its cluster.
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank, int warpgroup) {
+    if (bias_.given()) bias_.share(warpgroup);
+    const Place place = Store::place_of(work, rank);
+    auto& sums = reinterpret_cast<typename Store::Flat&>(acc);
+    e_.preact != nullptr ? finish_boxes</*kPreact=*/true>(sums, place)
+                         : finish_boxes</*kPreact=*/false>(sums, place);
+  }
+
+  __device__ __forceinline__ void wait() const { store_.wait(); }
+
+ private:
+  // The values of a box. Their first column is column `from` of the tile.
+  template <bool kPreact, bool kActivates_>
+  struct Fragment {
+    static constexpr bool kGated = kGated_, kActivates = kActivates_;
+    const Sm90LinearEpilogue& epilogue;
+    const Place& place;
+    int& result;  // the number of boxes of the tile that have been written
+    int from;
+    Values &values, &partner;
+
+    __device__ __forceinline__ bool stores_preact() const { return kPreact; }
+    __device__ __forceinline__ bool pair_up() const { return true; }
+    __device__ __forceinline__ void add_bias() {
+      epilogue.bias_.add(values, from);
+      if (kGated) epilogue.bias_.add(partner, Store::kTileColumns + from);
     }
-    if (lane_ == 0) tma_commit();
-  }
-
-  __device__ __forceinline__ uint32_t box_at(int slot) const { return s_boxes_ + slot * kBoxBytes; }
-
-  // Returns the swizzled position of 16-byte chunk `chunk` in row `row` of a box.
-  static __device__ __forceinline__ int chunk_of(int row, int chunk) {
-    return kBoxRowBytes == 128 ? swizzled_chunk(row, chunk) : chunk ^ ((row >> 1) & 3);
-  }
-
-  // Rounds the values and writes them into a box.
-  __device__ __forceinline__ void stage(const float (&v)[kValues], int slot) const {
-    const uint32_t s_box = box_at(slot);
-    if constexpr (sizeof(T) == 2) {
-      const int row = lane_ % 16;
-#pragma unroll
-      for (int j = 0; j < kGroups; j += 2) {
-        const uint32_t r[4] = {
-            pack_pair<T>(v[4 * j], v[4 * j + 1]), pack_pair<T>(v[4 * j + 2], v[4 * j + 3]),
-            pack_pair<T>(v[4 * j + 4], v[4 * j + 5]), pack_pair<T>(v[4 * j + 6], v[4 * j + 7])};
-        store_matrix_4(s_box + row * kBoxRowBytes + (chunk_of(row, j + lane_ / 16) << 4), r);
-      }
-    } else {
-      const int row = lane_ / 4, t = lane_ % 4;
-#pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        const int in = (chunk_of(row, j * 2 + t / 2) << 4) + t % 2 * 8;
-        store_shared(s_box + row * kBoxRowBytes + in, v[4 * j], v[4 * j + 1]);
-        store_shared(s_box + (row + 8) * kBoxRowBytes + in, v[4 * j + 2], v[4 * j + 3]);
-      }
-    }
-  }
-
-  // Writes groups kFirst to kFirst + kGroups / 2 - 1 of both halves to a box. Each left value is
-  // followed by the right value of the same column.
-  template <int kFirst>
-  __device__ __forceinline__ void stage_pairs(const float (&left)[kValues],
-                                              const float (&right)[kValues], int slot) const {
-    const uint32_t s_box = box_at(slot);
-    const int row = lane_ / 4, t = lane_ % 4;
-#pragma unroll
-    for (int j = 0; j < kGroups / 2; ++j) {
-      const float* l = left + 4 * (kFirst + j);
-      const float* r = right + 4 * (kFirst + j);
-      const int at = (j * 16 + t * 4) * int(sizeof(T));  // byte offset of the pair in its box row
-      const uint32_t s_to = s_box + row * kBoxRowBytes + (chunk_of(row, at / 16) << 4) + at % 16;
-      if constexpr (sizeof(T) == 2) {
-        store_shared(s_to, pack_pair<T>(l[0], r[0]), pack_pair<T>(l[1], r[1]));
-        store_shared(s_to + 8 * kBoxRowBytes, pack_pair<T>(l[2], r[2]), pack_pair<T>(l[3], r[3]));
+    __device__ __forceinline__ void store_preact() {
+      if (kGated && epilogue.store_.stores_pairs()) {
+        epilogue.store_.template stage_pairs<0>(values, partner, next_slot());
+        epilogue.store_.template stage_pairs<Store::kGroups / 2>(values, partner, next_slot());
       } else {
-        store_shared(s_to, l[0], r[0]);
-        store_shared(s_to + 8, l[1], r[1]);
-        store_shared(s_to + 8 * kBoxRowBytes, l[2], r[2]);
-        store_shared(s_to + 8 * kBoxRowBytes + 8, l[3], r[3]);
+        put(values);
+        if (kGated) put(partner);
       }
     }
-  }
+    __device__ __forceinline__ void store() { put(values); }
 
-  static __device__ __forceinline__ void store_shared(uint32_t s_to, uint32_t x, uint32_t y) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(s_to), "r"(x), "r"(y) : "memory");
-  }
-
-  static __device__ __forceinline__ void store_shared(uint32_t s_to, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(s_to), "f"(x), "f"(y) : "memory");
-  }
-
-  static __device__ __forceinline__ T load_shared(uint32_t s_from) {
-    if constexpr (sizeof(T) == 4) {
-      float value;
-      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(s_from) : "memory");
-      return value;
-    } else {
-      uint16_t bits;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(s_from) : "memory");
-      return *reinterpret_cast<const T*>(&bits);
+   private:
+    __device__ __forceinline__ int next_slot() {
+      return epilogue.store_.template send_last_box<kPreact>(place, result);
     }
-  }
+    __device__ __forceinline__ void put(const Values& v) { epilogue.store_.stage(v, next_slot()); }
+  };
 
-  // Stores a box element by element. TMA can't store a result whose rows don't start on 16-byte
-  // boundaries.
-  __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
-    const GemmParams& p = p_.gemm;
-    T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
-    int64_t row_stride = p.y_row_stride, columns = p.n;
-    if (box.preact) {
-      g_to = static_cast<T*>(p.epilogue.preact) + box.batch * p.y_batch_stride + box.column +
-             box.right * p.n;
-      row_stride = kGated ? 2 * p.n : p.n;
-      if (stores_pairs()) columns = row_stride;
-    }
-    constexpr int kChunkElems = 16 / sizeof(T);
-#pragma unroll 1
-    for (int row = 0; row < 16; ++row) {
-      if (box.row + row >= p.m) break;
+  // NOTE: with an activation, a gate or a pre-activation the loop is not unrolled, because
+  // instruction fetch would limit the speed of the unrolled code. Every iteration copies its
+  // accumulators to the same registers. The TMA store of a box is issued only after the next box
+  // has been written, because the fence before the store waits until the writes of the box have
+  // reached shared memory.
+  template <bool kPreact>
+  __device__ __forceinline__ void finish_boxes(typename Store::Flat& sums,
+                                               const Place& place) const {
+    constexpr bool kExact = sizeof(T) == 4;
+    constexpr int kColumns = Store::kColumns;
+    int result = 0;
+    if (!kGated_ && !kPreact && e_.activation == Activation::kNone) {
+      // Without an activation the loop body is short, so this loop is unrolled and the accumulators
+      // are not copied.
 #pragma unroll
-      for (int c = 0; c < kColumns; c += 32) {
-        const int at = c + lane_;
-        if (box.column + at < columns) {
-          const uint32_t s_from = s_box + row * kBoxRowBytes +
-                                  (chunk_of(row, at / kChunkElems) << 4) +
-                                  at % kChunkElems * int(sizeof(T));
-          g_to[(box.row + row) * row_stride + at] = load_shared(s_from);
+      for (int iteration = 0; iteration < Store::kIterations; ++iteration) {
+        auto& v = reinterpret_cast<Values&>(sums[iteration * Store::kIterationValues]);
+        linear_epilogue<kExact>(
+            e_, Fragment<kPreact, /*kActivates=*/false>{
+                    *this, place, result, iteration % Store::kAcross * kColumns, v, v});
+      }
+    } else {
+#pragma unroll 1
+      for (int iteration = 0; iteration < Store::kIterations; ++iteration) {
+        typename Store::IterationValues values;
+        Store::copy_values(values, sums, iteration);
+#pragma unroll
+        for (int c = 0; c < Store::kIterationBoxes; ++c) {
+          const int from = (kGated_ ? c : iteration % Store::kAcross) * kColumns;
+          auto& v = reinterpret_cast<Values&>(values[c * kColumns / 2]);
+          auto& partner = reinterpret_cast<Values&>(
+              values[kGated_ ? (Store::kTileColumns + c * kColumns) / 2 : 0]);
+          linear_epilogue<kExact>(
+              e_, Fragment<kPreact, /*kActivates=*/true>{*this, place, result, from, v, partner});
         }
       }
     }
-    __syncwarp();
+    store_.template send_final_box<kPreact>(place, result);
   }
 
-  const Sm90Params& p_;
-  uint32_t s_boxes_;
-  float* s_bias_;
-  int lane_;
-  uint32_t bias_[kBiases];  // the bits of the bias, as loaded from memory
+  const GemmEpilogue& e_;
+  Sm90TileBias<T, kTile, kGated_> bias_;
+  Store store_;
 };
 #endif
 

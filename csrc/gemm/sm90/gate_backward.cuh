@@ -30,32 +30,29 @@ struct GateBackwardConfig
 
 #if TW_HAS_WGMMA
 template <typename T>
-class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*kGated=*/false> {
-  using Base = Sm90Epilogue<T, kPingPong128x128Cluster2, false>;
-  using typename Base::Flat;
-  using typename Base::Place;
+class GateBackwardEpilogue {
+  using Store = Sm90BoxStore<T, kPingPong128x128Cluster2, /*kGated=*/false>;
+  using Place = typename Store::Place;
   static constexpr Sm90Tile kT = gate_backward_tile();
   static constexpr int kPairs = kT.boxes / 2;
-  static constexpr uint32_t kPairBytes = 2 * Base::kBoxBytes;
+  static constexpr uint32_t kPairBytes = 2 * Store::kBoxBytes;
   // A thread divides its values of a box into kParts parts and handles one part at a time.
-  static constexpr int kParts = 2, kPartValues = Base::kValues / kParts;
+  static constexpr int kParts = 2, kPartValues = Store::kValues / kParts;
   using Part = float[kPartValues];
-  static_assert(kT.pingpong && Base::kIterations == 2 * kPairs);
+  static_assert(kT.pingpong && Store::kIterations == 2 * kPairs);
 
  public:
-  using Sums = typename Base::Sums;
-  static constexpr bool kLoadsRows = true;
-  static constexpr bool kLoadsBias = false;
+  using Sums = typename Store::Sums;
 
   // This kernel has no bias. Instead, s_bias holds kPairs mbarriers per warp, one for each pair of
   // boxes.
   __device__ __forceinline__ GateBackwardEpilogue(const Sm90GateBackwardParams& p, char* s_staging,
                                                   float* s_bias, int warpgroup)
-      : Base(p, s_staging, s_bias, warpgroup), params_(p) {
+      : params_(p), store_(p, s_staging, warpgroup), lane_(threadIdx.x % 32) {
     const int warp = threadIdx.x % 128 / 32;
     s_pairs_ = shared_address(s_staging) + (warpgroup * 4 + warp) * kPairs * kPairBytes;
     s_loaded_ = reinterpret_cast<uint64_t*>(s_bias) + warp * kPairs;
-    if (this->lane_ == 0) {
+    if (lane_ == 0) {
       for (int pair = 0; pair < kPairs; ++pair) mbarrier_init(s_loaded_ + pair, 1);
       mbarrier_init_fence();
       async_fence();
@@ -64,29 +61,29 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
   }
 
   // Loads the first kPairs pairs of boxes of the tile.
-  __device__ __forceinline__ void fetch_rows(const WorkTile& work, int rank) {
-    const Place place = Base::place_of(work, rank);
-    this->template wait_for_slots<0>();
+  __device__ __forceinline__ void fetch(const WorkTile& work, int rank, bool) {
+    const Place place = Store::place_of(work, rank);
+    store_.template wait_for_slots<0>();
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) load(place, pair);
   }
 
   // NOTE: every tile loads into each pair of boxes twice, so the parity of the pair's mbarrier is
   // the same at the start of every tile.
-  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
-    const Place place = Base::place_of(work, rank);
-    const Flat& sums = reinterpret_cast<const Flat&>(acc);
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank, int) {
+    const Place place = Store::place_of(work, rank);
+    const auto& sums = reinterpret_cast<const typename Store::Flat&>(acc);
 #pragma unroll 1
-    for (int iteration = 0; iteration < Base::kIterations; ++iteration) {
-      if (iteration + 1 >= kPairs && iteration + 1 < Base::kIterations) {
+    for (int iteration = 0; iteration < Store::kIterations; ++iteration) {
+      if (iteration + 1 >= kPairs && iteration + 1 < Store::kIterations) {
         // The next iteration's pair of boxes is free when TMA has read the gradients from it.
-        this->template wait_for_slots<0>();
+        store_.template wait_for_slots<0>();
         load(place, iteration + 1);
       }
-      float dy[Base::kValues];  // gate_grad overwrites dy with the result of the gate
-      Base::copy_values(dy, sums, iteration);
+      typename Store::Values dy;  // gate_grad overwrites dy with the result of the gate
+      Store::copy_values(dy, sums, iteration);
       const uint32_t s_left = s_pairs_ + iteration % kPairs * kPairBytes,
-                     s_right = s_left + Base::kBoxBytes;
+                     s_right = s_left + Store::kBoxBytes;
       mbarrier_wait(s_loaded_ + iteration % kPairs, iteration / kPairs);
       // NOTE: without the parts, a thread would need 32 more registers, and registers would spill.
 #pragma unroll
@@ -101,7 +98,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
       }
       store(place, iteration, s_left);
       if (params_.stores_act) {
-        this->template wait_for_slots<0>();
+        store_.template wait_for_slots<0>();
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           write_part(reinterpret_cast<Part&>(dy[part * kPartValues]), s_left, part);
@@ -111,30 +108,32 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
     }
   }
 
+  __device__ __forceinline__ void wait() const { store_.wait(); }
+
  private:
   // The coordinates of the boxes of an iteration.
   static __device__ __forceinline__ Place box_place(const Place& place, int iteration) {
-    return {place.row + iteration / Base::kAcross * 64,
-            place.column + iteration % Base::kAcross * Base::kColumns, place.batch};
+    return {place.row + iteration / Store::kAcross * 64,
+            place.column + iteration % Store::kAcross * Store::kColumns, place.batch};
   }
 
   __device__ __forceinline__ void load(const Place& place, int iteration) const {
-    if (this->lane_ != 0) return;
+    if (lane_ != 0) return;
     const Place box = box_place(place, iteration);
     uint64_t* const s_loaded = s_loaded_ + iteration % kPairs;
     const uint32_t s_to = s_pairs_ + iteration % kPairs * kPairBytes;
     mbarrier_arrive_expect_tx(s_loaded, kPairBytes);
     tma_load(s_to, params_.z, s_loaded, box.column, box.row, 0, 0);
-    tma_load(s_to + Base::kBoxBytes, params_.z, s_loaded, box.column, box.row, 1, 0);
+    tma_load(s_to + Store::kBoxBytes, params_.z, s_loaded, box.column, box.row, 1, 0);
   }
 
   __device__ __forceinline__ void store(const Place& place, int iteration, uint32_t s_from) const {
     async_fence();
     __syncwarp();
-    if (this->lane_ != 0) return;
+    if (lane_ != 0) return;
     const Place box = box_place(place, iteration);
     tma_store(params_.dz, s_from, box.column, box.row, 0, 0);
-    tma_store(params_.dz, s_from + Base::kBoxBytes, box.column, box.row, 1, 0);
+    tma_store(params_.dz, s_from + Store::kBoxBytes, box.column, box.row, 1, 0);
     tma_commit();
   }
 
@@ -142,7 +141,7 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
                                             uint32_t s_from) const {
     async_fence();
     __syncwarp();
-    if (this->lane_ != 0) return;
+    if (lane_ != 0) return;
     const Place box = box_place(place, iteration);
     tma_store(params_.act, s_from, box.column, box.row, 0, 0);
     tma_commit();
@@ -151,8 +150,8 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
   // Returns the address that this lane passes to ldmatrix and stmatrix for groups j and j + 1 of a
   // box. It is the address of 8 values of one row of the box.
   __device__ __forceinline__ uint32_t row_of(uint32_t s_box, int j) const {
-    const int row = this->lane_ % 16;
-    return s_box + row * Base::kBoxRowBytes + (Base::chunk_of(row, j + this->lane_ / 16) << 4);
+    const int row = lane_ % 16;
+    return s_box + row * Store::kBoxRowBytes + (Store::chunk_of(row, j + lane_ / 16) << 4);
   }
 
   __device__ __forceinline__ void read_part(Part& v, uint32_t s_box, int part) const {
@@ -182,6 +181,8 @@ class GateBackwardEpilogue : public Sm90Epilogue<T, kPingPong128x128Cluster2, /*
   }
 
   const Sm90GateBackwardParams& params_;
+  Store store_;
+  int lane_;
   uint32_t s_pairs_;
   uint64_t* s_loaded_;
 };

@@ -166,132 +166,105 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
 // own.
 template <class Config, class Params>
 struct Sm90EpilogueOf {
-  using Type =
-      std::conditional_t<Config::kT.swap_ab(),
-                         Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
-                         Sm90Epilogue<typename Config::Result, Config::kTile, Config::kGated>>;
+  using Type = std::conditional_t<
+      Config::kT.swap_ab(),
+      Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
+      Sm90LinearEpilogue<typename Config::Result, Config::kTile, Config::kGated>>;
 };
 
-// The code of a consumer warpgroup. For each work tile, the warpgroup runs the mainloop. It then
-// stores its partial sums or runs the epilogue.
-template <class Config, class Params>
-__device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>& s, int rank,
-                                             int warpgroup) {
-  using Epilogue = typename Sm90EpilogueOf<Config, Params>::Type;
+// All sums of a thread. If another worker runs the epilogue of the tile, the thread stores them as
+// a stream-K partial.
+template <class Config, class Sums>
+struct Sm90ThreadSums : Sm90DbiasSums<Config> {
+  Sums acc;
+};
+
+// Adds up the sums of the CTAs that compute parts of the K of this tile. Returns whether this CTA
+// runs the epilogue. If not, the CTA has stored its sums as a partial.
+template <class Config, class Sums, class Epilogue>
+__device__ __forceinline__ bool sm90_reduce(const Sm90Params& p,
+                                            const Sm90TileSchedulerOf<Config>& scheduler,
+                                            Sm90ThreadSums<Config, Sums>& all, Epilogue& epilogue,
+                                            int rank, int warpgroup) {
   constexpr Sm90Tile kT = Config::kT;
-  constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
-  constexpr int kRows = 64 * kT.wgmma_m_tiles();  // the number of rows that one warpgroup computes
-  using Sums = typename Epilogue::Sums;
-  // All sums that a thread holds. If another worker runs the epilogue of the tile, the thread
-  // stores these sums as a stream-K partial.
-  struct Partials : Sm90DbiasSums<Config> {
-    Sums acc;
-  };
-  using Flat =
-      float[(sizeof(Sums) + (Config::kDbias ? sizeof(Sm90DbiasSums<Config>) : 0)) / sizeof(float)];
-  const int thread = threadIdx.x % 128;
-  const auto release = [&](int stage) {
-    if constexpr (Config::kT.cluster == 1) {
-      if (thread == 0) mbarrier_arrive(&s.pipeline.empty[stage]);
-    } else {
-      if (thread < Config::kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
+  const int thread = threadIdx.x % 128, barrier = kWarpgroupWg0 + warpgroup;
+  if constexpr (kT.swap_ab()) {
+    if (p.stream_k.split_cluster > 1) {
+      const auto reduce = [&](auto split_cluster) {
+        if (p.stream_k.split_cluster != split_cluster.value) return;
+        epilogue.set_output_slice(
+            sm90_cluster_reduce<split_cluster.value, Sm90Tile::kConsumerThreads>(
+                all.acc[0], p.partials.sums, warpgroup * 128 + thread));
+      };
+      reduce(std::integral_constant<int, 2>());
+      reduce(std::integral_constant<int, 3>());
+      reduce(std::integral_constant<int, 4>());
+      if constexpr (kT.max_split_cluster() > 4) reduce(std::integral_constant<int, 8>());
+      return true;
     }
-  };
+  }
   // Worker `of` stores its partial for the rows of this warpgroup in a slot of the workspace.
   // Returns the index of that slot.
   const auto slot = [&](uint32_t of) {
     return (int64_t{of} * kT.cluster + rank) * kT.warpgroups_per_tile() +
            (kT.pingpong ? 0 : warpgroup);
   };
-  const int first_row = kT.pingpong ? 0 : warpgroup * kRows;
-  const uint32_t s_a =
-      shared_address(s.stages[0]) +
-      (Config::kAKMajor ? first_row * kKBlockBytes
-                        : first_row / Config::kSwizzleRowElems * Config::kLeadingBytes);
-  const uint32_t s_b = shared_address(s.stages[0]) + kT.block_m * kKBlockBytes;
+  using Flat =
+      float[(sizeof(Sums) + (Config::kDbias ? sizeof(Sm90DbiasSums<Config>) : 0)) / sizeof(float)];
+  Flat& sums = reinterpret_cast<Flat&>(all);
+  if (!scheduler.ends()) {
+    p.partials.store_partial(sums, slot(scheduler.worker()), thread, barrier);
+    return false;
+  }
+  if (!scheduler.begins()) {
+    scheduler.for_each_peer(
+        [&](uint32_t peer) { p.partials.accumulate_partial(sums, slot(peer), thread, barrier); });
+  }
+  return true;
+}
+
+// The code of a consumer warpgroup. For each work tile it starts the loads of the epilogue, runs
+// the mainloop, adds up the sums of all CTAs that share the tile, and runs the epilogue, which
+// stores the results.
+template <class Config, class Params>
+__device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>& s, int rank,
+                                             int warpgroup) {
+  using Epilogue = typename Sm90EpilogueOf<Config, Params>::Type;
+  constexpr Sm90Tile kT = Config::kT;
+  const int thread = threadIdx.x % 128,
+            first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();
+  const auto release = [&](int stage) {
+    if (kT.cluster == 1 && thread == 0) mbarrier_arrive(&s.pipeline.empty[stage]);
+    if (kT.cluster > 1 && thread < kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
+  };
+  const auto let_other_issue = [&](int other) {
+    if (kT.pingpong) named_barrier_arrive(kWarpSchedulerWg0 + other, Sm90Tile::kConsumerThreads);
+  };
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup);
-  PipelineState<kT.stages> at;
   Sm90TileSchedulerOf<Config> scheduler(p.stream_k);
-  Partials all;
-  Sums& acc = all.acc;
-  // In a ping-pong tile, warpgroup 1 lets warpgroup 0 issue its wgmmas first.
-  if (kT.pingpong && warpgroup == 1) named_barrier_arrive(kWarpSchedulerWg0, kConsumerThreads);
+  Sm90ThreadSums<Config, typename Epilogue::Sums> all;
+  Sm90Mainloop<Config> mainloop(s.stages[0], first_row);
+  if (warpgroup == 1) let_other_issue(0);  // warpgroup 0 issues its first wgmmas first
   for (int phase = 0; scheduler.next(); phase ^= 1) {
     if (kT.pingpong && phase != warpgroup) {
-      at.advance(scheduler.k_blocks);
+      mainloop.skip(scheduler.k_blocks);
       continue;
     }
-    const bool loads_bias =
-        Epilogue::kLoadsBias && p.gemm.epilogue.bias != nullptr && scheduler.ends();
     WorkTile work(p.schedule, scheduler.tile);
-    if (loads_bias) epilogue.fetch_bias(work);
-    if constexpr (Epilogue::kLoadsRows) epilogue.fetch_rows(work, rank);
-    if (kT.pingpong) named_barrier_wait(kWarpSchedulerWg0 + warpgroup, kConsumerThreads);
-    if constexpr (Config::kBf16x3) {
-      sm90_bf16x3_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release);
-    } else {
-      const auto issued = [&] {
-        if (kT.pingpong) named_barrier_arrive(kWarpSchedulerWg0 + 1 - warpgroup, kConsumerThreads);
-      };
-      if constexpr (Config::kDbias) {
-        sm90_dbias_mainloop<Config>(p, scheduler, acc, all, s.pipeline, at, s_a, s_b,
-                                    shared_address(s.bias), release, issued);
-      } else {
-        sm90_mainloop<Config>(acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued);
-      }
+    epilogue.fetch(work, rank, scheduler.ends());
+    if (kT.pingpong) {
+      named_barrier_wait(kWarpSchedulerWg0 + warpgroup, Sm90Tile::kConsumerThreads);
     }
+    mainloop.run(p, scheduler, all, s, release, [&] { let_other_issue(1 - warpgroup); });
     // NOTE: with many accumulators, registers are scarce during the mainloop. Therefore the work
     // tile is computed again after the mainloop.
     constexpr int kFewAccumulators = 64;
-    if (sizeof(Sums) > kFewAccumulators * sizeof(float)) {
+    if (sizeof(all.acc) > kFewAccumulators * sizeof(float)) {
       work = WorkTile(p.schedule, scheduler.tile);
     }
-    if constexpr (kT.swap_ab()) {
-      if (p.stream_k.split_cluster > 1) {
-        const auto reduce = [&](auto split_cluster) {
-          if (p.stream_k.split_cluster != split_cluster.value) return;
-          epilogue.set_output_slice(sm90_cluster_reduce<split_cluster.value, kConsumerThreads>(
-              acc[0], p.partials.sums, warpgroup * 128 + thread));
-        };
-        reduce(std::integral_constant<int, 2>());
-        reduce(std::integral_constant<int, 3>());
-        reduce(std::integral_constant<int, 4>());
-        if constexpr (kT.max_split_cluster() > 4) reduce(std::integral_constant<int, 8>());
-        epilogue.finish(acc, work, rank);
-        break;
-      }
-    }
-    Flat& sums = reinterpret_cast<Flat&>(all);
-    if (!scheduler.ends()) {
-      p.partials.store_partial(sums, slot(scheduler.worker()), thread, kWarpgroupWg0 + warpgroup);
-      continue;
-    }
-    if (!scheduler.begins()) {
-      scheduler.for_each_peer([&](uint32_t peer) {
-        p.partials.accumulate_partial(sums, slot(peer), thread, kWarpgroupWg0 + warpgroup);
-      });
-    }
-    if (loads_bias) {
-      // Wait until all warps have read the bias of the previous tile. Ping-pong tiles need no wait
-      // here, because all warps have met at a barrier after these reads.
-      if (!kT.pingpong) named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
-      epilogue.share_bias();
-      named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
-    }
-    if constexpr (Config::kDbias) {
-      const int64_t row = (work.tile_m * kT.cluster + rank) * kT.block_m + first_row +
-                          thread / 32 * 16 + thread % 32 / 4;
-      float* g_to = p.gemm.dbias_partials + work.tile_n * p.gemm.m;
-#pragma unroll
-      for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int64_t at_row = row + i * 64 + half * 8;
-          if (thread % 4 == 0 && at_row < p.gemm.m) g_to[at_row] = all.sums[i][2 * half];
-        }
-      }
-    }
-    epilogue.finish(acc, work, rank);
+    if (!sm90_reduce(p, scheduler, all, epilogue, rank, warpgroup)) continue;
+    if constexpr (Config::kDbias) all.store(p.gemm, work, rank, first_row);
+    epilogue.finish(all.acc, work, rank, warpgroup);
   }
   epilogue.wait();
 }

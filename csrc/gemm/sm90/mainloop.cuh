@@ -74,6 +74,24 @@ __device__ __forceinline__ void sm90_multiply(float (&acc)[Config::kT.block_n / 
 template <class Config, bool kDbias = Config::kDbias>
 struct Sm90DbiasSums {
   float sums[Config::kT.wgmma_m_tiles()][4];
+
+  // Stores the sums. `first_row` is the warpgroup's first row in the tile.
+  __device__ __forceinline__ void store(const GemmParams& p, const WorkTile& work, int rank,
+                                        int first_row) const {
+    constexpr Sm90Tile kT = Config::kT;
+    const int thread = threadIdx.x % 128;
+    const int64_t row = (work.tile_m * kT.cluster + rank) * kT.block_m + first_row +
+                        thread / 32 * 16 + thread % 32 / 4;
+    float* g_to = p.dbias_partials + work.tile_n * p.m;
+#pragma unroll
+    for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at_row = row + i * 64 + half * 8;
+        if (thread % 4 == 0 && at_row < p.m) g_to[at_row] = sums[i][2 * half];
+      }
+    }
+  }
 };
 template <class Config>
 struct Sm90DbiasSums<Config, false> {};
@@ -206,6 +224,36 @@ __device__ __forceinline__ void sm90_dbias_mainloop(
                           true);
   }
 }
+
+// The mainloop of a consumer warpgroup whose first row in the tile is `first_row`.
+template <class Config>
+struct Sm90Mainloop {
+  uint32_t s_a, s_b;  // the warpgroup's operands in stage 0
+  PipelineState<Config::kT.stages> at;
+
+  __device__ __forceinline__ Sm90Mainloop(const char* s_stage, int first_row)
+      : s_a(shared_address(s_stage) +
+            (Config::kAKMajor ? first_row * kKBlockBytes
+                              : first_row / Config::kSwizzleRowElems * Config::kLeadingBytes)),
+        s_b(shared_address(s_stage) + Config::kT.block_m * kKBlockBytes) {}
+
+  // Passes over the k-blocks of a tile that the other warpgroup computes.
+  __device__ __forceinline__ void skip(int k_blocks) { at.advance(k_blocks); }
+
+  // Computes the sums of the scheduler's k-blocks. Calls `issued` when all wgmmas have been issued.
+  template <class Sums, class Scheduler, class Shared, class Release, class Issued>
+  __device__ __forceinline__ void run(const Sm90Params& p, const Scheduler& scheduler, Sums& all,
+                                      Shared& s, const Release& release, const Issued& issued) {
+    if constexpr (Config::kBf16x3) {
+      sm90_bf16x3_mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release);
+    } else if constexpr (Config::kDbias) {
+      sm90_dbias_mainloop<Config>(p, scheduler, all.acc, all, s.pipeline, at, s_a, s_b,
+                                  shared_address(s.bias), release, issued);
+    } else {
+      sm90_mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued);
+    }
+  }
+};
 #endif
 
 }  // namespace torchweld

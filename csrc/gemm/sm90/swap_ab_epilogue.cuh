@@ -1,12 +1,11 @@
-// The epilogue of a swap_ab tile. The rows of such a tile are columns of y. The epilogue adds the
-// bias, stores the pre-activation, applies the activation or the gate, and rounds. It stores the
-// results one element at a time, because y has few rows and therefore few elements.
+// The epilogue of a swap_ab tile. The rows of such a tile are columns of y. The results are stored
+// one element at a time, because y has few rows and therefore few elements.
 #pragma once
 
-#include "device/activation.cuh"
 #include "device/features.cuh"
 #include "device/named_barrier.cuh"
 #include "device/vec.cuh"
+#include "gemm/linear_epilogue.cuh"
 #include "gemm/sm90/named_barriers.h"
 #include "gemm/sm90/params.h"
 #include "gemm/sm90/tiles.h"
@@ -19,16 +18,15 @@ namespace torchweld {
 // warpgroup holds the left values, and the second warpgroup holds the right values. The first
 // warpgroup receives the right values and applies the gate. If a cluster splits the K of the tile,
 // each CTA stores only its output slice.
-template <typename T, int kTile, bool kGated>
+template <typename T, int kTile, bool kGated_>
 class Sm90SwapAbEpilogue {
+  static constexpr bool kGated = kGated_;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
   static constexpr int kValues = kT.block_n / 2;  // the number of accumulators of one thread
   static constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
 
  public:
   using Sums = float[1][kValues];
-  static constexpr bool kLoadsRows = false;
-  static constexpr bool kLoadsBias = false;
 
   // s_staging is shared memory with space for the values of 128 threads. A gated tile uses it to
   // pass the right values to the first warpgroup.
@@ -38,46 +36,64 @@ class Sm90SwapAbEpilogue {
     if (kGated && warpgroup == 0) named_barrier_arrive(kSwapAbRightEmpty, kConsumerThreads);
   }
 
-  __device__ __forceinline__ void fetch_bias(const WorkTile&) const {}
-  __device__ __forceinline__ void share_bias() const {}
+  __device__ __forceinline__ void fetch(const WorkTile&, int, bool) const {}
 
   __device__ __forceinline__ void set_output_slice(Sm90OutputSlice slice) { slice_ = slice; }
 
-  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int) const {
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int, int) const {
     // The number of columns of y in a tile.
     constexpr int kColumns = kGated ? kT.block_m / 2 : kT.block_m;
-    const GemmEpilogue& e = p_.epilogue;
-    auto& v = acc[0];
     const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const int64_t first =
         work.tile_m * kColumns + (kGated ? 0 : warpgroup_ * 64) + thread / 32 * 16 + lane / 4;
-    const int64_t row = work.tile_n * kT.block_n + lane % 4 * 2, batch = work.batch;
-    if (e.bias != nullptr) add_bias(v, first, kGated ? warpgroup_ : 0);
-    if (e.preact != nullptr) store_preact(v, row, first, batch);
-    if constexpr (!kGated) {
-      activate</*kExact=*/false>(v, e.activation);
-    } else {
-      if (warpgroup_ == 1) {
-        named_barrier_wait(kSwapAbRightEmpty, kConsumerThreads);
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) s_right_[i * 128 + thread] = v[i];
-        named_barrier_arrive(kSwapAbRightFull, kConsumerThreads);
-        return;
-      }
-      float right[kValues];
-      named_barrier_wait(kSwapAbRightFull, kConsumerThreads);
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) right[i] = s_right_[i * 128 + thread];
-      named_barrier_arrive(kSwapAbRightEmpty, kConsumerThreads);
-      apply_gate</*kExact=*/false>(v, right, e.gate);
-    }
-    T* g_y = static_cast<T*>(p_.y) + batch * p_.y_batch_stride;
-    store(v, row, first, [&](int64_t r, int64_t c) { return g_y + r * p_.y_row_stride + c; });
+    const int64_t row = work.tile_n * kT.block_n + lane % 4 * 2;
+    linear_epilogue</*kExact=*/false>(p_.epilogue, Fragment{*this, row, first, work.batch, acc[0]});
   }
 
   __device__ __forceinline__ void wait() const {}
 
  private:
+  // The values of a thread. The first one is element (row, first) of y.
+  struct Fragment {
+    static constexpr bool kGated = kGated_, kActivates = true;
+    const Sm90SwapAbEpilogue& store_;
+    int64_t row, first, batch;
+    float (&values)[kValues];
+    float partner[kGated ? kValues : 1];
+
+    __device__ __forceinline__ bool stores_preact() const {
+      return store_.p_.epilogue.preact != nullptr;
+    }
+    __device__ __forceinline__ void add_bias() {
+      store_.add_bias(values, first, kGated ? store_.warpgroup_ : 0);
+    }
+    __device__ __forceinline__ void store_preact() {
+      store_.store_preact(values, row, first, batch);
+    }
+    // The second warpgroup passes the right values to the first one.
+    __device__ __forceinline__ bool pair_up() {
+      const int thread = threadIdx.x % 128;
+      if (store_.warpgroup_ == 1) {
+        named_barrier_wait(kSwapAbRightEmpty, kConsumerThreads);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) store_.s_right_[i * 128 + thread] = values[i];
+        named_barrier_arrive(kSwapAbRightFull, kConsumerThreads);
+        return false;
+      }
+      named_barrier_wait(kSwapAbRightFull, kConsumerThreads);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) partner[i] = store_.s_right_[i * 128 + thread];
+      named_barrier_arrive(kSwapAbRightEmpty, kConsumerThreads);
+      return true;
+    }
+    __device__ __forceinline__ void store() {
+      const GemmParams& p = store_.p_;
+      T* g_y = static_cast<T*>(p.y) + batch * p.y_batch_stride;
+      store_.store(values, row, first,
+                   [&](int64_t r, int64_t c) { return g_y + r * p.y_row_stride + c; });
+    }
+  };
+
   __device__ __forceinline__ void add_bias(float (&v)[kValues], int64_t first, int right) const {
     const GemmEpilogue& e = p_.epilogue;
     float bias[2] = {0.f, 0.f};

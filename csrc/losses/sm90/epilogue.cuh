@@ -11,63 +11,74 @@ namespace torchweld {
 
 #if TW_HAS_WGMMA
 template <int kTile, bool kCapped, bool kMoment>
-class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=*/false> {
-  using Base = Sm90Epilogue<__nv_bfloat16, kTile, false>;
-  using typename Base::Place;
+class ExponentialsEpilogue {
+  using Store = Sm90BoxStore<__nv_bfloat16, kTile, /*kGated=*/false>;
+  using Place = typename Store::Place;
+  using Values = typename Store::Values;
   static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  static constexpr int kMTiles = kT.wgmma_m_tiles(), kBoxes = Base::kAcross;
+  static constexpr int kMTiles = kT.wgmma_m_tiles(), kBoxes = Store::kAcross;
 
  public:
-  using Sums = typename Base::Sums;
-  static constexpr bool kLoadsRows = true;
+  using Sums = typename Store::Sums;
 
   __device__ __forceinline__ ExponentialsEpilogue(const Sm90ExponentialsParams<kCapped, kMoment>& p,
                                                   char* s_staging, float* s_bias, int warpgroup)
-      : Base(p, s_staging, s_bias, warpgroup), e_(p.exponentials) {}
+      : p_(p.gemm),
+        e_(p.exponentials),
+        bias_(p.gemm, s_bias),
+        store_(p, s_staging, warpgroup),
+        lane_(threadIdx.x % 32) {}
 
-  // Loads the reference exponents of this thread's rows. The loads run during the mainloop.
-  __device__ __forceinline__ void fetch_rows(const WorkTile& work, int rank) {
-    const int row = Base::place_of(work, rank).row + this->lane_ / 4;
+  // Loads the bias, and the reference exponents of this thread's rows. The loads run during the
+  // mainloop.
+  __device__ __forceinline__ void fetch(const WorkTile& work, int rank, bool ends) {
+    if (bias_.given() && ends) bias_.fetch(work);
+    const int row = Store::place_of(work, rank).row + lane_ / 4;
 #pragma unroll
     for (int i = 0; i < kMTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = row + i * 64 + half * 8;
-        reference_[i][half] = at < this->p_.gemm.m ? e_.reference[at] : INFINITY;
+        reference_[i][half] = at < p_.m ? e_.reference[at] : INFINITY;
       }
     }
   }
 
-  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank) {
-    const Place place = Base::place_of(work, rank);
-    const GemmParams& p = this->p_.gemm;
+  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank, int warpgroup) {
+    if (bias_.given()) bias_.share(warpgroup);
+    const Place place = Store::place_of(work, rank);
     int result = 0;
 #pragma unroll
     for (int i = 0; i < kMTiles; ++i) {
       auto& v = acc[i];
-      if (p.epilogue.bias != nullptr) {
+      if (bias_.given()) {
 #pragma unroll
-        for (int c = 0; c < kBoxes; ++c) this->add_bias(box_values(v, c), c * Base::kColumns);
+        for (int c = 0; c < kBoxes; ++c) bias_.add(box_values(v, c), c * Store::kColumns);
       }
       if constexpr (kCapped) cap(v);
-      if (place.column + kT.block_n > p.n) hide_columns(v, place.column);
+      if (place.column + kT.block_n > p_.n) hide_columns(v, place.column);
       finish_rows(v, reference_[i], place, i, int(work.tile_n), result);
     }
-    if (p.y != nullptr) {
-      this->send(this->template box_of<false>(place, result - 1), (result - 1) % Base::kSlots);
-    }
+    if (p_.y != nullptr) store_.template send_final_box<false>(place, result);
   }
 
+  __device__ __forceinline__ void wait() const { store_.wait(); }
+
  private:
+  const GemmParams& p_;
   const ExponentialsParams& e_;
+  Sm90TileBias<__nv_bfloat16, kTile, false> bias_;
+  Store store_;
+  int lane_;
   float reference_[kMTiles][2];
 
   // The accumulators of a thread in rows g and g + 8. v[4 * i] and v[4 * i + 1] are two
   // neighbouring columns of row g. v[4 * i + 2] and v[4 * i + 3] are the same columns of row g + 8.
   using RowValues = float[kT.block_n / 2];
 
-  static __device__ __forceinline__ float (&box_values(RowValues& v, int box))
-      [Base::kValues] { return reinterpret_cast<float (&)[Base::kValues]>(v[box * Base::kValues]); }
+  static __device__ __forceinline__ Values& box_values(RowValues& v, int box) {
+    return reinterpret_cast<Values&>(v[box * Store::kValues]);
+  }
 
   __device__ __forceinline__ void cap(RowValues& v) const {
 #pragma unroll
@@ -80,15 +91,14 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
   __device__ __forceinline__ void hide_columns(RowValues& v, int column) const {
 #pragma unroll
     for (int j = 0; j < kT.block_n / 2; ++j) {
-      const int at = column + j / 4 * 8 + this->lane_ % 4 * 2 + j % 2;
-      if (at >= this->p_.gemm.n) v[j] = -INFINITY;
+      const int at = column + j / 4 * 8 + lane_ % 4 * 2 + j % 2;
+      if (at >= p_.n) v[j] = -INFINITY;
     }
   }
 
   __device__ __forceinline__ void finish_rows(RowValues& v, const float (&reference)[2],
                                               const Place& place, int m_tile, int tile_n,
                                               int& result) {
-    const GemmParams& p = this->p_.gemm;
     // NOTE: the moments are added relative to the tile's largest l, where the terms that count are
     // small. Relative to k, each addition would round at the size of k.
     float k[2], largest[2], sum[2] = {0.f, 0.f}, moment[2] = {0.f, 0.f};
@@ -126,7 +136,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
     for (int c = 0; c < kBoxes; ++c) {
       auto& box = box_values(v, c);
 #pragma unroll
-      for (int j = 0; j < Base::kValues; ++j) {
+      for (int j = 0; j < Store::kValues; ++j) {
         const int half = j / 2 % 2;
         const float z = box[j], l = fmaf(z, e_.scale, -k[half]);
         float y = exp2_approx_ftz(l);
@@ -138,9 +148,7 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
         }
         box[j] = y;
       }
-      if (p.y != nullptr) {
-        this->stage(box, this->template send_last_box<false>(place, result));
-      }
+      if (p_.y != nullptr) store_.stage(box, store_.template send_last_box<false>(place, result));
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -150,9 +158,9 @@ class ExponentialsEpilogue : public Sm90Epilogue<__nv_bfloat16, kTile, /*kGated=
         moment[half] += __shfl_xor_sync(~0u, moment[half], 1);
         moment[half] += __shfl_xor_sync(~0u, moment[half], 2);
       }
-      const int64_t row = place.row + m_tile * 64 + half * 8 + this->lane_ / 4;
-      if (this->lane_ % 4 != 0 || row >= p.m) continue;
-      const int64_t at = tile_n * p.m + row;
+      const int64_t row = place.row + m_tile * 64 + half * 8 + lane_ / 4;
+      if (lane_ % 4 != 0 || row >= p_.m) continue;
+      const int64_t at = tile_n * p_.m + row;
       e_.tile_reference[at] = k[half];
       e_.tile_sum[at] = sum[half];
       if constexpr (kMoment) {
