@@ -15,9 +15,8 @@ must be equal. Bounds grow with condition magnitudes (|A| @ |B|), never with |re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,62 +49,27 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass
-class Terms:
-    """First-order errors of a value: sums of `k` terms, single roundings to the op's dtype, and
-    jumps: what relu's slope does where rounding may change the sign of its argument.
-    """
-
-    sums: list[tuple[float, Tensor]] = field(default_factory=list)
-    rounds: list[Tensor] = field(default_factory=list)
-    jumps: list[Tensor] = field(default_factory=list)
-
-    def map(self, f: Callable[[Tensor], Tensor]) -> Terms:
-        """The errors after a linear map; f applies the absolute values of its coefficients."""
-        sums = [(k, f(m)) for k, m in self.sums]
-        return Terms(sums, [f(m) for m in self.rounds], [f(m) for m in self.jumps])
-
-    def __add__(self, other: Terms) -> Terms:
-        return Terms(self.sums + other.sums, self.rounds + other.rounds, self.jumps + other.jumps)
-
-
-@dataclass
 class Bound:
-    """A float64 reference, and how far a result of `dtype` may be from it.
+    """A float64 reference, and how far a result of `dtype` may be from it before its last rounding.
 
-    `work` is the dtype whose roundings `terms.rounds` counts; it differs from `dtype` where a
-    float32 statistic is computed from half-precision tensors. `floor` is an error that the op
-    documents and eager does not have: probabilities recomputed from a float32 lse.
+    `errors` are the largest error in the worst case and by statistics, and that part of the first
+    which eager does not have: probabilities recomputed from a float32 lse, and jumps of relu's
+    slope where rounding may change the sign of its argument.
     """
 
     ref: Tensor
-    terms: Terms
     dtype: torch.dtype
-    work: torch.dtype | None = None
-    floor: float = 0.0
+    errors: Sequence[Tensor | float] = (0.0, 0.0, 0.0)
 
-    @cached_property
-    def errors(self) -> tuple[Tensor, Tensor]:
+    def allowed(self) -> tuple[Tensor, Tensor]:
         """The allowed error of each element: in the worst case, and by statistics."""
-        unit_acc = TRUNCATING * UNIT[acc_dtype(self.dtype)]
-        if self.dtype == torch.float64:
-            unit_acc *= 4  # the reference is computed in float64 too, with errors of its own
-        allowed = UNIT[self.dtype] * self.ref.abs() + TINY[self.dtype]
-        for magnitude in self.terms.rounds:
-            unit = UNIT[self.work or self.dtype]
-            allowed = torch.add(allowed, magnitude.nan_to_num(0.0), alpha=unit)
-        for jump in self.terms.jumps:
-            allowed = allowed + jump
-        statistical = allowed
-        for k, magnitude in self.terms.sums:
-            length, size = max(float(k), 1.0), magnitude.nan_to_num(0.0)
-            allowed = torch.add(allowed, size, alpha=length * unit_acc)
-            statistical = torch.add(statistical, size, alpha=math.sqrt(length) * unit_acc)
-        return allowed, statistical
+        last = UNIT[self.dtype] * self.ref.abs() + TINY[self.dtype]
+        return last + self.errors[0], last + self.errors[1]
 
     def beyond_eager(self) -> float:
         """The largest error that is allowed for any error of eager."""
-        jumps = [jump.max().item() for jump in self.terms.jumps if jump.numel()]
-        return eager_floor(self.ref, self.dtype) + self.floor + max(jumps, default=0.0)
+        extra = torch.as_tensor(self.errors[2])
+        return eager_floor(self.ref, self.dtype) + (extra.max().item() if extra.numel() else 0.0)
 
 
 def eager_floor(ref: Tensor, dtype: torch.dtype) -> float:
@@ -177,7 +141,7 @@ def check(
         return t if all_finite else t[finite]
 
     error = (got - ref).abs()
-    relative, statistical = (error / allowed.cpu() for allowed in bound.errors)
+    relative, statistical = (error / allowed.cpu() for allowed in bound.allowed())
     rms = judged(statistical).square().mean().sqrt().item()
     ratios = {"worst": judged(relative).max().item(), "rms": rms}
     largest = judged(error).max().item()

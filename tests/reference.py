@@ -3,10 +3,15 @@
 This file does not follow the kernels. Masks are an explicit boolean table; masked values are
 replaced before they are used, so that they may be NaN. `eager_*` are the same functions as
 a user of plain torch would write them, at the tensors' own dtype: the yardstick of numerics.check.
+
+running.py calls these formulas with numbers that carry their rounding errors. `rounded` marks where
+an op may round to the tensors' dtype, `saved` what it keeps for its gradient; a `@primitive` has an
+error analysis of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +27,29 @@ def up(t: Any) -> Any:
     """A floating tensor in float64 on the CPU, off the autograd graph; anything else as it is."""
     if isinstance(t, Tensor):
         return t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()
+    return t
+
+
+def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The method of this name, if the first argument is no tensor."""
+
+    @functools.wraps(function)
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        own = function if isinstance(x, Tensor) else getattr(type(x), function.__name__)
+        return own(x, *args, **kwargs)
+
+    return call
+
+
+@primitive
+def rounded(t: Tensor, gradient: bool = True) -> Tensor:
+    """t, which an op may round to the tensors' dtype, as it may its gradient."""
+    return t
+
+
+@primitive
+def saved(t: Tensor, name: str) -> Tensor:
+    """t, a result of the op's `_forward` of this name, which the backward may read."""
     return t
 
 
@@ -86,7 +114,9 @@ def padding_rows(batch: int, seqlen_q: int, seqlen_k: int, leftpad: Tensor | Non
 # Softmax and attention
 
 
-def softmax(x: Tensor) -> Tensor:
+@primitive
+def softmax(x: Tensor, recomputed: bool = False) -> Tensor:
+    """`recomputed`: the backward evaluates it again, else it reads the rounded result."""
     if x.numel() == 0:
         return x * 1.0
     e = torch.exp(x - x.detach().amax(-1, keepdim=True))
@@ -123,6 +153,20 @@ def softmax_and_lse(
     return p, torch.where(blind, -torch.inf, lse).squeeze(-1)
 
 
+@primitive
+def attend(
+    scores: Tensor,
+    seen: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    p, lse = softmax_and_lse(scores, seen, scale, softcap, sink)
+    return p @ value, lse
+
+
+@primitive
 def cap(z: Tensor, softcap: float | None) -> Tensor:
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
@@ -148,6 +192,11 @@ def causal_softmax(
     **mask: Any,
 ) -> Tensor:
     seen = scores_mask(scores, leftpad, **mask)
+    return masked_softmax(scores, seen, scale, softcap, sink)
+
+
+@primitive
+def masked_softmax(scores, seen, scale, softcap, sink):
     return softmax_and_lse(scores, seen, scale, softcap, sink)[0]
 
 
@@ -155,8 +204,8 @@ def softmax_matmul_forward(
     scores, value, leftpad=None, *, causal=False, scale=1.0, softcap=None, sink=None, **mask
 ):
     seen = scores_mask(scores, leftpad, causal, **mask)
-    p, lse = softmax_and_lse(scores, seen, scale, softcap, sink)
-    return p @ torch.where(seen.any(2)[..., None], value, 0.0), lse
+    value = torch.where(seen.any(2)[..., None], value, 0.0)
+    return attend(scores, seen, value, scale, softcap, sink)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:
@@ -178,14 +227,15 @@ def attention_forward(
     **mask,
 ):
     batch, nheads, seqlen_q, _ = query.shape
-    seqlen_k = key.shape[2]
-    group = nheads // key.shape[1] if key.shape[1] else 1
+    nheads_k, seqlen_k = key.shape[1:3]
+    heads = (nheads_k, nheads // nheads_k if nheads_k else 1)
     seen = visible(batch, seqlen_q, seqlen_k, leftpad, causal, **mask)[:, None]
     q, k, v = used(query, key, value, seen)
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scale = default_scale(query, scale)
-    p, lse = softmax_and_lse(q @ k.mT, seen, scale, softcap, sink)
-    return p @ v, lse
+    scores = q.unflatten(1, heads) @ k[:, :, None].mT
+    out, lse = attend(
+        scores, seen[:, None], v[:, :, None], default_scale(query, scale), softcap, sink
+    )
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def used(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> list[Tensor]:
@@ -197,6 +247,7 @@ def used(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> list[Tensor
 # Linear layers
 
 
+@primitive
 def activate(z: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return torch.where(z > 0, z, torch.where(z.isnan(), z, 0.0))
@@ -206,10 +257,13 @@ def activate(z: Tensor, activation: str) -> Tensor:
         return 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
     if activation == "silu":
         return z * torch.sigmoid(z)
+    if activation in ("sigmoid", "tanh"):
+        return getattr(torch, activation)(z)
     assert activation == "none"
     return z
 
 
+@primitive
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     z = x @ weight.T
     return z if bias is None else z + bias
@@ -218,9 +272,18 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none"
 ) -> Tensor:
-    return activate(affine(x, weight, bias), activation)
+    return activated(affine(x, weight, bias), activation)
 
 
+def activated(z: Tensor, activation: str) -> Tensor:
+    if activation == "none":
+        return z
+    if activation == "relu":  # its gradient is dy or 0, which is not rounded again
+        return activate(saved(rounded(z, gradient=False), "relu"), activation)
+    return activate(rounded(saved(z, "preact")), activation)
+
+
+@primitive
 def normalise(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) * rstd, mean and rstd (..., 1); the mean is 0 for RMSNorm."""
     mean = x.mean(-1, keepdim=True) if centred else torch.zeros_like(x[..., :1])
@@ -228,6 +291,7 @@ def normalise(x: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Ten
     return (x - mean) * rstd, mean, rstd
 
 
+@primitive
 def scale_shift(n: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
     n = n if weight is None else n * weight
     return n if bias is None else n + bias
@@ -236,15 +300,15 @@ def scale_shift(n: Tensor, weight: Tensor | None, bias: Tensor | None = None) ->
 def layer_norm_linear(
     x, weight, bias=None, ln_weight=None, ln_bias=None, *, eps=1e-5, activation="none"
 ):
-    n = scale_shift(normalise(x, eps, centred=True)[0], ln_weight, ln_bias)
-    return activate(affine(n, weight, bias), activation)
+    n = norm(x, ln_weight, ln_bias, eps=eps, centred=True)
+    return linear(n, weight, bias, activation=activation)
 
 
 def rms_norm_linear(
     x, weight, bias=None, norm_weight=None, *, eps=1e-6, weight_offset=0, activation="none"
 ):
     n = norm(x, norm_weight, eps=eps, centred=False, weight_offset=weight_offset)
-    return activate(affine(n, weight, bias), activation)
+    return linear(n, weight, bias, activation=activation)
 
 
 def norm(
@@ -257,7 +321,7 @@ def norm(
     weight_offset: float = 0,
 ) -> Tensor:
     scale = None if weight is None else weight + weight_offset
-    return scale_shift(normalise(x, eps, centred)[0], scale, bias)
+    return rounded(scale_shift(normalise(x, eps, centred)[0], scale, bias))
 
 
 def rms_norm(x, weight=None, *, eps=1e-6, weight_offset=0):
@@ -266,6 +330,16 @@ def rms_norm(x, weight=None, *, eps=1e-6, weight_offset=0):
 
 def layer_norm(x, weight=None, bias=None, *, eps=1e-5):
     return norm(x, weight, bias, eps=eps, centred=True)
+
+
+def add_rms_norm(x, residual, weight=None, *, eps=1e-6, weight_offset=0):
+    total = saved(x + residual, "sum")
+    return rms_norm(total, weight, eps=eps, weight_offset=weight_offset), total
+
+
+def add_layer_norm(x, residual, weight=None, bias=None, *, eps=1e-5):
+    total = saved(x + residual, "sum")
+    return layer_norm(total, weight, bias, eps=eps), total
 
 
 def fold_layer_norm(
@@ -286,9 +360,14 @@ def fold_layer_norm(
 def folded_layer_norm_linear(
     x, folded_weight, weight_sum, folded_bias=None, *, eps=1e-5, activation="none"
 ):
+    z = rounded(folded(x, folded_weight, weight_sum, eps), gradient=False)
+    return activated(z if folded_bias is None else z + folded_bias, activation)
+
+
+@primitive
+def folded(x: Tensor, weight: Tensor, weight_sum: Tensor, eps: float) -> Tensor:
     _, mean, rstd = normalise(x, eps, centred=True)
-    z = rstd * (x @ folded_weight.T - mean * weight_sum)
-    return activate(z if folded_bias is None else z + folded_bias, activation)
+    return rstd * (x @ weight.T - mean * weight_sum)
 
 
 def halves(z: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -298,33 +377,47 @@ def halves(z: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return z[..., :n], z[..., n:]
 
 
-GATE_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "sigmoid_tanh": (torch.sigmoid, torch.tanh),
-    "geglu": (lambda left: left, lambda right: activate(right, "gelu")),
-    "geglu_tanh": (lambda left: left, lambda right: activate(right, "gelu_tanh")),
-    "swiglu": (lambda left: activate(left, "silu"), lambda right: right),
-    "reglu": (lambda left: left, lambda right: activate(right, "relu")),
+# The activations of the left and of the right half.
+GATE_FUNCTIONS = {
+    "sigmoid_tanh": ("sigmoid", "tanh"),
+    "geglu": ("none", "gelu"),
+    "geglu_tanh": ("none", "gelu_tanh"),
+    "swiglu": ("silu", "none"),
+    "reglu": ("none", "relu"),
 }
 
 
 def gated_activation(left, right, *, gate="swiglu"):
-    f, g = GATE_FUNCTIONS[gate]
-    return f(left) * g(right)
+    return gated(rounded(left), rounded(right), gate)
+
+
+def gated(left, right, gate):
+    factors = map(activate, (left, right), GATE_FUNCTIONS[gate])
+    left, right = (rounded(factor, gradient=False) for factor in factors)  # as eager rounds
+    return left * right
 
 
 def gated_linear(x, weight, bias=None, *, gate="geglu", interleaved=False):
-    return gated_activation(*halves(affine(x, weight, bias), interleaved), gate=gate)
+    z = rounded(saved(affine(x, weight, bias), "z"))
+    return gated(*halves(z, interleaved), gate)
+
+
+def packed_pair(left, right, left_bias=None, right_bias=None):
+    """Weight and bias of gated_linear; a bias that is not given is zeros."""
+    zeros = torch.zeros(left.shape[0], dtype=torch.float64)
+    biases = [zeros if b is None else b for b in (left_bias, right_bias)]
+    return torch.cat([left, right]), torch.cat(biases)
 
 
 def gated_linear_pair(x, left, right, left_bias=None, right_bias=None, *, gate="swiglu"):
-    return gated_activation(affine(x, left, left_bias), affine(x, right, right_bias), gate=gate)
+    return gated_linear(x, *packed_pair(left, right, left_bias, right_bias), gate=gate)
 
 
 def gated_mlp(
     x, left, right, down, left_bias=None, right_bias=None, down_bias=None, *, gate="swiglu"
 ):
     act = gated_linear_pair(x, left, right, left_bias, right_bias, gate=gate)
-    return affine(act, down, down_bias)
+    return affine(rounded(act), down, down_bias)
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -332,13 +425,15 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def scalar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return softmax(q[:, None] * k) @ v
+    return saved(softmax(q[:, None] * k, recomputed=True) @ v, "mean")
 
 
+@primitive
 def row_sum(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
+@primitive
 def conv2d(x: Tensor, weight: Tensor) -> Tensor:
     """x is 0 beyond the bottom and the right edge."""
     (_, height, width), (kh, kw) = x.shape, weight.shape
@@ -372,13 +467,18 @@ def int4_weight(qweight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     k, groups = qweight.shape[1] * 8, scale.shape[1]
     group = k // groups if groups else 1
     q, z = int4_codes(qweight, k), int4_codes(zero, groups)
-    return (q - z.repeat_interleave(group, 1)).to(scale.dtype) * scale.repeat_interleave(group, 1)
+    return scale.repeat_interleave(group, 1) * (q - z.repeat_interleave(group, 1))
 
 
 def int4_linear(
     x: Tensor, qweight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    return affine(x, int4_weight(qweight, scale, zero), bias)
+    return affine(x, rounded(int4_weight(qweight, scale, zero)), bias)
+
+
+def int4_linear_repacked(x, packed, packed_scale, packed_zero, bias=None, *, out_features):
+    weight = int4_portable(packed, packed_scale, packed_zero, out_features, x.shape[-1])
+    return int4_linear(x, *weight, bias)
 
 
 def int4_places() -> tuple[Tensor, Tensor]:
@@ -420,17 +520,8 @@ def add_scalar(x: Tensor, value: float) -> Tensor:
     return x + value
 
 
-def scaled_logits(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Without a weight, x are the logits."""
-    z = x if weight is None else affine(x, weight, bias)
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    return z / temperature
+def scaled_logits(logits: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    return cap(logits, softcap) / temperature
 
 
 def target_values(z: Tensor, target: Tensor) -> Tensor:
@@ -440,58 +531,91 @@ def target_values(z: Tensor, target: Tensor) -> Tensor:
     return z.gather(-1, index[..., None])[..., 0]
 
 
+@primitive
+def logits_of(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Without a weight, x are the logits."""
+    return x if weight is None else affine(x, weight, bias)
+
+
+@primitive
+def spread(t: Tensor, live: Tensor) -> Tensor:
+    """The values of the live rows, and 0 for the others."""
+    return t.new_zeros(live.shape).masked_scatter(live, t)
+
+
+def live_rows(x: Tensor, target: Tensor, ignore_index: int = -100, shift: int = 0):
+    """The rows that have a loss and their targets, and where they are."""
+    if shift:
+        x, target = x[..., :-1, :], target[..., 1:]
+    live = target != ignore_index
+    return x[live], target[live], live
+
+
+def row_losses(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0,
+    softcap: float | None = None,
+    z_loss: float = 0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and lse of each row, and the scaled logits."""
+    z = scaled_logits(logits, softcap, temperature)
+    lse = z.logsumexp(-1)
+    loss = (1 - label_smoothing) * (lse - target_values(z, target)) + z_loss * lse.square()
+    if label_smoothing:
+        loss = loss + label_smoothing * (lse - z.mean(-1))
+    return loss, lse, z
+
+
+def reduced(loss: Tensor, live: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return spread(loss, live)
+    return loss.sum() if reduction == "sum" else loss.sum() / live.sum()
+
+
 def linear_cross_entropy_forward(
     x: Tensor,
-    weight: Tensor | None,
+    weight: Tensor,
     target: Tensor,
     bias: Tensor | None = None,
     *,
     reduction: str = "mean",
     ignore_index: int = -100,
-    label_smoothing: float = 0,
-    softcap: float | None = None,
-    z_loss: float = 0,
     shift: int = 0,
-    temperature: float = 1.0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and each row's lse."""
-    if shift:
-        x, target = x[..., :-1, :], target[..., 1:]
-    live = target != ignore_index
-    # An ignored row may hold inf or NaN, so it is replaced before it is used.
-    z = scaled_logits(torch.where(live[..., None], x, 0.0), weight, bias, softcap, temperature)
-    lse = torch.logsumexp(z, -1)
-    loss = (1 - label_smoothing) * (lse - target_values(z, target)) + z_loss * lse.square()
-    if label_smoothing:
-        loss = loss + label_smoothing * (lse - z.mean(-1))
-    loss, lse = torch.where(live, loss, 0.0), torch.where(live, lse, 0.0)
-    if reduction == "none":
-        return loss, lse
-    return (loss.sum() if reduction == "sum" else loss.sum() / live.sum()), lse
+    x, target, live = live_rows(x, target, ignore_index, shift)
+    loss, lse, z = row_losses(logits_of(x, weight, bias), target, **options)
+    saved(spread(z.mean(-1), live), "mean")
+    return reduced(loss, live, reduction), spread(lse, live)
 
 
 def cross_entropy_forward(
     logits: Tensor,
     target: Tensor,
     *,
+    reduction: str = "mean",
     ignore_index: int = -100,
-    softcap: float | None = None,
     shift: int = 0,
-    temperature: float = 1.0,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and each row's max and lse - max."""
-    options = dict(ignore_index=ignore_index, softcap=softcap, shift=shift, temperature=temperature)
-    loss, lse = linear_cross_entropy_forward(logits, None, target, **options, **kwargs)
-    if shift:
-        logits, target = logits[..., :-1, :], target[..., 1:]
-    largest = scaled_logits(logits, None, None, softcap, temperature).amax(-1)
-    largest = torch.where(target != ignore_index, largest, 0.0)
-    return loss, largest, lse - largest
+    logits, target, live = live_rows(logits, target, ignore_index, shift)
+    loss, lse, z = row_losses(logits_of(logits), target, **options)
+    largest = z.amax(-1)
+    log_sum = lse - largest.detach()  # an error of the max is also one of lse
+    return reduced(loss, live, reduction), spread(largest, live), spread(log_sum, live)
 
 
 def rows_dloss(
-    dloss: Tensor, target: Tensor, reduction: str, ignore_index: int, shift: int
+    dloss: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    shift: int = 0,
 ) -> Tensor:
     """The gradient of every row's loss, 0 for a row that has none."""
     if shift:
@@ -516,11 +640,16 @@ def linear_token_logprobs_forward(
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The log-probability, entropy and lse of each row."""
-    z = scaled_logits(x, weight, bias, softcap, temperature)
-    lse = torch.logsumexp(z, -1)
-    p = torch.exp(z - lse[..., None])
-    uncertainty = lse - (p * torch.where(p > 0, z, 0.0)).sum(-1)
-    return target_values(z, target) - lse, uncertainty if entropy else lse.new_zeros(0), lse
+    z = scaled_logits(logits_of(x, weight, bias), softcap, temperature)
+    lse = z.logsumexp(-1)
+    nothing = torch.zeros(0, dtype=torch.float64)
+    return target_values(z, target) - lse, entropy_of(z) if entropy else nothing, lse
+
+
+@primitive
+def entropy_of(z: Tensor) -> Tensor:
+    p = z.softmax(-1)
+    return z.logsumexp(-1) - (p * torch.where(p > 0, z, 0.0)).sum(-1)
 
 
 def outer_add(x: Tensor, y: Tensor) -> Tensor:
@@ -537,10 +666,8 @@ def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
 
 def rotate(x: Tensor, interleaved: bool = False) -> Tensor:
     """Each pair (a, b) becomes (-b, a)."""
-    if interleaved:
-        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)
+    a, b = halves(x, interleaved)
+    return torch.stack([-b, a], -1).flatten(-2) if interleaved else torch.cat([-b, a], -1)
 
 
 def rotary(
@@ -550,49 +677,16 @@ def rotary(
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
 
     def rotated(x: Tensor) -> Tensor:
-        front, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+        front, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         return torch.cat([front * cos + rotate(front, interleaved) * sin, rest], -1)
 
     return rotated(q), rotated(k)
 
 
-VALUES: dict[str, Callable[..., Tensor]] = {
-    "int4_linear": int4_linear,
-    "softmax": softmax,
-    "causal_softmax": causal_softmax,
-    "softmax_matmul": lambda *args, **kwargs: softmax_matmul_forward(*args, **kwargs)[0],
-    "attention": lambda *args, **kwargs: attention_forward(*args, **kwargs)[0],
-    "scalar_attention": scalar_attention,
-    "linear": linear,
-    "layer_norm_linear": layer_norm_linear,
-    "rms_norm_linear": rms_norm_linear,
-    "rms_norm": rms_norm,
-    "layer_norm": layer_norm,
-    "add_rms_norm": lambda x, residual, *args, **kwargs: rms_norm(x + residual, *args, **kwargs),
-    "add_layer_norm": lambda x, residual, *args, **kwargs: layer_norm(
-        x + residual, *args, **kwargs
-    ),
-    "folded_layer_norm_linear": folded_layer_norm_linear,
-    "cross_entropy": lambda *args, **kwargs: cross_entropy_forward(*args, **kwargs)[0],
-    "linear_cross_entropy": lambda *args, keep="auto", **kwargs: linear_cross_entropy_forward(
-        *args, **kwargs
-    )[0],
-    "linear_token_logprobs": lambda *args, **kwargs: linear_token_logprobs_forward(*args, **kwargs)[
-        0
-    ],
-    "gated_activation": gated_activation,
-    "gated_linear": gated_linear,
-    "gated_linear_pair": gated_linear_pair,
-    "gated_mlp": gated_mlp,
-    "bmm": bmm,
-    "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
-    "row_sum": row_sum,
-    "conv2d": conv2d,
-    "add_scalar": add_scalar,
-    "outer_add": outer_add,
-    "outer_mul_relu": outer_mul_relu,
-    "mul_relu": mul_relu,
-}
+def formula(op: str) -> Callable[..., Any]:
+    """The formula of an op, with all results of its `_forward` that its gradient may read."""
+    op = op.removesuffix("_forward").removesuffix("_with_lse")
+    return globals().get(op + "_forward") or globals()[op]
 
 
 def gradients(
@@ -753,7 +847,8 @@ def eager_int4_linear_repacked(x, packed, packed_scale, packed_zero, bias=None, 
 
 
 def eager_cross_entropy(logits: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
-    return eager_linear_cross_entropy(logits, None, target, **kwargs)
+    loss = cross_entropy_forward(logits, target, **kwargs)[0]
+    return loss if loss.dtype == torch.float64 else loss.float()
 
 
 def eager_linear_cross_entropy(*args, keep="auto", **kwargs) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 import numerics
 import reference as R
 import torchweld  # noqa: F401  (loads the ops)
-from bounds import GRADIENTS, REFERENCES
 from numerics import acc_dtype
+from running import GRADIENTS, REFERENCES
 from torchweld._library import build_facts
 
 Call = tuple[list[Any], dict[str, Any]]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import masks
 import reference as R
-from bounds import attention_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
+from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 from tensors import need_dtype, pads, randn
@@ -98,7 +98,7 @@ def test_sizes(device, dtype, size):
     check_op(OP, [*args, leftpad], {"causal": True}, eager=False)
     for out, bound in zip(
         attention_forward(*args, leftpad, causal=True),
-        attention_bounds(*args, leftpad, causal=True),
+        REFERENCES["attention_forward"](*args, leftpad, causal=True),
         strict=True,
     ):
         check(out, bound, label="attention_forward", device=device)
@@ -129,7 +129,7 @@ def test_grouped_heads(device, heads):
         out = attention(*args)
         for h in range(heads[0]):
             alone = [args[0][:, h : h + 1], *(t[:, h // group :][:, :1] for t in args[1:])]
-            (bound, _) = attention_bounds(*alone)
+            (bound, _) = REFERENCES["attention_forward"](*alone)
             check(out[:, h : h + 1], bound, label="attention of one head")
 
 
@@ -320,7 +320,7 @@ def test_agrees_with_scaled_dot_product_attention(device):
         args = qkv(device, dtype, 2, 3, 3, 37, 37, 16, 16)
         for causal in (False, True):
             sdpa = torch.nn.functional.scaled_dot_product_attention(*args, is_causal=causal)
-            (bound, _) = attention_bounds(*args, causal=causal)
+            (bound, _) = REFERENCES["attention_forward"](*args, causal=causal)
             check(attention(*args, causal=causal), bound, label=OP, eager=sdpa, device=device)
 
 

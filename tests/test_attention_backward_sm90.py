@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from attention_engines import check_grads, each_configuration, inputs, on_hopper
-from bounds import attention_grads
+from attention_engines import check, each_configuration, inputs, on_hopper
 from choices_helpers import H200, NO_WGMMA, SMALL, chosen, ops, problem, refusal
 from numerics import assert_equal, assert_same_bits
+from running import GRADIENTS
 from samples import BF16, F16
 
 SIZES = [
@@ -45,9 +45,9 @@ def test_every_tile_is_the_formula(sizes, dtype, causal):
     """The tiles of mma.sync are included, because other tests do not reach them on Hopper."""
     q, k, v = inputs(dtype, *sizes)
     dout = dout_of(q, v)
-    names, bounds = [], attention_grads(dout, q, k, v, causal=causal)
+    names, bounds = [], GRADIENTS["attention"](dout, q, k, v, causal=causal)
     for name, grads in each("", dout, q, k, v, causal=causal):
-        check_grads(name, grads, bounds)
+        check(name, grads, bounds)
         names.append(name.split()[0])
     assert {"sm90", "sync", "general"} == set(names)
 
@@ -68,7 +68,7 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
         dout[b, :, :first] = math.nan
     filled = [t.nan_to_num(0.0) for t in (dout, q, k, v)]
     for name, grads in each("sm90", dout, q, k, v, pads, causal=causal):
-        check_grads(name, grads, attention_grads(*filled, pads, causal=causal))
+        check(name, grads, GRADIENTS["attention"](*filled, pads, causal=causal))
         for grad, t in zip(grads, (q, k, v), strict=False):
             unseen = t.isnan()
             assert (grad[unseen] == 0).all()
@@ -118,9 +118,9 @@ def test_masks(sizes, dtype, numbers, padded):
     pads = torch.tensor([0, 7, keys // 2], dtype=torch.int32, device="cuda") if padded else None
     if padded and "key_start" in kwargs:  # the op takes one of them
         kwargs["key_start"], pads = torch.maximum(kwargs["key_start"], pads[:, None]), None
-    bounds = attention_grads(dout, q, k, v, pads, **kwargs)
+    bounds = GRADIENTS["attention"](dout, q, k, v, pads, **kwargs)
     for name, grads in each("", dout, q, k, v, pads, **kwargs):
-        check_grads(name, grads, bounds)
+        check(name, grads, bounds)
 
 
 @on_hopper
@@ -132,9 +132,9 @@ def test_rows_of_key_tiles(rows, keys):
     start = (torch.arange(rows) * keys // rows - 20).clamp(min=0).int().repeat(2, 1).cuda()
     start[1] += 7
     mask = {"key_start": start, "key_end": (start + 40).clamp(max=keys)}
-    bounds = attention_grads(dout, q, k, v, **mask)
+    bounds = GRADIENTS["attention"](dout, q, k, v, **mask)
     for name, grads in each("", dout, q, k, v, **mask):
-        check_grads(name, grads, bounds)
+        check(name, grads, bounds)
 
 
 # Grouped heads with more blocks than SMs, whose second wave loops over the query tiles upwards if
@@ -168,10 +168,10 @@ def test_blocks_of_grouped_heads(sizes, causal, dtype, padded, numbers):
     }
     kwargs = {"causal": causal, **{name: data.get(name, x) for name, x in numbers.items()}}
     pads = torch.tensor([130, 0], dtype=torch.int32)[:batch].cuda() if padded else None
-    bounds = attention_grads(dout, q, k, v, pads, **kwargs)
+    bounds = GRADIENTS["attention"](dout, q, k, v, pads, **kwargs)
     runs = (each("sm90", dout, q, k, v, pads, **kwargs) for _ in range(2))
     for (name, grads), (_, again) in zip(*runs, strict=True):
-        check_grads(name, grads, bounds)
+        check(name, grads, bounds)
         for x, y in zip(again, grads, strict=True):
             assert_same_bits(x, y)
 
@@ -203,12 +203,12 @@ def test_views_and_scales(dim):
     views = wide[..., :dim], wide[..., 200:328]  # both have rows on 16 bytes
     for scale in (0.0, -0.3, 0.5):
         for name, grads in each("sm90", dout, q, *views, scale=scale):
-            check_grads(name, grads, attention_grads(dout, q, *views, scale=scale))
+            check(name, grads, GRADIENTS["attention"](dout, q, *views, scale=scale))
     shifted_q, shifted_dout = (
         torch.randn(t.numel() + 1, device="cuda").to(BF16)[1:].view_as(t) for t in (q, dout)
     )
     for name, grads in each("sm90", shifted_dout, shifted_q, k, v):
-        check_grads(name, grads, attention_grads(shifted_dout, shifted_q, k, v))
+        check(name, grads, GRADIENTS["attention"](shifted_dout, shifted_q, k, v))
 
 
 @on_hopper
@@ -263,7 +263,7 @@ def test_a_graph_serves_other_paddings(mask, heads):
             for grad in grads[:3]:
                 grad.fill_(math.nan)
             graph.replay()
-            check_grads(name, grads, attention_grads(dout, q, k, v, pads, **kwargs))
+            check(name, grads, GRADIENTS["attention"](dout, q, k, v, pads, **kwargs))
 
 
 @on_hopper

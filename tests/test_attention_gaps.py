@@ -10,8 +10,8 @@ from torch import Tensor
 
 import reference as R
 from attention_engines import each_configuration
-from bounds import attention_bounds, attention_grads
 from numerics import assert_same_bits, check
+from running import GRADIENTS, REFERENCES
 from samples import BF16, F16, dtypes
 from tensors import randn
 
@@ -63,7 +63,7 @@ def check_forward(device, label, q, k, v, mask, seen) -> None:
         for got, want in zip(attention_forward(q, k, holed, **mask), (out, lse), strict=True):
             assert_same_bits(got, want)
     filled = (torch.where(rows, math.nan, q), torch.where(keys, math.nan, k), holed)
-    bounds = attention_bounds(q, k, v, **mask)
+    bounds = REFERENCES["attention_forward"](q, k, v, **mask)
     for got, bound in zip(attention_forward(*filled, **mask), bounds, strict=True):
         check(got, bound, label=label, device=device)
     assert (out[rows.expand_as(out)] == 0).all()
@@ -142,7 +142,7 @@ def test_gradients_beside_gaps(device, shape, head_dim, mask):
     for dtype in dtypes(device):
         q, k, v = qkv(device, dtype, *shape, head_dim)
         dout = randn(device, dtype, *q.shape)
-        bounds = attention_grads(dout, q, k, v, **packed, **mask)
+        bounds = GRADIENTS["attention"](dout, q, k, v, **packed, **mask)
         leaves = [t.requires_grad_() for t in (q, k, torch.where(keys, math.nan, v))]
         out = attention(*leaves, **packed, **mask)
         grads = torch.autograd.grad(out, leaves, torch.where(rows, math.nan, dout))

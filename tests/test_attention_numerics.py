@@ -11,11 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+import reference as R
 import torchweld
-from attention_engines import check_grads, formula, inputs, on_hopper
-from bounds import attention_bounds, attention_grads
+from attention_engines import attention_bounds, check, inputs, on_hopper
 from choices_helpers import ops
-from numerics import assert_same_bits, check, check_promise, eager_floor
+from numerics import assert_same_bits, check_promise, eager_floor
+from running import GRADIENTS
 from samples import BF16, F16
 
 RUNS = 1000
@@ -37,9 +38,8 @@ def gradients(dout, q, k, v, **kwargs):
 def check_call(label, dout, q, k, v, **kwargs):
     """Result and gradients within what their roundings allow."""
     found = gradients(dout, q, k, v, **kwargs)
-    (bound, _) = attention_bounds(q, k, v, **kwargs)
-    check(found[0], bound, label=f"{label} out", device="cuda")
-    check_grads(label, found[2:], attention_grads(dout, q, k, v, **kwargs))
+    bounds = attention_bounds(q, k, v, **kwargs) + GRADIENTS["attention"](dout, q, k, v, **kwargs)
+    check(label, found, bounds)
 
 
 @on_hopper
@@ -114,15 +114,15 @@ def test_errors_are_those_of_flash(dim, dtype, causal):
     """The largest errors agree, up to a rounding of the result."""
     q, k, v = (t.requires_grad_() for t in inputs(dtype, 2, 4, 4, 700, 700, dim))
     dout = torch.randn_like(q)
-    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    exact, _ = formula(*wide, causal=causal)
-    exact = [exact.detach(), *torch.autograd.grad(exact, wide, dout.double())]
+    wide = [R.up(t).requires_grad_() for t in (q, k, v)]
+    exact, _ = R.attention_forward(*wide, causal=causal)
+    exact = [exact.detach(), *torch.autograd.grad(exact, wide, R.up(dout))]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         flash = scaled_dot_product_attention(q, k, v, is_causal=causal)
         theirs = [flash, *torch.autograd.grad(flash, (q, k, v), dout)]
     out, _, *grads = gradients(dout, q.detach(), k.detach(), v.detach(), causal=causal)
     for ours, flash, want in zip([out, *grads], theirs, exact, strict=True):
-        errors = [(t.detach().double() - want).abs().max().item() for t in (ours, flash)]
+        errors = [(R.up(t) - want).abs().max().item() for t in (ours, flash)]
         assert errors[0] <= errors[1] + eager_floor(want, dtype), errors
 
 

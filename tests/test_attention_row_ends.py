@@ -12,8 +12,8 @@ from torch import Tensor
 import reference as R
 import torchweld
 from attention_engines import each_configuration
-from bounds import GRADIENTS, attention_bounds
 from numerics import assert_equal, assert_same_bits, check
+from running import GRADIENTS, REFERENCES
 from samples import BF16, F16, F32, F64, call, dtypes
 from tensors import randn
 from test_mask_numbers import LARGE, compare, moved, qkv
@@ -95,7 +95,8 @@ def test_lse_and_its_gradient(device, seed):
         mask = moved(device, ranges(seed, b, sq, sk))
         leaves = [t.clone().requires_grad_() for t in args]
         out, lse = attention_with_lse(*leaves, **mask)
-        for got, bound in zip((out, lse), attention_bounds(*args, **mask), strict=True):
+        bounds = REFERENCES["attention_forward"](*args, **mask)
+        for got, bound in zip((out, lse), bounds, strict=True):
             check(got, bound, label="row ends")
         dout, dlse = torch.randn_like(out), torch.randn_like(lse)
         grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
@@ -198,7 +199,7 @@ def test_every_engine(engine, seed):
             torch.manual_seed(seed)
             q, k, v = (randn("cuda", dtype, 2, h, n, dim) for h, n in ((4, sq), (2, 300), (2, 300)))
             mask = moved("cuda", ranges(seed, 2, sq, 300))
-            bounds = attention_bounds(q, k, v, **mask)
+            bounds = REFERENCES["attention_forward"](q, k, v, **mask)
             forward = torch.ops.torchweld.attention_forward
             for name in each_configuration(engine, q, k, v, **mask):
                 for got, bound in zip(forward(q, k, v, **mask), bounds, strict=True):

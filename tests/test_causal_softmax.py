@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import masks
 import numerics
 import reference as R
-from bounds import causal_softmax_backward_bounds, causal_softmax_bounds
 from numerics import assert_equal, assert_same_bits
+from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 from tensors import pads, randn
@@ -43,8 +43,9 @@ def test_truth_table(device, shape):
         assert_equal(y, expected)
         # dy is not read where the mask hides it either; a row's gradient sums to 0.
         dy = torch.where(seen, 3.0, math.nan).to(dtype).to(device)
-        bound, _ = causal_softmax_backward_bounds(dy, y, masks.leftpad_of(shape, True, device))
-        dx, _ = causal_softmax_backward(dy, y, masks.leftpad_of(shape, True, device))
+        leftpad = masks.leftpad_of(shape, True, device)
+        bound, _ = REFERENCES["causal_softmax_backward"](dy, y, leftpad)
+        dx, _ = causal_softmax_backward(dy, y, leftpad)
         numerics.check(dx, bound, label="causal_softmax_backward", device=device)
         assert (dx[~seen.to(device)] == 0).all()
         plain = masks.table(shape, True, None)
@@ -261,7 +262,7 @@ def test_without_mask_in_reach_it_is_softmax(device):
     """The last row sees everything."""
     for dtype in dtypes(device):
         x = randn(device, dtype, 4, 1, 257)
-        (bound,) = causal_softmax_bounds(x)
+        (bound,) = REFERENCES["causal_softmax"](x)
         numerics.check(torch.softmax(x, -1), bound, label="torch.softmax", device=device)
         numerics.check(causal_softmax(x), bound, label="causal_softmax", device=device)
 
@@ -287,7 +288,7 @@ def test_any_layout_and_pads(seqlen_q, seqlen_k, batch, leftpad, scale, layout, 
     y = causal_softmax(*args, scale=scale)
     moved = [strided(x, layout), *args[1:]]
     check_op("causal_softmax", moved, {"scale": scale}, dout=strided(dy, layout), eager=False)
-    bound, _ = causal_softmax_backward_bounds(dy, y, *args[1:], scale=scale)
+    bound, _ = REFERENCES["causal_softmax_backward"](dy, y, *args[1:], scale=scale)
     strides = strided(dy, layout), strided(y, layout)
     dx, _ = causal_softmax_backward(*strides, *args[1:], scale=scale)
     numerics.check(dx, bound, label="causal_softmax_backward")

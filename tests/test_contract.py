@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
-from bounds import REFERENCES
 from numerics import assert_same_bits, assert_same_kind, check
+from running import REFERENCES
 from samples import (
     AUTOCAST,
     BF16,

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import reference as R
 import torchweld
-from bounds import GRADIENTS
 from losses import grads_of, leaves_of
 from numerics import assert_same_bits, check
+from running import GRADIENTS
 from samples import BF16, F16, F32, Maker, forward_backward, logits_call, need_kernel
 from tensors import randn
 

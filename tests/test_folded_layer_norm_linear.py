@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference as R
-from bounds import fold_layer_norm_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
+from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import linear_cases, strided, values
 from tensors import need_dtype, permuted, randn
@@ -50,7 +50,7 @@ def test_fold(device, size, given_parameters):
         weight, *rest = parameters(device, dtype, *size)
         chosen = [t if given_parameters >> i & 1 else None for i, t in enumerate(rest)]
         outputs = fold_layer_norm(weight, *chosen)
-        bounds = fold_layer_norm_bounds(weight, *chosen)
+        bounds = REFERENCES["fold_layer_norm"](weight, *chosen)
         names = ("folded_weight", "weight_sum", "folded_bias")
         for out, bound, name in zip(outputs, bounds, names, strict=True):
             check(out, bound, label=f"fold_layer_norm {name}", device=device)
@@ -193,7 +193,7 @@ def test_conv1d_weight_folds_as_a_view(device):
     for dtype in dtypes(device):
         weight, *rest = parameters(device, dtype, 48, 16)
         view = weight.t().contiguous().t()
-        bounds = fold_layer_norm_bounds(weight, *rest)
+        bounds = REFERENCES["fold_layer_norm"](weight, *rest)
         for got, bound in zip(fold_layer_norm(view, *rest), bounds, strict=True):
             check(got, bound, label="fold_layer_norm of a view", device=device)
         x = randn(device, dtype, 33, 16)

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
-from bounds import REFERENCES
 from numerics import assert_equal, assert_same_bits, check
 from reference import GATES
+from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from tensors import check_output_mask, need_dtype, randn
 

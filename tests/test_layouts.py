@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import reference as R
-from bounds import GRADIENTS, REFERENCES, Exact, roundable
-from numerics import Bound, Terms, assert_same_bits, check
+from numerics import UNIT, Bound, assert_same_bits, check
+from running import GRADIENTS, REFERENCES, Exact, roundable
 from samples import (
     BF16,
     DIFFERENTIABLE,
@@ -432,8 +432,9 @@ def alike(plain: list[Tensor], bounds: list[Bound]) -> list[Bound]:
         if isinstance(bound, Exact):
             return bound
         ref = R.up(out)
-        rounds = Terms(rounds=[roundable(ref, bound.dtype)])
-        return replace(bound, ref=ref, terms=bound.terms + bound.terms + rounds)
+        last = UNIT[bound.dtype] * roundable(ref, bound.dtype)
+        worst, statistical, extra = (2 * e for e in bound.errors)
+        return replace(bound, ref=ref, errors=(worst + last, statistical + last, extra))
 
     return [twice(*pair) for pair in zip(plain, bounds, strict=True)]
 

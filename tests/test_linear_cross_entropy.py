@@ -12,9 +12,9 @@ from torch import Tensor
 
 import reference as R
 import torchweld
-from bounds import GRADIENTS, REFERENCES
 from losses import OPTIONS, assert_ignored_rows_may_hold, grads_of, leaves_of, made
 from numerics import assert_equal, assert_same_bits, check, check_promise
+from running import GRADIENTS, REFERENCES
 from samples import (
     BF16,
     F16,

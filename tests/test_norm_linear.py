@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference as R
-from numerics import Bound, Terms, assert_same_bits, check
+from numerics import assert_same_bits, check
+from running import Running
 from samples import BF16, F16, F32, F64, call, check_op, dtypes, forward_backward, need_kernel
 from strategies import linear_cases, strided, values
 from tensors import check_output_mask, need_dtype, permuted, randn
@@ -180,8 +181,8 @@ def test_parameter_gradients_are_float32_sums(op, device):
         _, grads = forward_backward(op, args, {"eps": 0.0}, dy.to(args[0]))
         for grad, ref, size in zip(grads[1:], expected, sums, strict=False):
             # One rounding of the sum, and a few units of float32 in each of its terms.
-            terms = Terms([(8, size.double())])
-            check(grad, Bound(ref.double(), terms, dtype), label=f"{op} sum over rows")
+            bound = Running(ref.double(), dtype).plus(8, size.double()).bound()
+            check(grad, bound, label=f"{op} sum over rows")
 
 
 @pytest.mark.parametrize("mean", [0.0, 100.0, 1e4, 1e6])

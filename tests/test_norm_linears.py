@@ -12,8 +12,8 @@ from torch.func import vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
-from bounds import GRADIENTS, REFERENCES
 from numerics import assert_same_bits, assert_same_kind, check
+from running import GRADIENTS, REFERENCES
 from samples import BF16, F16, F32, call, dtypes, need_kernel, requiring
 from tensors import permuted, randn
 

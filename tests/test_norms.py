@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import torchweld
-from bounds import GRADIENTS, REFERENCES
 from numerics import assert_same_bits, check
+from running import GRADIENTS, REFERENCES
 from samples import (
     BF16,
     F16,

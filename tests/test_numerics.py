@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from numerics import Bound, Terms, assert_equal, assert_same_bits, check
+from numerics import Bound, assert_equal, assert_same_bits, check
+from running import Running
 
 N = 1_000_000
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -16,7 +17,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 def exact_bound(dtype: torch.dtype, n: int = N) -> Bound:
     """One rounding of a known tensor: no sums, no inner roundings."""
     ref = torch.randn(n, dtype=torch.float64)
-    return Bound(ref, Terms(), dtype)
+    return Bound(ref, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +72,7 @@ def test_a_nan_everywhere_on_both_sides_is_no_licence():
 
 
 def test_overflow_of_the_dtype_is_expected_as_inf():
-    bound = Bound(torch.tensor([1e6, 1.0], dtype=torch.float64), Terms(), torch.float16)
+    bound = Bound(torch.tensor([1e6, 1.0], dtype=torch.float64), torch.float16)
     check(torch.tensor([math.inf, 1.0], dtype=torch.float16), bound, label="copy")
     with pytest.raises(AssertionError, match="inf"):
         check(torch.tensor([65504.0, 1.0], dtype=torch.float16), bound, label="copy")
@@ -105,7 +106,7 @@ def test_accuracy_lost_all_over_fails_the_rms_rule():
     """Every element inside the worst bound of a sum of 4096, and each 20 sqrt(K) units off."""
     k = 4096
     ref = torch.ones(1000, dtype=torch.float64)
-    bound = Bound(ref, Terms([(k, ref)]), torch.float32)
+    bound = Running(ref, torch.float32).plus(k, ref).bound()
     out = (ref + 2 * 20 * math.sqrt(k) * 2.0**-24).float()
     with pytest.raises(AssertionError, match="the rms rule"):
         check(out, bound, label="sum")
@@ -114,7 +115,7 @@ def test_accuracy_lost_all_over_fails_the_rms_rule():
 def test_twice_as_far_as_eager_fails_the_eager_rule():
     """Inside both bounds, but well off where eager torch is exact."""
     ref = torch.linspace(1, 2, 1000, dtype=torch.float64).bfloat16().double()
-    bound = Bound(ref, Terms(rounds=[20 * ref]), torch.bfloat16)
+    bound = Running(ref, torch.bfloat16).rounded(size=20 * ref).bound()
     out = (ref * (1 + 6 * 2.0**-8)).bfloat16()
     check(out, bound, label="sum")
     with pytest.raises(AssertionError, match="the eager rule"):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import reference as R
 import torchweld
-from bounds import REFERENCES
 from numerics import assert_same_bits, check
+from running import REFERENCES
 from samples import BF16, F16, F32, F64, dtypes, need_kernel
 from strategies import strided
 

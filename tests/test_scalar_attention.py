@@ -11,8 +11,8 @@ from hypothesis import given
 
 import numerics
 import reference as R
-from bounds import REFERENCES, scalar_attention_grads
 from numerics import acc_dtype, assert_equal, assert_same_bits, assert_same_nonfinite
+from running import GRADIENTS, REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 from tensors import check_output_mask
@@ -285,7 +285,7 @@ def test_backward_op(device, n):
         dz = torch.randn(n, dtype=F64).to(dtype).to(device)
         _, mean, total = forward(*args)
         grads = backward(dz, *args, mean, total, output_mask=[True] * 3)
-        for grad, bound in zip(grads, scalar_attention_grads(dz, *args), strict=True):
+        for grad, bound in zip(grads, GRADIENTS["scalar_attention"](dz, *args), strict=True):
             numerics.check(grad, bound, label="scalar_attention_backward", device=device)
 
 

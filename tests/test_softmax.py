@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import numerics
-from bounds import softmax_backward_bounds, softmax_bounds
 from numerics import assert_equal, assert_same_bits
+from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from tensors import randn
 from torchweld.tuning.parts import observe
@@ -132,7 +132,7 @@ def test_backward_op_of_any_y(device, n):
     """The formula holds for a y that is no softmax."""
     for dtype in dtypes(device):
         dy, y = randn(device, dtype, 3, n), randn(device, dtype, 3, n)
-        (bound,) = softmax_backward_bounds(dy, y)
+        (bound,) = REFERENCES["softmax_backward"](dy, y)
         numerics.check(softmax_backward(dy, y), bound, label="softmax_backward", device=device)
 
 
@@ -171,9 +171,9 @@ def test_more_long_rows_than_a_gpu_takes_at_a_time(device, n):
         assert_same_bits(softmax(x[period:]), y[period:])
         assert_same_bits(softmax_backward(dy[period:], y[period:]), dx[period:])
         for part in (slice(0, 2), slice(-2, None)):
-            (bound,) = softmax_bounds(x[part])
+            (bound,) = REFERENCES["softmax"](x[part])
             numerics.check(y[part], bound, label="softmax", device=device)
-            (bound,) = softmax_backward_bounds(dy[part], y[part])
+            (bound,) = REFERENCES["softmax_backward"](dy[part], y[part])
             numerics.check(dx[part], bound, label="softmax_backward", device=device)
 
 
@@ -188,9 +188,9 @@ def test_more_turns_than_a_cluster_remembers(rows, n):
         assert_same_bits(softmax(x), y)
         assert_same_bits(softmax_backward(x, y), dx)
     for part in (slice(0, 3), slice(rows // 2, rows // 2 + 3), slice(-3, None)):
-        (bound,) = softmax_bounds(x[part])
+        (bound,) = REFERENCES["softmax"](x[part])
         numerics.check(y[part], bound, label="softmax", device="cuda")
-        (bound,) = softmax_backward_bounds(x[part], y[part])
+        (bound,) = REFERENCES["softmax_backward"](x[part], y[part])
         numerics.check(dx[part], bound, label="softmax_backward", device="cuda")
     sums = y.sum(-1, dtype=F32)
     assert (sums - 1).abs().max() < 2.0**-8  # a result is rounded by at most 2^-9 of itself
@@ -248,7 +248,7 @@ def test_gradient_of_rows_longer_than_the_ring_of_8_blocks(dtype, n, blocks):
     finally:
         ops._force_choice("softmax", record["problem"], "")
     for part in (slice(0, 3), slice(18, 21), slice(-3, None)):
-        (bound,) = softmax_backward_bounds(dy[part], y[part])
+        (bound,) = REFERENCES["softmax_backward"](dy[part], y[part])
         numerics.check(dx[part], bound, label="softmax_backward", device="cuda")
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import masks
 import reference as R
-from bounds import softmax_matmul_bounds
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
+from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 from tensors import need_dtype, pads, randn
@@ -89,7 +89,7 @@ def test_sizes(device, dtype, size):
     check_op(OP, [scores, value, leftpad], {"causal": True}, eager=False)
     for out, bound in zip(
         softmax_matmul_forward(scores, value, leftpad, causal=True),
-        softmax_matmul_bounds(scores, value, leftpad, causal=True),
+        REFERENCES["softmax_matmul_forward"](scores, value, leftpad, causal=True),
         strict=True,
     ):
         check(out, bound, label="softmax_matmul_forward", device=device)
