@@ -432,10 +432,14 @@ class Running:
             exponent = exponent + m.abs()
         # A subnormal p has the absolute error of the smallest normal; a masked p is exactly 0.
         raised, cols = roundable(values, acc_dtype(self.dtype)), values.shape[-1]
-        p = Running(values, self.dtype, (z, lambda e: values * e, None))
+
+        def carry(e: Tensor) -> Tensor:
+            return torch.where(values > 0, values * e, 0.0)  # a score may be -inf
+
+        p = Running(values, self.dtype, (z, carry, None))
         p.plus(cols, raised).plus(1, raised * exponent)
         p.lost = values * (live.abs() + m.abs())  # by exp(z - lse), if lse is rounded
-        total = Running(lse, self.dtype, (z, lambda e: (values * e).sum(-1), None))
+        total = Running(lse, self.dtype, (z, lambda e: carry(e).sum(-1), None))
         size = m[..., 0].abs() + (live.abs().amax(-1) if cols else 0.0)
         total.plus(cols, 1.0).plus(FUNCTION, torch.where(lse.isinf(), 0.0, size))
         return p, total, z
@@ -515,10 +519,11 @@ class Running:
             (value, None, lambda dout: product(p.rounded().mT, clean(dout), value.shape)),
             (sink, None, lambda dout: to_sink((clean(dout) * out).sum(-1))),
         ]
+        finite = ~lse.value.isneginf()
         of_lse = [
             (lse, same, None),
             (z, None, lse_to_scores),
-            (sink, None, lambda dlse: to_sink(-clean(dlse[..., None])[..., 0])),
+            (sink, None, lambda dlse: to_sink(-Running.where(finite, dlse, 0.0))),
         ]
         return Running(out.value, self.dtype, *ways), Running(lse.value, self.dtype, *of_lse)
 
@@ -712,12 +717,11 @@ def autograd(op: str) -> Callable[..., list[Bound | None]]:
         is_stored &= named.get("reduction") != "none" and named.get("keep") != "nothing"
         found, given = evaluate(op, named, {}, is_stored)
         names = [a.name for a in schema_of(op).arguments][: len(args)]
+        while not is_float(named[names[-1]]):
+            names.pop()
         names += ["sink"] * (named.get("sink") is not None)
         outputs = [(found[names_of(op)[0]], dout), *((found.get(n), d) for n, d in douts.items())]
-        grads = gradients(outputs, [given.get(n) for n in names])
-        while grads[-1] is None:
-            grads.pop()
-        pairs = zip(grads, names, strict=False)
+        pairs = zip(gradients(outputs, [given.get(n) for n in names]), names, strict=True)
         return [None if g is None else g.bound(named[n].dtype) for g, n in pairs]
 
     return of
