@@ -141,7 +141,7 @@ def versions_table() -> str:
 
 def families_table() -> str:
     """The decoder families that `fuse` knows, and the ops of their parts."""
-    from torchweld.integrations.families import FAMILIES
+    from torchweld.integrations.fusion.layers.families import FAMILIES
 
     rows = [
         "| family | norms | MLP | attention | layer | loss |",

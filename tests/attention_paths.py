@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tiny_models import batch, tiny_model
-from torchweld.integrations import hf_attention, measure
+from torchweld.integrations import measure
+from torchweld.integrations.attention import forward as hf_attention
 
 # The families that fuse knows stand first.
 DECODERS = {

@@ -7,7 +7,8 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from attention_paths import FAMILIES, WAYS, attention_calls, encodes  # noqa: E402
-from torchweld.integrations import families, hf_models  # noqa: E402
+from torchweld.integrations.attention import models as hf_models  # noqa: E402
+from torchweld.integrations.fusion.layers import families  # noqa: E402
 
 BIAS = "a position bias is added to the scores"
 

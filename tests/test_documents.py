@@ -186,7 +186,7 @@ def test_example_of_the_readme_runs(tmp_path):
 
 
 def test_the_tested_transformers_are_the_same_everywhere():
-    from torchweld.integrations.hf_version import NEWEST, OLDEST
+    from torchweld.integrations.version import NEWEST, OLDEST
 
     wanted = f"transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     for name, times in (("pyproject.toml", 1), ("requirements/demo.txt", 1)):

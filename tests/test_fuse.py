@@ -28,20 +28,15 @@ from tiny_models import (  # noqa: E402
     tiny_grouped,
     tiny_model,
 )
-from torchweld.integrations import (  # noqa: E402
-    FuseReport,
-    fuse,
-    hf_attention,
-    hf_models,
-    hf_numbers,
-    hf_switch,
-    register_attention,
-    unfuse,
-)
-from torchweld.integrations.report import WAS_EAGER  # noqa: E402
+from torchweld.integrations import FuseReport, fuse, register_attention, unfuse  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import mask_numbers  # noqa: E402
+from torchweld.integrations.attention import models as hf_models  # noqa: E402
+from torchweld.integrations.fusion import attention_switch  # noqa: E402
+from torchweld.integrations.fusion.report import WAS_EAGER  # noqa: E402
 
-gpt2_block = pytest.importorskip("torchweld.integrations.gpt2_block")
-twins = pytest.importorskip("torchweld.integrations.twins")
+gpt2_block = pytest.importorskip("torchweld.integrations.fusion.layers.gpt2_block")
+twins = pytest.importorskip("torchweld.integrations.fusion.recognise.twins")
 
 LAYERS = 2
 BOTH = [gpt2_block.ATTENTION, gpt2_block.MLP]
@@ -326,7 +321,7 @@ def test_a_layer_of_a_step_calls_no_more_than_it_must(fused_device):
     block = pair(fused_device)[0].transformer.h[0]
     x = torch.randn(2, 1, 32, device=fused_device)
     cache = transformers.DynamicCache()
-    mask = hf_numbers.leftpad_mask(torch.zeros(2, device=fused_device))
+    mask = mask_numbers.leftpad_mask(torch.zeros(2, device=fused_device))
     with torch.no_grad():
         block(x, cache, mask)
         with Calls() as calls:
@@ -1608,7 +1603,7 @@ def test_the_report_says_what_runs_in_training_mode(kind, cls, name, dropout):
     assert report.calls == {"torchweld::attention": places} and places > 0
     assert report.notes == ([note] if dropout else [])
     with Calls() as calls:
-        model(**hf_switch.sample_of(model))
+        model(**attention_switch.sample_of(model))
     assert any(op.startswith("torchweld::attention") for op in calls.names) == (not dropout)
 
 

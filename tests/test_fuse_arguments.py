@@ -16,14 +16,10 @@ transformers = pytest.importorskip("transformers")
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import LAYERS, NAMES, labelled, tiny  # noqa: E402
 from tiny_models import batch, tiny_gpt2, tiny_model  # noqa: E402
-from torchweld.integrations import (  # noqa: E402
-    arguments,
-    families,
-    fuse,
-    hf_attention,
-    hf_version,
-    register_attention,
-)
+from torchweld.integrations import fuse, register_attention  # noqa: E402
+from torchweld.integrations import version as hf_version  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.fusion.layers import arguments, families  # noqa: E402
 
 llama = transformers.models.llama.modeling_llama
 gpt2 = transformers.models.gpt2.modeling_gpt2

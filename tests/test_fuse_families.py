@@ -18,7 +18,7 @@ from test_fuse import Calls  # noqa: E402
 from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 
-families = pytest.importorskip("torchweld.integrations.families")
+families = pytest.importorskip("torchweld.integrations.fusion.layers.families")
 LAYERS = 2
 SIZES = {
     "vocab_size": VOCAB,

@@ -21,7 +21,11 @@ from test_hf_attention import Layer  # noqa: E402
 from test_hf_masks import Calls  # noqa: E402
 from tiny_models import batch, tiny_grouped  # noqa: E402
 from torchweld.info import has_cuda_kernel  # noqa: E402
-from torchweld.integrations import fuse, hf_attention, hf_numbers, sdpa_dense, sdpa_varlen  # noqa: E402
+from torchweld.integrations import fuse  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import mask_numbers  # noqa: E402
+from torchweld.integrations.sdpa import dense as sdpa_dense  # noqa: E402
+from torchweld.integrations.sdpa import varlen as sdpa_varlen  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torchweld. no kernel for tensor cores")
 cuda_build = pytest.mark.skipif(
@@ -43,10 +47,10 @@ def numbers(*values):
 
 MASKS = {
     "none": lambda: None,
-    "left padding": lambda: hf_numbers.leftpad_mask(numbers(0, 2)),
-    "windows": lambda: hf_numbers.ranges(numbers(5, 5), numbers(0, 0, 1, 2, 3).expand(2, -1)),
-    "bidirectional": lambda: hf_numbers.bidirectional(numbers(5, 4), numbers(0, 1)),
-    "window to both sides": lambda: hf_numbers.bidirectional(numbers(5, 5), window=2),
+    "left padding": lambda: mask_numbers.leftpad_mask(numbers(0, 2)),
+    "windows": lambda: mask_numbers.ranges(numbers(5, 5), numbers(0, 0, 1, 2, 3).expand(2, -1)),
+    "bidirectional": lambda: mask_numbers.bidirectional(numbers(5, 4), numbers(0, 1)),
+    "window to both sides": lambda: mask_numbers.bidirectional(numbers(5, 5), window=2),
 }
 
 

@@ -18,7 +18,7 @@ from test_fuse import Calls, batch, gpt2  # noqa: E402
 from tiny_models import VOCAB  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 
-families = pytest.importorskip("torchweld.integrations.families")
+families = pytest.importorskip("torchweld.integrations.fusion.layers.families")
 GPT2LMHeadModel = transformers.GPT2LMHeadModel
 DROPOUTS = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 

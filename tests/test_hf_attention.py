@@ -17,15 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers")
 
 from tiny_models import VOCAB, batch, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
-from torchweld.integrations import (  # noqa: E402
-    hf_attention,
-    hf_mask,
-    hf_models,
-    hf_numbers,
-    hf_ranges,
-    hf_traced,
-    register_attention,
-)
+from torchweld.integrations import register_attention  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
+from torchweld.integrations.attention import mask_numbers, mask_ranges, traced_pattern  # noqa: E402
+from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
 register_attention()
 
@@ -256,8 +252,8 @@ def test_sentences_of_assertions_fit_a_device():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_assert_async", keep)
-        for reason in (hf_ranges.HOLES, hf_ranges.TOO_SHORT, hf_traced.UNKNOWN):
-            hf_ranges.assert_holds(torch.tensor(True), reason)
+        for reason in (mask_ranges.HOLES, mask_ranges.TOO_SHORT, traced_pattern.UNKNOWN):
+            mask_ranges.assert_holds(torch.tensor(True), reason)
     assert len(said) == 3
     assert all(len(message) < 255 and '"' not in message for message in said)
 
@@ -307,8 +303,8 @@ def test_equals_sdpa_without_mask(attention_device, nheads_kv, is_causal):
 def test_leftpad_equals_the_dense_mask(attention_device, seqlen_q, seqlen_k):
     qkv = views(attention_device, seqlen_q, seqlen_k, nheads_kv=2)
     leftpad = torch.tensor([0, 2], dtype=torch.int32, device=attention_device)
-    dense = hf_numbers.Numbers(True, leftpad).dense(seqlen_q, seqlen_k)
-    ours, stock = both(Layer(groups=2), qkv, hf_numbers.leftpad_mask(leftpad), dense)
+    dense = mask_numbers.Numbers(True, leftpad).dense(seqlen_q, seqlen_k)
+    ours, stock = both(Layer(groups=2), qkv, mask_numbers.leftpad_mask(leftpad), dense)
     position = torch.arange(seqlen_q, device=attention_device) + seqlen_k - seqlen_q
     real = position >= leftpad[:, None]
     assert_close(ours[real], stock[real], rtol=1e-5, atol=1e-5)
@@ -333,7 +329,7 @@ def test_the_dense_mask_of_numbers_means_what_they_do(attention_device, numbers)
         for name, value in numbers.items()
         if isinstance(value, list)
     }
-    numbers = hf_numbers.Numbers(**{**numbers, **tensors})
+    numbers = mask_numbers.Numbers(**{**numbers, **tensors})
     seqlen_k = 5 if numbers.key_end is None else int(numbers.key_end.max())
     q, k, v = views(attention_device, 5, seqlen_k)
     ours = torch.ops.torchweld.attention(
@@ -352,7 +348,9 @@ def test_float64_on_cuda_runs_sdpa():
     with FakeTensorMode(), pytest.warns(UserWarning, match="no float64; such calls use torch's"):
         q, k, v = (torch.ones(2, 3, 5, 8, dtype=torch.float64, device="cuda") for _ in range(3))
         leftpad = torch.ones(2, dtype=torch.int32, device="cuda")
-        out, _ = hf_attention.attention_forward(Layer(), q, k, v, hf_numbers.leftpad_mask(leftpad))
+        out, _ = hf_attention.attention_forward(
+            Layer(), q, k, v, mask_numbers.leftpad_mask(leftpad)
+        )
     assert out.shape == (2, 5, 3, 8) and out.dtype == torch.float64
 
 
@@ -375,8 +373,8 @@ def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
 def test_what_the_op_cannot_do_runs_sdpa_with_one_warning(more, said, masked):
     qkv = views("cpu", 6, 6)
     leftpad = torch.tensor([0, 2], dtype=torch.int32) if masked else None
-    dense = hf_numbers.Numbers(True, leftpad).dense(6, 6) if masked else None
-    mask = hf_numbers.leftpad_mask(leftpad) if masked else None
+    dense = mask_numbers.Numbers(True, leftpad).dense(6, 6) if masked else None
+    mask = mask_numbers.leftpad_mask(leftpad) if masked else None
     outs = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -751,7 +749,7 @@ def test_the_dense_mask_of_a_pass_is_never_that_of_another(sided):
     """The kept mask follows what it is made from, and is freed with it."""
     pads = [torch.tensor(each, dtype=torch.int32) for each in ([0, 2], [3, 1])]
     first, second = (
-        hf_numbers.leftpad_mask(each) if sided == "left" else hf_numbers.bidirectional(6 - each)
+        mask_numbers.leftpad_mask(each) if sided == "left" else mask_numbers.bidirectional(6 - each)
         for each in pads
     )
     layer, qkv = Layer(is_causal=sided == "left"), views("cpu", 6, 6)

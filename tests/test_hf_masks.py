@@ -19,17 +19,12 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
 from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
-from torchweld.integrations import (  # noqa: E402
-    hf_attention,
-    hf_context,
-    hf_mask,
-    hf_models,
-    hf_numbers,
-    hf_pattern,
-    hf_ranges,
-    hf_traced,
-    register_attention,
-)
+from torchweld.integrations import register_attention  # noqa: E402
+from torchweld.integrations.attention import context_parallel as hf_context  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
+from torchweld.integrations.attention import mask_numbers, mask_pattern, mask_ranges, traced_pattern  # noqa: E402
+from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
 register_attention()
 
@@ -84,7 +79,7 @@ def assert_equal_at(tokens, got, want):
 
 
 def dense(mask, q_length, kv_length):
-    return hf_numbers.split(mask, q_length, mask.device).dense(q_length, kv_length)
+    return mask_numbers.split(mask, q_length, mask.device).dense(q_length, kv_length)
 
 
 def chunked(chunk, mask=None):
@@ -131,7 +126,7 @@ def test_numbers_equal_the_mask_of_sdpa(padded, pattern, q_length, kv_length, q_
     got = hf_mask.attention_mask(**call)
     want = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)
     if got is None:
-        got = hf_numbers.leftpad_mask(torch.zeros(3))
+        got = mask_numbers.leftpad_mask(torch.zeros(3))
     assert got.dtype == torch.int32
     position = torch.arange(q_length) + int(q_offset)
     tokens = PADDED[:, position] if padded else torch.ones(3, q_length, dtype=torch.bool)
@@ -212,7 +207,7 @@ def test_a_function_of_the_caller_is_never_lost(combine, window):
     config = config_of(sliding_window=4)
     call = dict(inputs_embeds=torch.zeros(2, 9, 0), attention_mask=None, past_key_values=None)
     got = create(config, **call, **{combine: custom})
-    assert got.torchweld_reason == hf_traced.UNKNOWN
+    assert got.torchweld_reason == traced_pattern.UNKNOWN
     config._attn_implementation = "sdpa"
     assert torch.equal(got, create(config, **call, **{combine: custom}))
 
@@ -230,7 +225,7 @@ def test_unknown_functions():
         masking_utils.and_masks(window, masking_utils.bidirectional_mask_function),
         window,
     ):
-        assert hf_pattern.of(function) is None
+        assert mask_pattern.of(function) is None
 
 
 def test_documents_that_are_no_runs_are_unknown():
@@ -241,17 +236,17 @@ def test_documents_that_are_no_runs_are_unknown():
     call = dict(batch_size=1, q_length=5, kv_length=5, q_offset=0, mask_function=function)
     call.update(config=config_of(), allow_is_causal_skip=False, device="cpu")
     got = hf_mask.attention_mask(**call)
-    assert got.torchweld_reason == hf_traced.UNKNOWN
+    assert got.torchweld_reason == traced_pattern.UNKNOWN
     assert torch.equal(got, masking_utils.sdpa_mask(**call))
 
 
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("hole", hf_ranges.HOLES),
-        ("short", hf_ranges.TOO_SHORT),
-        ("two-sided window", hf_ranges.TWO_SIDED),
-        ("whole", hf_ranges.WHOLE),
+        ("hole", mask_ranges.HOLES),
+        ("short", mask_ranges.TOO_SHORT),
+        ("two-sided window", mask_ranges.TWO_SIDED),
+        ("whole", mask_ranges.WHOLE),
     ],
 )
 def test_what_numbers_can_not_say_goes_to_sdpa(case, reason):
@@ -280,8 +275,8 @@ def test_a_mask_for_other_queries_is_refused():
 
 def test_a_layer_of_one_query_takes_its_numbers_without_a_copy():
     key_end, key_start = torch.tensor([5, 4]), torch.tensor([[0], [2]])
-    mask = hf_numbers.ranges(key_end, key_start)
-    numbers = hf_numbers.split(mask, 1, mask.device)
+    mask = mask_numbers.ranges(key_end, key_start)
+    numbers = mask_numbers.split(mask, 1, mask.device)
     storage = mask.untyped_storage().data_ptr()
     for part, want in ((numbers.key_end, key_end), (numbers.key_start, key_start)):
         assert part.is_contiguous() and part.tolist() == want.tolist()
@@ -594,7 +589,7 @@ def test_flattened_documents_of_other_attention_are_refused():
     with pytest.raises(ValueError, match="whose config has attention_chunk_size"):
         chunks(**misfit())
     with pytest.raises(ValueError, match="context_parallel must see .*, but cu_seq_lens_q is give"):
-        numbers = hf_numbers.Numbers(causal=True)
+        numbers = mask_numbers.Numbers(causal=True)
         hf_context.attention(None, *[None] * 3, numbers, None, None, {"cu_seq_lens_q": GOOD})
     q, k = torch.zeros(1, 2, 12, 8), torch.zeros(1, 2, 7, 8)
     with pytest.raises(ValueError, match="12 queries and 7 keys in Identity; leave them out where"):
@@ -894,8 +889,8 @@ def test_fuse_serves_softcap_and_sinks(attention_device):
 def test_left_padding_is_reported_at_once_and_nothing_else(dtype):
     def pads(rows, kv_length=4, kv_offset=0, last=4):
         mask = torch.tensor(rows, dtype=dtype)
-        call = hf_ranges.Call(len(rows), 1, kv_length, last - 1, kv_offset, mask, "cpu")
-        return hf_ranges._pads_of_suffixes(call, None if isinstance(last, torch.Tensor) else last)
+        call = mask_ranges.Call(len(rows), 1, kv_length, last - 1, kv_offset, mask, "cpu")
+        return mask_ranges._pads_of_suffixes(call, None if isinstance(last, torch.Tensor) else last)
 
     padded = [[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]]
     for last in (4, torch.tensor(4)):
@@ -912,5 +907,5 @@ def test_left_padding_is_reported_at_once_and_nothing_else(dtype):
             assert pads([end, end], last=last) is None
             assert pads([end, end], kv_offset=1, last=last) is None
     assert pads([[], []], last=0) is None
-    call = hf_ranges.Call(0, 1, 4, None, 0, torch.ones(0, 4, dtype=dtype), "cpu")
-    assert hf_ranges._pads_of_suffixes(call, 4) is None
+    call = mask_ranges.Call(0, 1, 4, None, 0, torch.ones(0, 4, dtype=dtype), "cpu")
+    assert mask_ranges._pads_of_suffixes(call, 4) is None

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from tiny_models import VOCAB, causal_models, encoder_models, tiny_model  # noqa: E402
-from torchweld.integrations import hf_attention, hf_models, register_attention  # noqa: E402
+from torchweld.integrations import register_attention  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
 register_attention()
 

@@ -22,7 +22,7 @@ from test_hf_masks import (  # noqa: E402
     pair,
 )
 from tiny_models import VOCAB  # noqa: E402
-from torchweld.integrations import hf_attention  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
 
 
 def compiled(model, **options):

@@ -27,12 +27,10 @@ from test_hf_masks import (  # noqa: E402
     pair,
 )
 from tiny_models import batch  # noqa: E402
-from torchweld.integrations import (  # noqa: E402
-    hf_attention,
-    hf_mask,
-    hf_models,
-    register_attention,
-)
+from torchweld.integrations import register_attention  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
+from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
 register_attention()
 

@@ -75,7 +75,7 @@ def test_attention_can_be_registered_in_any_order_of_imports(imports):
     settings = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     config = transformers.LlamaConfig(**settings, num_attention_heads=4)
     model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="torchweld")
-    from torchweld.integrations import hf_attention
+    from torchweld.integrations.attention import forward as hf_attention
     from torch.utils._python_dispatch import TorchDispatchMode
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):

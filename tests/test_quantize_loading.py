@@ -16,12 +16,10 @@ from torchweld import Int4
 
 transformers = pytest.importorskip("transformers")
 
-from torchweld.integrations import (  # noqa: E402
-    TorchweldInt4Config,
-    hf_quantizer,
-    hf_version,
-    upload,
-)
+from torchweld.integrations import TorchweldInt4Config  # noqa: E402
+from torchweld.integrations import version as hf_version  # noqa: E402
+from torchweld.quantization import quantizer as hf_quantizer  # noqa: E402
+from torchweld.quantization import upload  # noqa: E402
 
 load = transformers.AutoModelForCausalLM.from_pretrained
 

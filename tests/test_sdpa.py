@@ -22,8 +22,9 @@ from samples import BF16, F16, F32
 from sdpa_calls import FLASH, draw, formula, strides
 from torchweld import integrations
 from torchweld.info import has_cuda_kernel
-from torchweld.integrations import sdpa, sdpa_dense
-from torchweld.integrations.sdpa_common import has_code
+from torchweld.integrations.sdpa import dense as sdpa_dense
+from torchweld.integrations.sdpa import kernels as sdpa
+from torchweld.integrations.sdpa.common import has_code
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl"),

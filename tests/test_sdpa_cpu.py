@@ -13,7 +13,9 @@ from numerics import assert_same_bits
 from samples import BF16, F16, F32, F64
 from sdpa_calls import count_calls, draw, formula, packed_formula, strides
 from torchweld import integrations
-from torchweld.integrations import sdpa, sdpa_cpu, sdpa_varlen
+from torchweld.integrations.sdpa import cpu as sdpa_cpu
+from torchweld.integrations.sdpa import kernels as sdpa
+from torchweld.integrations.sdpa import varlen as sdpa_varlen
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl"),

@@ -18,7 +18,8 @@ from samples import BF16, F16
 from sdpa_calls import FLASH, count_calls, draw, formula, packed_formula, strides
 from torchweld import integrations
 from torchweld.info import has_cuda_kernel
-from torchweld.integrations import sdpa_dense, sdpa_varlen
+from torchweld.integrations.sdpa import dense as sdpa_dense
+from torchweld.integrations.sdpa import varlen as sdpa_varlen
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl")
@@ -157,7 +158,8 @@ def test_the_order_that_a_new_process_starts_with():
     code = (
         "import torch, torchweld\n"
         "from torch.nn.functional import scaled_dot_product_attention as f\n"
-        "from torchweld.integrations import sdpa, use_in_sdpa\n"
+        "from torchweld.integrations import use_in_sdpa\n"
+        "from torchweld.integrations.sdpa import kernels as sdpa\n"
         "calls = []\n"
         "old = sdpa.Dense.forward\n"
         "sdpa.Dense.forward = lambda *a, **k: (calls.append(1), old(*a, **k))[1]\n"

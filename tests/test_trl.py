@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, models  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from test_hf_masks import Calls, expect  # noqa: E402
-from torchweld.integrations import hf_attention, register_attention  # noqa: E402
+from torchweld.integrations import register_attention  # noqa: E402
+from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
 
 LENGTHS = [5, 12, 7, 20, 4, 3, 9, 6]
 CASES = {

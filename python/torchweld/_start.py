@@ -12,14 +12,15 @@ def lazy(package: str, homes: dict[str, str]) -> tuple[Any, Any]:
 
     Args:
         package: The package's `__name__`.
-        homes: The module of each name; a module that is a name itself maps to itself.
+        homes: The module of each name, relative to the package; a module that is a name itself maps
+            to itself.
     """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = f"{package}.{homes[name]}"
-        return import_module(home) if homes[name] == name else getattr(import_module(home), name)
+        home = import_module(f".{homes[name]}", package)
+        return home if homes[name] == name else getattr(home, name)
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})

@@ -157,13 +157,14 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
             'mesh["tp"]'
         )
     try:
-        from torchweld.integrations import gpt2, gpt2_sharded, hf_switch
+        from torchweld.integrations.fusion import attention_switch, gpt2
+        from torchweld.integrations.fusion.layers import gpt2_sharded
     except ImportError as error:
         raise ImportError(
             "torchweld.distributed.parallelize needs transformers; "
             "install it with `pip install transformers`"
         ) from error
-    roots = hf_switch.roots(model)
+    roots = attention_switch.roots(model)
     if not roots:
         raise TypeError(
             "parallelize: model must be or contain a model of transformers, but got "

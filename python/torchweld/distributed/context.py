@@ -291,7 +291,7 @@ class ContextParallel:
         self.method = method
         self.check = check
         self.calls = 0
-        # leftpad of the model that is running; hf_context sets it
+        # leftpad of the model that is running; integrations.attention.context_parallel sets it
         self.leftpad: Tensor | None = None
         self.seen_positions: Tensor | None = None
 

@@ -82,7 +82,7 @@ def can_shard(module: nn.Module, name: str, size: int) -> bool:
         name: The packed layer's, one of LAYERS.
         size: Number of processes.
     """
-    from torchweld.integrations import families
+    from torchweld.integrations.fusion.layers import families
 
     layers = [module._modules.get(each) for each in (name, LAYERS[name][1])]
     if any(type(layer) is not nn.Linear for layer in layers):

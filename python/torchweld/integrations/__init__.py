@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from torchweld._start import lazy
 
 if TYPE_CHECKING:
-    from ._fuse import fuse as fuse
-    from ._fuse import unfuse as unfuse
-    from .hf_attention import register_attention as register_attention
-    from .hf_quantizer import TorchweldInt4Config as TorchweldInt4Config
-    from .hf_quantizer import register_quantizer as register_quantizer
+    from torchweld.quantization.quantizer import TorchweldInt4Config as TorchweldInt4Config
+    from torchweld.quantization.quantizer import register_quantizer as register_quantizer
+
+    from .attention.forward import register_attention as register_attention
+    from .fusion.fuse import fuse as fuse
+    from .fusion.fuse import unfuse as unfuse
+    from .fusion.report import FuseReport as FuseReport
     from .peft_lora import register_lora as register_lora
-    from .report import FuseReport as FuseReport
-    from .sdpa import use_in_sdpa as use_in_sdpa
+    from .sdpa.kernels import use_in_sdpa as use_in_sdpa
 
 __all__ = [
     "FuseReport",
@@ -33,13 +34,13 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "fuse": "_fuse",
-        "unfuse": "_fuse",
-        "FuseReport": "report",
-        "TorchweldInt4Config": "hf_quantizer",
-        "register_attention": "hf_attention",
+        "fuse": "fusion.fuse",
+        "unfuse": "fusion.fuse",
+        "FuseReport": "fusion.report",
+        "TorchweldInt4Config": ".quantization.quantizer",
+        "register_attention": "attention.forward",
         "register_lora": "peft_lora",
-        "register_quantizer": "hf_quantizer",
-        "use_in_sdpa": "sdpa",
+        "register_quantizer": ".quantization.quantizer",
+        "use_in_sdpa": "sdpa.kernels",
     },
 )

@@ -17,11 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchweld._autograd import once_differentiable
+from torchweld.integrations.fusion.layers.part import (
+    Part,
+    instance_refusal,
+    is_fused,
+    plain_tensors,
+    stock_forward,
+)
+from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.stock import is_plain
 
 from . import measure
-from .part import Part, instance_refusal, is_fused, plain_tensors, stock_forward
-from .probes import Probes
 
 
 class _LoraLinear(torch.autograd.Function):

@@ -70,7 +70,7 @@ def quantize_(
     _check_model(model, "quantize_")
     report = quantize_layers(model, config, progress)
     for root in _pretrained(model) if report else ():
-        from torchweld.integrations.hf_quantizer import mark
+        from torchweld.quantization.quantizer import mark
 
         mark(root, config)
     return report
@@ -119,7 +119,7 @@ def dequantize_(model: nn.Module) -> list[str]:
     _check_model(model, "dequantize_")
     replaced = dequantize_layers(model)
     for root in _pretrained(model) if replaced else ():
-        from torchweld.integrations.hf_quantizer import unmark
+        from torchweld.quantization.quantizer import unmark
 
         unmark(root)
     return replaced

@@ -47,13 +47,13 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
         model = torchweld.load_quantized("Llama-3.1-8B-Instruct-AWQ", device_map="auto")
         model.save_pretrained("Llama-3.1-8B-Instruct-int4")
     """
-    from torchweld.integrations.hf_version import check_version
+    from torchweld.integrations.version import check_version
 
     check_version(_OWNER)
     import transformers
 
     from torchweld.integrations import TorchweldInt4Config
-    from torchweld.integrations.hf_quantizer import tied_layers
+    from torchweld.quantization.quantizer import tied_layers
 
     folder = Path(path)
     if not (folder / "config.json").is_file():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchweld.integrations.report import fold_paths
+from torchweld.integrations.fusion.report import fold_paths
 
 
 @dataclass

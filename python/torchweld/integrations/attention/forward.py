@@ -1,0 +1,420 @@
+"""``attn_implementation="torchweld"`` for Hugging Face transformers.
+
+Two functions are registered, and they belong together: the *mask function* (:mod:`.mask`) runs
+once per forward pass and decides which path the layers take; the *attention function* runs once per
+layer. With a mask of numbers (:mod:`.mask_numbers`) or none it calls
+``torch.ops.torchweld.attention``; with a dense mask it calls transformers' SDPA path, and says so
+once per reason. What SDPA lacks too (attention weights, attention sinks, soft-capped scores) comes
+from the model's own eager attention then.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweld import _library
+from torchweld.distributed import _active
+from torchweld.integrations import measure, version
+from torchweld.integrations.sdpa.common import general_kernel
+
+from . import mask_numbers, packed
+from .mask_numbers import Numbers
+
+try:
+    # Says what a forward pass records. Older versions of transformers pass output_attentions on.
+    from transformers.utils.output_capturing import _active_collector as _collector
+except ImportError:
+    _collector = None
+
+NAME = "torchweld"
+
+# Arguments that some models pass to attention, but neither torchweld's op nor SDPA supports, with a
+# description of each.
+UNSERVED = {
+    "sinks": "attention sinks",
+    "indices": "keys chosen for each query",
+    "block_indices": "blocks of keys chosen for each query",
+}
+
+# The reason for a mask that is not described any further.
+GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
+
+
+class Unserved(ValueError):
+    """A layer hands attention functions what neither torchweld's op nor SDPA has."""
+
+
+_warned: set[str] = set()
+_traced: set[str] = set()  # what the mask function has said under torch.compile
+SDPA = "torch's scaled_dot_product_attention"
+_EAGER = "the model's eager attention"
+
+
+@torch.compiler.assume_constant_result
+def warn_once(
+    reason: str, instead: str = SDPA, traced: bool = False, op: str = "torchweld::attention"
+) -> bool:
+    """Says why calls don't run ``op``; under torch.compile while it traces."""
+    if traced:
+        _traced.add(reason)
+    # A traced mask carries no reason, but the mask function has said it then.
+    if measure.silent or reason in _warned or (reason == GIVEN_4D and _warned & _traced):
+        return False
+    _warned.add(reason)
+    warnings.warn(
+        f"torchweld: {reason}; such calls use {instead} instead of {op} (said once)",
+        stacklevel=3,
+    )
+    return True
+
+
+def records_weights() -> bool:
+    """Whether this transformers tells an attention function that its weights are recorded."""
+    return _collector is not None
+
+
+def config_refusal(config: Any) -> str | None:
+    """Why ``fuse`` must not switch the attention of a model of this config, or None."""
+    implementation = config._attn_implementation
+    if implementation == NAME:
+        return "fused already"
+    if implementation not in ("eager", "sdpa"):
+        return (
+            f'attn_implementation="{implementation}" was chosen; '
+            'call model.set_attn_implementation("sdpa") first'
+        )
+    if getattr(config, "output_attentions", False):
+        return "config.output_attentions is on, and torchweld has no attention weights to return"
+    if implementation == "eager" and not records_weights():
+        return (
+            "it is eager and returns attention weights when asked; this version of transformers "
+            "doesn't say when (a newer one does)"
+        )
+    return None
+
+
+def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("output_attentions"):
+        return True
+    if _collector is None:
+        return False
+    # A ContextVar can't be traced; transformers keeps a plain variable beside it for torch.compile.
+    wanted = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
+    return wanted is not None and any(key.endswith("attentions") for key in wanted)
+
+
+def _added_mask(mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool) -> Tensor | None:
+    """What eager attention adds to the scores; None where every query sees every key."""
+    seqlen_q = query.shape[2]
+    if mask is None:
+        if not causal or seqlen_q == 1:
+            return None
+        # Aligned at the top left, as SDPA takes a missing mask.
+        key = torch.arange(seqlen_k, device=query.device)
+        mask = (key <= key[:seqlen_q, None])[None, None]
+    elif mask.dtype != torch.bool:
+        return mask
+    hidden = torch.finfo(query.dtype).min
+    return torch.zeros((), dtype=query.dtype, device=query.device).where(mask, hidden)
+
+
+def _dense_mask(
+    attention_mask: Tensor | None,
+    numbers: Numbers,
+    start: Tensor | None,
+    query: Tensor,
+    seqlen_k: int,
+    added: bool,
+) -> Tensor | None:
+    """The dense mask of numbers, or what eager attention adds; made once for the layers of a pass.
+
+    ``attention_mask`` and ``start`` are what the numbers come from.
+    """
+
+    def make() -> Tensor | None:
+        if not added and numbers.pads_nothing(query.shape[2], seqlen_k):
+            return None
+        mask = numbers.dense(query.shape[2], seqlen_k)
+        return _added_mask(mask, query, seqlen_k, numbers.causal) if added else mask
+
+    if attention_mask is None:
+        return make()
+    made_for = numbers.causal, query.shape[2], seqlen_k, start, query.device, query.dtype, added
+    return mask_numbers.once(attention_mask, "torchweld_dense", made_for, make)
+
+
+def _eager_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    lacking: str,
+    *,
+    is_causal: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """The eager path: the model's own attention, for what SDPA lacks too.
+
+    ``mask`` is a dense 4-D mask, bool (true where a key is visible) or added to the scores, and
+    ``is_causal`` counts where it is None. ``lacking`` is what SDPA lacks, for the error.
+
+    Returns:
+        ``(batch, seqlen_q, nheads, head_dim_v)`` and the attention weights.
+
+    Raises:
+        ValueError: The model has no eager attention.
+    """
+    mask = _added_mask(mask, query, key.shape[2], is_causal)
+    if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's second eager form
+        return module._upcast_and_reordered_attn(query, key, value, mask)
+    homes = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    found = (getattr(home, "eager_attention_forward", None) for home in homes)
+    eager = next((function for function in found if function is not None), None)
+    if eager is None:
+        raise ValueError(
+            f'attn_implementation="torchweld" has no {lacking}, and '
+            f"{type(module).__name__} has no eager attention of its own to ask; use "
+            'attn_implementation="eager" for this model'
+        )
+    return eager(module, query, key, value, mask, **kwargs)
+
+
+def _sdpa_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The SDPA path: transformers' own function, with arguments as :func:`_eager_attention`'s."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward(module, query, key, value, mask, is_causal=is_causal, **kwargs)
+
+
+def _op_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    numbers: Numbers,
+    scaling: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    """The op path: contiguous ``(batch, seqlen_q, nheads, head_dim_v)``, masked by numbers."""
+    # The dispatcher looks at every keyword, which costs host time: leave out those that are None.
+    more = numbers.ranges()
+    if softcap is not None or sink is not None:
+        more.update(softcap=softcap, sink=sink)
+    out = torch.ops.torchweld.attention(
+        query, key, value, numbers.leftpad, causal=numbers.causal, scale=scaling, **more
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _why_not_the_op(
+    query: Tensor,
+    seqlen_k: int,
+    mask: Tensor | None,
+    numbers: Numbers | None,
+    weights: bool,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why a call can't run the op, or None."""
+    if weights:
+        return "attention weights are asked for"
+    if numbers is None:
+        return getattr(mask, "torchweld_reason", GIVEN_4D)
+    if dropout > 0.0:
+        return "attention dropout is on"
+    if kwargs.get("position_bias") is not None:
+        return "a position bias is added to the scores"
+    if kwargs.get("cache") is not None:
+        return "a paged cache is in use"
+    if numbers.causal and numbers.hides_no_key and seqlen_k < query.shape[2]:
+        return "there are fewer keys than causal queries"
+    if query.is_cuda and query.dtype == torch.float64:
+        return "the kernels for CUDA know no float64"
+    return None
+
+
+def _refuse_unserved(kwargs: dict[str, Any]) -> None:
+    for name, what in UNSERVED.items():
+        if kwargs.get(name) is not None:
+            raise Unserved(
+                f'attn_implementation="torchweld" has no {name} ({what}); use '
+                'attn_implementation="eager" for this model'
+            )
+
+
+def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
+    """Whether a layer that is given no mask sees earlier keys alone.
+
+    A layer that says nothing of itself is causal, as transformers takes it, unless it attends to
+    another sequence.
+    """
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if is_causal is None:
+        is_causal = not getattr(module, "is_cross_attention", "Cross" in type(module).__name__)
+    return bool(is_causal)
+
+
+def _numbers(
+    mask: Tensor | None, query: Tensor, module: torch.nn.Module, is_causal: bool | None
+) -> Numbers | None:
+    """What a mask says to the op, or None where it is a dense one.
+
+    Raises:
+        ValueError: The mask is for other queries, or the layer must not be causal and the mask says
+            more than that and padding.
+    """
+    numbers = None
+    if mask is not None and mask_numbers.is_numbers(mask):
+        numbers = mask_numbers.split(mask, query.shape[2], query.device)
+    elif mask is None:
+        return Numbers(causal=_is_causal(module, is_causal))
+    causal = getattr(mask, "torchweld_causal", False) if numbers is None else numbers.causal
+    # The mask comes from the config, and who sets is_causal = False on a layer means that layer.
+    if causal and query.shape[2] > 1 and not _is_causal(module, is_causal):
+        if numbers is None or numbers.leftpad is None:
+            raise ValueError(
+                f'attn_implementation="torchweld": {type(module).__name__}.is_causal must be True '
+                "where the model makes a causal mask with windows, holes, a static cache or "
+                "packed documents, but got False; set config.is_causal = False instead"
+            )
+        numbers = numbers._replace(causal=False)
+    return numbers
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer through ``torch.ops.torchweld.attention``.
+
+    Args:
+        module: The attention layer; ``module.is_causal`` counts where ``is_causal`` is None.
+        query: ``(batch, nheads, seqlen_q, head_dim)``, any strides.
+        key: ``(batch, nheads_kv, seqlen_k, head_dim)``, heads not repeated.
+        value: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
+        attention_mask: What :func:`.mask.attention_mask` returned, or a 4-D mask.
+        dropout: Dropout probability of the attention weights; above 0 the op is not used.
+        scaling: Factor of the scores, head_dim^-0.5 by default.
+        is_causal: Overrides ``module.is_causal``. False is followed where the mask is a causal one
+            too, if that says nothing beside padding.
+        **kwargs: Other features of transformers. ``softcap`` and ``s_aux`` (attention sinks) go to
+            the op, and so do packed documents (``cu_seq_lens_q``, ``cu_seq_lens_k``:
+            :mod:`.packed`); others that change the result take SDPA.
+
+    Returns:
+        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights where they are asked
+        for (``output_attentions=True``), else None.
+
+    Raises:
+        NotImplementedError: The build has no attention kernel for the device.
+        ValueError: The model needs what no path has (keys chosen for each query), or what eager
+            attention alone has, and it has no eager attention; or what context_parallel has not.
+            Packed documents or is_causal don't fit the mask.
+        RuntimeError: It is inside of torch's context_parallel().
+    """
+    _active.refuse_torchs_own('attn_implementation="torchweld"')
+    _refuse_unserved(kwargs)
+    softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    numbers = _numbers(attention_mask, query, module, is_causal)
+    causal = numbers is not None and numbers.causal
+    # transformers aligns a missing mask at the top left: a static cache that has just been filled
+    # holds nothing behind the queries yet.
+    top_left = causal and numbers.hides_no_key and 1 < seqlen_q < seqlen_k
+    start = None
+    if "cu_seq_lens_q" in kwargs or "cu_seq_lens_k" in kwargs:
+        keys = seqlen_q if top_left else seqlen_k
+        start = packed.key_start(module, query, keys, numbers, kwargs)
+    if start is not None and numbers is not None:
+        numbers = packed.apply(start, numbers, attention_mask)
+        key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
+
+    weights = _weights_are_wanted(kwargs)
+    reason = _why_not_the_op(query, seqlen_k, attention_mask, numbers, weights, dropout, kwargs)
+    if _active.current is not None:
+        from . import context_parallel
+
+        out = context_parallel.attention(
+            _active.current, query, key, value, numbers, reason, scaling, kwargs
+        )
+        return out.transpose(1, 2).contiguous(), None
+    if reason is None and query.is_cuda:
+        reason = general_kernel(query.shape[3], value.shape[3])
+    if reason is None:
+        if measure.seen is not None:
+            measure.note(module)
+        if top_left:
+            key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+        return _op_attention(query, key, value, numbers, scaling, softcap, sink), None
+
+    lacking = "attention weights to return" if weights else None
+    if softcap is not None or sink is not None:
+        lacking = lacking or "attention sinks or soft-capped scores here"
+    if numbers is not None:
+        added = lacking is not None
+        mask = _dense_mask(attention_mask, numbers, start, query, seqlen_k, added)
+    else:
+        mask = attention_mask if start is None else packed.apply_dense(start, attention_mask)
+    instead = _EAGER if lacking else SDPA
+    if measure.seen is not None:
+        measure.note(module, f"{instead} runs: {reason}")
+    warn_once(reason, instead)
+    # NOTE: SDPA has a default of its own for is_causal, so both paths name it.
+    more = {"is_causal": causal, "dropout": dropout, "scaling": scaling, **kwargs}
+    if lacking is None:
+        return _sdpa_attention(module, query, key, value, mask, **more)
+    out, probabilities = _eager_attention(module, query, key, value, mask, lacking, **more)
+    return out, probabilities if weights else None
+
+
+def register_attention() -> None:
+    """Makes ``attn_implementation="torchweld"`` known to transformers.
+
+    Call it once, before a model is built with this name or switched to it; ``torchweld.fuse``
+    calls it. It registers an attention function with ``AttentionInterface`` and a mask function
+    with ``AttentionMaskInterface``: without the second one transformers would hand every layer no
+    mask at all. Nothing of transformers is patched, so a class that does not use the two together
+    is refused when it first runs. Calling it again changes nothing.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        RuntimeError: torchweld's operators can't be loaded.
+
+    Example::
+
+        torchweld.integrations.register_attention()
+        model.set_attn_implementation("torchweld")
+        logits = model(input_ids=tokens).logits
+    """
+    _library.require()
+    version.check_version("torchweld.integrations")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from .mask import attention_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)

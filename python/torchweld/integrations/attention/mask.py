@@ -1,0 +1,214 @@
+"""The mask function of ``attn_implementation="torchweld"``.
+
+It runs once per forward pass, before the layers, and decides which path they take. What numbers can
+say goes to the layers as numbers (:mod:`.mask_numbers`), and they run torchweld's op. Everything
+else gets the 4-D mask of ``sdpa`` and runs there, or in the model's own eager attention where the
+layer has soft-capped scores or attention sinks, which SDPA lacks.
+
+======================================  ===============
+pattern                                 what runs
+======================================  ===============
+causal                                  the op
+causal with a window or in chunks       the op
+packed sequences, by position_ids       the op
+packed sequences, by cu_seq_lens_q      the op
+static cache, sliding or not            the op
+bidirectional, cross attention          the op
+bidirectional with a window             the op
+functions of the caller, 4-D masks      sdpa
+layers with soft-capped scores, sinks   the op
+======================================  ===============
+
+======================================  ===============  ===============
+rows of the 2-D mask                    eager mode       traced, captured
+======================================  ===============  ===============
+none given                              the op           the op
+0..0 1..1, left padding                 the op           the op
+1..1 0..0, 0..0 1..1 0..0               the op: equal    the op: equal
+                                        at every token   at every token
+1..0..1, holes                          sdpa             an error
+======================================  ===============  ===============
+
+At padding the values differ from those of other implementations, but they are finite. Holes are a
+matter of data: ``generate`` makes them itself where a prompt holds the pad token and no mask is
+given. Numbers can't say them. In eager mode the host looks: on a GPU that is one value read back in
+every forward pass that is given a mask, as transformers' own ``sdpa`` does; the layers wait for
+nothing. Graphs of torch.compile, export, tracing and CUDA graph capture can't look. They compute
+the numbers on the device, and an assertion on the device fails for a mask with holes; use
+``attn_implementation="sdpa"`` for such batches. ``generate`` with a static cache makes its masks
+outside of the graph that it compiles.
+
+transformers looks into position_ids only where there is neither a mask nor a cache, and a model's
+cache is on by default: pass ``use_cache=False``, or the ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of
+``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which hold whatever mask or cache
+there is. Where they can't be used they are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from torchweld.distributed import _active
+from torchweld.ops.leftpad import is_readable
+
+from . import mask_pattern, mask_ranges, packed, traced_pattern
+from .forward import warn_once
+from .mask_pattern import Pattern
+from .mask_ranges import WHOLE, Call
+from .models import check_config, wants_whole_masks
+from .traced_pattern import UNKNOWN
+
+NOT_2D = "attention_mask is not (batch, positions)"
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor | None = None,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask as numbers where they can say it, else the mask of ``sdpa``.
+
+    Args:
+        batch_size: Sequences in the batch.
+        q_length: Query rows; versions that pass ``cache_position`` instead may leave it out.
+        kv_length: Keys that the attention will see.
+        q_offset: Position of the first query row. A tensor means a static cache.
+        kv_offset: Position of the first key.
+        mask_function: transformers' description of the pattern.
+        attention_mask: 2-D mask ``(batch, positions)``, true at tokens, or None.
+        local_size: Window or chunk size of a local pattern.
+        allow_is_causal_skip: False when the caller needs a materialised mask.
+        **kwargs: Handed to ``sdpa_mask``; ``config`` says which model asks.
+
+    Returns:
+        A mask of :mod:`.mask_numbers`, or None (no padding, queries and keys end together), or the
+        bool 4-D mask of ``sdpa``.
+
+    Raises:
+        ValueError: attention_mask is for another batch. Or the model does not take its attention
+            from transformers' AttentionInterface, or neither supports ``sdpa`` nor lacks it for
+            what torchweld's op has; or context_parallel does not serve the mask.
+    """
+    if not torch.compiler.is_compiling():
+        packed.end_pass()
+    if (config := kwargs.get("config")) is not None:
+        check_config(type(config))
+    if q_length is None:
+        q_length = kwargs["cache_position"].shape[0]
+    if mask_function is None:
+        mask_function = causal_mask_function
+    device = kwargs.get("device")
+    if device is None:
+        device = "cpu" if attention_mask is None else attention_mask.device
+    if attention_mask is not None:
+        attention_mask = _of_batch(attention_mask, batch_size)
+    call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
+    if _active.current is not None:
+        from . import context_parallel
+
+        pattern = mask_pattern.of(mask_function)
+        return context_parallel.mask(_active.current, pattern, **call._asdict())
+    described = mask_function, local_size, allow_is_causal_skip, call, kwargs
+    pattern, mask, reason = _as_numbers(*described)
+    if reason is None:
+        return mask
+    # A traced function gives no pattern, but it may be the plain causal one.
+    causal = mask_function is causal_mask_function if pattern is None else pattern.causal
+    return _as_dense(*described, causal, reason)
+
+
+def _as_numbers(
+    mask_function: Any,
+    local_size: int | None,
+    causal_skip: bool,
+    call: Call,
+    kwargs: dict[str, Any],
+) -> tuple[Pattern | None, Tensor | None, str | None]:
+    """The numbers path: the pattern if known, the mask if one is needed, or why there are none."""
+    config = kwargs.get("config")
+    skip = causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
+    if torch.compiler.is_compiling():
+        described = mask_function, local_size, causal_skip, skip, call
+        pattern = traced_pattern.pattern_of(*described, **kwargs)
+    else:
+        pattern = mask_pattern.of(mask_function)
+    reason = UNKNOWN if pattern is None else _refusal(pattern, skip, config, call)
+    if reason is not None:
+        return pattern, None, reason
+    if pattern.causal:
+        return pattern, *mask_ranges.causal(pattern, causal_skip, call)
+    return pattern, *mask_ranges.bidirectional(pattern, skip, call)
+
+
+def _as_dense(
+    mask_function: Any,
+    local_size: int | None,
+    causal_skip: bool,
+    call: Call,
+    kwargs: dict[str, Any],
+    causal: bool,
+    reason: str,
+) -> Tensor | None:
+    """The dense path: the mask of ``sdpa``, with ``reason`` and ``causal`` as attributes."""
+    readable = call.attention_mask is None or is_readable(call.attention_mask)
+    mask = sdpa_mask(
+        batch_size=call.batch_size,
+        q_length=call.q_length,
+        kv_length=call.kv_length,
+        q_offset=0 if call.q_offset is None else call.q_offset,
+        kv_offset=call.kv_offset,
+        attention_mask=call.attention_mask,
+        mask_function=mask_function,
+        local_size=local_size,
+        # sdpa_mask reads attention_mask before it leaves the mask out.
+        allow_is_causal_skip=causal_skip and readable,
+        **kwargs,
+    )
+    if torch.compiler.is_compiling():
+        warn_once(reason, traced=True)
+    elif mask is not None:
+        mask.torchweld_reason = reason
+    if mask is not None:
+        mask.torchweld_causal = causal
+    return mask
+
+
+def _of_batch(attention_mask: Tensor, batch_size: int) -> Tensor:
+    """The mask with a row for every sequence: one row stands for all.
+
+    Raises:
+        ValueError: It has no rows, or not as many as there are sequences.
+    """
+    if attention_mask.dim() < 2 or attention_mask.shape[0] not in (1, batch_size):
+        raise ValueError(
+            f'attn_implementation="torchweld": attention_mask must be ({batch_size}, positions), '
+            f"but got {tuple(attention_mask.shape)}"
+        )
+    if attention_mask.shape[0] == batch_size:
+        return attention_mask
+    return attention_mask.expand(batch_size, *attention_mask.shape[1:])
+
+
+def _refusal(pattern: Pattern, skip: bool, config: Any, call: Call) -> str | None:
+    """Why the numbers of a pattern must not be used, or None."""
+    if not skip and (config is None or wants_whole_masks(type(config))):
+        return WHOLE
+    if call.attention_mask is not None and call.attention_mask.dim() != 2:
+        return NOT_2D
+    if pattern.documents is not None:
+        square = call.q_length == call.kv_length == pattern.documents.shape[1]
+        if not square or call.q_offset != 0 or call.kv_offset != 0:
+            return UNKNOWN
+        return mask_ranges.first_reason({UNKNOWN: ~pattern.is_packed()})
+    return None

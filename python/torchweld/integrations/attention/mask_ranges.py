@@ -1,0 +1,217 @@
+"""From a pattern and a 2-D mask to the numbers that torchweld's op takes.
+
+Where the host can read the mask, it checks whether numbers can express it and returns the reason
+if not. Elsewhere (torch.compile, export, tracing, CUDA graph capture) the numbers are computed
+without a check, and an assertion on the device fails for a mask that they can't express.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchweld.ops.leftpad import before_first_token, is_readable
+
+from . import mask_numbers
+from .mask_pattern import Pattern
+
+TWO_SIDED = "the mask is a window to both sides of queries that are not the keys"
+WHOLE = "the model changes the mask, so it gets the whole one"
+HOLES = "attention_mask has padding between tokens"
+TOO_SHORT = "attention_mask ends before the last query"
+NO_POSITION = "the position of the queries among the keys is not known"
+
+
+class Call(NamedTuple):
+    """What transformers asks a mask for, beside the pattern; see :func:`.mask.attention_mask`.
+
+    ``q_offset`` is a tensor for a static cache.
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int | Tensor | None
+    kv_offset: int
+    attention_mask: Tensor | None
+    device: torch.device | str
+
+
+def surely(condition: bool) -> bool:
+    """A condition of lengths; False under torch.compile where only some lengths fulfil it."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def first_reason(flags: dict[str, Tensor | bool]) -> str | None:
+    """The first reason whose flag is true, for which the host waits once.
+
+    Flags that the host can't read become assertions on the device.
+    """
+    for reason, flag in flags.items():
+        if not isinstance(flag, Tensor) and flag:
+            return reason
+    unknown = {reason: flag for reason, flag in flags.items() if isinstance(flag, Tensor)}
+    if not unknown:
+        return None
+    if all(is_readable(flag) for flag in unknown.values()):
+        values = torch.stack(list(unknown.values())).tolist()
+        return next((reason for reason, value in zip(unknown, values, strict=True) if value), None)
+    for reason, flag in unknown.items():
+        assert_holds(~flag, reason)
+    return None
+
+
+def assert_holds(good: Tensor, reason: str) -> None:
+    """Fails with the reason where ``good`` is false; the host reads no value."""
+    where = "which a compiled, exported or captured graph does not serve"
+    mask_numbers.assert_on_device(
+        good, f'attn_implementation="torchweld": {reason}, {where}; use "sdpa" for such batches'
+    )
+
+
+def causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str | None]:
+    """The numbers of a causal mask, or None and why not.
+
+    Args:
+        pattern: A causal one.
+        skip: Whether None may stand for plain causal attention.
+        call: What the mask is for.
+    """
+    last = call.kv_offset + call.kv_length  # one past the last query's position
+    known = not isinstance(call.q_offset, Tensor)  # else it is taken from the device below
+    if known and call.q_offset is not None:
+        last = call.q_offset + call.q_length
+    aligned = known and last == call.kv_offset + call.kv_length
+    # What is as wide as all that there is hides nothing.
+    windowed = pattern.window is not None and not (
+        aligned and surely(call.kv_length <= pattern.window)
+    )
+    chunked = pattern.chunk is not None and not (aligned and surely(last <= pattern.chunk))
+    packed = pattern.documents is not None or pattern.starts is not None
+    # In a decode step with a static cache, which is compiled, all steps take one form.
+    plain = aligned and skip and not (windowed or chunked or packed)
+    if call.q_offset is None and not (
+        plain and (call.attention_mask is not None or call.q_length == call.kv_length)
+    ):
+        return None, NO_POSITION
+    leftpad = None
+    if call.attention_mask is not None and is_readable(call.attention_mask):
+        leftpad = _pads_of_suffixes(call, last if known else None)
+    if leftpad is not None:
+        last = call.attention_mask.shape[1]  # which is what was found
+    elif not known:
+        last = call.q_offset + call.q_length
+    if leftpad is None and call.attention_mask is not None:
+        tokens = _tokens(call)
+        if not aligned:
+            tokens = tokens & (
+                torch.arange(call.kv_length, device=tokens.device) < last - call.kv_offset
+            )
+        short = call.attention_mask.shape[1] < last
+        reason = first_reason({TOO_SHORT: short, HOLES: _has_holes(tokens)})
+        if reason is not None:
+            return None, reason
+        leftpad = before_first_token(tokens)
+    if plain:
+        # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
+        # causal, which None would not mean to transformers: zero pads do.
+        if leftpad is None and call.q_length != call.kv_length and call.q_length != 1:
+            leftpad = torch.zeros(call.batch_size, dtype=torch.int32, device=call.device)
+        return None if leftpad is None else mask_numbers.leftpad_mask(leftpad), None
+    if windowed or chunked or packed or leftpad is None:
+        position = torch.arange(call.q_length, device=call.device) + (last - call.q_length)
+        key_start = pattern.key_start(position, call.kv_offset).expand(call.batch_size, -1)
+        if leftpad is not None:
+            key_start = key_start.maximum(leftpad[:, None])
+    else:
+        key_start = leftpad[:, None]
+        if call.q_length != 1:
+            key_start = key_start.expand(-1, call.q_length)
+    end = last - call.kv_offset
+    key_end = end.expand(call.batch_size) if isinstance(end, Tensor) else _full(call, end)
+    return mask_numbers.ranges(key_end, key_start), None
+
+
+def bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str | None]:
+    """The numbers of a mask where every query sees every token, or None and why not.
+
+    Args:
+        pattern: One that is not causal; its window counts the keys to each side, a query's own not.
+        skip: Whether None may stand for all keys.
+        call: What the mask is for.
+    """
+    window = 0
+    if pattern.window is not None and not (
+        surely(call.q_length <= pattern.window + 1) and surely(call.kv_length <= pattern.window + 1)
+    ):
+        at_start = not isinstance(call.q_offset, Tensor) and call.q_offset == call.kv_offset == 0
+        if not at_start or call.q_length != call.kv_length:
+            return None, TWO_SIDED
+        window = pattern.window + 1
+    if call.attention_mask is None:
+        if window:
+            return mask_numbers.bidirectional(_full(call, call.kv_length), window=window), None
+        return None, None if skip else WHOLE
+    tokens = _tokens(call)
+    first, count = before_first_token(tokens), tokens.sum(1)
+    if not is_readable(tokens):
+        assert_holds(~_has_holes(tokens), HOLES)
+        return mask_numbers.bidirectional(first + count, first, window), None
+    left = ((first > 0) & (count > 0)).any()
+    holes, full, left = torch.stack([_has_holes(tokens), tokens.all(), left]).tolist()
+    if holes:
+        return None, HOLES
+    if full and skip and not window:
+        return None, None
+    if left:
+        return mask_numbers.bidirectional(first + count, first, window), None
+    return mask_numbers.bidirectional(count, window=window), None
+
+
+def _full(call: Call, value: int) -> Tensor:
+    return torch.full((call.batch_size,), value, dtype=torch.int32, device=call.device)
+
+
+def _has_holes(tokens: Tensor) -> Tensor:
+    before = F.pad(tokens, (1, 0))[:, :-1]
+    return ((tokens & ~before).sum(1) > 1).any()
+
+
+def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:
+    """leftpad where every row has tokens from some place on, to the last query; else None.
+
+    What every step of generation asks, in few launches and one value read. ``last`` is one past
+    the last query's position, None where the device alone knows it.
+    """
+    tokens = call.attention_mask.to(torch.bool)
+    if call.kv_offset != 0:
+        tokens = tokens[:, call.kv_offset :]
+    count = tokens.shape[1]
+    if tokens.numel() == 0 or count > call.kv_length:
+        return None
+    if last is not None and last != call.kv_offset + count:
+        return None
+    tokens = tokens.view(torch.uint8)
+    first = tokens.argmax(1)
+    ends = first + tokens.sum(1)  # count where a row is so, else less
+    if last is not None:
+        good = int(ends.min()) == count
+    else:
+        # One value for both: an end that is too small weighs more than any offset makes up for.
+        weight = call.kv_offset + count + 1
+        most = torch.sub(call.q_offset, ends, alpha=weight).max()
+        good = int(most) == call.kv_offset + count - call.q_length - weight * count
+    return first.to(torch.int32) if good else None
+
+
+def _tokens(call: Call) -> Tensor:
+    """bool ``(batch, kv_length)``: which keys are tokens."""
+    tokens = call.attention_mask[:, call.kv_offset : call.kv_offset + call.kv_length].to(torch.bool)
+    return F.pad(tokens, (0, call.kv_length - tokens.shape[1]))

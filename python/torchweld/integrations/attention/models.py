@@ -1,0 +1,147 @@
+"""Which transformers classes ``attn_implementation="torchweld"`` serves.
+
+A class must take its attention from transformers' ``AttentionInterface``: only then does what the
+mask function returns meet the attention function. It must support ``sdpa`` too, because that is
+where every call goes that torchweld's op can't do; or lack it for attention sinks or soft-capped
+scores, which the op has and its own eager attention too, which such calls take instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+
+import torch
+import transformers
+
+from .forward import NAME
+
+
+def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:
+    """One sentence that says why a class is not served, or None.
+
+    Args:
+        cls: A class of transformers' models.
+    """
+    reason = shortcoming(cls)
+    return None if reason is None else _sentence(cls.__name__, reason)
+
+
+def check_config(config_class: type) -> None:
+    """Raises where the model that is running, known by its config alone, is not served.
+
+    Raises:
+        ValueError: no class of this config is served.
+    """
+    text = _refusal_of_config(config_class)
+    if text is not None:
+        raise ValueError(text)
+
+
+def _sentence(who: str, reason: str) -> str:
+    return (
+        f'torchweld: attn_implementation must be "eager" for {who}, but got "{NAME}"; it {reason}'
+    )
+
+
+def shortcoming(cls: type[transformers.PreTrainedModel]) -> str | None:
+    """What keeps a class from being served, as a predicate, or None."""
+    # transformers reads a class's source file; what was typed into a notebook has none, and is
+    # what its parent is.
+    written = next(
+        base
+        for base in cls.__mro__
+        if issubclass(base, transformers.PreTrainedModel)
+        and hasattr(sys.modules[base.__module__], "__file__")
+    )
+    if written is transformers.PreTrainedModel:
+        return "has no source file that shows where it takes its attention from"
+    if not written._can_set_attn_implementation():
+        return "does not take its attention from transformers' AttentionInterface"
+    if not cls._supports_sdpa and not _has_sinks_or_softcap(written):
+        return 'does not support "sdpa", which torchweld falls back to'
+    return None
+
+
+def _has_sinks_or_softcap(cls: type[transformers.PreTrainedModel]) -> bool:
+    """Whether a class hands attention functions what SDPA lacks and torchweld's op has.
+
+    Flash attention knows both and takes no dense masks: a class that supports it lacks SDPA for
+    no other reason, and does not change masks on their way.
+    """
+    return (
+        getattr(cls, "_supports_attention_backend", False)
+        and getattr(cls, "_supports_flash_attn", False)
+        and hasattr(sys.modules[cls.__module__], "eager_attention_forward")
+        and re.search(r"\b(s_aux|softcap)=self\.", _source(cls)) is not None
+    )
+
+
+def _source(cls: type) -> str:
+    try:
+        return inspect.getsource(sys.modules[cls.__module__])
+    except (OSError, TypeError, KeyError):
+        return ""
+
+
+@functools.cache
+def layer_source(cls: type) -> str:
+    """The source of the class that a layer's forward is of, "" where there is none."""
+    owner = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
+    try:
+        return inspect.getsource(owner)
+    except (OSError, TypeError):
+        return ""
+
+
+def asks_for_attention(cls: type) -> bool:
+    """Whether a layer takes its attention from AttentionInterface; by its name without a source."""
+    source = layer_source(cls)
+    return "ALL_ATTENTION_FUNCTIONS" in source if source else cls.__name__.endswith("Attention")
+
+
+@torch.compiler.assume_constant_result
+def wants_whole_masks(config_class: type) -> bool:
+    """Whether a model of this config changes masks itself, so that it must get the whole ones."""
+    return _cached_whole_masks(config_class)
+
+
+@functools.cache
+def _cached_whole_masks(config_class: type) -> bool:
+    sources = [_source(cls) for cls in _classes(config_class)]
+    skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+    return not (sources and all(sources)) or any(
+        skip in source for source in sources for skip in skips
+    )
+
+
+@torch.compiler.assume_constant_result
+def _refusal_of_config(config_class: type) -> str | None:
+    return _cached_refusal(config_class)
+
+
+@functools.cache
+def _cached_refusal(config_class: type) -> str | None:
+    # One served class is enough: another library's class may share the config.
+    reasons = [shortcoming(cls) for cls in _classes(config_class)]
+    if not reasons or None in reasons:
+        return None
+    return _sentence(f"a model of {config_class.__name__}", reasons[0])
+
+
+def _classes(config_class: type) -> list[type]:
+    """The classes of models that have this config."""
+    return [
+        cls
+        for cls in _subclasses(transformers.PreTrainedModel)
+        if getattr(cls, "config_class", None) is config_class
+    ]
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _subclasses(below)

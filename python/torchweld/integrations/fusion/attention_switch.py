@@ -1,0 +1,283 @@
+"""What ``fuse`` does with a transformers model that is no GPT-2: it switches its attention.
+
+transformers' own ``set_attn_implementation`` does the switch, for sub-models too; here stands which
+models are refused, what is remembered for ``unfuse``, and what the report lists.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchweld.integrations.attention.forward import NAME, SDPA, UNSERVED, config_refusal
+from torchweld.integrations.attention.models import asks_for_attention, layer_source, shortcoming
+from torchweld.integrations.sdpa.common import general_kernel
+
+from .report import FuseReport
+
+_STATE = "_torchweld_implementations"
+
+
+def roots(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
+    """``(path, model)`` of the transformers models in a module, those inside of others left out."""
+    found: list[tuple[str, PreTrainedModel]] = []
+    for path, module in model.named_modules():
+        inside = any(not top or path.startswith(f"{top}.") for top, _ in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found.append((path, module))
+    return found
+
+
+def layers(path: str, root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """``(path, layer)`` of the layers below a model that take their attention from transformers."""
+    prefix = f"{path}." if path else ""
+    return [
+        (prefix + name, module)
+        for name, module in root.named_modules()
+        if asks_for_attention(type(module))
+    ]
+
+
+def attention_paths(path: str, root: PreTrainedModel) -> list[str]:
+    """The paths of :func:`layers`."""
+    return [where for where, _ in layers(path, root)]
+
+
+def others(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
+    """``(path, class name)`` of what else is an attention layer, going by its name."""
+    prefix = f"{path}." if path else ""
+    asking = {where + "." for where in attention_paths(path, root)}
+    named = {
+        f"{prefix}{name}.": type(module).__name__
+        for name, module in root.named_modules()
+        if name and re.search(r"Attention(V\d+)?$", type(module).__name__)
+    }
+    everything = asking | named.keys()
+    return [
+        (where[:-1], name)
+        for where, name in named.items()
+        if not any(other != where and other.startswith(where) for other in everything)
+        and not any(where.startswith(other) for other in asking)
+    ]
+
+
+def plan(model: nn.Module, report: FuseReport) -> list[tuple[str, PreTrainedModel]]:
+    """What to switch; what not to goes to the report."""
+    switches = []
+    for path, root in roots(model):
+        asking = attention_paths(path, root)
+        reason = config_refusal(root.config) or _class_refusal(root) or own_refusal(root)
+        if reason is None and not asking:
+            reason = "none of its layers takes its attention from transformers' AttentionInterface"
+        if reason is None:
+            switches.append((path, root))
+            what = "does not take its attention from transformers' AttentionInterface"
+            report.skipped.extend((where, f"{name} {what}") for where, name in others(path, root))
+            continue
+        places = asking + [where for where, _ in others(path, root)]
+        report.skipped.extend((where, reason) for where in places or [path or "the model"])
+    return switches
+
+
+def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
+    """Why a layer that no sample has run will not run the op, and whether it would raise.
+
+    Going by its source and head dim; None where nothing there speaks against it.
+    """
+    given = re.findall(r"\b(\w+)=", layer_source(type(layer)))
+    for name, what in UNSERVED.items():
+        if name in given:
+            return f"{type(layer).__name__} has {name} ({what}), which torchweld has not", True
+    if "position_bias" in given:
+        return f"{type(layer).__name__} adds a position bias to the scores", False
+    head_dim, weight = getattr(layer, "head_dim", 0), next(layer.parameters(), None)
+    reason = general_kernel(head_dim) if isinstance(head_dim, int) else None
+    if reason is not None and weight is not None and weight.is_cuda:
+        return f"{SDPA} runs: {reason}", False
+    return None
+
+
+def _class_refusal(root: PreTrainedModel) -> str | None:
+    for module in root.modules():
+        lack = shortcoming(type(module)) if isinstance(module, PreTrainedModel) else None
+        if lack is not None:
+            return f"{type(module).__name__} {lack}"
+    return None
+
+
+def own_configs(root: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
+    """``(path, layer, its model's attention)`` of layers whose config is none of the models'.
+
+    Copied layers have one, as in merged models and PEFT's layer_replication. They are given their
+    model's mask, but transformers' switch of the attention passes them by.
+    """
+    models = {
+        path: module.config
+        for path, module in root.named_modules()
+        if isinstance(module, PreTrainedModel)
+    }
+    known = {id(config) for each in models.values() for config in with_sub_configs(each)}
+    for path, layer in layers("", root):
+        config = vars(layer).get("config")
+        if config is not None and id(config) not in known:
+            above = (model for model in models if path.startswith(f"{model}." if model else ""))
+            yield path, layer, models[max(above, key=len)]._attn_implementation
+
+
+def own_refusal(root: PreTrainedModel) -> str | None:
+    """Why layers with a config of their own keep a model's attention stock, or None."""
+    for path, layer, implementation in own_configs(root):
+        if layer.config._attn_implementation != implementation:
+            return (
+                f"{path} has a config of its own with "
+                f'attn_implementation="{layer.config._attn_implementation}", and its model has '
+                f'"{implementation}"; one mask can\'t serve both, so give them the same first'
+            )
+    return None
+
+
+def with_sub_configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        below = getattr(config, name, None)
+        if below is not None:
+            yield from with_sub_configs(below)
+
+
+def switch(root: PreTrainedModel) -> None:
+    """Moves a model, its sub-models and the layers of :func:`own_configs` to torchweld's."""
+    models = [each for each in root.named_modules() if isinstance(each[1], PreTrainedModel)]
+    before = {path: module.config._attn_implementation for path, module in models}
+    root.__dict__[_STATE] = before | switch_own_configs(root)
+    root.set_attn_implementation(NAME)
+
+
+def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
+    """Moves the layers of :func:`own_configs` alone; returns what :func:`restore_configs` needs."""
+    own = {path: layer.config for path, layer, _ in own_configs(root)}
+    before = {path: config._attn_implementation for path, config in own.items()}
+    for config in own.values():
+        config._attn_implementation_internal = NAME
+    return before
+
+
+def was_eager(root: nn.Module) -> bool:
+    """Whether a model or a part of it was on eager attention before :func:`switch`."""
+    return "eager" in vars(root)[_STATE].values()
+
+
+def restore(root: nn.Module) -> bool:
+    """Undoes :func:`switch`; False when there was nothing to undo."""
+    state = vars(root).get(_STATE)
+    if state is None:
+        return False
+    restore_configs(root, state)
+    del root.__dict__[_STATE]
+    return True
+
+
+def restore_configs(root: nn.Module, before: dict[str, str]) -> None:
+    """Gives the configs of modules, by their paths, the attention that they had."""
+    for path, implementation in before.items():
+        config = root.get_submodule(path).config
+        if config._attn_implementation == NAME:
+            config._attn_implementation_internal = implementation
+
+
+def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
+    """The default batch of a model: two small inputs of random values, None where none is known.
+
+    Tokens are padded, as their tokenizers pad them: on the left where the model generates, on the
+    right where there is an encoder.
+    """
+    config, name = root.config, root.main_input_name
+    encoded = bool(getattr(config, "is_encoder_decoder", False))
+    decodes = root.can_generate() and not encoded
+    generator = torch.Generator().manual_seed(0)
+    try:
+        batch = _inputs(config, name, decodes, generator)
+    except (AttributeError, TypeError):  # its config says the sizes in another way
+        return None
+    if batch is None:
+        return None
+    if encoded:
+        vocab = config.get_text_config(decoder=True).vocab_size
+        batch["decoder_input_ids"] = torch.randint(vocab, (2, 8), generator=generator, device="cpu")
+    if root.can_generate():
+        batch["use_cache"] = False
+    known = inspect.signature(root.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        batch = {key: value for key, value in batch.items() if key in known}
+    tensors = [*root.parameters(), *root.buffers()]
+    like = next((t for t in tensors if t.is_floating_point()), None)
+    return None if like is None else {key: _moved(value, like) for key, value in batch.items()}
+
+
+def _inputs(
+    config: Any, name: str, decodes: bool, generator: torch.Generator
+) -> dict[str, Any] | None:
+    if name == "input_ids":
+        text = config.get_text_config(decoder=True) if decodes else config
+        # Behind a window to both sides other paths run than within it.
+        window = max(
+            getattr(text, name, None) or 0 for name in ("sliding_window", "local_attention")
+        )
+        length = 16 if decodes else max(16, min(window + 2, 512))
+        length = min(length, getattr(text, "max_position_embeddings", None) or length)
+        # Musicgen's rows are the codebooks of a sequence.
+        books = text.num_codebooks if text.model_type.startswith("musicgen") else 1
+        pad = getattr(text, "pad_token_id", None)
+        batch = tokens(
+            text.vocab_size, length, generator, 2 * books, "left" if decodes else "right", pad
+        )
+        if books > 1:
+            batch["attention_mask"] = batch["attention_mask"][::books]
+        if not decodes or books > 1:
+            del batch["position_ids"]
+        return batch
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = (2, getattr(vision, "num_channels", 3), height, width)
+    elif name == "input_features":
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+    elif name == "input_values":
+        shape = (2, 4000)
+    else:
+        return None
+    return {name: torch.randn(shape, generator=generator, device="cpu")}
+
+
+def tokens(
+    vocab: int,
+    length: int,
+    generator: torch.Generator,
+    rows: int = 2,
+    side: str = "left",
+    pad_id: int | None = None,
+) -> dict[str, Tensor]:
+    """Random tokens, the last row padded by a third; only padding has ``pad_id``.
+
+    Classifiers look for it, to find a sequence's last token.
+    """
+    ids = torch.randint(vocab, (rows, length), generator=generator, device="cpu")
+    mask = torch.ones(rows, length, dtype=torch.int64, device="cpu")
+    pad = length // 3
+    mask[-1, slice(0, pad) if side == "left" else slice(length - pad, length)] = 0
+    if isinstance(pad_id, int) and 0 <= pad_id < vocab:  # some configs have -1
+        ids = torch.where(ids == pad_id, (pad_id + 1) % vocab, ids).where(mask == 1, pad_id)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def _moved(value: Any, like: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(like.device, like.dtype if value.is_floating_point() else None)

@@ -1,0 +1,210 @@
+"""A language model whose training step computes head and loss as one op.
+
+``fuse(model, loss=True)`` gives a model a class whose forward, in training mode with labels, runs
+:func:`torchweld.linear_cross_entropy` on the last hidden state: the logits are never whole in
+memory and are not returned. Every other call is the stock forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_outputs import (
+    CausalLMOutputWithCrossAttentions,
+    CausalLMOutputWithPast,
+)
+from transformers.utils import ModelOutput
+
+from torchweld import _library
+from torchweld.integrations import measure
+from torchweld.integrations.fusion.probes import Probes
+from torchweld.ops.stock import is_plain
+
+from .linears import has_classes, sharded_loss
+from .part import ARGUMENTS, KEEP, ROW, Part, Place, below, call_arguments, is_fused, stock_forward
+
+
+class Head(NamedTuple):
+    """The head of a family.
+
+    Attributes:
+        options: Given the model's config, returns the options of the op that change the logits.
+        base: The name of the base model.
+        output: The class of its outputs.
+    """
+
+    options: Callable[[Any], dict[str, Any]]
+    base: str = "model"
+    output: type[ModelOutput] = CausalLMOutputWithPast
+
+
+GPT2_HEAD = Head(lambda config: {}, "transformer", CausalLMOutputWithCrossAttentions)
+# For each class of outputs: the names of those that are the base model's.
+RESULTS = {
+    output: [
+        each.name for each in dataclasses.fields(output) if each.name not in ("loss", "logits")
+    ]
+    for output in (CausalLMOutputWithPast, CausalLMOutputWithCrossAttentions)
+}
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why the loss of a model must stay stock, or None."""
+    head = model._modules.get("lm_head")
+    if has_classes(head):
+        if torch.compiler.is_compiling():
+            return "lm_head is sharded, and a compiled graph gathers its logits"
+    elif not is_plain(head, nn.Linear):
+        return "lm_head is not torch's Linear without hooks (LoRA, quantised or otherwise replaced)"
+    elif type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
+        return "lm_head.weight is not a plain parameter (sharded or quantised)"
+    # NOTE: reading model.loss_function may emit a warning about an unknown loss_type, and
+    # torch.compile can't trace the warning. So its lookup is repeated here.
+    found = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    if getattr(model, "_loss_function", found) is not ForCausalLMLoss:
+        return "the model's loss is not transformers' ForCausalLMLoss"
+    return None
+
+
+def returns_loss_alone(model: nn.Module, labels: Any, logits_to_keep: Any, named: Any) -> bool:
+    """Whether a call of a model wants a loss and can do without logits.
+
+    Args:
+        model: A model with a fused loss.
+        labels: The call's labels.
+        logits_to_keep: The call's, 0 for all.
+        named: The call's ``return_dict``: a tuple would have other results in the logits' place.
+    """
+    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    named = model.config.return_dict if named is None else named
+    wanted = is_fused(model) and labels is not None and model.training and whole and named
+    return bool(wanted) and refusal(model) is None
+
+
+def causal_loss(
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    keep: str = "auto",
+    options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' ForCausalLMLoss of ``head(hidden)``.
+
+    Args:
+        head: The language model's head, weight ``(N, K)``.
+        hidden: ``(batch, seqlen, K)``.
+        labels: ``(batch, seqlen)``, of the same positions as hidden.
+        num_items_in_batch: The sum of the losses is divided by it; None: their mean.
+        ignore_index: Labels without a loss.
+        shift_labels: ``(batch, seqlen)`` labels of the next positions, in place of ``labels``.
+        keep: Of the op: what its forward stores.
+        options: Of the op: what the model does to the logits.
+        **kwargs: What transformers ignores too.
+    """
+    target = labels if shift_labels is None else shift_labels
+    op = sharded_loss if has_classes(head) else _library.ops.linear_cross_entropy
+    loss = op(
+        hidden,
+        head.weight,
+        target.to(hidden.device),
+        head.bias,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        ignore_index=ignore_index,
+        shift=int(shift_labels is None),
+        keep=keep,
+        **(options or {}),
+    )
+    if measure.seen is not None:
+        measure.note(head)
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+def set_keep(model: nn.Module, keep: str) -> None:
+    """Sets what the fused losses of a model store."""
+    for module in model.modules():
+        if isinstance(module, FusedCausalLM):
+            vars(module)[KEEP] = keep
+
+
+def keep_of(model: nn.Module) -> str:
+    """What the fused loss of a model stores."""
+    return getattr(model, KEEP, "auto")
+
+
+class FusedCausalLM(Part):
+    """A ``...ForCausalLM`` that returns no logits in training mode with labels.
+
+    It hands its base model all arguments but labels and logits_to_keep.
+    """
+
+    kind = "loss"
+    needs = ("labels", "logits_to_keep")
+    knows = (
+        *("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "use_cache"),
+        *needs,
+    )
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Head) -> Place:
+        return Place(below(path, "lm_head"), module.lm_head, (module,))
+
+    @staticmethod
+    def label(module: nn.Module, row: Head) -> str:
+        op = (
+            "vocab_parallel_linear_cross_entropy"
+            if has_classes(module.lm_head)
+            else "linear_cross_entropy"
+        )
+        return f"{op} (lm_head -> loss)"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
+        return probes.loss(module.lm_head.weight)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Head) -> str | None:
+        return refusal(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = call_arguments(self, args, kwargs)
+        if given is None:
+            return stock_forward(self, *args, **kwargs)
+        labels, to_keep = given.pop("labels", None), given.pop("logits_to_keep", 0)
+        if not returns_loss_alone(self, labels, to_keep, given.get("return_dict")):
+            return stock_forward(self, *args, **kwargs)
+        row: Head = getattr(self, ROW)
+        outputs = getattr(self, row.base)(**given)
+        names = getattr(self, ARGUMENTS).names
+        loss = causal_loss(
+            self.lm_head,
+            outputs.last_hidden_state,
+            labels,
+            **{name: value for name, value in given.items() if name not in names},
+            keep=keep_of(self),
+            options=row.options(self.config),
+        )
+        results = {name: getattr(outputs, name) for name in RESULTS[row.output]}
+        return row.output(loss=loss, **results)
+
+
+class FusedGPT2LMHead(FusedCausalLM):
+    """A GPT2LMHeadModel that returns no logits in training mode with labels."""
+
+    knows = (
+        *FusedCausalLM.knows,
+        *("token_type_ids", "encoder_hidden_states", "encoder_attention_mask"),
+    )

@@ -1,0 +1,313 @@
+"""Parts of Llama-like decoders on torchweld's ops: norms, projections, rotary, add + norm.
+
+Each class here has the forward of one part, and :mod:`.families` joins it with the class of
+transformers that it replaces. A part reads its parameters where they are. It asks in every call
+whether they are plain tensors of one dtype and whether a hook or another layer (LoRA, quantised)
+wants to be called instead; then the stock forward runs.
+
+Norms, rotary embeddings and additions run stock while torch.compile traces: the compiler joins them
+with their neighbours, and an op of its own would stand between.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchweld._library import ops
+from torchweld.integrations import measure
+from torchweld.integrations.attention.forward import NAME, attention_forward
+from torchweld.integrations.fusion.probes import Probes
+
+from .linears import copied, operands
+from .modules import hooked, implementation
+from .part import (
+    ARGUMENTS,
+    ROW,
+    STOCK,
+    Part,
+    Place,
+    below,
+    call_arguments,
+    instance_refusal,
+    is_fused,
+    plain_tensors,
+    stock_forward,
+)
+
+
+class Norm(NamedTuple):
+    """The attributes of a family's RMSNorm."""
+
+    eps: str
+    weight_offset: float
+
+
+class Attention(NamedTuple):
+    """The attributes of a family's attention."""
+
+    packed: bool
+    head_norm: str | None
+    interleaved: bool
+    options: Callable[[Any], dict[str, Any]]
+
+
+class Layer(NamedTuple):
+    """The modules that a decoder layer calls around its attention and its MLP."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str | None = None
+    multiplier: str | None = None
+
+
+class FusedNorm(Part):
+    """An RMSNorm as :func:`torchweld.rms_norm`."""
+
+    kind = "norm"
+
+    @staticmethod
+    def label(module: nn.Module, row: Norm) -> str:
+        return "rms_norm"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Norm, weight: Tensor, probes: Probes) -> str | None:
+        return probes.rms_norm(weight) or probes.rms_norm_linears(weight)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Norm) -> str | None:
+        if module.weight.dtype == torch.float64:
+            return "it is float64, of which the stock norm computes in float32"
+        return instance_refusal(module)
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: Norm) -> dict[str, Tensor | None]:
+        return {"weight": module.weight}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs or not _runs_norm(self, args[0]):
+            return stock_forward(self, *args, **kwargs)
+        if measure.seen is not None:
+            measure.note(self)
+        return ops.rms_norm(args[0], self.weight, **_options(self))
+
+
+def _options(norm: nn.Module) -> dict[str, float]:
+    """Returns the options that a fused norm passes to its op."""
+    row: Norm = getattr(norm, ROW)
+    return {"eps": getattr(norm, row.eps), "weight_offset": row.weight_offset}
+
+
+def _runs_norm(norm: nn.Module, x: Any) -> bool:
+    # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
+    # results would differ visibly.
+    serves = is_fused(norm) and isinstance(x, Tensor) and plain_tensors(x, norm.weight)
+    return serves and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+
+
+class FusedAttention(Part):
+    """An attention layer whose rotary embedding is :func:`torchweld.rotary`.
+
+    ``input_norm``, which a :class:`FusedLayer` hands over, normalises ``hidden_states`` in the op
+    that projects it, :func:`torchweld.rms_norm_linears`.
+    """
+
+    kind = "rotary"
+    needs = knows = ("hidden_states", "position_embeddings", "attention_mask", "cache")
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Attention) -> Place:
+        return Place(below(path, "rotary"), (module, "rotary"), (module,))
+
+    @staticmethod
+    def label(module: nn.Module, row: Attention) -> str:
+        return "rotary"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Attention, weight: Tensor, probes: Probes) -> str | None:
+        return probes.rotary(weight)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Attention) -> str | None:
+        if not getattr(module, "use_rope", True):
+            return "the layer has no rotary embedding"
+        return instance_refusal(module)
+
+    def forward(
+        self, *args: Any, input_norm: nn.Module | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
+        if given is not None and given.get("position_embeddings") is None:
+            given = None  # whether the stock forward allows that is not known
+            if measure.seen is not None:
+                measure.note((self, "rotary"), "the stock forward runs: no rotary table is given")
+        if given is None:
+            if input_norm is not None:
+                kwargs["hidden_states"] = input_norm(kwargs["hidden_states"])
+            return stock_forward(self, *args, **kwargs)
+        row, signature = getattr(self, ROW), getattr(self, ARGUMENTS)
+        hidden_states, tables = given.pop("hidden_states"), given.pop("position_embeddings")
+        attention_mask = given.pop("attention_mask", None)
+        cache = given.pop(signature.cache, None)
+        query, key, value = _projections(self, row, hidden_states, input_norm)
+        # NOTE: getattr with a default takes a microsecond where a module has no such attribute.
+        if vars(self).get("use_rope", True):
+            cos, sin = tables
+            if plain_tensors(query, key) and _is_table(cos, query) and _is_table(sin, query):
+                if row.interleaved:
+                    tables = [_neighbours(table) for table in tables]
+                query, key = ops.rotary(query, key, *tables, interleaved=row.interleaved)
+                if measure.seen is not None:
+                    measure.note((self, "rotary"))
+            else:
+                query, key = _stock_module(self).apply_rotary_pos_emb(query, key, *tables)
+        if cache is not None:
+            key, value = signature.update(cache, key, value, self.layer_idx, given)
+        name, function = implementation(self.config), attention_forward
+        if name != NAME:
+            eager = _stock_module(self).eager_attention_forward
+            function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+        out, weights = function(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **row.options(self),
+            **given,
+        )
+        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.o_proj(out), weights
+
+
+def _stock_module(attn: nn.Module) -> Any:
+    """The module of transformers that has the functions of an attention layer."""
+    return sys.modules[getattr(attn, STOCK).__module__]
+
+
+def projection_layers(attn: nn.Module, row: Attention) -> dict[str, nn.Module]:
+    """The layers that make query, key and value, by name."""
+    names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
+    return {name: attn._modules[name] for name in names}
+
+
+def _projections(
+    attn: nn.Module, row: Attention, x: Tensor, norm: nn.Module | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
+    layers = list(projection_layers(attn, row).values())
+    found = None
+    if norm is not None and not hooked(norm) and _runs_norm(norm, x):
+        found = operands(layers, x)
+    if found is None or len({bias is None for bias in found.biases}) > 1:
+        x = x if norm is None else norm(x)
+        projected = [layer(x) for layer in layers]
+    else:
+        if measure.seen is not None:
+            measure.note(norm)
+        biases = [] if found.biases[0] is None else found.biases
+        rows, scale = copied(found.mesh, x, norm.weight)
+        projected = ops.rms_norm_linears(rows, found.weights, biases, scale, **_options(norm))
+    if row.packed:
+        heads, heads_k = attn.config.num_attention_heads, attn.num_key_value_heads
+        sizes = [count * attn.head_dim for count in (heads, heads_k, heads_k)]
+        projected = projected[0].split(sizes, -1)
+    query, key, value = projected
+    if row.head_norm == "row":
+        query, key = attn.q_norm(query), attn.k_norm(key)
+    batch, rows, _ = x.shape
+    # With one row the heads need no transpose: a step of generation waits for the host.
+    shape = (batch, rows, -1, attn.head_dim) if rows > 1 else (batch, -1, 1, attn.head_dim)
+    query, key, value = query.view(shape), key.view(shape), value.view(shape)
+    if row.head_norm == "head":
+        query, key = attn.q_norm(query), attn.k_norm(key)
+    if rows == 1:
+        return query, key, value
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def _is_table(table: Tensor, query: Tensor) -> bool:
+    dtypes = (query.dtype, torch.float32)
+    return type(table) is Tensor and table.dtype in dtypes and not table.requires_grad
+
+
+def _neighbours(table: Tensor) -> Tensor:
+    """A table of interleaved pairs ``(.., rotary_dim)`` from one whose first half has each once."""
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)
+
+
+class FusedLayer(Part):
+    """A decoder layer that adds its attention's result and normalises the sum in one op.
+
+    It hands its attention all arguments but hidden_states.
+    """
+
+    kind = "norm"
+    needs = ("hidden_states",)
+    knows = (*FusedAttention.knows, "position_ids", "use_cache")
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Layer) -> Place:
+        norm = getattr(module, row.before_mlp)
+        return Place(below(path, row.before_mlp), (norm, "add"), (module, norm))
+
+    @staticmethod
+    def label(module: nn.Module, row: Layer) -> str:
+        return f"add_rms_norm (residual + self_attn -> {row.before_mlp})"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
+        return probes.add_rms_norm(weight)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Layer) -> str | None:
+        norm = getattr(module, row.before_mlp)
+        if hooked(norm):
+            return "it has hooks, which would see other values"
+        reason = FusedNorm.refusal(norm, None)
+        return reason or instance_refusal(module)
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: Layer) -> dict[str, Tensor | None]:
+        return {"weight": getattr(module, row.before_mlp).weight}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
+        if given is None or _has_any_global_hook():
+            return stock_forward(self, *args, **kwargs)
+        row = getattr(self, ROW)
+        norm = self._modules.get(row.before_mlp)
+        if norm is None or hooked(norm) or not _runs_norm(norm, given["hidden_states"]):
+            return stock_forward(self, *args, **kwargs)
+        x, before = given.pop("hidden_states"), self._modules[row.before_attention]
+        attn = self.self_attn
+        # Recorders of transformers see the attention's results alone.
+        if isinstance(attn, FusedAttention) and not hooked(attn, calls_recorders=True):
+            h, _ = attn(hidden_states=x, input_norm=before, **given)
+        else:
+            h, _ = attn(hidden_states=before(x), **given)
+        h = _after(self, row.after_attention, row.multiplier, h)
+        if not plain_tensors(h, x):
+            x = x + h
+            h = norm(x)
+        else:
+            if measure.seen is not None:
+                measure.note((norm, "add"))
+            h, x = ops.add_rms_norm(h, x, norm.weight, **_options(norm))
+        return x + _after(self, row.after_mlp, row.multiplier, self.mlp(h))
+
+
+def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:
+    """Applies the norm or dropout and the factor that a layer has for a result before adding it."""
+    if name is not None:
+        h = layer._modules[name](h)
+    return h if multiplier is None else h * getattr(layer, multiplier)

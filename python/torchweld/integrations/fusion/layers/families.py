@@ -1,0 +1,205 @@
+"""The decoder families of transformers whose parts ``fuse`` replaces: one table.
+
+A row of :data:`FAMILIES` says in what a family differs from Llama. :data:`PARTS` is made of it: for
+each class of transformers the :class:`.Part` that computes the same with torchweld's ops. ``fuse``
+gives a module the class :func:`fused_class`, which has both as its parents, so ``isinstance``,
+parameters, state_dict and hooks see no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torchweld.integrations import lora
+from torchweld.integrations.fusion.recognise import decoder_layers, heads, modules
+
+from . import causal_lm, decoder, gpt2_block, mlp
+from .part import is_fused, stock_class
+
+
+class Family(NamedTuple):
+    """One family, by the names that its classes and their modules have.
+
+    Attributes:
+        prefix: Of its classes: ``LlamaMLP`` has "Llama".
+        eps: The norm's attribute that holds eps.
+        weight_offset: What the norm adds to its weight.
+        packed: Whether gate and up, and query, key and value, are one linear layer each.
+        activation: The MLP's attribute that holds the activation.
+        head_norm: What of query and key is normalised: "head", "row" (all heads at once) or None.
+        interleaved: Whether rotary pairs are neighbours; only half of a table counts then.
+        options: What an attention layer hands its attention function beside Llama's arguments.
+        layer: The norms and dropouts of a decoder layer.
+        logits: What the head does to its logits, as options of ``linear_cross_entropy``.
+    """
+
+    prefix: str
+    eps: str = "variance_epsilon"
+    weight_offset: float = 0.0
+    packed: bool = False
+    activation: str = "act_fn"
+    head_norm: str | None = None
+    interleaved: bool = False
+    options: Callable[[Any], dict[str, Any]] = lambda layer: {}
+    layer: decoder.Layer | None = decoder.Layer()
+    logits: Callable[[Any], dict[str, Any]] = lambda config: {}
+
+
+def _config_window(layer: Any) -> dict[str, Any]:
+    return {"sliding_window": getattr(layer.config, "sliding_window", None)}
+
+
+def _window(layer: Any) -> dict[str, Any]:
+    return {"sliding_window": layer.sliding_window}
+
+
+def _window_and_softcap(layer: Any) -> dict[str, Any]:
+    return {"sliding_window": layer.sliding_window, "softcap": layer.attn_logit_softcapping}
+
+
+def _final_softcap(config: Any) -> dict[str, Any]:
+    return {"softcap": config.final_logit_softcapping}
+
+
+def _scaling(config: Any) -> dict[str, Any]:
+    return {"temperature": config.logits_scaling}
+
+
+_SANDWICH = decoder.Layer(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_GEMMA = {"eps": "eps", "weight_offset": 1.0}
+
+FAMILIES = {
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral", options=_config_window),
+    "qwen2": Family("Qwen2", options=_window),
+    "qwen3": Family("Qwen3", head_norm="head", options=_window),
+    "gemma": Family("Gemma", **_GEMMA),
+    "gemma2": Family(
+        "Gemma2", **_GEMMA, options=_window_and_softcap, layer=_SANDWICH, logits=_final_softcap
+    ),
+    "gemma3": Family(
+        "Gemma3",
+        **_GEMMA,
+        head_norm="head",
+        options=_window,
+        layer=_SANDWICH,
+        logits=_final_softcap,
+    ),
+    "phi3": Family(
+        "Phi3",
+        packed=True,
+        activation="activation_fn",
+        options=_config_window,
+        layer=decoder.Layer(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout"),
+    ),
+    # No norm of an OLMo-2 layer takes a sum with the residual as its argument, so the layer itself
+    # is not fused.
+    "olmo2": Family("Olmo2", head_norm="row", layer=None),
+    "smollm3": Family("SmolLM3", options=_window),
+    "granite": Family(
+        "Granite", layer=decoder.Layer(multiplier="residual_multiplier"), logits=_scaling
+    ),
+    "glm4": Family(
+        "Glm4",
+        packed=True,
+        activation="activation_fn",
+        interleaved=True,
+        layer=decoder.Layer(
+            after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
+        ),
+    ),
+}
+# GLM-4 packs the weights of its MLP and not those of its attention.
+_UNPACKED = {"Glm4Attention"}
+
+
+def _parts(module: str, family: Family) -> dict[str, tuple[type[nn.Module], Any]]:
+    def name(cls: str) -> str:
+        return f"transformers.models.{module}.modeling_{module}.{family.prefix}{cls}"
+
+    packed = family.packed and f"{family.prefix}Attention" not in _UNPACKED
+    parts = {
+        name("RMSNorm"): (decoder.FusedNorm, decoder.Norm(family.eps, family.weight_offset)),
+        name("MLP"): (mlp.FusedMLP, mlp.MLP(family.packed, family.activation)),
+        name("Attention"): (
+            decoder.FusedAttention,
+            decoder.Attention(packed, family.head_norm, family.interleaved, family.options),
+        ),
+        name("ForCausalLM"): (causal_lm.FusedCausalLM, causal_lm.Head(family.logits)),
+    }
+    if family.layer is not None:
+        parts[name("DecoderLayer")] = (decoder.FusedLayer, family.layer)
+    return parts
+
+
+PARTS = {
+    cls: part for module, family in FAMILIES.items() for cls, part in _parts(module, family).items()
+}
+_GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
+PARTS |= {
+    f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
+    f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
+    "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
+}
+
+
+def part_of(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
+    """The fused parent and the row of a module's class, None where it is not known."""
+    return _part_of(stock_class(module))
+
+
+def find_part(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
+    """:func:`part_of` a module that may be fused; its structure counts where no table has it."""
+    if is_fused(module):
+        return part_of(module)
+    stock = stock_class(module)
+    found = PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
+    for where in (modules, decoder_layers, heads):
+        found = found or where.find(module)
+    return found
+
+
+def packs_gate(module: nn.Module) -> bool:
+    """Whether a module is a gated MLP whose gate_up_proj packs the two weights of its gate."""
+    parent, row = find_part(module) or (None, None)
+    if not isinstance(row, mlp.MLP) or not row.packed:
+        return False
+    return parent is mlp.FusedMLP or modules.is_mlp(module, row)
+
+
+def packs_heads(module: nn.Module) -> bool:
+    """Whether a module is an attention layer whose qkv_proj packs three weights."""
+    _, row = find_part(module) or (None, None)
+    return isinstance(row, decoder.Attention) and row.packed
+
+
+def _part_of(stock: type[nn.Module]) -> tuple[type[nn.Module], Any] | None:
+    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or modules.register(stock)
+
+
+def fused_class(stock: type[nn.Module], part: Any = None) -> type[nn.Module]:
+    """The class of a fused module of a stock class: of ``part``, by default of what is known."""
+    return _subclass(stock, *(part or _part_of(stock)))
+
+
+@functools.cache
+def _subclass(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> type[nn.Module]:
+    return parent.subclass(stock, row, __name__)
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """Finds a fused class by its name, as pickle does."""
+    for path in PARTS if name.startswith("Fused") else ():
+        module, _, stock = path.rpartition(".")
+        if name == f"Fused{stock}":
+            return fused_class(getattr(importlib.import_module(module), stock))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,219 @@
+"""One part of a model, to which ``fuse`` gives a class that runs torchweld's ops.
+
+A subclass of :class:`Part` has the forward of one kind of part. :mod:`.families` joins it with the
+class of transformers that it replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Container, Hashable
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from torchweld.integrations import measure
+from torchweld.integrations.attention.forward import warn_once
+from torchweld.integrations.fusion.probes import Probes
+
+from . import arguments
+from .fsdp import class_before
+
+STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
+KEEP = "_torchweld_keep"  # of a model with a fused loss: what the loss stores
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Place(NamedTuple):
+    """One place of a model that will run an op.
+
+    Attributes:
+        where: Its path in the report.
+        key: What :func:`.measure.note` is given there.
+        modules: The modules that get a fused class.
+    """
+
+    where: str
+    key: Hashable
+    modules: tuple[nn.Module, ...]
+
+
+def below(path: str, name: str) -> str:
+    """The path of the child ``name`` of the module at ``path``, which is "" for the model."""
+    return f"{path}.{name}" if path else name
+
+
+class Part(nn.Module):
+    """A part whose forward runs torchweld's ops where it can.
+
+    Attributes:
+        kind: The word for the part in ``fuse``'s argument ``only``; "loss" for heads.
+        needs: The arguments that the stock forward must have.
+        knows: The arguments that this forward knows, the cache as "cache"; None stands for all.
+    """
+
+    kind: str
+    needs: ClassVar[tuple[str, ...]] = ()
+    knows: ClassVar[tuple[str, ...] | None] = None
+
+    @classmethod
+    def subclass(cls, stock: type[nn.Module], row: Any, module: str) -> type[nn.Module]:
+        """The class that has this forward and is a subclass of ``stock`` too.
+
+        Its ``__name__`` is the stock one, by which transformers and accelerate look classes up (in
+        config.json, and for blocks that are not split). pickle finds it by ``__qualname__``.
+        transformers reads the names of a forward's arguments, so its signature is the stock one.
+        """
+        own = cls.forward
+        forward = types.FunctionType(
+            own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__
+        )
+        forward.__kwdefaults__ = own.__kwdefaults__
+        forward.__signature__ = inspect.signature(stock.forward)
+        names = {
+            "forward": forward,
+            STOCK: stock,
+            ROW: row,
+            ARGUMENTS: arguments.of(stock, cls.knows),
+            "__module__": module,
+            "__qualname__": f"Fused{stock.__name__}",
+        }
+        return type(stock.__name__, (cls, stock), names)
+
+    @staticmethod
+    def place(path: str, module: nn.Module, row: Any) -> Place:
+        """The place of a stock or fused module at ``path``."""
+        return Place(path, module, (module,))
+
+    @staticmethod
+    def label(module: nn.Module, row: Any) -> str:
+        """Returns the text for the report: the op, and the modules that the op replaces."""
+        raise NotImplementedError
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Any) -> str | None:
+        """Why a stock module must stay as it is, or None."""
+        raise NotImplementedError
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: Any) -> dict[str, Tensor | None]:
+        """The parameters that the part's op takes, by their names in the report."""
+        return {}
+
+    @staticmethod
+    def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
+        """Why the part's op does not run with a weight of this device and dtype, or None."""
+        raise NotImplementedError
+
+
+def stock_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module has without ``fuse``."""
+    return getattr(type(module), STOCK, None) or class_before(module)
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives a module a class, under those that fully_shard and parametrizations made of its own."""
+    like = type(module)
+    before = next((each for each in like.__mro__ if STOCK in vars(each)), class_before(module))
+    # The class of a parametrised module has its tensors and is its own. Others are shared, because
+    # compiled graphs are made for a class.
+    replaced = _replaced if is_parametrized(module) else _replaced_once
+    module.__class__ = replaced(like, before, cls)
+
+
+def _replaced(
+    like: type[nn.Module], before: type[nn.Module], cls: type[nn.Module]
+) -> type[nn.Module]:
+    """The class ``like`` with ``cls`` in the place of its ancestor ``before``."""
+    if like is before:
+        return cls
+    if before not in like.__mro__:
+        return like
+    bases = tuple(_replaced(base, before, cls) for base in like.__bases__)
+    # transformers gives every class of decoder layers a forward of its own when it is made.
+    members = {name: value for name, value in vars(like).items() if name != "forward"}
+    return type(like.__name__, bases, members)
+
+
+_replaced_once = functools.cache(_replaced)
+
+
+def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Computes what the module computed before ``fuse``."""
+    # NOTE: don't call super() here. Code that wrapped this forward may still call it after unfuse,
+    # when the module has its stock class again.
+    return stock_class(module).forward(module, *args, **kwargs)
+
+
+def call_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The arguments of a fused forward's call by name, or None if the stock one must run."""
+    signature = getattr(module, ARGUMENTS, None)
+    if signature is None:
+        return None
+    given = signature.by_name(args, kwargs)
+    unknown = signature.unknown_in(args, kwargs) if given is None else None
+    if unknown is None:
+        return given
+    name = stock_class(module).__qualname__
+    reason = f"{name} was called with {unknown}, which torchweld does not know"
+    if measure.seen is not None:
+        key = module.place("", module, getattr(module, ROW)).key
+        measure.note(key, f"the stock forward runs: {reason}")
+    warn_once(reason, "the stock forward", op="the fused one")
+    return None
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether ``fuse`` has given a module its class."""
+    return hasattr(type(module), STOCK)
+
+
+def plain_tensors(*tensors: Tensor | None) -> bool:
+    """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
+    # A loop and no comprehensions: parts ask this several times a call, and the GPU waits.
+    dtype = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or tensor.dtype != (dtype or tensor.dtype):
+            return False
+        dtype = tensor.dtype
+    return dtype.is_floating_point
+
+
+def parameter_refusal(
+    tensors: dict[str, Tensor | None], gathered: Container[int] = ()
+) -> str | None:
+    """Why an op can't take the given parameters, or None.
+
+    Args:
+        tensors: Parameters by name.
+        gathered: The ids of those that are plain tensors while a forward pass runs.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        plain = type(tensor) in (Tensor, nn.Parameter) and type(tensor.data) is Tensor
+        plain = plain or id(tensor) in gathered
+        if not plain or not tensor.is_floating_point():
+            kind = type(tensor.data if type(tensor) is nn.Parameter else tensor).__name__
+            return f"{name} is {kind} of {tensor.dtype}, not a plain floating-point parameter"
+        if tensor.device.type == "meta":
+            return f"{name} is on the meta device"
+    if len({tensor.dtype for tensor in given.values()}) > 1:
+        listed = ", ".join(f"{name} {str(tensor.dtype)[6:]}" for name, tensor in given.items())
+        return f"mixed dtypes: {listed}"
+    return None
+
+
+def instance_refusal(module: nn.Module) -> str | None:
+    """Why a module's forward must not be replaced, or None."""
+    if hasattr(module, "_hf_hook"):
+        return "it has accelerate's hooks, which move its parameters"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return None

@@ -1,0 +1,318 @@
+"""Attention and decoder layers that the table of families lacks, recognised and compared.
+
+An attention layer is one of ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` that calls
+transformers' attention interface. Its twin calls a function that records the arguments. A decoder
+layer has an attention, an MLP and norms that are known; attention and MLP of its twin are stubs.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from torchweld.integrations.fusion.layers import arguments
+from torchweld.integrations.fusion.layers.decoder import (
+    Attention,
+    FusedAttention,
+    FusedLayer,
+    FusedNorm,
+    Layer,
+)
+from torchweld.integrations.fusion.layers.part import stock_class, stock_forward
+from torchweld.integrations.fusion.probes import Probes
+
+from . import twins
+from .modules import Found, Recognised, choose, compared, fused_twin, known
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_RECORDER = "torchweld_recorder"
+_NOT_GIVEN = ("dropout", "scaling", "marker")  # by options; every attention layer passes them
+
+
+class Options(NamedTuple):
+    """What an attention layer passes to its attention function beside Llama's arguments.
+
+    Attributes:
+        sources: For each keyword the attribute that it comes from: of the layer, or of its config
+            after "config."; None for the value None.
+    """
+
+    sources: tuple[tuple[str, str | None], ...]
+
+    def __call__(self, layer: nn.Module) -> dict[str, Any]:
+        return {name: _value(layer, source) for name, source in self.sources}
+
+
+def _value(layer: nn.Module, source: str | None) -> Any:
+    if source is None:
+        return None
+    owner = layer.config if source.startswith("config.") else layer
+    return getattr(owner, source.removeprefix("config."), None)
+
+
+class RecognisedAttention(Recognised, FusedAttention):
+    """An attention layer of another class."""
+
+    @staticmethod
+    def probe(module: nn.Module, row: Attention, weight: Tensor, probes: Probes) -> str | None:
+        reason = FusedAttention.probe(module, row, weight, probes)
+        return reason or compared(module, ATTENTION, row, weight, probes)
+
+
+class RecognisedLayer(Recognised, FusedLayer):
+    """A decoder layer of another class. The comparison shows what it does with each argument."""
+
+    knows = None
+
+    @staticmethod
+    def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
+        reason = FusedLayer.probe(module, row, weight, probes)
+        return reason or compared(module, LAYER, row, weight, probes)
+
+
+def find(module: nn.Module) -> Found | None:
+    """The fused parent and the row for a module by its structure, None where it has another."""
+    for fits, rows, parent, kind in (
+        (_is_attention, _attention_rows, RecognisedAttention, ATTENTION),
+        (_layer_row, _layer_rows, RecognisedLayer, LAYER),
+    ):
+        if fits(module):
+            return choose(module, rows, parent, kind)
+    return None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return _has_parts_of_attention(module) and difference(module) is None
+
+
+def difference(module: nn.Module) -> str | None:
+    """How a module with the parts of an attention layer differs from one in its arguments."""
+    if not _has_parts_of_attention(module):
+        return None
+    return arguments.difference(stock_class(module), FusedAttention.knows, exact=True)
+
+
+def _has_parts_of_attention(module: nn.Module) -> bool:
+    children = set(module._modules)
+    norms = children & set(_HEAD_NORMS)
+    if children != {*_PROJECTIONS, "o_proj", *norms} or len(norms) not in (0, 2):
+        return False
+    source = sys.modules.get(stock_class(module).__module__)
+    return (
+        not module._parameters
+        and not module._buffers
+        and all(hasattr(module, name) for name in ("head_dim", "scaling", "config", "layer_idx"))
+        and all(
+            isinstance(getattr(child, "out_features", None), int)
+            for name, child in module.named_children()
+            if name.endswith("_proj")
+        )
+        and hasattr(source, "apply_rotary_pos_emb")
+        and hasattr(source, "eager_attention_forward")
+    )
+
+
+def _attention_rows(module: nn.Module) -> list[Attention]:
+    options = Options(())
+    try:
+        with twins.quietly(torch.device("cpu")):
+            random = twins.Random(torch.device("cpu"), torch.float32)
+            twin = _attention_twin(module, random, stock_class(module))
+            _, (calls, _) = _run_attention(twin, type(twin).forward, random)
+        options = Options(tuple(_sources(module, calls[0])))
+    except Exception:  # the comparison says why
+        pass
+    head_norms = ("head", "row") if "q_norm" in module._modules else (None,)
+    return [
+        Attention(False, head_norm, interleaved, options)
+        for interleaved in (False, True)
+        for head_norm in head_norms
+    ]
+
+
+def _sources(module: nn.Module, given: dict[str, Any]) -> list[tuple[str, str | None]]:
+    found: list[tuple[str, str | None]] = []
+    for name, value in given.items():
+        if name in _NOT_GIVEN:
+            continue
+        places = [name] if hasattr(module, name) else []
+        places += [f"config.{name}"] if hasattr(module.config, name) else []
+        places += [each for each in vars(module) if value is not None and not each.startswith("_")]
+        same = [place for place in places if _equal(_value(module, place), value)]
+        if value is not None and not same:
+            raise ValueError(f"its attention function is given {name}, which no attribute has")
+        found.append((name, same[0] if same else None))
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    simple = (bool, int, float, str, type(None))
+    return type(a) is type(b) and isinstance(a, simple) and a == b
+
+
+def _attention_twin(
+    module: nn.Module, random: twins.Random, cls: type[nn.Module] | None = None
+) -> nn.Module:
+    twin = fused_twin(module) if cls is None else twins.bare_twin(module, cls)
+    for name, child in module._modules.items():
+        if name in _HEAD_NORMS:
+            made = twins.bare_twin(child, stock_class(child))
+            for key, parameter in child._parameters.items():
+                made.register_parameter(key, nn.Parameter(random(*parameter.shape)))
+        elif name == "o_proj":
+            made = random.linear(child.in_features, twins.WIDTH, like=child)
+        else:
+            made = random.linear(twins.WIDTH, child.out_features, like=child)
+        twin.add_module(name, made)
+    if "attention_dropout" in vars(module):
+        twin.attention_dropout = 0.25
+    twin.config = copy.copy(module.config)
+    twin.config._attn_implementation_internal = _RECORDER
+    return twin.to(random.device, random.dtype)
+
+
+def _record(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The attention function of twins."""
+    return layer.recorder(layer, *args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_RECORDER, _record)
+
+
+class _Cache:
+    """Changes keys and values, so that the order of rotary embedding and cache shows."""
+
+    def __init__(self, facts: list[Any]) -> None:
+        self.facts = facts
+
+    def update(self, key: Tensor, value: Tensor, index: int, *rest: Any, **more: Any) -> Any:
+        markers = {name: given.get("marker") for name, given in more.items()}
+        self.facts.append(("cache", index, rest, markers))
+        return key * 1.25, value - 0.5
+
+
+def _run_attention(
+    part: nn.Module, forward: twins.Forward, random: twins.Random
+) -> tuple[list[Tensor], Any]:
+    calls: list[dict[str, Any]] = []
+    facts: list[Any] = []
+    tensors: list[Tensor] = []
+    x = random.inputs()
+    mask = random(1, 1, 3, 3)
+
+    def record(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, **more: Any) -> Any:
+        calls.append(more)
+        facts.append((layer is part, given is mask, sorted(more.items(), key=str)))
+        tensors.extend((q, k, v))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        return (q + k / 2 + 2 * v).transpose(1, 2).contiguous(), None
+
+    tables = random(4, 3, _rotary_dim(part)), random(4, 3, _rotary_dim(part))
+    part.recorder = record
+    name = arguments.of(stock_class(part)).cache
+    for cache in (None, _Cache(facts)):
+        y, weights = forward(
+            part,
+            hidden_states=x,
+            position_embeddings=tables,
+            attention_mask=mask,
+            **{name: cache},
+            marker=7,
+        )
+        facts.append(weights)
+        tensors.extend(twins.with_gradients(part, y, x, random))
+    return tensors, (calls, facts)
+
+
+def _rotary_dim(part: nn.Module) -> int:
+    rope = getattr(part.config, "rope_parameters", None) or {}
+    factor = getattr(part.config, "partial_rotary_factor", None) or rope.get(
+        "partial_rotary_factor", 1.0
+    )
+    return int(part.head_dim * factor)
+
+
+def _layer_row(module: nn.Module) -> Layer | None:
+    """The row that a module may have if it is a decoder layer whose norms are known."""
+    from torchweld.integrations.fusion.layers.families import FAMILIES
+
+    children = module._modules
+    if module._parameters or module._buffers or not {"self_attn", "mlp"} <= set(children):
+        return None
+    for row in {family.layer for family in FAMILIES.values()} - {None}:
+        names = {row.before_attention, row.after_attention, row.before_mlp, row.after_mlp} - {None}
+        if row.multiplier is None and set(children) == {"self_attn", "mlp"} | names:
+            return row if all(_is_norm(children[name]) for name in names) else None
+    return None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    found = known(module)
+    return found is not None and issubclass(found[0], FusedNorm)
+
+
+def _layer_rows(module: nn.Module) -> list[Layer]:
+    return [_layer_row(module)]
+
+
+class _Stub(nn.Module):
+    """Takes the place of a child; says how it was called."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function, self.facts = function, []
+
+    def forward(self, *args: Tensor, **given: Any) -> Any:
+        # FusedLayer gives the attention its input by name.
+        x = args[0] if args else given["hidden_states"]
+        markers = {name: value for name, value in given.items() if value == name}
+        self.facts.append((len(args), "hidden_states" in given, markers))
+        return self.function(x)
+
+
+def _layer_twin(module: nn.Module, random: twins.Random) -> nn.Module:
+    twin = fused_twin(module)
+    for name, child in module._modules.items():
+        if name == "self_attn":
+            made: nn.Module = _Stub(lambda x: (x.sin(), None))
+        elif name == "mlp":
+            made = _Stub(torch.cos)
+        else:
+            made = fused_twin(child)
+            made.weight = nn.Parameter(random(twins.WIDTH))
+        twin.add_module(name, made)
+    return twin
+
+
+def _run_layer(
+    part: nn.Module, forward: twins.Forward, random: twins.Random
+) -> tuple[list[Tensor], Any]:
+    # Every other argument of the layer is its own name.
+    _, *names = arguments.of(stock_class(part)).names
+    given = {name: name for name in names}
+    x, stubs = random.inputs(), (part.self_attn, part.mlp)
+    for stub in stubs:
+        stub.facts.clear()
+    tensors = twins.with_gradients(part, forward(part, x, **given), x, random)
+    facts = [list(stub.facts) for stub in stubs]
+    # FusedLayer takes two results of an attention and one of an MLP.
+    for stub, function in zip(stubs, (lambda x: (x, None, None), lambda x: (x, None)), strict=True):
+        plain, stub.function = stub.function, function
+        try:
+            stock_forward(part, x, **given)
+        except (TypeError, ValueError):
+            stub.function = plain
+        else:
+            raise RuntimeError("it takes results of its parts in several forms")
+    return tensors, facts
+
+
+ATTENTION = twins.Kind("an attention layer", _attention_twin, _run_attention)
+LAYER = twins.Kind("a decoder layer", _layer_twin, _run_layer)

@@ -1,0 +1,136 @@
+"""Heads and losses of language models that the table of families lacks, recognised and compared.
+
+A model is a candidate if it has a base model and an ``lm_head``, and a forward with the arguments
+of Llama's. Its twin has a stub as its base model, whose result is random.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from torchweld.integrations.fusion.layers import arguments
+from torchweld.integrations.fusion.layers.causal_lm import RESULTS, FusedCausalLM, Head
+from torchweld.integrations.fusion.layers.part import stock_class
+from torchweld.integrations.fusion.probes import Probes
+
+from . import twins
+from .modules import Found, Recognised, choose, compared, fused_twin
+
+_CLASSES = 20  # of a twin
+_RESULTS = RESULTS[CausalLMOutputWithPast]
+
+
+class Logits(NamedTuple):
+    """The option of the op that changes the logits as a model does with a number of its config.
+
+    Attributes:
+        option: Of the op; None where the model leaves the logits as they are.
+        number: Its name in the config.
+        inverse: Whether the option is 1 over the number.
+    """
+
+    option: str | None = None
+    number: str = ""
+    inverse: bool = False
+
+    def __call__(self, config: Any) -> dict[str, Any]:
+        if self.option is None:
+            return {}
+        value = getattr(config, self.number)
+        return {self.option: 1 / value if self.inverse else value}
+
+
+_CHANGES = (
+    Logits("softcap", "final_logit_softcapping"),
+    Logits("temperature", "logits_scaling"),
+    Logits("temperature", "logits_scaling", inverse=True),
+    Logits("temperature", "logit_scale", inverse=True),
+)
+
+
+class RecognisedCausalLM(Recognised, FusedCausalLM):
+    """A language model of another class."""
+
+    @staticmethod
+    def probe(module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
+        reason = FusedCausalLM.probe(module, row, weight, probes)
+        return reason or compared(module, HEAD, row, module.lm_head.weight, probes)
+
+
+def find(module: nn.Module) -> Found | None:
+    """The fused parent and the row for a model by its structure, None where it has another."""
+    if not _has_parts_of_head(module) or difference(module) is not None:
+        return None
+    return choose(module, _rows, RecognisedCausalLM, HEAD)
+
+
+def difference(module: nn.Module) -> str | None:
+    """How a module with the parts of a language model differs from one in its arguments."""
+    if not _has_parts_of_head(module):
+        return None
+    return arguments.difference(stock_class(module), FusedCausalLM.knows, exact=True)
+
+
+def _has_parts_of_head(module: nn.Module) -> bool:
+    if set(module._modules) != {"model", "lm_head"} or module._parameters or module._buffers:
+        return False
+    config = getattr(module, "config", None)
+    return hasattr(type(module), "loss_function") and hasattr(config, "return_dict")
+
+
+def _rows(module: nn.Module) -> list[Head]:
+    """The rows that a model may have."""
+    rows = [Head(each) for each in _CHANGES if hasattr(module.config, each.number)]
+    return [*rows, Head(Logits())]
+
+
+class _Base(nn.Module):
+    """Takes the place of the base model; its last hidden state is given."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden, self.facts = hidden, []
+
+    def forward(self, input_ids: Tensor, **given: Any) -> BaseModelOutputWithPast:
+        texts = {name: str(value) for name, value in given.items() if value is not None}
+        self.facts.append((str(input_ids), texts))
+        return BaseModelOutputWithPast(self.hidden, *_RESULTS)
+
+
+def _twin(module: nn.Module, random: twins.Random) -> nn.Module:
+    twin = fused_twin(module)
+    twin.config = copy.copy(module.config)
+    twin.config.vocab_size = _CLASSES
+    if "vocab_size" in vars(module):
+        twin.vocab_size = _CLASSES
+    for name in {each.number for each in _CHANGES}:
+        value = getattr(module.config, name, None)
+        if value is not None:
+            # A factor of 1 would hide whether it multiplies or divides.
+            for owner in (twin.config, *([twin] if name in vars(module) else [])):
+                setattr(owner, name, 1.5 * value)
+    twin.lm_head = random.linear(twins.WIDTH, _CLASSES, like=module.lm_head)
+    return twin
+
+
+def _run(part: nn.Module, forward: twins.Forward, random: twins.Random) -> tuple[list[Tensor], Any]:
+    x, tensors, facts = random.inputs(), [], []
+    labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator, device="cpu")
+    labels[0, 1] = -100
+    labels = labels.to(x.device)
+    part.model = _Base(x)
+    cache = arguments.of(stock_class(part)).cache
+    given = {name: name for name in ("attention_mask", "position_ids", cache)}
+    for options in ({}, {"num_items_in_batch": 5}, {"shift_labels": labels.flip(0)}):
+        out = forward(part, labels, labels=labels, use_cache=False, marker=7, **given, **options)
+        facts.append((type(out), [out[name] for name in _RESULTS], [*options]))
+        tensors.extend(twins.with_gradients(part, out.loss, x, random))
+    return tensors, facts + part.model.facts
+
+
+HEAD = twins.Kind("a head and its loss", _twin, _run)

@@ -1,0 +1,198 @@
+"""Compares a module with the fused part that its structure suggests.
+
+A twin of the module has its class and attributes, small random weights, and no hooks. It computes
+results and gradients of random inputs twice: with the fused forward and with the stock one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchweld.integrations.fusion.layers.part import stock_class, stock_forward
+from torchweld.integrations.fusion.report import summary
+
+WIDTH = 16  # of a twin's input
+MAGNITUDES = (1e-3, 0.1, 1.0, 30.0)  # of the inputs, one for each row of a batch
+# Tolerances relative to the largest value of a result. The fused part rounds at other places.
+_STRICT, _LOOSE = 2e-5, 5e-2
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class Random:
+    """Draws float32 values on the CPU and moves them to a device and a dtype."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.device, self.dtype = device, dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        values = torch.randn(shape, generator=self.generator, device="cpu", dtype=torch.float32)
+        return values.to(self.device, self.dtype)
+
+    def inputs(self) -> Tensor:
+        """``(4, 3, WIDTH)``: rows of all magnitudes; a leaf that needs a gradient."""
+        scale = torch.tensor(MAGNITUDES, device=self.device, dtype=self.dtype)
+        return (self(4, 3, WIDTH) * scale[:, None, None]).requires_grad_()
+
+    def linear(self, columns: int, rows: int, like: nn.Module) -> nn.Linear:
+        """A linear layer of ``columns`` inputs with a bias where ``like`` has one."""
+        bias = getattr(like, "bias", None) is not None
+        layer = nn.Linear(columns, rows, bias, self.device, self.dtype)
+        for parameter in layer.parameters():
+            parameter.data = self(*parameter.shape) / 4
+        return layer
+
+
+Forward = Callable[..., Any]
+
+
+class Kind(NamedTuple):
+    """A kind of part.
+
+    Attributes:
+        name: With its article, for reasons.
+        twin: Makes the twin of a module.
+        run: Calls a forward of a twin; returns tensors, and what else must be equal.
+    """
+
+    name: str
+    twin: Callable[[nn.Module, Random], nn.Module]
+    run: Callable[[nn.Module, Forward, Random], tuple[list[Tensor], Any]]
+
+
+_strict: dict[tuple[Any, ...], str | None] = {}
+
+
+def difference(module: nn.Module, kind: Kind, row: Any, weight: Tensor) -> str | None:
+    """Why a module is not a part of a kind, or None.
+
+    It is compared in float32 on the CPU, and with the device and the dtype of ``weight``.
+
+    Args:
+        module: A module whose class is registered with ``row``.
+        kind: A kind of part.
+        row: What the fused class of the module has.
+        weight: A parameter of the module.
+    """
+    reason = strict_difference(module, kind, row)
+    return reason or _differs(module, kind, weight.device, weight.dtype, _LOOSE, (True,))
+
+
+def strict_difference(module: nn.Module, kind: Kind, row: Any) -> str | None:
+    """Like :func:`difference`, in float32 on the CPU alone."""
+    key = row, *key_of(module)
+    if key not in _strict:
+        _strict[key] = _differs(module, kind, torch.device("cpu"), torch.float32, _STRICT)
+    return _strict[key]
+
+
+def _differs(
+    module: nn.Module,
+    kind: Kind,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+    modes: Sequence[bool] = (False, True),
+) -> str | None:
+    stock = stock_class(module)
+    name = f"{stock.__module__}.{stock.__qualname__}"
+    try:
+        with quietly(device):
+            for training in modes:
+                twin = kind.twin(module, Random(device, dtype)).train(training)
+                runs = [
+                    kind.run(twin, forward, Random(device, dtype))
+                    for forward in (type(twin).forward, stock_forward)
+                ]
+                (ours, facts), (theirs, stock_facts) = runs
+                worst = max(map(_apart, ours, theirs))
+                if not worst <= tolerance or facts != stock_facts:
+                    return f"{name} has the parts of {kind.name} and computes something else"
+    except Exception as error:
+        why = summary(error)
+        return f"{name} has the parts of {kind.name} and can't be compared with one ({why})"
+    return None
+
+
+def _apart(ours: Tensor, stock: Tensor) -> float:
+    """The largest difference along the first dim, relative to the largest value there."""
+    if ours.shape != stock.shape or ours.dtype != stock.dtype:
+        raise TypeError(f"its result is {tuple(stock.shape)} of {stock.dtype}")
+    first = 1 if stock.dim() > 2 else 0
+    ours, stock = (t.detach().double().cpu().flatten(first) for t in (ours, stock))
+    size = stock.abs().amax(-1).clamp_min(1e-30)
+    return float(((ours - stock).abs().amax(-1) / size).max())
+
+
+def with_gradients(part: nn.Module, y: Any, x: Tensor, random: Random) -> list[Tensor]:
+    """The result of a part, and the gradients of its input and of its parameters."""
+    if type(y) is not Tensor:
+        raise TypeError(f"its result is {type(y).__name__}, not a tensor")
+    return [y, *torch.autograd.grad(y, [x, *part.parameters()], random(*y.shape).to(y.dtype))]
+
+
+def run_of_one_input(
+    part: nn.Module, forward: Forward, random: Random
+) -> tuple[list[Tensor], None]:
+    """The ``run`` of parts whose forward has one tensor as its input and one as its result."""
+    x = random.inputs()
+    return with_gradients(part, forward(part, x), x, random), None
+
+
+@contextlib.contextmanager
+def quietly(device: torch.device) -> Iterator[None]:
+    """Gradients are on, autocast is off, and the state of random numbers comes back.
+
+    One thread computes, because starting others takes longer than a twin does.
+    """
+    devices, threads = [device] if device.type == "cuda" else [], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def bare_twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """A module of a class with the attributes of another, without hooks, parameters, children."""
+    twin = cls.__new__(cls)
+    hooks = {name: OrderedDict() for name in _HOOKS}
+    twin.__dict__ = {**vars(module), **hooks, "_parameters": {}, "_modules": {}, "_buffers": {}}
+    return twin
+
+
+def key_of(module: nn.Module) -> tuple[Any, ...]:
+    """What the forward of a module may depend on, beside its weights."""
+    stock = stock_class(module)
+    children = [(name, *_values(child)) for name, child in module._modules.items()]
+    return stock, stock.forward, tuple(_values(module)), *children
+
+
+def _values(module: nn.Module) -> list[tuple[str, str]]:
+    """A module's class and its attributes as texts, without parameters, hooks and children."""
+    found = [("class", repr(type(module)))]
+    for name, value in vars(module).items():
+        if name.startswith("_") or name == "training":
+            continue
+        text = value.to_dict() if hasattr(value, "to_dict") else value
+        found.append((name, repr(text)))
+    return found
