@@ -109,6 +109,7 @@ lint: $(TOOLS)
 	@$(RUN) -m ruff format --check .
 	@$(IN_VENV) clang-format --dry-run -Werror $(CXX_SOURCES)
 	@$(RUN) tools/words.py
+	@$(RUN) tools/circles.py
 	@echo "lint: clean"
 
 docs: $(SETUP) $(TOOLS) $(DOCS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tiny_models import batch, tiny_model
 from torchweld.integrations import measure
-from torchweld.integrations.attention import forward as hf_attention
+from torchweld.integrations.attention import fallback
 
 # The families that fuse knows stand first.
 DECODERS = {
@@ -118,7 +118,7 @@ def _calls(graph: torch.fx.Graph) -> Counter[str]:
     calls = Counter({"the op": sum("torchweld.attention" in target for target in targets)})
     others = sum("scaled_dot_product_attention" in target for target in targets)
     if others:
-        calls["; ".join(sorted(hf_attention._warned))] = others
+        calls["; ".join(sorted(fallback._warned))] = others
     return calls
 
 
@@ -166,7 +166,7 @@ WAYS: dict[str, Callable[[nn.Module], Counter[str]]] = {
 
 def attention_calls(name: str, way: str) -> Counter[str]:
     """How many attention calls ran "the op", and how many something else, with the reason."""
-    hf_attention._warned.clear()
+    fallback._warned.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return WAYS[way](family(name))

@@ -18,6 +18,7 @@ from test_fuse_families import LAYERS, NAMES, labelled, tiny  # noqa: E402
 from tiny_models import batch, tiny_gpt2, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, register_attention  # noqa: E402
 from torchweld.integrations import version as hf_version  # noqa: E402
+from torchweld.integrations.attention import fallback  # noqa: E402
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
 from torchweld.integrations.fusion.layers import arguments, families  # noqa: E402
 
@@ -30,7 +31,7 @@ CACHE = arguments.of(llama.LlamaAttention).cache
 def _new_classes():
     """Fused classes are made anew of the stock classes that a test changes."""
     families._subclass.cache_clear()
-    hf_attention._warned.clear()
+    fallback._warned.clear()
     hf_version._warned = False
     yield
     families._subclass.cache_clear()

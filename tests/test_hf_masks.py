@@ -21,9 +21,15 @@ from transformers import masking_utils  # noqa: E402
 from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
 from torchweld.integrations import register_attention  # noqa: E402
 from torchweld.integrations.attention import context_parallel as hf_context  # noqa: E402
+from torchweld.integrations.attention import (  # noqa: E402
+    fallback,
+    mask_numbers,
+    mask_pattern,
+    mask_ranges,
+    traced_pattern,
+)
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
 from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
-from torchweld.integrations.attention import mask_numbers, mask_pattern, mask_ranges, traced_pattern  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
 register_attention()
@@ -31,7 +37,7 @@ register_attention()
 
 @pytest.fixture(autouse=True)
 def fresh_warnings():
-    hf_attention._warned.clear()
+    fallback._warned.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -56,7 +62,7 @@ class Calls(TorchDispatchMode):
 def expect(calls, layers):
     """Every layer ran the op."""
     assert len(calls.op) == layers and calls.sdpa == 0
-    assert not hf_attention._warned
+    assert not fallback._warned
 
 
 def pair(kind, name, device, **changes):
@@ -744,7 +750,7 @@ def test_generate_with_a_static_cache_compiles_one_graph(attention_device, model
         called = [str(node.target) for node in graph.graph.nodes]
         assert sum("torchweld.attention" in target for target in called) == 2
         assert not any("scaled_dot_product" in target for target in called)
-    assert not hf_attention._warned
+    assert not fallback._warned
 
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
@@ -758,7 +764,7 @@ def test_generate_equals_eager(attention_device, model, cache):
         settings["cache_implementation"] = "static"
     ours, stock = pair(kind, name, attention_device, **changes)
     got = ours.generate(**inputs, **settings)
-    assert not hf_attention._warned
+    assert not fallback._warned
     assert torch.equal(got, stock.generate(**inputs, **settings))
 
 
@@ -788,7 +794,7 @@ def test_a_compiled_model_with_a_static_cache(attention_device, model):
             got.append(compiled(ids[:, at : at + 1], past_key_values=cache).logits)
         want = stock(ids, use_cache=False).logits
     assert_close(torch.cat(got, 1), want, rtol=1e-5, atol=1e-5)
-    assert not hf_attention._warned
+    assert not fallback._warned
     targets = [str(node.target) for graph in GRAPHS for node in graph.graph.nodes]
     assert sum("torchweld.attention" in target for target in targets) == 2 * len(GRAPHS)
     if model == "Llama":
@@ -823,7 +829,7 @@ def test_softcap_and_sinks_with_other_masks_run_eager(attention_device, model, c
             outs.append(each(**inputs, use_cache=False).logits)
         assert not calls.op and not calls.sdpa
     assert_equal_at(tokens, *outs)
-    assert len(hf_attention._warned) == 1
+    assert len(fallback._warned) == 1
 
 
 def test_a_warning_says_which_attention_runs_instead(attention_device):

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import VOCAB, causal_models, encoder_models, tiny_model  # noqa: E402
 from torchweld.integrations import register_attention  # noqa: E402
-from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import fallback  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
 register_attention()
@@ -73,7 +73,7 @@ ANOTHER_PATH = {
 
 @pytest.fixture(autouse=True)
 def _no_warning_yet() -> None:
-    hf_attention._warned.clear()
+    fallback._warned.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_equals_eager_or_is_refused(kind, name):
         assert_equal_to_eager(ours, stock)
     except ValueError as error:  # what the class asks for is seen when a layer runs
         assert str(error).startswith('attn_implementation="torchweld" has no ')
-    assert kind in ANOTHER_PATH or not hf_attention._warned
+    assert kind in ANOTHER_PATH or not fallback._warned
 
 
 @pytest.mark.parametrize(("kind", "name"), encoder_models(), ids=lambda v: v)
@@ -188,4 +188,4 @@ def test_with_an_encoder_equals_eager_or_is_refused(kind, name):
         assert_equal_to_eager(ours, stock)
     except ValueError as error:  # the class or one of its parts
         assert str(error).startswith("torchweld: attn_implementation must be")
-    assert kind in ANOTHER_PATH or not hf_attention._warned
+    assert kind in ANOTHER_PATH or not fallback._warned

@@ -28,7 +28,7 @@ from test_hf_masks import (  # noqa: E402
 )
 from tiny_models import batch  # noqa: E402
 from torchweld.integrations import register_attention  # noqa: E402
-from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import fallback  # noqa: E402
 from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
@@ -37,7 +37,7 @@ register_attention()
 
 @pytest.fixture(autouse=True)
 def fresh_warnings():
-    hf_attention._warned.clear()
+    fallback._warned.clear()
 
 
 def traced(function):

@@ -3,10 +3,9 @@
 from torchweld._refusals import readable_constructor as _readable_constructor
 from torchweld.ops.attention import CausalSelfAttention
 from torchweld.ops.cross_entropy import CrossEntropyLoss
-from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
 from torchweld.ops.gated_linear import GatedLinear
 from torchweld.ops.int4_module import Int4Linear
-from torchweld.ops.layer_norm_linear import LayerNormLinear
+from torchweld.ops.layer_norm_linear import FoldedLayerNormLinear, LayerNormLinear
 from torchweld.ops.linear_cross_entropy import LinearCrossEntropy
 from torchweld.ops.norms import LayerNorm, RMSNorm
 from torchweld.ops.rms_norm_linear import RMSNormLinear

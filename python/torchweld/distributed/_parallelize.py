@@ -157,8 +157,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
             'mesh["tp"]'
         )
     try:
-        from torchweld.integrations.fusion import attention_switch, gpt2
-        from torchweld.integrations.fusion.layers import gpt2_sharded
+        from torchweld.integrations.fusion import attention_switch
+
+        from . import gpt2
     except ImportError as error:
         raise ImportError(
             "torchweld.distributed.parallelize needs transformers; "
@@ -172,13 +173,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
         )
     bases = [m for m in model.modules() if isinstance(m, gpt2.GPT2Model)]
     plans = [] if bases else [(root, _plan(root, mesh.size())) for _, root in roots]
-    reasons = [gpt2_sharded.refusal(base, mesh.size()) for base in bases]
+    reasons = [gpt2.refusal(base, mesh.size()) for base in bases]
     reasons += [_refusal(root, plan, mesh.size()) for root, plan in plans]
     for reason in reasons:
         if reason is not None:
             raise ValueError(f"parallelize: {reason}")
     for base in bases:
-        gpt2_sharded.shard(base, mesh, src_data_rank)
+        gpt2.shard(base, mesh, src_data_rank)
     for root, plan in plans:
         tied = _tied(root)
         styles = {path: _STYLES[style]() for path, style in plan.items() if _matching(root, path)}

@@ -82,15 +82,15 @@ def can_shard(module: nn.Module, name: str, size: int) -> bool:
         name: The packed layer's, one of LAYERS.
         size: Number of processes.
     """
-    from torchweld.integrations.fusion.layers import families
+    from torchweld.integrations.fusion.recognise import find
 
     layers = [module._modules.get(each) for each in (name, LAYERS[name][1])]
     if any(type(layer) is not nn.Linear for layer in layers):
         return False
     if name == "gate_up_proj":
-        return families.packs_gate(module) and layers[1].in_features % size == 0
+        return find.packs_gate(module) and layers[1].in_features % size == 0
     counts = module.config.num_attention_heads, module.num_key_value_heads
-    return families.packs_heads(module) and all(count % size == 0 for count in counts)
+    return find.packs_heads(module) and all(count % size == 0 for count in counts)
 
 
 def set_heads(attentions: Iterable[nn.Module], size: int) -> None:

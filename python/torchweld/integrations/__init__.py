@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchweld.quantization.quantizer import TorchweldInt4Config as TorchweldInt4Config
     from torchweld.quantization.quantizer import register_quantizer as register_quantizer
 
-    from .attention.forward import register_attention as register_attention
+    from .attention.register import register_attention as register_attention
     from .fusion.fuse import fuse as fuse
     from .fusion.fuse import unfuse as unfuse
     from .fusion.report import FuseReport as FuseReport
@@ -38,7 +38,7 @@ __getattr__, __dir__ = lazy(
         "unfuse": "fusion.fuse",
         "FuseReport": "fusion.report",
         "TorchweldInt4Config": ".quantization.quantizer",
-        "register_attention": "attention.forward",
+        "register_attention": "attention.register",
         "register_lora": "peft_lora",
         "register_quantizer": ".quantization.quantizer",
         "use_in_sdpa": "sdpa.kernels",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchweld.nn import Int4Linear
-from torchweld.quantization.apply import heads_in
 from torchweld.quantization.float_layers import is_adapter, linear_classes
+from torchweld.quantization.layers import heads_in
 
 if TYPE_CHECKING:
     from peft import LoraConfig

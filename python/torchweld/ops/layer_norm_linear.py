@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchweld._library import ops
+from torchweld._library import ops, require
 from torchweld._refusals import sentences
 from torchweld._types import Activation
-from torchweld.ops.folded_layer_norm_linear import FoldedLayerNormLinear
+from torchweld.ops.folded_layer_norm_linear import (
+    fold_layer_norm,
+    row_sums,
+)
+from torchweld.ops.linear import activation_module
 from torchweld.ops.norm_linear import NormLinear, parts_of
 from torchweld.ops.stock import refuse_other, text_of
 
@@ -166,3 +170,120 @@ class LayerNormLinear(NormLinear):
     def extra_repr(self) -> str:
         parts = f"ln_affine={self.ln_weight is not None}, ln_bias={self.ln_bias is not None}"
         return f"{super().extra_repr()}, {parts}"
+
+
+class FoldedLayerNormLinear(nn.Module):
+    """Frozen `nn.Sequential(LayerNorm, Linear, activation)` for inference.
+
+    Made by `LayerNormLinear.fold()`. Everything is a buffer: it does not follow later changes of
+    the module that it was made from.
+
+    Example::
+
+        trained = torchweld.nn.LayerNormLinear(32, 64, activation="gelu")
+        folded = trained.fold()
+        x = torch.randn(4, 32)
+        torch.testing.assert_close(folded(x), trained(x), rtol=1e-4, atol=1e-5)
+    """
+
+    __constants__ = ["in_features", "out_features", "eps", "activation"]
+
+    def __init__(
+        self,
+        folded_weight: Tensor,
+        weight_sum: Tensor,
+        folded_bias: Tensor,
+        eps: float = 1e-5,
+        activation: Activation = "none",
+    ) -> None:
+        super().__init__()
+        require()
+        self.out_features, self.in_features = folded_weight.shape
+        self.eps = eps
+        self.activation = activation
+        self.register_buffer("folded_weight", folded_weight)
+        self.register_buffer("weight_sum", weight_sum)
+        self.register_buffer("folded_bias", folded_bias)
+
+    @classmethod
+    def from_torch(cls, module: nn.Module) -> FoldedLayerNormLinear:
+        """Converts a `LayerNormLinear`, or the `nn.Sequential` that it replaces.
+
+        Raises:
+            ValueError: another module, one of a subclass or with hooks.
+        """
+        if isinstance(module, nn.Sequential):
+            module = LayerNormLinear.from_torch(module)
+        refuse_other(
+            "FoldedLayerNormLinear.from_torch",
+            "module",
+            "LayerNormLinear or nn.Sequential(LayerNorm((K,)), Linear(K, N)[, activation])",
+            module,
+            LayerNormLinear,
+            parametrised=True,
+        )
+        with torch.no_grad():
+            folded = fold_layer_norm(module.weight, module.bias, module.ln_weight, module.ln_bias)
+        return cls(*folded, eps=module.eps, activation=module.activation).eval()
+
+    def to_torch(self) -> nn.Sequential:
+        """`nn.Sequential(LayerNorm without parameters, Linear, activation)`, equal results.
+
+        Its parameters are frozen copies, in eval mode.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks.
+        """
+        refuse_other(
+            "FoldedLayerNormLinear.to_torch",
+            "module",
+            "FoldedLayerNormLinear",
+            self,
+            FoldedLayerNormLinear,
+        )
+        weight = self.folded_weight
+        linear = nn.Linear(
+            self.in_features, self.out_features, device=weight.device, dtype=weight.dtype
+        )
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+            linear.bias.copy_(self.folded_bias)
+        norm = nn.LayerNorm(self.in_features, eps=self.eps, elementwise_affine=False)
+        stock = nn.Sequential(norm, linear, activation_module(self.activation))
+        return stock.requires_grad_(False).eval()
+
+    def _apply(self, fn, recurse: bool = True):
+        # If the module is cast, weight_sum and folded_bias stay in fp32. If the cast rounds the
+        # weight, its sums are computed again.
+        before = self.folded_weight
+        sums = (self.weight_sum, self.folded_bias)
+        super()._apply(fn, recurse)
+        weight = self.folded_weight
+        if weight.dtype != before.dtype and weight.device.type != "meta":
+            self.weight_sum = row_sums(weight)
+            self.folded_bias = sums[1].to(weight.device, self.weight_sum.dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        # Loading may round the weight, so the row sums are computed again.
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        given, weight = state_dict.get(prefix + "folded_weight"), self.folded_weight
+        if given is not None and given.dtype != weight.dtype and weight.device.type != "meta":
+            self.weight_sum = row_sums(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(..., in_features)` to `(..., out_features)`."""
+        return torch.ops.torchweld.folded_layer_norm_linear(
+            x,
+            self.folded_weight,
+            self.weight_sum,
+            self.folded_bias,
+            eps=self.eps,
+            activation=self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, eps={self.eps}, "
+            f"activation={self.activation!r}"
+        )

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torchweld._library import require
 from torchweld.integrations.version import check_version, release
 from torchweld.nn import Int4Linear
-from torchweld.quantization.apply import (
+
+from .config import Int4
+from .float_layers import heads_of, linear_classes, without_values
+from .layers import (
     Plan,
     dequantize_layers,
     plan_layers,
     quantize_layers,
     replace_layer,
 )
-from torchweld.quantization.config import Int4
-from torchweld.quantization.float_layers import heads_of, linear_classes, without_values
-
 from .upload import upload
 
 check_version("torchweld.integrations")  # before the classes below import transformers

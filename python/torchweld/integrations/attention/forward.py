@@ -11,18 +11,17 @@ from the model's own eager attention then.
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchweld import _library
 from torchweld.distributed import _active
-from torchweld.integrations import measure, version
+from torchweld.integrations import measure
 from torchweld.integrations.sdpa.common import general_kernel
 
-from . import mask_numbers, packed
+from . import context_parallel, mask_numbers, packed
+from .fallback import EAGER, GIVEN_4D, NAME, SDPA, UNSERVED, Unserved, warn_once
 from .mask_numbers import Numbers
 
 try:
@@ -30,47 +29,6 @@ try:
     from transformers.utils.output_capturing import _active_collector as _collector
 except ImportError:
     _collector = None
-
-NAME = "torchweld"
-
-# Arguments that some models pass to attention, but neither torchweld's op nor SDPA supports, with a
-# description of each.
-UNSERVED = {
-    "sinks": "attention sinks",
-    "indices": "keys chosen for each query",
-    "block_indices": "blocks of keys chosen for each query",
-}
-
-# The reason for a mask that is not described any further.
-GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
-
-
-class Unserved(ValueError):
-    """A layer hands attention functions what neither torchweld's op nor SDPA has."""
-
-
-_warned: set[str] = set()
-_traced: set[str] = set()  # what the mask function has said under torch.compile
-SDPA = "torch's scaled_dot_product_attention"
-_EAGER = "the model's eager attention"
-
-
-@torch.compiler.assume_constant_result
-def warn_once(
-    reason: str, instead: str = SDPA, traced: bool = False, op: str = "torchweld::attention"
-) -> bool:
-    """Says why calls don't run ``op``; under torch.compile while it traces."""
-    if traced:
-        _traced.add(reason)
-    # A traced mask carries no reason, but the mask function has said it then.
-    if measure.silent or reason in _warned or (reason == GIVEN_4D and _warned & _traced):
-        return False
-    _warned.add(reason)
-    warnings.warn(
-        f"torchweld: {reason}; such calls use {instead} instead of {op} (said once)",
-        stacklevel=3,
-    )
-    return True
 
 
 def records_weights() -> bool:
@@ -356,8 +314,6 @@ def attention_forward(
     weights = _weights_are_wanted(kwargs)
     reason = _why_not_the_op(query, seqlen_k, attention_mask, numbers, weights, dropout, kwargs)
     if _active.current is not None:
-        from . import context_parallel
-
         out = context_parallel.attention(
             _active.current, query, key, value, numbers, reason, scaling, kwargs
         )
@@ -379,7 +335,7 @@ def attention_forward(
         mask = _dense_mask(attention_mask, numbers, start, query, seqlen_k, added)
     else:
         mask = attention_mask if start is None else packed.apply_dense(start, attention_mask)
-    instead = _EAGER if lacking else SDPA
+    instead = EAGER if lacking else SDPA
     if measure.seen is not None:
         measure.note(module, f"{instead} runs: {reason}")
     warn_once(reason, instead)
@@ -389,32 +345,3 @@ def attention_forward(
         return _sdpa_attention(module, query, key, value, mask, **more)
     out, probabilities = _eager_attention(module, query, key, value, mask, lacking, **more)
     return out, probabilities if weights else None
-
-
-def register_attention() -> None:
-    """Makes ``attn_implementation="torchweld"`` known to transformers.
-
-    Call it once, before a model is built with this name or switched to it; ``torchweld.fuse``
-    calls it. It registers an attention function with ``AttentionInterface`` and a mask function
-    with ``AttentionMaskInterface``: without the second one transformers would hand every layer no
-    mask at all. Nothing of transformers is patched, so a class that does not use the two together
-    is refused when it first runs. Calling it again changes nothing.
-
-    Raises:
-        ImportError: transformers is missing or too old.
-        RuntimeError: torchweld's operators can't be loaded.
-
-    Example::
-
-        torchweld.integrations.register_attention()
-        model.set_attn_implementation("torchweld")
-        logits = model(input_ids=tokens).logits
-    """
-    _library.require()
-    version.check_version("torchweld.integrations")
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    from .mask import attention_mask
-
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)

@@ -55,8 +55,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from torchweld.distributed import _active
 from torchweld.ops.leftpad import is_readable
 
-from . import mask_pattern, mask_ranges, packed, traced_pattern
-from .forward import warn_once
+from . import context_parallel, mask_pattern, mask_ranges, packed, traced_pattern
+from .fallback import warn_once
 from .mask_pattern import Pattern
 from .mask_ranges import WHOLE, Call
 from .models import check_config, wants_whole_masks
@@ -115,8 +115,6 @@ def attention_mask(
         attention_mask = _of_batch(attention_mask, batch_size)
     call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
     if _active.current is not None:
-        from . import context_parallel
-
         pattern = mask_pattern.of(mask_function)
         return context_parallel.mask(_active.current, pattern, **call._asdict())
     described = mask_function, local_size, allow_is_causal_skip, call, kwargs

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 import transformers
 
-from .forward import NAME
+from .fallback import NAME
 
 
 def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchweld.integrations.attention.forward import NAME, SDPA, UNSERVED, config_refusal
+from torchweld.integrations.attention.fallback import NAME, SDPA, UNSERVED
+from torchweld.integrations.attention.forward import config_refusal
 from torchweld.integrations.attention.models import asks_for_attention, layer_source, shortcoming
 from torchweld.integrations.sdpa.common import general_kernel
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torchweld.integrations.attention.forward import Unserved
+from torchweld.integrations.attention.fallback import Unserved
 
 from . import attention_switch, plan
 from .probes import Probes

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 
-from torchweld.integrations.attention.forward import NAME, config_refusal
+from torchweld.distributed.gpt2 import ShardedConv1D
+from torchweld.integrations.attention.fallback import NAME
+from torchweld.integrations.attention.forward import config_refusal
 from torchweld.integrations.fusion.layers.families import fused_class
 from torchweld.integrations.fusion.layers.gpt2_block import LINEARS, SITES, Site, fused_paths
-from torchweld.integrations.fusion.layers.gpt2_sharded import ShardedConv1D
 from torchweld.integrations.fusion.layers.modules import activation_name, hooked
 from torchweld.integrations.fusion.layers.part import is_fused, set_class, stock_class
 

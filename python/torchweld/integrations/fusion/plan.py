@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments, fsdp
 from torchweld.integrations.fusion.layers.decoder import FusedLayer, projection_layers
-from torchweld.integrations.fusion.layers.families import find_part, fused_class, part_of
+from torchweld.integrations.fusion.layers.families import fused_class, part_of, register
 from torchweld.integrations.fusion.layers.linears import why_called
 from torchweld.integrations.fusion.layers.modules import hooked
 from torchweld.integrations.fusion.layers.part import (
@@ -22,7 +22,8 @@ from torchweld.integrations.fusion.layers.part import (
     set_class,
     stock_class,
 )
-from torchweld.integrations.fusion.recognise import decoder_layers, heads, modules
+from torchweld.integrations.fusion.recognise import decoder_layers, heads
+from torchweld.integrations.fusion.recognise.find import find_part
 
 from .probes import Probes
 from .report import FuseReport
@@ -67,7 +68,7 @@ def plan(
             projecting |= _projecting_norm(module, row, probes)
         # A layer comes before the norm that it adds to.
         places |= dict.fromkeys(place.modules, place)
-    stock = {stock_class(module) for module in places if modules.register(stock_class(module))}
+    stock = {stock_class(module) for module in places if register(stock_class(module))}
     if stock:
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in stock))
         report.notes.append(f"recognised by their parts, and compared on random inputs: {names}")

@@ -22,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld._library import ops
 from torchweld.integrations import measure
-from torchweld.integrations.attention.forward import NAME, attention_forward
+from torchweld.integrations.attention.fallback import NAME
+from torchweld.integrations.attention.forward import attention_forward
 from torchweld.integrations.fusion.probes import Probes
 
 from .linears import copied, operands

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torchweld.integrations import lora
-from torchweld.integrations.fusion.recognise import decoder_layers, heads, modules
 
 from . import causal_lm, decoder, gpt2_block, mlp
-from .part import is_fused, stock_class
+from .part import stock_class
 
 
 class Family(NamedTuple):
@@ -152,43 +151,31 @@ PARTS |= {
 }
 
 
-def part_of(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
+Found = tuple[type[nn.Module], Any]
+_recognised: dict[type[nn.Module], Found] = {}
+
+
+def in_table(stock: type[nn.Module]) -> Found | None:
+    """The fused parent and the row that the table has for a stock class."""
+    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
+
+
+def register(stock: type[nn.Module], found: Found | None = None) -> Found | None:
+    """The fused parent and the row of a class in no table; ``found`` sets them."""
+    if found is not None:
+        _recognised[stock] = found
+    return _recognised.get(stock)
+
+
+def part_of(module: nn.Module) -> Found | None:
     """The fused parent and the row of a module's class, None where it is not known."""
-    return _part_of(stock_class(module))
-
-
-def find_part(module: nn.Module) -> tuple[type[nn.Module], Any] | None:
-    """:func:`part_of` a module that may be fused; its structure counts where no table has it."""
-    if is_fused(module):
-        return part_of(module)
     stock = stock_class(module)
-    found = PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
-    for where in (modules, decoder_layers, heads):
-        found = found or where.find(module)
-    return found
+    return in_table(stock) or register(stock)
 
 
-def packs_gate(module: nn.Module) -> bool:
-    """Whether a module is a gated MLP whose gate_up_proj packs the two weights of its gate."""
-    parent, row = find_part(module) or (None, None)
-    if not isinstance(row, mlp.MLP) or not row.packed:
-        return False
-    return parent is mlp.FusedMLP or modules.is_mlp(module, row)
-
-
-def packs_heads(module: nn.Module) -> bool:
-    """Whether a module is an attention layer whose qkv_proj packs three weights."""
-    _, row = find_part(module) or (None, None)
-    return isinstance(row, decoder.Attention) and row.packed
-
-
-def _part_of(stock: type[nn.Module]) -> tuple[type[nn.Module], Any] | None:
-    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}") or modules.register(stock)
-
-
-def fused_class(stock: type[nn.Module], part: Any = None) -> type[nn.Module]:
+def fused_class(stock: type[nn.Module], part: Found | None = None) -> type[nn.Module]:
     """The class of a fused module of a stock class: of ``part``, by default of what is known."""
-    return _subclass(stock, *(part or _part_of(stock)))
+    return _subclass(stock, *(part or in_table(stock) or register(stock)))
 
 
 @functools.cache

@@ -25,12 +25,14 @@ from transformers.models.gpt2.modeling_gpt2 import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from torchweld.distributed.gpt2 import ShardedConv1D
 from torchweld.integrations import measure
-from torchweld.integrations.attention.forward import NAME, attention_forward, register_attention
+from torchweld.integrations.attention.fallback import NAME
+from torchweld.integrations.attention.forward import attention_forward
+from torchweld.integrations.attention.register import register_attention
 from torchweld.ops.stock import is_plain
 
 from .arguments import Arguments
-from .gpt2_sharded import ShardedConv1D
 from .modules import activation_name, hooked, implementation, weight_and_bias
 from .part import ARGUMENTS, Part, Place, call_arguments, stock_forward
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from torchweld.integrations import measure
-from torchweld.integrations.attention.forward import warn_once
+from torchweld.integrations.attention.fallback import warn_once
 from torchweld.integrations.fusion.probes import Probes
 
 from . import arguments

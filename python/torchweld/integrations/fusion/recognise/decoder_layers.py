@@ -24,11 +24,12 @@ from torchweld.integrations.fusion.layers.decoder import (
     FusedNorm,
     Layer,
 )
+from torchweld.integrations.fusion.layers.families import FAMILIES, Found
 from torchweld.integrations.fusion.layers.part import stock_class, stock_forward
 from torchweld.integrations.fusion.probes import Probes
 
 from . import twins
-from .modules import Found, Recognised, choose, compared, fused_twin, known
+from .modules import Recognised, choose, compared, fused_twin, known
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -241,8 +242,6 @@ def _rotary_dim(part: nn.Module) -> int:
 
 def _layer_row(module: nn.Module) -> Layer | None:
     """The row that a module may have if it is a decoder layer whose norms are known."""
-    from torchweld.integrations.fusion.layers.families import FAMILIES
-
     children = module._modules
     if module._parameters or module._buffers or not {"self_attn", "mlp"} <= set(children):
         return None

@@ -15,11 +15,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.causal_lm import RESULTS, FusedCausalLM, Head
+from torchweld.integrations.fusion.layers.families import Found
 from torchweld.integrations.fusion.layers.part import stock_class
 from torchweld.integrations.fusion.probes import Probes
 
 from . import twins
-from .modules import Found, Recognised, choose, compared, fused_twin
+from .modules import Recognised, choose, compared, fused_twin
 
 _CLASSES = 20  # of a twin
 _RESULTS = RESULTS[CausalLMOutputWithPast]

@@ -12,9 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers.decoder import FusedNorm, Norm
+from torchweld.integrations.fusion.layers.families import (
+    Found,
+    fused_class,
+    in_table,
+    part_of,
+    register,
+)
 from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
 from torchweld.integrations.fusion.layers.modules import activation_name
-from torchweld.integrations.fusion.layers.part import ROW, STOCK, stock_class
+from torchweld.integrations.fusion.layers.part import ROW, STOCK, is_fused, stock_class
 from torchweld.integrations.fusion.probes import Probes
 
 from . import twins
@@ -31,14 +38,9 @@ _SIZES = {
     "down_proj": (_HIDDEN, twins.WIDTH),
 }
 
-Found = tuple[type[nn.Module], Any]
-_found: dict[type[nn.Module], Found] = {}
-
 
 def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.Module:
     """A fused module without state, for copies and pickles of a part that is in no table."""
-    from torchweld.integrations.fusion.layers.families import fused_class
-
     cls = fused_class(stock, (parent, row))
     return cls.__new__(cls)
 
@@ -97,8 +99,6 @@ def _mlp_twin(module: nn.Module, random: twins.Random) -> nn.Module:
 
 def fused_twin(module: nn.Module) -> nn.Module:
     """A twin with the fused class of a module."""
-    from torchweld.integrations.fusion.layers.families import fused_class
-
     return twins.bare_twin(module, fused_class(stock_class(module)))
 
 
@@ -106,18 +106,9 @@ NORM = twins.Kind("an RMSNorm", _norm_twin, twins.run_of_one_input)
 MLPS = twins.Kind("a gated MLP", _mlp_twin, twins.run_of_one_input)
 
 
-def register(stock: type[nn.Module], found: Found | None = None) -> Found | None:
-    """The fused parent and the row of a class in no table; ``found`` sets them."""
-    if found is not None:
-        _found[stock] = found
-    return _found.get(stock)
-
-
 def known(module: nn.Module) -> Found | None:
-    """The fused parent and the row of any module, None where it is no part."""
-    from torchweld.integrations.fusion.layers.families import find_part
-
-    return find_part(module)
+    """The fused parent and the row of a module of the table, a norm or an MLP, else None."""
+    return part_of(module) if is_fused(module) else in_table(stock_class(module)) or find(module)
 
 
 def find(module: nn.Module) -> Found | None:
@@ -144,12 +135,12 @@ def choose(
 ) -> Found:
     """Registers the class of a module with the first row that computes the same, or the last."""
     stock = stock_class(module)
-    if stock not in _found:
+    if register(stock) is None:
         for row in rows(module):
             register(stock, (parent, row))
             if twins.strict_difference(module, kind, row) is None:
                 break
-    return _found[stock]
+    return register(stock)
 
 
 def is_mlp(module: nn.Module, row: MLP) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
+from torchweld.integrations.fusion.layers.part import STOCK
+
 _PARTS = 3  # the number of parts of c_attn: query, key and value
 
 
@@ -56,15 +58,13 @@ class ShardedConv1D(Conv1D):
 
 def refusal(base: GPT2Model, size: int) -> str | None:
     """Why a model can't be sharded over ``size`` processes, as the end of a sentence, or None."""
-    from .families import fused_class
-
     if base.config.num_attention_heads % size:
         return (
             f"num_attention_heads must be a multiple of the mesh's {size} processes, but got "
             f"{base.config.num_attention_heads}"
         )
     for path, block in base.h.named_children():
-        known = type(block) in (GPT2Block, fused_class(GPT2Block))
+        known = vars(type(block)).get(STOCK, type(block)) is GPT2Block  # fused or not
         if not known or hasattr(block, "crossattention"):
             what = "one with cross attention" if known else type(block).__name__
             return f"h.{path} must be transformers' GPT2Block, but got {what}"

@@ -1,0 +1,50 @@
+"""What attention runs where torchweld's op does not serve a call, and the warning that says so."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from torchweld.integrations import measure
+
+NAME = "torchweld"
+
+# Arguments that some models pass to attention, but neither torchweld's op nor SDPA supports, with a
+# description of each.
+UNSERVED = {
+    "sinks": "attention sinks",
+    "indices": "keys chosen for each query",
+    "block_indices": "blocks of keys chosen for each query",
+}
+
+# The reason for a mask that is not described any further.
+GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)"
+
+
+class Unserved(ValueError):
+    """A layer hands attention functions what neither torchweld's op nor SDPA has."""
+
+
+_warned: set[str] = set()
+_traced: set[str] = set()  # what the mask function has said under torch.compile
+SDPA = "torch's scaled_dot_product_attention"
+EAGER = "the model's eager attention"
+
+
+@torch.compiler.assume_constant_result
+def warn_once(
+    reason: str, instead: str = SDPA, traced: bool = False, op: str = "torchweld::attention"
+) -> bool:
+    """Says why calls don't run ``op``; under torch.compile while it traces."""
+    if traced:
+        _traced.add(reason)
+    # A traced mask carries no reason, but the mask function has said it then.
+    if measure.silent or reason in _warned or (reason == GIVEN_4D and _warned & _traced):
+        return False
+    _warned.add(reason)
+    warnings.warn(
+        f"torchweld: {reason}; such calls use {instead} instead of {op} (said once)",
+        stacklevel=3,
+    )
+    return True

@@ -1,0 +1,33 @@
+"""The fused forward for any module: from the table of families, or by the module's structure."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchweld.integrations.fusion.layers import decoder, mlp
+from torchweld.integrations.fusion.layers.families import Found
+from torchweld.integrations.fusion.layers.part import is_fused
+
+from . import decoder_layers, heads, modules
+
+
+def find_part(module: nn.Module) -> Found | None:
+    """The fused parent and the row of a module; its structure counts where no table has it."""
+    found = modules.known(module)
+    if found is None and not is_fused(module):
+        found = decoder_layers.find(module) or heads.find(module)
+    return found
+
+
+def packs_gate(module: nn.Module) -> bool:
+    """Whether a module is a gated MLP whose gate_up_proj packs the two weights of its gate."""
+    parent, row = find_part(module) or (None, None)
+    if not isinstance(row, mlp.MLP) or not row.packed:
+        return False
+    return parent is mlp.FusedMLP or modules.is_mlp(module, row)
+
+
+def packs_heads(module: nn.Module) -> bool:
+    """Whether a module is an attention layer whose qkv_proj packs three weights."""
+    _, row = find_part(module) or (None, None)
+    return isinstance(row, decoder.Attention) and row.packed

@@ -1,0 +1,64 @@
+"""Fails where modules of torchweld import each other in a circle; `make lint` runs it.
+
+Imports inside of functions count, those under TYPE_CHECKING do not. Nor does `__version__`, which
+the package has before it imports anything.
+
+    python tools/circles.py
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent.parent / "python"
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(node: ast.AST, package: str) -> Iterator[str]:
+    """What the code below a node imports, as `module.name`; `module.*` is the module itself."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.Import):
+            yield from (f"{alias.name}.*" for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            home = resolve_name("." * child.level + (child.module or ""), package)
+            names = (alias.name for alias in child.names)
+            yield from (f"{home}.{name}" for name in names if not name.startswith("__"))
+        else:
+            yield from imports(child, package)
+
+
+def graph() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    paths = {name_of(path): path for path in sorted((SOURCES / "torchweld").rglob("*.py"))}
+    found = {}
+    for name, path in paths.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        wanted = imports(ast.parse(path.read_text()), package)
+        # `from package import name` is the module package.name, or else a name of the package.
+        homes = {each if each in paths else each.rpartition(".")[0] for each in wanted}
+        found[name] = (homes & paths.keys()) - {name}
+    return found
+
+
+def main() -> int:
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        print("circle of imports: " + " <- ".join(error.args[1]))
+        return 1
+    print("circles: none")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
