@@ -68,9 +68,8 @@ class Counted:
         return SimpleNamespace(default=SimpleNamespace(redispatch=redispatch))
 
 
-def count_calls(monkeypatch, *modules):
-    """Counts the calls of torchweld's ops in modules of integrations."""
-    ops = Counted(modules[0].ops)
-    for module in modules:
-        monkeypatch.setattr(module, "ops", ops)
+def count_calls(monkeypatch, module):
+    """Counts the calls of torchweld's ops in a module of integrations."""
+    ops = Counted(module.ops)
+    monkeypatch.setattr(module, "ops", ops)
     return ops

@@ -24,8 +24,7 @@ from torchweld.info import has_cuda_kernel  # noqa: E402
 from torchweld.integrations import fuse  # noqa: E402
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
 from torchweld.integrations.attention import mask_numbers  # noqa: E402
-from torchweld.integrations.sdpa import dense as sdpa_dense  # noqa: E402
-from torchweld.integrations.sdpa import varlen as sdpa_varlen  # noqa: E402
+from torchweld.integrations.sdpa import flash  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torchweld. no kernel for tensor cores")
 cuda_build = pytest.mark.skipif(
@@ -125,9 +124,9 @@ def test_sdpa(dtype, causal):
         dense = {n: torch.empty(2, 2, 5, d, dtype=dtype, device="meta") for n, d in sizes.items()}
         packed = {n: torch.empty(9, 2, d, dtype=dtype, device="meta") for n, d in sizes.items()}
         served = dtype != F32 and dim == dim_v and fits(dim)
-        refused = sdpa_dense.refusal(**dense, is_causal=causal)
+        refused = flash.Dense.refusal(**dense, is_causal=causal)
         assert (refused is None) == served
-        assert (sdpa_varlen.refusal(**packed, cum_seq_q=ends, cum_seq_k=ends) is None) == served
+        assert (flash.Varlen.refusal(**packed, cum_seq_q=ends, cum_seq_k=ends) is None) == served
         if served:
             assert_tensor_cores({**dense, "causal": causal})
 

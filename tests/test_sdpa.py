@@ -22,9 +22,8 @@ from samples import BF16, F16, F32
 from sdpa_calls import FLASH, draw, formula, strides
 from torchweld import integrations
 from torchweld.info import has_cuda_kernel
-from torchweld.integrations.sdpa import dense as sdpa_dense
 from torchweld.integrations.sdpa import kernels as sdpa
-from torchweld.integrations.sdpa.common import has_code
+from torchweld.integrations.sdpa.gpus import has_code
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl"),
@@ -97,17 +96,17 @@ NOT_SERVED = {
 
 @pytest.mark.parametrize("arguments", SERVED.values(), ids=SERVED)
 def test_what_is_served(arguments):
-    assert sdpa_dense.refusal(**arguments) is None
+    assert sdpa.Dense.refusal(**arguments) is None
 
 
 @pytest.mark.parametrize("reason", NOT_SERVED)
 def test_what_is_left_to_torch(reason):
-    assert reason in sdpa_dense.refusal(**NOT_SERVED[reason])
+    assert reason in sdpa.Dense.refusal(**NOT_SERVED[reason])
 
 
 def test_nested_tensors_are_left_to_torch():
     nested = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)])
-    assert sdpa_dense.refusal(nested, nested, nested) == "nested tensors"
+    assert sdpa.Dense.refusal(nested, nested, nested) == "nested tensors"
 
 
 def saved(**changes):
@@ -118,7 +117,7 @@ def saved(**changes):
 
 
 def test_the_gradient_is_served_by_what_was_saved():
-    assert sdpa_dense.backward_refusal(**saved()) is None
+    assert sdpa.Dense.backward_refusal(**saved()) is None
     for reason, changes in {
         "packed": {"cum_seq_q": meta(3, dtype=torch.int32)},
         "dropout_p": {"dropout_p": 0.5},
@@ -128,7 +127,7 @@ def test_the_gradient_is_served_by_what_was_saved():
         "devices": {"out": torch.empty(2, 4, 8, 32, dtype=BF16)},
         "no key": {"key": meta(2, 4, 5, 32), "value": meta(2, 4, 5, 32)},
     }.items():
-        assert reason in sdpa_dense.backward_refusal(**saved(**changes))
+        assert reason in sdpa.Dense.backward_refusal(**saved(**changes))
 
 
 def test_gpu_code_and_gpus():

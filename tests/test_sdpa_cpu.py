@@ -13,9 +13,8 @@ from numerics import assert_same_bits
 from samples import BF16, F16, F32, F64
 from sdpa_calls import count_calls, draw, formula, packed_formula, strides
 from torchweld import integrations
-from torchweld.integrations.sdpa import cpu as sdpa_cpu
+from torchweld.integrations.sdpa import flash
 from torchweld.integrations.sdpa import kernels as sdpa
-from torchweld.integrations.sdpa import varlen as sdpa_varlen
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl"),
@@ -26,7 +25,7 @@ CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @pytest.fixture
 def counted(monkeypatch):
-    return count_calls(monkeypatch, sdpa_cpu)
+    return count_calls(monkeypatch, flash)
 
 
 CASES = [
@@ -95,7 +94,7 @@ def test_what_is_left_to_torch_on_the_cpu(counted, case):
 
 def test_reasons_on_the_cpu():
     def why(*sizes, **more):
-        return sdpa_cpu.refusal(*(torch.zeros(size) for size in sizes), **more)
+        return flash.Cpu.refusal(*(torch.zeros(size) for size in sizes), **more)
 
     q = (2, 4, 5, 8)
     assert why(q, q, q, is_causal=True) is None
@@ -164,7 +163,7 @@ def torchs(monkeypatch):
     library.impl(sdpa.Varlen.FORWARD, forward)
     library.impl(sdpa.Varlen.BACKWARD, backward)
     kernels = sdpa.Kernels("CPU", (sdpa.Varlen,))
-    yield count_calls(monkeypatch, sdpa_varlen)
+    yield count_calls(monkeypatch, flash)
     kernels.remove()
     library._destroy()
 

@@ -18,8 +18,7 @@ from samples import BF16, F16
 from sdpa_calls import FLASH, count_calls, draw, formula, packed_formula, strides
 from torchweld import integrations
 from torchweld.info import has_cuda_kernel
-from torchweld.integrations.sdpa import dense as sdpa_dense
-from torchweld.integrations.sdpa import varlen as sdpa_varlen
+from torchweld.integrations.sdpa import flash as sdpa_flash
 
 pytestmark = pytest.mark.skipif(
     not hasattr(attention, "register_flash_attention_impl")
@@ -42,7 +41,7 @@ def deterministic():
 
 @pytest.fixture
 def counted(monkeypatch):
-    return count_calls(monkeypatch, sdpa_dense, sdpa_varlen)
+    return count_calls(monkeypatch, sdpa_flash)
 
 
 def flash(q, k, v, **kwargs):

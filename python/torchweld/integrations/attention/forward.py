@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchweld.distributed import _active
 from torchweld.integrations import measure
-from torchweld.integrations.sdpa.common import general_kernel
+from torchweld.integrations.sdpa.gpus import general_kernel
 
 from . import context_parallel, mask_numbers, packed
 from .fallback import EAGER, GIVEN_4D, NAME, SDPA, UNSERVED, Unserved, warn_once

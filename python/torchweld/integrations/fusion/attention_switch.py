@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from torchweld.integrations.attention.fallback import NAME, SDPA, UNSERVED
 from torchweld.integrations.attention.forward import config_refusal
 from torchweld.integrations.attention.models import asks_for_attention, layer_source, shortcoming
-from torchweld.integrations.sdpa.common import general_kernel
+from torchweld.integrations.sdpa.gpus import general_kernel
 
 from .report import FuseReport
 

@@ -6,10 +6,10 @@ torchweld's kernel where its ``refusal`` finds nothing against it, and else the 
 there before::
 
     F.scaled_dot_product_attention            torch chooses a back end, in its order of preference
-     -> aten::_scaled_dot_product_flash_attention            out, lse        (:mod:`.dense`)
+     -> aten::_scaled_dot_product_flash_attention            out, lse        (:class:`.Dense`)
          -> torchweld::attention_forward, or torch's own flash kernel
     torch.nn.attention.varlen.varlen_attn, nested tensors
-     -> aten::_flash_attention_forward                       out, lse        (:mod:`.varlen`)
+     -> aten::_flash_attention_forward                       out, lse        (:class:`.Varlen`)
          -> torchweld::attention_forward, or torch's own flash kernel
     their gradients: aten::..._backward
          -> torchweld::attention_backward, or torch's own
@@ -23,7 +23,7 @@ On Hopper torch prefers its cuDNN back end to flash, so that SDPA would never ge
 first in torch's order for as long.
 
 On the CPU there is no registry: ``aten::_scaled_dot_product_flash_attention_for_cpu`` is replaced
-on request (:mod:`.cpu`).
+on request (:class:`.Cpu`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ from torch.nn import attention
 from torchweld._library import build_facts, require
 from torchweld.info import has_cuda_kernel
 
-from .common import Pair
-from .cpu import Cpu
-from .dense import Dense
-from .varlen import Varlen
+from .flash import Cpu, Dense, Flash, Varlen
 
 NAME = "torchweld"
 
@@ -59,7 +56,7 @@ class Kernels:
         pairs: the ops. Tests replace those of CUDA for "CPU".
     """
 
-    def __init__(self, key: str = "CUDA", pairs: tuple[type[Pair], ...] = (Dense, Varlen)) -> None:
+    def __init__(self, key: str = "CUDA", pairs: tuple[type[Flash], ...] = (Dense, Varlen)) -> None:
         self.users = 0  # the number of handles that have not been removed
         self.before: str | None = None  # the implementation that was active before this one
         # the order of back ends before this change, and the order that was set

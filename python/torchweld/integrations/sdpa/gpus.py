@@ -1,0 +1,47 @@
+"""Which GPUs have code in this build, and which head dims a kernel for tensor cores has."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import torch
+
+from torchweld._library import build_facts
+from torchweld.info import recorded_archs
+
+_MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels for tensor cores
+
+
+def general_kernel(*head_dims: int) -> str | None:
+    """Why torchweld's attention would run its general kernel on a GPU, or None.
+
+    That one uses no tensor cores. torch's back ends for such head dims do, and are faster.
+    """
+    if max(head_dims) <= _MAX_HEAD_DIM:
+        return None
+    return f"no kernel for tensor cores has a head dim above {_MAX_HEAD_DIM}"
+
+
+def has_code(capability: tuple[int, int], archs: list[str]) -> bool:
+    """Whether a library with GPU code for these, "9.0a" or "8.0+PTX", runs on a GPU."""
+    for arch in archs:
+        number = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", arch)
+        if number is None:
+            # the architecture is unknown here; a launch reports an error if there is no code
+            return True
+        built = (int(number[1]), int(number[2]))
+        exact, ptx = bool(number[3]), bool(number[4])
+        if capability == built or (ptx and not exact and capability > built):
+            return True
+        if not exact and capability[0] == built[0] and capability[1] > built[1]:
+            return True
+    return not archs
+
+
+@functools.cache
+def runs_on(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    archs = recorded_archs(build_facts())
+    return has_code(torch.cuda.get_device_capability(device), archs)
