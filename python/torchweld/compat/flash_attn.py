@@ -9,6 +9,8 @@ is chosen by torchweld.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +38,36 @@ __all__ = [
 ]
 
 _PADDED = "(batch, seqlen, nheads, head_dim)"
+
+
+def _options(
+    name: str,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> tuple[Window, bool, dict[str, Any]]:
+    """The options of all functions here but `flash_attn_with_kvcache`, in flash-attn's order.
+
+    Returns:
+        The window, whether lse is returned, and scale and softcap of torchweld's attention.
+    """
+    _refuse(name, dropout_p, alibi_slopes)
+    more = {"scale": softmax_scale, "softcap": softcap or None}
+    return Window.of(window_size, causal), return_attn_probs, more
+
+
+def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows the options by name in the signature of a function that takes them as they come."""
+    shown = inspect.signature(function)
+    own = [p for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    _, *options = inspect.signature(_options).parameters.values()
+    function.__signature__ = shown.replace(parameters=own + options)
+    return function
 
 
 def flash_attn_func(
@@ -80,21 +112,17 @@ def flash_attn_func(
         k, v = torch.randn(2, 2, 16, 2, 64)  # two heads of keys for eight
         out = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(7, 0))
     """
-    name = "flash_attn_func"
-    _refuse(name, dropout_p, alibi_slopes)
-    return _padded(name, q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+    return _padded(
+        "flash_attn_func", q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
+@_with_options
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """`flash_attn.flash_attn_qkvpacked_func`: qkv is `(batch, seqlen, 3, nheads, head_dim)`.
 
@@ -106,22 +134,16 @@ def flash_attn_qkvpacked_func(
         out = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
     """
     name = "flash_attn_qkvpacked_func"
-    _refuse(name, dropout_p, alibi_slopes)
     q, k, v = _unpacked(name, "qkv", qkv, 5, 3, "(batch, seqlen, 3, nheads, head_dim)")
-    return _padded(name, q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+    return _padded(name, q, k, v, *options, **named)
 
 
+@_with_options
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """`flash_attn.flash_attn_kvpacked_func`: kv is `(batch, seqlen_k, 2, nheads_kv, head_dim)`.
 
@@ -133,9 +155,8 @@ def flash_attn_kvpacked_func(
         out = flash_attn.flash_attn_kvpacked_func(q, kv, causal=True)
     """
     name = "flash_attn_kvpacked_func"
-    _refuse(name, dropout_p, alibi_slopes)
     k, v = _unpacked(name, "kv", kv, 5, 2, "(batch, seqlen_k, 2, nheads_kv, head_dim)")
-    return _padded(name, q, k, v, softmax_scale, causal, window_size, softcap, return_attn_probs)
+    return _padded(name, q, k, v, *options, **named)
 
 
 def flash_attn_varlen_func(
@@ -178,26 +199,20 @@ def flash_attn_varlen_func(
         out = flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 7, 7, causal=True)
     """
     name = "flash_attn_varlen_func"
-    _refuse(name, dropout_p, alibi_slopes)
     _refuse_pages(name, block_table)
     return _varlen(
-        name, q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap,
-        return_attn_probs,
+        name, q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
 
+@_with_options
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """`flash_attn.flash_attn_varlen_qkvpacked_func`: qkv is `(tokens, 3, nheads, head_dim)`.
 
@@ -209,14 +224,11 @@ def flash_attn_varlen_qkvpacked_func(
         out = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, 7, causal=True)
     """
     name = "flash_attn_varlen_qkvpacked_func"
-    _refuse(name, dropout_p, alibi_slopes)
     q, k, v = _unpacked(name, "qkv", qkv, 4, 3, "(tokens, 3, nheads, head_dim)")
-    return _varlen(
-        name, q, k, v, cu_seqlens, cu_seqlens, softmax_scale, causal, window_size, softcap,
-        return_attn_probs,
-    )  # fmt: skip
+    return _varlen(name, q, k, v, cu_seqlens, cu_seqlens, *options, **named)
 
 
+@_with_options
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -224,14 +236,8 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **named: Any,
 ) -> Any:
     """`flash_attn.flash_attn_varlen_kvpacked_func`: kv is `(tokens_k, 2, nheads_kv, head_dim)`.
 
@@ -244,12 +250,8 @@ def flash_attn_varlen_kvpacked_func(
         out = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, ends_q, ends_k, 1, 7)
     """
     name = "flash_attn_varlen_kvpacked_func"
-    _refuse(name, dropout_p, alibi_slopes)
     k, v = _unpacked(name, "kv", kv, 4, 2, "(tokens_k, 2, nheads_kv, head_dim)")
-    return _varlen(
-        name, q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, softcap,
-        return_attn_probs,
-    )  # fmt: skip
+    return _varlen(name, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **named)
 
 
 def flash_attn_with_kvcache(
@@ -381,27 +383,10 @@ def _check_padded(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     check_sizes(name, q, k, v)
 
 
-def _padded(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    return_lse: bool,
-) -> Any:
+def _padded(name: str, q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Any:
+    window, return_lse, more = _options(name, *options, **named)
     _check_padded(name, q, k, v)
-    result = padded_attention(
-        q,
-        k,
-        v,
-        Window.of(window_size, causal),
-        return_lse=return_lse,
-        scale=scale,
-        softcap=softcap or None,
-    )
+    result = padded_attention(q, k, v, window, return_lse=return_lse, **more)
     return (*result, None) if return_lse else result
 
 
@@ -412,15 +397,12 @@ def _varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    return_lse: bool,
+    *options: Any,
+    **named: Any,
 ) -> Any:
+    window, return_lse, more = _options(name, *options, **named)
     check_packed(name, q, k, v)
     check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
-    mask = packed_mask(q, k, cu_seqlens_q, cu_seqlens_k, *Window.of(window_size, causal))
-    options = {**mask, "scale": scale, "softcap": softcap or None}
-    result = packed_attention(q, k, v, options, return_lse)
+    mask = packed_mask(q, k, cu_seqlens_q, cu_seqlens_k, *window)
+    result = packed_attention(q, k, v, {**mask, **more}, return_lse)
     return (*result, None) if return_lse else result
