@@ -68,7 +68,50 @@ def others(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
     ]
 
 
-def plan(model: nn.Module, report: FuseReport) -> list[tuple[str, PreTrainedModel]]:
+class Switch:
+    """The attention of a model, to be moved to torchweld's.
+
+    Attributes:
+        root: The model.
+        layers: ``(path, layer)`` of its attention layers.
+    """
+
+    def __init__(self, path: str, root: PreTrainedModel) -> None:
+        self.root, self.layers = root, layers(path, root)
+
+    def apply(self, report: FuseReport) -> None:
+        """Moves the model, and says so in the report's ``ops``."""
+        report.ops.update((where, "attention") for where, _ in self.layers)
+        switch(self.root)
+
+    def restore(self) -> bool:
+        """Undoes :meth:`apply`; False when there was nothing to undo."""
+        return restore(self.root)
+
+    def was_eager(self) -> bool:
+        """Whether the model or a part of it was on eager attention before."""
+        return "eager" in vars(self.root)[_STATE].values()
+
+    def known_to_run(self, seen: Any, report: FuseReport) -> list[tuple[str, nn.Module]]:
+        """The layers but those that won't run the op, which the report lists with the reason.
+
+        The sources tell of layers that no sample has run.
+        """
+        unseen = [(where, layer) for where, layer in self.layers if layer not in (seen or {})]
+        reasons = {where: unmeasured_refusal(layer) for where, layer in unseen}
+        fatal = next((reason for reason, fails in filter(None, reasons.values()) if fails), None)
+        known = []
+        for where, layer in self.layers:
+            reason = fatal or (reasons.get(where) or (None, False))[0]
+            if reason is None:
+                known.append((where, layer))
+            else:
+                del report.ops[where]
+                report.skipped.append((where, reason))
+        return known
+
+
+def plan(model: nn.Module, report: FuseReport) -> list[Switch]:
     """What to switch; what not to goes to the report."""
     switches = []
     for path, root in roots(model):
@@ -77,7 +120,7 @@ def plan(model: nn.Module, report: FuseReport) -> list[tuple[str, PreTrainedMode
         if reason is None and not asking:
             reason = "none of its layers takes its attention from transformers' AttentionInterface"
         if reason is None:
-            switches.append((path, root))
+            switches.append(Switch(path, root))
             what = "does not take its attention from transformers' AttentionInterface"
             report.skipped.extend((where, f"{name} {what}") for where, name in others(path, root))
             continue
@@ -166,11 +209,6 @@ def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
     for config in own.values():
         config._attn_implementation_internal = NAME
     return before
-
-
-def was_eager(root: nn.Module) -> bool:
-    """Whether a model or a part of it was on eager attention before :func:`switch`."""
-    return "eager" in vars(root)[_STATE].values()
 
 
 def restore(root: nn.Module) -> bool:

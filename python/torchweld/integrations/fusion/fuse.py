@@ -99,11 +99,10 @@ def fuse(
     _check_model(model, "torchweld.fuse")
     kinds, keep = _kinds(only), _keep(loss)
     check_version("torchweld.fuse")
-    from . import fuse_gpt2, fuse_other
+    from . import run
 
     report = FuseReport(model=type(model).__name__)
-    if not fuse_gpt2.fuse(model, sample, check, kinds, report):
-        fuse_other.fuse(model, sample, check, kinds, report)
+    run.fuse(model, sample, check, kinds, report)
     if loss:
         _fuse_losses(model, report, keep)
     return report
@@ -139,9 +138,9 @@ def unfuse(model: nn.Module) -> list[str]:
     """
     _check_model(model, "torchweld.unfuse")
     check_version("torchweld.unfuse")
-    from . import attention_switch, fuse_gpt2, plan
+    from . import attention_switch, gpt2, plan
 
-    restored = fuse_gpt2.unfuse(model)
+    restored = gpt2.unfuse(model)
     for path, module in model.named_modules():
         if attention_switch.restore(module):
             restored.extend(attention_switch.attention_paths(path, module))

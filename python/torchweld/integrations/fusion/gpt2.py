@@ -1,4 +1,4 @@
-"""The changes that ``fuse`` makes to a Hugging Face GPT-2, and the reasons against them.
+"""What ``fuse`` changes in a Hugging Face GPT-2, and the reasons against it.
 
 A GPT-2 block computes ``c_attn(ln_1(x))`` and ``act(c_fc(ln_2(x)))``, which torchweld has as one op
 each. ``fuse`` gives a block the class of :mod:`.families` that runs them: no module or parameter
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
@@ -21,12 +22,85 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT
 from torchweld.distributed.gpt2 import ShardedConv1D
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import config_refusal
-from torchweld.integrations.fusion.layers.families import fused_class
+from torchweld.integrations.fusion.layers import fsdp
 from torchweld.integrations.fusion.layers.gpt2_block import LINEARS, SITES, Site, fused_paths
 from torchweld.integrations.fusion.layers.modules import activation_name, hooked
-from torchweld.integrations.fusion.layers.part import is_fused, set_class, stock_class
+from torchweld.integrations.fusion.layers.part import Place, stock_class
 
 from . import attention_switch
+from .plan import unfuse_place
+from .probes import Probes, device_of
+from .report import FuseReport
+
+
+def bases(model: nn.Module) -> list[tuple[str, GPT2Model]]:
+    """``(path, model)`` of the GPT2Models in a module."""
+    return [(path, m) for path, m in model.named_modules() if isinstance(m, GPT2Model)]
+
+
+def plan(
+    model: nn.Module, kinds: Collection[str], report: FuseReport
+) -> tuple[list[Place], list[GPT2Switch]]:
+    """Returns the places to fuse and the models to switch; what must stay goes to the report."""
+    probes, used, gathered = Probes(), uses(model), fsdp.gathered(model)
+    places, switches = [], []
+    for path, base in bases(model):
+        prefix = f"{path}." if path else ""
+        for index, block in enumerate(base.h):
+            if not isinstance(block, GPT2Block):
+                reason = f"it is {type(block).__name__}, not transformers' GPT2Block"
+                report.skipped.append((f"{prefix}h.{index}", reason))
+                continue
+            for site, reason in sites(block, used, gathered):
+                if site.kind not in kinds:
+                    continue
+                where = f"{prefix}h.{index}.{site.path}"
+                if reason is None:
+                    owner = getattr(block, site.owner)
+                    activation = activation_name(getattr(owner, site.act)) if site.act else "none"
+                    weight = getattr(owner, site.linear).weight
+                    reason = probes.layer_norm_linear(weight, activation)
+                if reason is not None:
+                    report.skipped.append((where, reason))
+                    continue
+                key = block.get_submodule(site.path)
+                places.append(Place(where, key, (block,), site.path))
+                names = [site.norm, site.linear, *([activation] if site.act else [])]
+                report.ops[where] = f"layer_norm_linear ({' -> '.join(names)})"
+        switch = GPT2Switch(model, path, base)
+        if "attention" not in kinds or not switch.layers:
+            continue
+        reason = attention_refusal(base)
+        for block in base.h if reason is None else ():
+            reason = reason or probes.attention(block.attn, base)
+        if reason is None:
+            switches.append(switch)
+        else:
+            report.skipped.extend((where, reason) for where, _ in switch.layers)
+    return places, switches
+
+
+def unfuse(model: nn.Module) -> list[str]:
+    """Gives blocks and attention back; returns the paths that were restored."""
+    everything = list(model.named_modules(remove_duplicate=False))
+    fused = [(path, module, fused_paths(module)) for path, module in everything]
+    restored = [f"{path}.{below}" for path, _, paths in fused for below in paths]
+    for _, module, paths in fused:
+        if paths:
+            unfuse_place(Place("", None, (module,)))
+    switches = (GPT2Switch(model, path, base) for path, base in bases(model))
+    return restored + [
+        where for switch in switches if switch.restore() for where, _ in switch.layers
+    ]
+
+
+def sample_of(model: Any) -> dict[str, Any]:
+    """The default batch of a GPT-2: two sequences of random tokens, one padded on the left."""
+    base = getattr(model, "transformer", model)
+    length, generator = min(16, base.config.n_positions), torch.Generator().manual_seed(0)
+    batch = attention_switch.tokens(base.config.vocab_size, length, generator)
+    device = device_of(base.wte, base.wte.weight)
+    return {**{name: value.to(device) for name, value in batch.items()}, "use_cache": False}
 
 
 def uses(model: nn.Module) -> Counter[nn.Module]:
@@ -118,17 +192,7 @@ def _parameter_refusal(
     return None
 
 
-def fuse_site(block: nn.Module, site: Site) -> None:
-    """Has a block run a site fused, from its next call on."""
-    vars(block)["_torchweld_sites"] = (*fused_paths(block), site.path)
-    if not is_fused(block):
-        set_class(block, fused_class(GPT2Block))
-
-
-def unfuse_block(block: nn.Module) -> None:
-    """Undoes :func:`fuse_site`."""
-    vars(block).pop("_torchweld_sites", None)
-    set_class(block, stock_class(block))
+_STATE = "_torchweld_attention"
 
 
 @dataclass(eq=False)
@@ -156,44 +220,54 @@ def attention_refusal(base: GPT2Model) -> str | None:
     return None
 
 
-def switch_attention(model: nn.Module, base: GPT2Model) -> None:
-    """Moves a GPT2Model to torchweld's attention.
+class GPT2Switch(attention_switch.Switch):
+    """The attention of a GPT2Model.
 
     The switch is a field of the config, and one config object may serve several models: the model
     gets a copy of its own, so that the others stay stock.
     """
-    old = base.config
-    new = copy.deepcopy(old)
-    new._attn_implementation = NAME
-    base.__dict__["_torchweld_attention"] = AttentionState(
-        stock_config=old,
-        stock_dict=old.to_dict(),
-        implementation=old._attn_implementation,
-        own_configs=attention_switch.switch_own_configs(base),
-    )
-    _replace_config(model, old, new)
 
+    def __init__(self, model: nn.Module, path: str, base: GPT2Model) -> None:
+        self.model, self.root = model, base
+        prefix = f"{path}." if path else ""
+        self.layers = [
+            (f"{prefix}h.{index}.{name}", getattr(block, name))
+            for index, block in enumerate(base.h)
+            for name in ("attn", "crossattention")
+            if hasattr(block, name)
+        ]
 
-def was_eager(base: GPT2Model) -> bool:
-    """Whether a model was on eager attention before :func:`switch_attention`."""
-    return vars(base)["_torchweld_attention"].implementation == "eager"
+    def apply(self, report: FuseReport) -> None:
+        report.ops.update((where, "attention") for where, _ in self.layers)
+        old = self.root.config
+        new = copy.deepcopy(old)
+        new._attn_implementation = NAME
+        vars(self.root)[_STATE] = AttentionState(
+            stock_config=old,
+            stock_dict=old.to_dict(),
+            implementation=old._attn_implementation,
+            own_configs=attention_switch.switch_own_configs(self.root),
+        )
+        _replace_config(self.model, old, new)
 
+    def restore(self) -> bool:
+        state, new = vars(self.root).pop(_STATE, None), self.root.config
+        if state is None:
+            return False
+        attention_switch.restore_configs(self.root, state.own_configs)
+        if new._attn_implementation == NAME:
+            new._attn_implementation = state.implementation
+        # Unless the copy or the old config was edited meanwhile, the model gets the old config
+        # object back. Otherwise it keeps the edited copy.
+        if new.to_dict() == state.stock_dict and state.stock_config.to_dict() == state.stock_dict:
+            _replace_config(self.model, new, state.stock_config)
+        return True
 
-def restore_attention(model: nn.Module, base: GPT2Model) -> bool:
-    """Undoes :func:`switch_attention`; False when there was nothing to undo."""
-    state = vars(base).get("_torchweld_attention")
-    if state is None:
-        return False
-    new = base.config
-    attention_switch.restore_configs(base, state.own_configs)
-    if new._attn_implementation == NAME:
-        new._attn_implementation = state.implementation
-    # Unless the copy or the old config was edited meanwhile, the model gets the old config
-    # object back. Otherwise it keeps the edited copy.
-    if new.to_dict() == state.stock_dict and state.stock_config.to_dict() == state.stock_dict:
-        _replace_config(model, new, state.stock_config)
-    del base.__dict__["_torchweld_attention"]
-    return True
+    def was_eager(self) -> bool:
+        return vars(self.root)[_STATE].implementation == "eager"
+
+    def known_to_run(self, seen: Any, report: FuseReport) -> list[tuple[str, nn.Module]]:
+        return self.layers
 
 
 def _replace_config(model: nn.Module, old: Any, new: Any) -> None:

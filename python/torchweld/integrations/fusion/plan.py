@@ -14,6 +14,7 @@ from torchweld.integrations.fusion.layers.families import fused_class, part_of, 
 from torchweld.integrations.fusion.layers.linears import why_called
 from torchweld.integrations.fusion.layers.modules import hooked
 from torchweld.integrations.fusion.layers.part import (
+    FUSED_SITES,
     KEEP,
     Place,
     below,
@@ -148,12 +149,16 @@ def plan_losses(model: nn.Module, probes: Probes, report: FuseReport) -> list[Pl
 def fuse(place: Place) -> None:
     """Gives the modules of a place their fused classes, from their next calls on."""
     for module in place.modules:
+        if place.site is not None:
+            sites = vars(module).get(FUSED_SITES, ())
+            vars(module)[FUSED_SITES] = tuple(dict.fromkeys((*sites, place.site)))
         set_class(module, fused_class(stock_class(module)))
 
 
 def unfuse_place(place: Place) -> None:
     """Undoes :func:`fuse`."""
     for module in place.modules:
+        vars(module).pop(FUSED_SITES, None)
         set_class(module, stock_class(module))
 
 

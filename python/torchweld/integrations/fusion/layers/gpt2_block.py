@@ -34,7 +34,7 @@ from torchweld.ops.stock import is_plain
 
 from .arguments import Arguments
 from .modules import activation_name, hooked, implementation, weight_and_bias
-from .part import ARGUMENTS, Part, Place, call_arguments, stock_forward
+from .part import ARGUMENTS, FUSED_SITES, Part, Place, call_arguments, stock_forward
 
 # A copied or unpickled block looks torchweld's attention up by name in transformers. Unpickling
 # imports this module, which registers the attention.
@@ -47,6 +47,7 @@ class Site(NamedTuple):
     ``block.<norm>`` feeds ``block.<owner>.<linear>``, whose result ``block.<owner>.<act>`` takes.
     """
 
+    kind: str  # the word for it in fuse's argument ``only``
     path: str  # the path of the replaced module below the block, for reports
     norm: str
     owner: str
@@ -55,8 +56,8 @@ class Site(NamedTuple):
     act: str | None = None
 
 
-ATTENTION = Site("attn.c_attn", "ln_1", "attn", GPT2Attention, "c_attn")
-MLP = Site("mlp", "ln_2", "mlp", GPT2MLP, "c_fc", "act")
+ATTENTION = Site("norm", "attn.c_attn", "ln_1", "attn", GPT2Attention, "c_attn")
+MLP = Site("mlp", "mlp", "ln_2", "mlp", GPT2MLP, "c_fc", "act")
 SITES = (ATTENTION, MLP)
 LINEARS = (Conv1D, ShardedConv1D)
 _ENCODED = ("encoder_hidden_states", "encoder_attention_mask")  # what crossattention attends to
@@ -94,7 +95,7 @@ def _mixed(norm: nn.Module, linear: nn.Module) -> bool:
 
 def fused_paths(block: nn.Module) -> tuple[str, ...]:
     """The paths below a block of the sites that ``fuse`` has fused."""
-    return vars(block).get("_torchweld_sites", ())
+    return vars(block).get(FUSED_SITES, ())
 
 
 def fused_sites(block: nn.Module) -> list[Site]:

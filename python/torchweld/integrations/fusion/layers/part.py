@@ -23,6 +23,7 @@ from . import arguments
 from .fsdp import class_before
 
 STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
+FUSED_SITES = "_torchweld_sites"  # of a module whose class has several: those that are fused
 KEEP = "_torchweld_keep"  # of a model with a fused loss: what the loss stores
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -34,11 +35,13 @@ class Place(NamedTuple):
         where: Its path in the report.
         key: What :func:`.measure.note` is given there.
         modules: The modules that get a fused class.
+        site: What of a module is fused, where its class has several.
     """
 
     where: str
     key: Hashable
     modules: tuple[nn.Module, ...]
+    site: str | None = None
 
 
 def below(path: str, name: str) -> str:
