@@ -243,7 +243,7 @@ def test_ops_of_the_library_are_those_of_the_python_code():
 
 def test_the_command_that_mends_names_the_source_folder(monkeypatch, tmp_path):
     command = f"{sys.executable} -m pip install --no-build-isolation --no-deps --force-reinstall"
-    assert library._mend() == f"{command} -e {PACKAGE.parent.parent}"
+    assert library._reinstall_command() == f"{command} -e {PACKAGE.parent.parent}"
     installed = tmp_path / "torchweld"
     source = tmp_path / "my source"
     info = tmp_path / "torchweld-0.1.0.dist-info"
@@ -253,9 +253,9 @@ def test_the_command_that_mends_names_the_source_folder(monkeypatch, tmp_path):
     (info / "direct_url.json").write_text(json.dumps({"url": source.as_uri(), "dir_info": {}}))
     monkeypatch.setattr(library, "_HERE", installed)
     monkeypatch.syspath_prepend(tmp_path)
-    assert library._mend() == f"in torchweld's source folder, {command} ."
+    assert library._reinstall_command() == f"in torchweld's source folder, {command} ."
     (source / "setup.py").touch()
-    assert library._mend() == f"{command} '{source}'"
+    assert library._reinstall_command() == f"{command} '{source}'"
 
 
 def test_suite_against_another_torch_runs_in_a_copy(tmp_path):

@@ -76,7 +76,7 @@ def _source() -> tuple[Path | None, bool]:
     return (folder, False) if there else (None, False)
 
 
-def _mend() -> str:
+def _reinstall_command() -> str:
     """The command that fixes a library that does not load."""
     folder, in_use = _source()
     flags = "--no-build-isolation --no-deps --force-reinstall"
@@ -94,13 +94,16 @@ def _load() -> str | None:
     """Load the operators. Returns None, or the reason why they are not there."""
     found = sorted(_HERE.glob("_ops*.so")) + sorted(_HERE.glob("_ops*.pyd"))
     if not found:
-        return f"torchweld's operator library is missing from {_HERE}; build it with: {_mend()}"
+        return (
+            f"torchweld's operator library is missing from {_HERE}; build it with: "
+            f"{_reinstall_command()}"
+        )
     built_for = build_facts().get("torch")
     # libtorch's C++ interface changes in every minor release, so the library must match.
     if built_for and _release(built_for) != _release(torch.__version__):
         return (
             f"torchweld was built for torch {built_for}, but torch {torch.__version__} is "
-            f"installed; rebuild it with: {_mend()}"
+            f"installed; rebuild it with: {_reinstall_command()}"
         )
     try:
         torch.ops.load_library(str(found[0]))
@@ -110,14 +113,14 @@ def _load() -> str | None:
         said = " ".join(str(error.__cause__ or error).split())
         return (
             f"torchweld's operator library, built for torch {built_for or 'unknown'}, can't load "
-            f"under torch {torch.__version__} ({said}); rebuild it with: {_mend()}"
+            f"under torch {torch.__version__} ({said}); rebuild it with: {_reinstall_command()}"
         )
     lacking = [op for op in _OPS if not torch._C._dispatch_has_kernel(f"torchweld::{op}")]
     if lacking:
         return (
             f"torchweld's operator library is of another version than its Python code and lacks "
             f"{', '.join(lacking[:3])}{', ...' if len(lacking) > 3 else ''}; "
-            f"rebuild it with: {_mend()}"
+            f"rebuild it with: {_reinstall_command()}"
         )
     return None
 
@@ -181,12 +184,12 @@ def require() -> None:
         raise RuntimeError(_reason)
 
 
-def introspection(asker: str = "torchweld.explain") -> Any:
+def introspection(caller: str = "torchweld.explain") -> Any:
     """torchweld._C, or RuntimeError in the name of who needs it."""
     try:
         return importlib.import_module("torchweld._C")
     except ImportError as error:
         raise RuntimeError(
-            f"{asker}: torchweld._C, which knows the kernels' tiles, can't be imported "
+            f"{caller}: torchweld._C, which knows the kernels' tiles, can't be imported "
             f"({error}); reinstall torchweld"
         ) from error

@@ -130,7 +130,7 @@ def name_fix(argument: str, name: Any) -> str:
     return f"; use {name!r}" if name in _ACTIVATIONS.values() else ""
 
 
-def sentences(function: _Function) -> _Function:
+def readable_errors(function: _Function) -> _Function:
     """Decorates an op's Python function: bad arguments raise TypeError in the house's words."""
 
     names = list(inspect.signature(function).parameters)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 
 
-@sentences
+@readable_errors
 def add_scalar(x: Tensor, value: float) -> Tensor:
     """`x + value`.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld.distributed import _active
 from torchweld.ops.gpt2_attention import (
     PROJECTIONS,
@@ -21,7 +21,7 @@ from torchweld.ops.stock import is_plain, refuse_mixed, refuse_other
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
 
 
-@sentences
+@readable_errors
 def attention(
     query: Tensor,
     key: Tensor,
@@ -119,7 +119,7 @@ def attention(
     )
 
 
-@sentences
+@readable_errors
 def attention_with_lse(
     query: Tensor,
     key: Tensor,

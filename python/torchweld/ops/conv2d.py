@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 
 
-@sentences
+@readable_errors
 def conv2d(x: Tensor, weight: Tensor) -> Tensor:
     """`z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q]`, x 0 beyond bottom and right edge.
 

@@ -6,11 +6,11 @@ import torch.fx
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld._types import Reduction
 
 
-@sentences
+@readable_errors
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

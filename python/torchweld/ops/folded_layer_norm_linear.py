@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld._types import Activation
 
 
-@sentences
+@readable_errors
 def fold_layer_norm(
     weight: Tensor,
     bias: Tensor | None = None,
@@ -45,7 +45,7 @@ def fold_layer_norm(
     return ops.fold_layer_norm(weight, bias, ln_weight, ln_bias)
 
 
-@sentences
+@readable_errors
 def folded_layer_norm_linear(
     x: Tensor,
     folded_weight: Tensor,

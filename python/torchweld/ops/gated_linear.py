@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import name_fix, sentences
+from torchweld._refusals import name_fix, readable_errors
 from torchweld._types import Gate
 from torchweld.ops.linear import reset_as_torch
 from torchweld.ops.names import rename_gated_linear
@@ -22,7 +22,7 @@ GATES = {
 }
 
 
-@sentences
+@readable_errors
 def gated_linear(
     x: Tensor,
     weight: Tensor,
@@ -60,7 +60,7 @@ def gated_linear(
     return ops.gated_linear(x, weight, bias, gate=gate, interleaved=interleaved)
 
 
-@sentences
+@readable_errors
 def gated_linear_pair(
     x: Tensor,
     left: Tensor,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld._types import Gate
 
 
-@sentences
+@readable_errors
 def gated_mlp(
     x: Tensor,
     left: Tensor,

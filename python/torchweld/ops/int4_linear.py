@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 
 
-@sentences
+@readable_errors
 def int4_pack(codes: Tensor) -> Tensor:
     """Eight 4-bit codes a word along the last dimension, lowest nibble first.
 
@@ -30,7 +30,7 @@ def int4_pack(codes: Tensor) -> Tensor:
     return ops.int4_pack(codes)
 
 
-@sentences
+@readable_errors
 def int4_unpack(packed: Tensor, cols: int) -> Tensor:
     """The codes of `int4_pack`'s words.
 
@@ -53,7 +53,7 @@ def int4_unpack(packed: Tensor, cols: int) -> Tensor:
     return ops.int4_unpack(packed, cols)
 
 
-@sentences
+@readable_errors
 def int4_linear(
     x: Tensor, qweight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
 ) -> Tensor:
@@ -87,7 +87,7 @@ def int4_linear(
     return ops.int4_linear(x, qweight, scale, zero, bias)
 
 
-@sentences
+@readable_errors
 def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The weight of `int4_linear` in the order in which the tensor cores want it; done once.
 
@@ -113,7 +113,7 @@ def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, T
     return ops.int4_repack(qweight, scale, zero)
 
 
-@sentences
+@readable_errors
 def int4_linear_repacked(
     x: Tensor,
     packed: Tensor,

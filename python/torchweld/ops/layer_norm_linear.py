@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld._types import Activation
 from torchweld.ops.folded_layer_norm_linear import (
     fold_layer_norm,
@@ -17,7 +17,7 @@ from torchweld.ops.norm_linear import NormLinear, parts_of
 from torchweld.ops.stock import refuse_other, text_of
 
 
-@sentences
+@readable_errors
 def layer_norm_linear(
     x: Tensor,
     weight: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchweld._library import ops
-from torchweld._refusals import name_fix, sentences
+from torchweld._refusals import name_fix, readable_errors
 from torchweld._types import Activation
 from torchweld.ops.stock import refuse_other
 
@@ -18,7 +18,7 @@ _ACTIVATIONS = {
 }
 
 
-@sentences
+@readable_errors
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation = "none"
 ) -> Tensor:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld._types import Keep, Reduction
 from torchweld.ops.linear import reset_as_torch
 from torchweld.ops.stock import refuse_computed, refuse_other
 
 
-@sentences
+@readable_errors
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -91,7 +91,7 @@ def linear_cross_entropy(
     )
 
 
-@sentences
+@readable_errors
 def linear_token_logprobs(
     x: Tensor,
     weight: Tensor,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 
 
-@sentences
+@readable_errors
 def rms_norm_linears(
     x: Tensor,
     weights: list[Tensor],
@@ -53,7 +53,7 @@ def rms_norm_linears(
     )
 
 
-@sentences
+@readable_errors
 def layer_norm_linears(
     x: Tensor,
     weights: list[Tensor],

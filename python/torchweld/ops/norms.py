@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld.ops.stock import refuse_computed, refuse_other, text_of
 
 
-@sentences
+@readable_errors
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0
 ) -> Tensor:
@@ -46,7 +46,7 @@ def rms_norm(
     return ops.rms_norm(x, weight, eps=eps, weight_offset=weight_offset)
 
 
-@sentences
+@readable_errors
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
@@ -81,7 +81,7 @@ def layer_norm(
     return ops.layer_norm(x, weight, bias, eps=eps)
 
 
-@sentences
+@readable_errors
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
@@ -117,7 +117,7 @@ def add_rms_norm(
     return ops.add_rms_norm(x, residual, weight, eps=eps, weight_offset=weight_offset)
 
 
-@sentences
+@readable_errors
 def add_layer_norm(
     x: Tensor,
     residual: Tensor,

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld._types import Activation
 from torchweld.ops.norm_linear import NormLinear, parts_of
 from torchweld.ops.stock import refuse_other, text_of
 
 
-@sentences
+@readable_errors
 def rms_norm_linear(
     x: Tensor,
     weight: Tensor,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 
 
-@sentences
+@readable_errors
 def scalar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`torch.softmax(q[:, None] * k, -1) @ v`; the `(n, n)` scores are never in memory.
 

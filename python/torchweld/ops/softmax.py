@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld.ops.stock import refuse_other
 
 
-@sentences
+@readable_errors
 def softmax(x: Tensor) -> Tensor:
     """Softmax over the last dimension: `torch.softmax(x, -1)`.
 

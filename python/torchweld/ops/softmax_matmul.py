@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld.ops.key_start import check_key_start
 
 
-@sentences
+@readable_errors
 def softmax_matmul(
     scores: Tensor,
     value: Tensor,

@@ -8,12 +8,12 @@ import torch.fx
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld._refusals import sentences
+from torchweld._refusals import readable_errors
 from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.key_start import check_cu_seqlens, key_start_from_cu_seqlens
 
 
-@sentences
+@readable_errors
 def varlen_attention(
     q: Tensor,
     k: Tensor,
