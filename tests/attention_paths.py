@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tiny_models import batch, tiny_model
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.attention import fallback
 
 # The families that fuse knows stand first.
@@ -108,7 +108,7 @@ class _Logits(nn.Module):
 
 
 def _eager(model: nn.Module, inputs: dict[str, Tensor]) -> Counter[str]:
-    with measure.watching() as seen:
+    with recorder.recording() as seen:
         model(**inputs).logits.sum().backward()
     return Counter(instead or "the op" for calls in seen.values() for instead in calls)
 

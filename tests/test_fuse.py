@@ -36,7 +36,7 @@ from torchweld.integrations.fusion import attention_switch  # noqa: E402
 from torchweld.integrations.fusion.report import WAS_EAGER  # noqa: E402
 
 gpt2_block = pytest.importorskip("torchweld.integrations.fusion.layers.gpt2_block")
-twins = pytest.importorskip("torchweld.integrations.fusion.recognise.twins")
+compare = pytest.importorskip("torchweld.integrations.fusion.recognise.compare")
 
 LAYERS = 2
 BOTH = [gpt2_block.ATTENTION, gpt2_block.MLP]
@@ -1539,7 +1539,7 @@ def masked_models():
 @pytest.mark.parametrize("name", masked_models())
 def test_the_report_says_what_really_runs(name):
     kind, cls, changes, runs, others, why = masked_models()[name]
-    if hf_models.shortcoming(getattr(transformers, cls)) is not None:
+    if hf_models.unsupported_reason(getattr(transformers, cls)) is not None:
         pytest.skip("it takes its attention from elsewhere in this transformers")
     model = tiny_model(kind, cls, "sdpa", **changes).float().eval()
     report = fuse(model, only="attention")
@@ -1717,7 +1717,7 @@ def test_a_default_sample_that_does_not_fit_is_said(monkeypatch):
 def test_another_default_device_changes_nothing(kind, name):
     model = tiny_model(kind, name, "sdpa").eval()
     want = fuse(copy.deepcopy(model), loss=True)
-    twins._strict.clear()
+    compare._strict.clear()
     with torch.device("meta"):
         report = fuse(model, loss=True)
     assert report.max_abs_diff is not None

@@ -203,7 +203,7 @@ def test_a_function_of_the_caller_keeps_its_mask():
 
 
 needs_modernbert = pytest.mark.skipif(
-    hf_models.shortcoming(transformers.ModernBertForMaskedLM) is not None,
+    hf_models.unsupported_reason(transformers.ModernBertForMaskedLM) is not None,
     reason="ModernBERT takes its attention from elsewhere in this transformers",
 )
 

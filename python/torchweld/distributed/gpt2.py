@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Block, GPT2Model
 from transformers.pytorch_utils import Conv1D
 
-from torchweld.integrations.fusion.layers.part import STOCK
+from torchweld.integrations.fusion.layers.fused_module import STOCK
 
 _PARTS = 3  # the number of parts of c_attn: query, key and value
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchweld._autograd import once_differentiable
-from torchweld.integrations.fusion.layers.part import (
-    Part,
+from torchweld.integrations.fusion.layers.fused_module import (
+    FusedModule,
     instance_refusal,
     is_fused,
     plain_tensors,
@@ -27,7 +27,7 @@ from torchweld.integrations.fusion.layers.part import (
 from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.stock import is_plain
 
-from . import measure
+from . import recorder
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _LoraLinear(torch.autograd.Function):
         return dx, dlow, dweight, dbias, da, db, None
 
 
-class FusedLora(Part):
+class FusedLora(FusedModule):
     """PEFT's LoRA layer on an ``nn.Linear``, with one plain adapter."""
 
     kind = "lora"
@@ -108,8 +108,8 @@ class FusedLora(Part):
             adapter = _adapter(self)
         if adapter is None or not _runs(self, adapter, x):
             return stock_forward(self, x, *args, **kwargs)
-        if measure.seen is not None:
-            measure.note(self)
+        if recorder.calls is not None:
+            recorder.record(self)
         base, a, b = self.base_layer, self.lora_A[adapter].weight, self.lora_B[adapter].weight
         device, dropout = x.device.type, self.lora_dropout[adapter]
         if torch.is_autocast_enabled(device):

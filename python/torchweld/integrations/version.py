@@ -22,17 +22,17 @@ def release(version: str | None = None) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def check_version(asker: str) -> None:
+def check_version(caller: str) -> None:
     """Raises where transformers is missing or too old; warns once where it is newer than tested.
 
     Args:
-        asker: The name of what needs it, for the message.
+        caller: The name of what needs it, for the message.
 
     Raises:
         ImportError: transformers is missing or too old.
     """
     global _warned
-    needs = f"{asker} needs transformers {_text(OLDEST)} or newer"
+    needs = f"{caller} needs transformers {_text(OLDEST)} or newer"
     fix = "install it with `pip install -U transformers`"
     try:
         version = importlib.metadata.version("transformers")

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 
 NAME = "torchweld"
 
@@ -40,7 +40,7 @@ def warn_once(
     if traced:
         _traced.add(reason)
     # A traced mask carries no reason, but the mask function has said it then.
-    if measure.silent or reason in _warned or (reason == GIVEN_4D and _warned & _traced):
+    if recorder.silent or reason in _warned or (reason == GIVEN_4D and _warned & _traced):
         return False
     _warned.add(reason)
     warnings.warn(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchweld.distributed import _active
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.sdpa.gpus import general_kernel
 
 from . import context_parallel, mask_numbers, packed
@@ -321,8 +321,8 @@ def attention_forward(
     if reason is None and query.is_cuda:
         reason = general_kernel(query.shape[3], value.shape[3])
     if reason is None:
-        if measure.seen is not None:
-            measure.note(module)
+        if recorder.calls is not None:
+            recorder.record(module)
         if top_left:
             key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
         return _op_attention(query, key, value, numbers, scaling, softcap, sink), None
@@ -336,8 +336,8 @@ def attention_forward(
     else:
         mask = attention_mask if start is None else packed.apply_dense(start, attention_mask)
     instead = EAGER if lacking else SDPA
-    if measure.seen is not None:
-        measure.note(module, f"{instead} runs: {reason}")
+    if recorder.calls is not None:
+        recorder.record(module, f"{instead} runs: {reason}")
     warn_once(reason, instead)
     # NOTE: SDPA has a default of its own for is_causal, so both paths name it.
     more = {"is_causal": causal, "dropout": dropout, "scaling": scaling, **kwargs}

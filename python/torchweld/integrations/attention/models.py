@@ -26,7 +26,7 @@ def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:
     Args:
         cls: A class of transformers' models.
     """
-    reason = shortcoming(cls)
+    reason = unsupported_reason(cls)
     return None if reason is None else _sentence(cls.__name__, reason)
 
 
@@ -47,7 +47,7 @@ def _sentence(who: str, reason: str) -> str:
     )
 
 
-def shortcoming(cls: type[transformers.PreTrainedModel]) -> str | None:
+def unsupported_reason(cls: type[transformers.PreTrainedModel]) -> str | None:
     """What keeps a class from being served, as a predicate, or None."""
     # transformers reads a class's source file; what was typed into a notebook has none, and is
     # what its parent is.
@@ -126,7 +126,7 @@ def _refusal_of_config(config_class: type) -> str | None:
 @functools.cache
 def _cached_refusal(config_class: type) -> str | None:
     # One served class is enough: another library's class may share the config.
-    reasons = [shortcoming(cls) for cls in _classes(config_class)]
+    reasons = [unsupported_reason(cls) for cls in _classes(config_class)]
     if not reasons or None in reasons:
         return None
     return _sentence(f"a model of {config_class.__name__}", reasons[0])

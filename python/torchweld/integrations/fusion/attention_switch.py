@@ -17,7 +17,11 @@ from transformers import PreTrainedModel
 
 from torchweld.integrations.attention.fallback import NAME, SDPA, UNSERVED
 from torchweld.integrations.attention.forward import config_refusal
-from torchweld.integrations.attention.models import asks_for_attention, layer_source, shortcoming
+from torchweld.integrations.attention.models import (
+    asks_for_attention,
+    layer_source,
+    unsupported_reason,
+)
 from torchweld.integrations.sdpa.gpus import general_kernel
 
 from .report import FuseReport
@@ -50,7 +54,7 @@ def attention_paths(path: str, root: PreTrainedModel) -> list[str]:
     return [where for where, _ in layers(path, root)]
 
 
-def others(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
+def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
     """``(path, class name)`` of what else is an attention layer, going by its name."""
     prefix = f"{path}." if path else ""
     asking = {where + "." for where in attention_paths(path, root)}
@@ -92,12 +96,12 @@ class Switch:
         """Whether the model or a part of it was on eager attention before."""
         return "eager" in vars(self.root)[_STATE].values()
 
-    def known_to_run(self, seen: Any, report: FuseReport) -> list[tuple[str, nn.Module]]:
+    def known_to_run(self, calls: Any, report: FuseReport) -> list[tuple[str, nn.Module]]:
         """The layers but those that won't run the op, which the report lists with the reason.
 
         The sources tell of layers that no sample has run.
         """
-        unseen = [(where, layer) for where, layer in self.layers if layer not in (seen or {})]
+        unseen = [(where, layer) for where, layer in self.layers if layer not in (calls or {})]
         reasons = {where: unmeasured_refusal(layer) for where, layer in unseen}
         fatal = next((reason for reason, fails in filter(None, reasons.values()) if fails), None)
         known = []
@@ -115,17 +119,17 @@ def plan(model: nn.Module, report: FuseReport) -> list[Switch]:
     """What to switch; what not to goes to the report."""
     switches = []
     for path, root in roots(model):
-        asking = attention_paths(path, root)
+        asking, others = attention_paths(path, root), other_attention_layers(path, root)
         reason = config_refusal(root.config) or _class_refusal(root) or own_refusal(root)
         if reason is None and not asking:
             reason = "none of its layers takes its attention from transformers' AttentionInterface"
         if reason is None:
             switches.append(Switch(path, root))
             what = "does not take its attention from transformers' AttentionInterface"
-            report.skipped.extend((where, f"{name} {what}") for where, name in others(path, root))
+            report.skipped.extend((where, f"{name} {what}") for where, name in others)
             continue
-        places = asking + [where for where, _ in others(path, root)]
-        report.skipped.extend((where, reason) for where in places or [path or "the model"])
+        paths = asking + [where for where, _ in others]
+        report.skipped.extend((where, reason) for where in paths or [path or "the model"])
     return switches
 
 
@@ -149,7 +153,7 @@ def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
 
 def _class_refusal(root: PreTrainedModel) -> str | None:
     for module in root.modules():
-        lack = shortcoming(type(module)) if isinstance(module, PreTrainedModel) else None
+        lack = unsupported_reason(type(module)) if isinstance(module, PreTrainedModel) else None
         if lack is not None:
             return f"{type(module).__name__} {lack}"
     return None

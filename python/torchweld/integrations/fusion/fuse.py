@@ -114,10 +114,10 @@ def _fuse_losses(model: nn.Module, report: FuseReport, keep: str) -> None:
 
     from . import plan
 
-    for place in plan.plan_losses(model, Probes(), report):
-        plan.fuse(place)
-        report.replaced.append(place.where)
-        report.ops[place.where] += WITH_LABELS
+    for replacement in plan.plan_losses(model, Probes(), report):
+        plan.apply(replacement)
+        report.replaced.append(replacement.where)
+        report.ops[replacement.where] += WITH_LABELS
     causal_lm.set_keep(model, keep)
 
 
@@ -167,10 +167,10 @@ def _keep(loss: bool | str) -> str:
     return loss
 
 
-def _check_model(model: Any, asker: str) -> None:
+def _check_model(model: Any, caller: str) -> None:
     if isinstance(model, nn.Module):
         return
     fix = ""
     if isinstance(model, str):
         fix = f"; use transformers.AutoModelForCausalLM.from_pretrained({model!r})"
-    raise TypeError(f"{asker}: model must be an nn.Module, but got {model!r}{fix}")
+    raise TypeError(f"{caller}: model must be an nn.Module, but got {model!r}{fix}")

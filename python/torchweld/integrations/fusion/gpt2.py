@@ -23,12 +23,12 @@ from torchweld.distributed.gpt2 import ShardedConv1D
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import config_refusal
 from torchweld.integrations.fusion.layers import fsdp
+from torchweld.integrations.fusion.layers.fused_module import Replacement, stock_class
 from torchweld.integrations.fusion.layers.gpt2_block import LINEARS, SITES, Site, fused_paths
-from torchweld.integrations.fusion.layers.modules import activation_name, hooked
-from torchweld.integrations.fusion.layers.part import Place, stock_class
+from torchweld.integrations.fusion.layers.stock_modules import activation_name, hooked
 
 from . import attention_switch
-from .plan import unfuse_place
+from .plan import undo
 from .probes import Probes, device_of
 from .report import FuseReport
 
@@ -40,10 +40,10 @@ def bases(model: nn.Module) -> list[tuple[str, GPT2Model]]:
 
 def plan(
     model: nn.Module, kinds: Collection[str], report: FuseReport
-) -> tuple[list[Place], list[GPT2Switch]]:
-    """Returns the places to fuse and the models to switch; what must stay goes to the report."""
+) -> tuple[list[Replacement], list[GPT2Switch]]:
+    """Returns what to replace and the models to switch; what must stay goes to the report."""
     probes, used, gathered = Probes(), uses(model), fsdp.gathered(model)
-    places, switches = [], []
+    replacements, switches = [], []
     for path, base in bases(model):
         prefix = f"{path}." if path else ""
         for index, block in enumerate(base.h):
@@ -64,7 +64,7 @@ def plan(
                     report.skipped.append((where, reason))
                     continue
                 key = block.get_submodule(site.path)
-                places.append(Place(where, key, (block,), site.path))
+                replacements.append(Replacement(where, key, (block,), site.path))
                 names = [site.norm, site.linear, *([activation] if site.act else [])]
                 report.ops[where] = f"layer_norm_linear ({' -> '.join(names)})"
         switch = GPT2Switch(model, path, base)
@@ -77,7 +77,7 @@ def plan(
             switches.append(switch)
         else:
             report.skipped.extend((where, reason) for where, _ in switch.layers)
-    return places, switches
+    return replacements, switches
 
 
 def unfuse(model: nn.Module) -> list[str]:
@@ -87,7 +87,7 @@ def unfuse(model: nn.Module) -> list[str]:
     restored = [f"{path}.{below}" for path, _, paths in fused for below in paths]
     for _, module, paths in fused:
         if paths:
-            unfuse_place(Place("", None, (module,)))
+            undo(Replacement("", None, (module,)))
     switches = (GPT2Switch(model, path, base) for path, base in bases(model))
     return restored + [
         where for switch in switches if switch.restore() for where, _ in switch.layers
@@ -266,7 +266,7 @@ class GPT2Switch(attention_switch.Switch):
     def was_eager(self) -> bool:
         return vars(self.root)[_STATE].implementation == "eager"
 
-    def known_to_run(self, seen: Any, report: FuseReport) -> list[tuple[str, nn.Module]]:
+    def known_to_run(self, calls: Any, report: FuseReport) -> list[tuple[str, nn.Module]]:
         return self.layers
 
 

@@ -124,30 +124,30 @@ WAS_EAGER = "the attention was eager; calls that ask for attention weights still
 UNCHECKED = "check=False: no sample batch ran, so what the layers run was not measured"
 
 
-def list_places(places: list[tuple[str, Any]], seen: Any, report: FuseReport) -> bool:
+def list_places(places: list[tuple[str, Any]], calls: Any, report: FuseReport) -> bool:
     """Puts places into the report by what they ran, and says whether any is replaced.
 
     Args:
-        places: ``(path, what measure.note was given)``.
-        seen: What was measured, None where nothing was.
+        places: ``(path, what recorder.record was given)``.
+        calls: What was recorded, None where nothing was.
         report: It has ``ops`` of the places already.
     """
     found, counted = False, set()
     for where, key in places:
-        calls = (seen or {}).get(key)
-        if calls is None and seen is not None:
+        ran = (calls or {}).get(key)
+        if ran is None and calls is not None:
             report.ops[where] += NOT_RUN
-        for instead in calls or () if key not in counted else ():
+        for instead in ran or () if key not in counted else ():
             op = report.ops[where].split(" ")[0]
             name = instead or (op if "::" in op else f"torchweld::{op}")
             report.calls[name] = report.calls.get(name, 0) + 1
         counted.add(key)
-        if calls is None or None in calls:
+        if ran is None or None in ran:
             report.replaced.append(where)
             found = True
         else:
             del report.ops[where]
-            report.skipped.append((where, calls[0]))
+            report.skipped.append((where, ran[0]))
     return found
 
 

@@ -11,7 +11,7 @@ from torchweld.integrations.attention.fallback import Unserved
 
 from . import attention_switch, gpt2, plan
 from .attention_switch import Switch
-from .layers.part import Place
+from .layers.fused_module import Replacement
 from .probes import Probes
 from .report import UNCHECKED, WAS_EAGER, FuseReport, list_places
 from .sample import Sample
@@ -21,14 +21,14 @@ class Changes(NamedTuple):
     """What to change in a model, and what measures it.
 
     Attributes:
-        places: The layers to fuse.
+        replacements: The modules to fuse.
         switches: The models whose attention to switch.
         targets: The models that the default sample batch runs.
         batch_of: Makes that batch for one of them.
-        attention_first: Whether the report lists attention before the other places.
+        attention_first: Whether the report lists attention first.
     """
 
-    places: list[Place]
+    replacements: list[Replacement]
     switches: list[Switch]
     targets: list[nn.Module]
     batch_of: Callable[[Any], dict[str, Any] | None]
@@ -44,36 +44,38 @@ def fuse(
         TypeError: it contains no model of transformers.
     """
     changes = _changes_of_gpt2 if gpt2.bases(model) else _changes
-    places, switches, targets, batch_of, attention_first = changes(model, kinds, report)
-    stock = seen = None
-    if check and (places or switches):
+    replacements, switches, targets, batch_of, attention_first = changes(model, kinds, report)
+    stock = calls = None
+    if check and (replacements or switches):
         runner = Sample(model, targets, sample, batch_of)
         stock = runner.try_run(report)
-    elif places or switches:
+    elif replacements or switches:
         report.notes.append(UNCHECKED)
     try:
-        for place in places:
-            plan.fuse(place)
+        for replacement in replacements:
+            plan.apply(replacement)
         for switch in switches:
             switch.apply(report)
         if stock:
             try:
-                seen = runner.compare(stock, report)
+                calls = runner.compare(stock, report)
             except Unserved as error:
                 _restore_attention(switches, str(error).partition(";")[0], report)
                 switches = []
-                seen = runner.compare(stock, report) if places else None
+                calls = runner.compare(stock, report) if replacements else None
     except BaseException:
         for switch in switches:
             switch.restore()
-        for place in places:
-            plan.unfuse_place(place)
+        for replacement in replacements:
+            plan.undo(replacement)
         raise
     if attention_first:
-        _list_attention(switches, seen, report)
-    list_places([(place.where, place.key) for place in places], seen, report)
+        _list_attention(switches, calls, report)
+    list_places(
+        [(replacement.where, replacement.key) for replacement in replacements], calls, report
+    )
     if not attention_first:
-        _list_attention(switches, seen, report)
+        _list_attention(switches, calls, report)
     if not report.replaced:
         report.max_abs_diff = report.compared = None
 
@@ -87,16 +89,16 @@ def _changes(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Ch
             "other models, torchweld's ops and modules replace their layers"
         )
     switches = attention_switch.plan(model, report) if "attention" in kinds else []
-    places = plan.plan(model, kinds, Probes(), report)
-    targets = [root for _, root in roots] if places else [switch.root for switch in switches]
-    return Changes(places, switches, targets, attention_switch.sample_of, True)
+    replacements = plan.plan(model, kinds, Probes(), report)
+    targets = [root for _, root in roots] if replacements else [switch.root for switch in switches]
+    return Changes(replacements, switches, targets, attention_switch.sample_of, True)
 
 
 def _changes_of_gpt2(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Changes:
     """Those of a model that contains a GPT-2, of which nothing else is fused."""
-    places, switches = gpt2.plan(model, kinds, report)
+    replacements, switches = gpt2.plan(model, kinds, report)
     targets = [base for _, base in gpt2.bases(model)]
-    return Changes(places, switches, targets, gpt2.sample_of, False)
+    return Changes(replacements, switches, targets, gpt2.sample_of, False)
 
 
 def _restore_attention(switches: list[Switch], reason: str, report: FuseReport) -> None:
@@ -107,10 +109,10 @@ def _restore_attention(switches: list[Switch], reason: str, report: FuseReport) 
             report.skipped.append((where, reason))
 
 
-def _list_attention(switches: list[Switch], seen: Any, report: FuseReport) -> None:
+def _list_attention(switches: list[Switch], calls: Any, report: FuseReport) -> None:
     """:func:`.list_places` of attention layers; where none runs the op, the switch is undone."""
     for switch in switches:
-        if not list_places(switch.known_to_run(seen, report), seen, report):
+        if not list_places(switch.known_to_run(calls, report), calls, report):
             switch.restore()
         elif switch.was_eager():
             report.notes.append(WAS_EAGER)

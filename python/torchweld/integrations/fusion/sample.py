@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.fsdp import is_fully_sharded
-from torchweld.integrations.fusion.layers.part import stock_class
+from torchweld.integrations.fusion.layers.fused_module import stock_class
 
 from . import attention_switch
 from .report import FuseReport, summary
@@ -30,7 +30,7 @@ _STEPS = 4  # tokens that follow the sample batch
 class Sample:
     """Runs the sample batch in eval mode without gradients, leaving the model's modes as found."""
 
-    def __init__(self, model: nn.Module, parts: list[Any], sample: Any, batch_of: Any) -> None:
+    def __init__(self, model: nn.Module, models: list[Any], sample: Any, batch_of: Any) -> None:
         self.model = model
         self.given, self.inside = sample is not None, False
         # For each target what `over_cache` gave before anything was fused.
@@ -42,11 +42,11 @@ class Sample:
         # Models with other heads may need labels, pad ids or images. Unless the model is a GPT-2
         # with a language model head, the results of its base models are compared.
         head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
-        known = [(part, batch_of(part)) for part in ([model] if head else parts)]
+        known = [(target, batch_of(target)) for target in ([model] if head else models)]
         # NOTE: FSDP2 takes the first of its modules that runs for the outermost one.
-        self.inside = any(_inside_fully_sharded(model, part) for part, _ in known)
-        known = [(part, each) for part, each in known if each is not None and not self.inside]
-        self.targets = [part for part, _ in known]
+        self.inside = any(_inside_fully_sharded(model, target) for target, _ in known)
+        known = [(target, each) for target, each in known if each is not None and not self.inside]
+        self.targets = [target for target, _ in known]
         self.kwargs = [each for _, each in known]
 
     def try_run(self, report: FuseReport) -> list[Tensor] | None:
@@ -85,14 +85,14 @@ class Sample:
     def try_over_cache(self, report: FuseReport) -> None:
         """Runs what is stock over a cache, if it has one; a note says why it can't."""
         try:
-            with measure.watching(), self._evaluating():
+            with recorder.recording(), self._evaluating():
                 pairs = zip(self.targets, self.kwargs, strict=True)
                 self.cached = [over_cache(target, kwargs) for target, kwargs in pairs]
         except Exception as error:
             why = summary(error)
             report.notes.append(f"stock and fused were not compared over a cache ({why})")
 
-    def compare(self, stock: list[Tensor], report: FuseReport) -> measure.Seen:
+    def compare(self, stock: list[Tensor], report: FuseReport) -> recorder.Calls:
         """Runs what is fused, and puts its largest difference from what is stock into the report.
 
         Returns:
@@ -101,15 +101,15 @@ class Sample:
         Raises:
             RuntimeError: The fused model gave NaN or inf where the stock model did not.
         """
-        with measure.watching() as seen:
+        with recorder.recording() as calls:
             whole = _difference(stock, self.run(report))
         report.max_abs_diff = whole if stock else None
         if any(outputs for outputs, _ in self.cached):
-            self._compare_over_cache(whole, seen, report)
-        self._list_training(seen, report)
-        return seen
+            self._compare_over_cache(whole, calls, report)
+        self._list_training(calls, report)
+        return calls
 
-    def _list_training(self, seen: measure.Seen, report: FuseReport) -> None:
+    def _list_training(self, calls: recorder.Calls, report: FuseReport) -> None:
         """Adds to the report what runs instead of the ops where layers drop, in training mode."""
         dropouts = _dropouts(self.model)
         if not dropouts:
@@ -117,12 +117,12 @@ class Sample:
         cuda = {p.device for p in self.model.parameters() if p.is_cuda}
         try:
             with (
-                measure.watching(silently=True) as training,
+                recorder.recording(silently=True) as training,
                 self._evaluating(),
                 torch.random.fork_rng(list(cuda)),
             ):
                 # Not the modules around them, which may skip layers or change statistics.
-                for layer in seen:
+                for layer in calls:
                     if isinstance(layer, nn.Module):
                         layer.training = True
                 for target, kwargs in zip(self.targets, self.kwargs, strict=True):
@@ -130,15 +130,15 @@ class Sample:
         except Exception as error:
             report.notes.append(f"in training mode its layers fail ({summary(error)})")
             return
-        fused = [calls for layer, calls in training.items() if None in seen.get(layer, ())]
+        fused = [ran for layer, ran in training.items() if None in calls.get(layer, ())]
         for instead, count in Counter(filter(None, itertools.chain(*fused))).items():
             why = f" ({', '.join(dropouts)})" if "dropout" in instead else ""
             report.notes.append(f"in training mode: {count} x {instead}{why}")
 
-    def _compare_over_cache(self, whole: float, seen: measure.Seen, report: FuseReport) -> None:
+    def _compare_over_cache(self, whole: float, calls: recorder.Calls, report: FuseReport) -> None:
         """Adds to the report what is different over a cache from the ``whole`` batch."""
         worst = 0.0
-        with measure.watching() as cached, self._evaluating():
+        with recorder.recording() as cached, self._evaluating():
             for target, kwargs, (outputs, tokens) in zip(
                 self.targets, self.kwargs, self.cached, strict=True
             ):
@@ -146,7 +146,7 @@ class Sample:
         report.max_abs_diff = max(whole, worst)
         report.compared += ", whole and over a cache"
         known, others = (
-            {call for calls in each.values() for call in calls if call} for each in (seen, cached)
+            {call for ran in each.values() for call in ran if call} for each in (calls, cached)
         )
         report.notes.extend(f"over a cache {call}" for call in sorted(others - known))
         stock = [out for outputs, _ in self.cached for out in outputs]
@@ -223,7 +223,7 @@ def _fits_cache(signature: arguments.Arguments, batch: dict[str, Any]) -> bool:
 
 
 def _dropouts(model: nn.Module) -> list[str]:
-    """The probabilities in the configs of a model: those of attention, or of all parts."""
+    """The probabilities in the configs of a model: those of attention, or all."""
     roots = attention_switch.roots(model)
     configs = [each for _, root in roots for each in attention_switch.with_sub_configs(root.config)]
     values = [pair for each in configs for pair in each.to_dict().items() if "drop" in pair[0]]
@@ -231,10 +231,10 @@ def _dropouts(model: nn.Module) -> list[str]:
     return [text for text, name in known.items() if "att" in name] or list(known)
 
 
-def _inside_fully_sharded(model: nn.Module, part: nn.Module) -> bool:
+def _inside_fully_sharded(model: nn.Module, inner: nn.Module) -> bool:
     """Whether fully_shard was called with a module of a model that contains another."""
     owners = filter(is_fully_sharded, model.modules())
-    return any(part in owner.modules() for owner in owners if owner is not part)
+    return any(inner in owner.modules() for owner in owners if owner is not inner)
 
 
 def _main_output(output: Any) -> tuple[str, Tensor]:

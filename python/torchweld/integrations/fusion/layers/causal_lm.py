@@ -21,12 +21,22 @@ from transformers.modeling_outputs import (
 from transformers.utils import ModelOutput
 
 from torchweld import _library
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.stock import is_plain
 
+from .fused_module import (
+    ARGUMENTS,
+    KEEP,
+    ROW,
+    FusedModule,
+    Replacement,
+    below,
+    call_arguments,
+    is_fused,
+    stock_forward,
+)
 from .linears import has_classes, sharded_loss
-from .part import ARGUMENTS, KEEP, ROW, Part, Place, below, call_arguments, is_fused, stock_forward
 
 
 class Head(NamedTuple):
@@ -124,8 +134,8 @@ def causal_loss(
         keep=keep,
         **(options or {}),
     )
-    if measure.seen is not None:
-        measure.note(head)
+    if recorder.calls is not None:
+        recorder.record(head)
     if num_items_in_batch is None:
         return loss
     if isinstance(num_items_in_batch, Tensor):
@@ -145,7 +155,7 @@ def keep_of(model: nn.Module) -> str:
     return getattr(model, KEEP, "auto")
 
 
-class FusedCausalLM(Part):
+class FusedCausalLM(FusedModule):
     """A ``...ForCausalLM`` that returns no logits in training mode with labels.
 
     It hands its base model all arguments but labels and logits_to_keep.
@@ -159,8 +169,8 @@ class FusedCausalLM(Part):
     )
 
     @staticmethod
-    def place(path: str, module: nn.Module, row: Head) -> Place:
-        return Place(below(path, "lm_head"), module.lm_head, (module,))
+    def replacement(path: str, module: nn.Module, row: Head) -> Replacement:
+        return Replacement(below(path, "lm_head"), module.lm_head, (module,))
 
     @staticmethod
     def label(module: nn.Module, row: Head) -> str:

@@ -1,7 +1,7 @@
-"""Parts of Llama-like decoders on torchweld's ops: norms, projections, rotary, add + norm.
+"""Modules of Llama-like decoders on torchweld's ops: norms, projections, rotary, add + norm.
 
-Each class here has the forward of one part, and :mod:`.families` joins it with the class of
-transformers that it replaces. A part reads its parameters where they are. It asks in every call
+Each class here has the forward of one module, and :mod:`.families` joins it with the class of
+transformers that it replaces. A module reads its parameters where they are. It asks in every call
 whether they are plain tensors of one dtype and whether a hook or another layer (LoRA, quantised)
 wants to be called instead; then the stock forward runs.
 
@@ -21,19 +21,17 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld._library import ops
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import attention_forward
 from torchweld.integrations.fusion.probes import Probes
 
-from .linears import copied, operands
-from .modules import hooked, implementation
-from .part import (
+from .fused_module import (
     ARGUMENTS,
     ROW,
     STOCK,
-    Part,
-    Place,
+    FusedModule,
+    Replacement,
     below,
     call_arguments,
     instance_refusal,
@@ -41,6 +39,8 @@ from .part import (
     plain_tensors,
     stock_forward,
 )
+from .linears import copied, operands
+from .stock_modules import hooked, implementation
 
 
 class Norm(NamedTuple):
@@ -69,7 +69,7 @@ class Layer(NamedTuple):
     multiplier: str | None = None
 
 
-class FusedNorm(Part):
+class FusedNorm(FusedModule):
     """An RMSNorm as :func:`torchweld.rms_norm`."""
 
     kind = "norm"
@@ -95,8 +95,8 @@ class FusedNorm(Part):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs or not _runs_norm(self, args[0]):
             return stock_forward(self, *args, **kwargs)
-        if measure.seen is not None:
-            measure.note(self)
+        if recorder.calls is not None:
+            recorder.record(self)
         return ops.rms_norm(args[0], self.weight, **_options(self))
 
 
@@ -113,7 +113,7 @@ def _runs_norm(norm: nn.Module, x: Any) -> bool:
     return serves and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
-class FusedAttention(Part):
+class FusedAttention(FusedModule):
     """An attention layer whose rotary embedding is :func:`torchweld.rotary`.
 
     ``input_norm``, which a :class:`FusedLayer` hands over, normalises ``hidden_states`` in the op
@@ -124,8 +124,8 @@ class FusedAttention(Part):
     needs = knows = ("hidden_states", "position_embeddings", "attention_mask", "cache")
 
     @staticmethod
-    def place(path: str, module: nn.Module, row: Attention) -> Place:
-        return Place(below(path, "rotary"), (module, "rotary"), (module,))
+    def replacement(path: str, module: nn.Module, row: Attention) -> Replacement:
+        return Replacement(below(path, "rotary"), (module, "rotary"), (module,))
 
     @staticmethod
     def label(module: nn.Module, row: Attention) -> str:
@@ -147,8 +147,9 @@ class FusedAttention(Part):
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
         if given is not None and given.get("position_embeddings") is None:
             given = None  # whether the stock forward allows that is not known
-            if measure.seen is not None:
-                measure.note((self, "rotary"), "the stock forward runs: no rotary table is given")
+            if recorder.calls is not None:
+                instead = "the stock forward runs: no rotary table is given"
+                recorder.record((self, "rotary"), instead)
         if given is None:
             if input_norm is not None:
                 kwargs["hidden_states"] = input_norm(kwargs["hidden_states"])
@@ -165,8 +166,8 @@ class FusedAttention(Part):
                 if row.interleaved:
                     tables = [_neighbours(table) for table in tables]
                 query, key = ops.rotary(query, key, *tables, interleaved=row.interleaved)
-                if measure.seen is not None:
-                    measure.note((self, "rotary"))
+                if recorder.calls is not None:
+                    recorder.record((self, "rotary"))
             else:
                 query, key = _stock_module(self).apply_rotary_pos_emb(query, key, *tables)
         if cache is not None:
@@ -213,8 +214,8 @@ def _projections(
         x = x if norm is None else norm(x)
         projected = [layer(x) for layer in layers]
     else:
-        if measure.seen is not None:
-            measure.note(norm)
+        if recorder.calls is not None:
+            recorder.record(norm)
         biases = [] if found.biases[0] is None else found.biases
         rows, scale = copied(found.mesh, x, norm.weight)
         projected = ops.rms_norm_linears(rows, found.weights, biases, scale, **_options(norm))
@@ -246,7 +247,7 @@ def _neighbours(table: Tensor) -> Tensor:
     return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)
 
 
-class FusedLayer(Part):
+class FusedLayer(FusedModule):
     """A decoder layer that adds its attention's result and normalises the sum in one op.
 
     It hands its attention all arguments but hidden_states.
@@ -257,9 +258,9 @@ class FusedLayer(Part):
     knows = (*FusedAttention.knows, "position_ids", "use_cache")
 
     @staticmethod
-    def place(path: str, module: nn.Module, row: Layer) -> Place:
+    def replacement(path: str, module: nn.Module, row: Layer) -> Replacement:
         norm = getattr(module, row.before_mlp)
-        return Place(below(path, row.before_mlp), (norm, "add"), (module, norm))
+        return Replacement(below(path, row.before_mlp), (norm, "add"), (module, norm))
 
     @staticmethod
     def label(module: nn.Module, row: Layer) -> str:
@@ -301,8 +302,8 @@ class FusedLayer(Part):
             x = x + h
             h = norm(x)
         else:
-            if measure.seen is not None:
-                measure.note((norm, "add"))
+            if recorder.calls is not None:
+                recorder.record((norm, "add"))
             h, x = ops.add_rms_norm(h, x, norm.weight, **_options(norm))
         return x + _after(self, row.after_mlp, row.multiplier, self.mlp(h))
 

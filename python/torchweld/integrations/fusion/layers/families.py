@@ -1,9 +1,9 @@
-"""The decoder families of transformers whose parts ``fuse`` replaces: one table.
+"""The decoder families of transformers whose modules ``fuse`` replaces: one table.
 
-A row of :data:`FAMILIES` says in what a family differs from Llama. :data:`PARTS` is made of it: for
-each class of transformers the :class:`.Part` that computes the same with torchweld's ops. ``fuse``
-gives a module the class :func:`fused_class`, which has both as its parents, so ``isinstance``,
-parameters, state_dict and hooks see no difference.
+A row of :data:`FAMILIES` says in what a family differs from Llama. :data:`FUSIONS` is made of it:
+for each class of transformers the :class:`.FusedModule` that computes the same with torchweld's
+ops. ``fuse`` gives a module the class :func:`fused_class`, which has both as its parents, so
+``isinstance``, parameters, state_dict and hooks see no difference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torchweld.integrations import lora
 
 from . import causal_lm, decoder, gpt2_block, mlp
-from .part import stock_class
+from .fused_module import stock_class
 
 
 class Family(NamedTuple):
@@ -121,12 +121,12 @@ FAMILIES = {
 _UNPACKED = {"Glm4Attention"}
 
 
-def _parts(module: str, family: Family) -> dict[str, tuple[type[nn.Module], Any]]:
+def _fusions(module: str, family: Family) -> dict[str, tuple[type[nn.Module], Any]]:
     def name(cls: str) -> str:
         return f"transformers.models.{module}.modeling_{module}.{family.prefix}{cls}"
 
     packed = family.packed and f"{family.prefix}Attention" not in _UNPACKED
-    parts = {
+    fusions = {
         name("RMSNorm"): (decoder.FusedNorm, decoder.Norm(family.eps, family.weight_offset)),
         name("MLP"): (mlp.FusedMLP, mlp.MLP(family.packed, family.activation)),
         name("Attention"): (
@@ -136,46 +136,48 @@ def _parts(module: str, family: Family) -> dict[str, tuple[type[nn.Module], Any]
         name("ForCausalLM"): (causal_lm.FusedCausalLM, causal_lm.Head(family.logits)),
     }
     if family.layer is not None:
-        parts[name("DecoderLayer")] = (decoder.FusedLayer, family.layer)
-    return parts
+        fusions[name("DecoderLayer")] = (decoder.FusedLayer, family.layer)
+    return fusions
 
 
-PARTS = {
-    cls: part for module, family in FAMILIES.items() for cls, part in _parts(module, family).items()
+FUSIONS = {
+    cls: fusion
+    for module, family in FAMILIES.items()
+    for cls, fusion in _fusions(module, family).items()
 }
 _GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
-PARTS |= {
+FUSIONS |= {
     f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
     f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
 }
 
 
-Found = tuple[type[nn.Module], Any]
-_recognised: dict[type[nn.Module], Found] = {}
+Fusion = tuple[type[nn.Module], Any]
+_recognised: dict[type[nn.Module], Fusion] = {}
 
 
-def in_table(stock: type[nn.Module]) -> Found | None:
+def fusion_in_table(stock: type[nn.Module]) -> Fusion | None:
     """The fused parent and the row that the table has for a stock class."""
-    return PARTS.get(f"{stock.__module__}.{stock.__qualname__}")
+    return FUSIONS.get(f"{stock.__module__}.{stock.__qualname__}")
 
 
-def register(stock: type[nn.Module], found: Found | None = None) -> Found | None:
+def register(stock: type[nn.Module], found: Fusion | None = None) -> Fusion | None:
     """The fused parent and the row of a class in no table; ``found`` sets them."""
     if found is not None:
         _recognised[stock] = found
     return _recognised.get(stock)
 
 
-def part_of(module: nn.Module) -> Found | None:
+def fusion_of(module: nn.Module) -> Fusion | None:
     """The fused parent and the row of a module's class, None where it is not known."""
     stock = stock_class(module)
-    return in_table(stock) or register(stock)
+    return fusion_in_table(stock) or register(stock)
 
 
-def fused_class(stock: type[nn.Module], part: Found | None = None) -> type[nn.Module]:
-    """The class of a fused module of a stock class: of ``part``, by default of what is known."""
-    return _subclass(stock, *(part or in_table(stock) or register(stock)))
+def fused_class(stock: type[nn.Module], fusion: Fusion | None = None) -> type[nn.Module]:
+    """The class of a fused module of a stock class: of ``fusion``, by default of what is known."""
+    return _subclass(stock, *(fusion or fusion_in_table(stock) or register(stock)))
 
 
 @functools.cache
@@ -185,7 +187,7 @@ def _subclass(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> type
 
 def __getattr__(name: str) -> type[nn.Module]:
     """Finds a fused class by its name, as pickle does."""
-    for path in PARTS if name.startswith("Fused") else ():
+    for path in FUSIONS if name.startswith("Fused") else ():
         module, _, stock = path.rpartition(".")
         if name == f"Fused{stock}":
             return fused_class(getattr(importlib.import_module(module), stock))

@@ -1,8 +1,8 @@
 """Modules to which ``fully_shard`` (FSDP2) has given a class.
 
 That class has two parents, FSDPModule and the class that the module had. ``fuse`` and ``unfuse``
-change the second (:func:`.part.set_class`) and leave the first, with the module's hooks and its
-state, as it is.
+change the second (:func:`.fused_module.set_class`) and leave the first, with the module's hooks
+and its state, as it is.
 """
 
 from __future__ import annotations

@@ -26,15 +26,22 @@ from transformers.models.gpt2.modeling_gpt2 import (
 from transformers.pytorch_utils import Conv1D
 
 from torchweld.distributed.gpt2 import ShardedConv1D
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import attention_forward
 from torchweld.integrations.attention.register import register_attention
 from torchweld.ops.stock import is_plain
 
 from .arguments import Arguments
-from .modules import activation_name, hooked, implementation, weight_and_bias
-from .part import ARGUMENTS, FUSED_SITES, Part, Place, call_arguments, stock_forward
+from .fused_module import (
+    ARGUMENTS,
+    FUSED_SITES,
+    FusedModule,
+    Replacement,
+    call_arguments,
+    stock_forward,
+)
+from .stock_modules import activation_name, hooked, implementation, weight_and_bias
 
 # A copied or unpickled block looks torchweld's attention up by name in transformers. Unpickling
 # imports this module, which registers the attention.
@@ -180,10 +187,10 @@ def _self_attention(
     return function(attn, query, key, value, mask, dropout=dropout, scaling=attn.scaling, **kwargs)
 
 
-class FusedGPT2Block(Part):
+class FusedGPT2Block(FusedModule):
     """A GPT2Block whose :data:`SITES` run ``torchweld::layer_norm_linear``.
 
-    :mod:`.gpt2` fuses the sites of a block one by one, so it has no place of its own.
+    :mod:`.gpt2` fuses the sites of a block one by one, so it is no replacement of its own.
     """
 
     kind = "block"
@@ -193,8 +200,8 @@ class FusedGPT2Block(Part):
     )
 
     @staticmethod
-    def place(path: str, module: nn.Module, row: None) -> Place:
-        return Place(path, module._modules["mlp"], (module,))
+    def replacement(path: str, module: nn.Module, row: None) -> Replacement:
+        return Replacement(path, module._modules["mlp"], (module,))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         fused = fused_sites(self)
@@ -229,8 +236,8 @@ def _fused_attention(
     """``attn(ln_1(x))[0]``, with ln_1 inside c_attn."""
     parts = attn._modules
     qkv = norm_linear(x, ln_1, parts["c_attn"], "none")
-    if measure.seen is not None:
-        measure.note(parts["c_attn"])
+    if recorder.calls is not None:
+        recorder.record(parts["c_attn"])
     _record(parts["c_attn"], qkv)
     out, weights = _self_attention(attn, qkv, signature, kwargs)
     out = _drop(parts["resid_dropout"], project(parts["c_proj"], out, 2))
@@ -242,8 +249,8 @@ def _fused_mlp(ln_2: nn.LayerNorm, mlp: GPT2MLP, x: Tensor) -> Tensor:
     """``mlp(ln_2(x))``, with ln_2 and the activation inside c_fc."""
     parts = mlp._modules
     hidden = norm_linear(x, ln_2, parts["c_fc"], activation_name(parts["act"]))
-    if measure.seen is not None:
-        measure.note(mlp)
+    if recorder.calls is not None:
+        recorder.record(mlp)
     out = _drop(parts["dropout"], project(parts["c_proj"], hidden))
     _record(mlp, out)
     return out

@@ -1,7 +1,7 @@
-"""Linear layers whose products a part computes itself: plain ones, and those of parallelize.
+"""Linear layers whose products a fused module computes: plain ones, and those of parallelize.
 
 Each process has the columns of some of a block's layers and the rows of others. Where it has
-columns, a part calls its op with them, and the gradient of x is summed over the processes.
+columns, the module calls its op with them, and the gradient of x is summed over the processes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from torchweld.ops.stock import is_plain, untouched
 
-from .modules import hooked, weight_and_bias
-from .part import instance_refusal, plain_tensors
+from .fused_module import instance_refusal, plain_tensors
+from .stock_modules import hooked, weight_and_bias
 
 _WHOLE = {nn.Linear}
 COLUMNS: tuple[type[nn.Linear], ...] = (nn.Linear,)
@@ -35,7 +35,7 @@ def why_called(layers: Mapping[str, nn.Module]) -> str:
     """Names the layers that must be called, each with the reason; "" where an op can compute them.
 
     Args:
-        layers: Linear layers of a part, by name.
+        layers: Linear layers of a module, by name.
     """
     names: dict[str, list[str]] = {}
     for name, layer in layers.items():

@@ -1,4 +1,4 @@
-"""The gated MLP of Llama-like decoders on torchweld's ops; the other parts are in decoder.py."""
+"""The gated MLP of Llama-like decoders on torchweld's ops; the other modules are in decoder.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from torchweld._library import ops
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
 
+from .fused_module import ROW, FusedModule, instance_refusal, plain_tensors, stock_forward
 from .linears import copied, has_rows, local, mesh_of, operands, own, why_called
-from .modules import activation_name, hooked
-from .part import ROW, Part, instance_refusal, plain_tensors, stock_forward
+from .stock_modules import activation_name, hooked
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
 _GATES = {
@@ -32,7 +32,7 @@ class MLP(NamedTuple):
     activation: str
 
 
-class FusedMLP(Part):
+class FusedMLP(FusedModule):
     """A gated MLP as :func:`torchweld.gated_mlp`.
 
     Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
@@ -93,8 +93,8 @@ class FusedMLP(Part):
         found = operands(layers, hidden_states)
         if found is None:
             return _call_layers(self, row, hidden_states)
-        if measure.seen is not None:
-            measure.note(self)
+        if recorder.calls is not None:
+            recorder.record(self)
         (name, act_left), (weights, biases, mesh) = gate, found
         down = self.down_proj
         (x,) = copied(mesh, hidden_states)
@@ -148,7 +148,7 @@ def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:
     gate, act_left = gate_of(mlp, row)
     if not plain_tensors(left, right) or left.shape != right.shape:
         return mlp.down_proj(mlp._modules[row.activation](left) * right)
-    if measure.seen is not None:
-        measure.note(mlp)
+    if recorder.calls is not None:
+        recorder.record(mlp)
     pair = (left, right) if act_left else (right, left)
     return mlp.down_proj(ops.gated_activation(*pair, gate=gate))

@@ -1,8 +1,9 @@
 """Attention and decoder layers that the table of families lacks, recognised and compared.
 
 An attention layer is one of ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` that calls
-transformers' attention interface. Its twin calls a function that records the arguments. A decoder
-layer has an attention, an MLP and norms that are known; attention and MLP of its twin are stubs.
+transformers' attention interface. Its replica calls a function that records the arguments. A
+decoder layer has an attention, an MLP and norms that are known; attention and MLP of its replica
+are stubs.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from torchweld.integrations.fusion.layers.decoder import (
     FusedNorm,
     Layer,
 )
-from torchweld.integrations.fusion.layers.families import FAMILIES, Found
-from torchweld.integrations.fusion.layers.part import stock_class, stock_forward
-from torchweld.integrations.fusion.probes import Probes
+from torchweld.integrations.fusion.layers.families import FAMILIES, Fusion
+from torchweld.integrations.fusion.layers.fused_module import stock_class, stock_forward
 
-from . import twins
-from .modules import Recognised, choose, compared, fused_twin, known
+from . import compare
+from .norms_mlps import Recognised, choose, fused_replica, known
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -58,35 +58,11 @@ def _value(layer: nn.Module, source: str | None) -> Any:
     return getattr(owner, source.removeprefix("config."), None)
 
 
-class RecognisedAttention(Recognised, FusedAttention):
-    """An attention layer of another class."""
-
-    @staticmethod
-    def probe(module: nn.Module, row: Attention, weight: Tensor, probes: Probes) -> str | None:
-        reason = FusedAttention.probe(module, row, weight, probes)
-        return reason or compared(module, ATTENTION, row, weight, probes)
-
-
-class RecognisedLayer(Recognised, FusedLayer):
-    """A decoder layer of another class. The comparison shows what it does with each argument."""
-
-    knows = None
-
-    @staticmethod
-    def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
-        reason = FusedLayer.probe(module, row, weight, probes)
-        return reason or compared(module, LAYER, row, weight, probes)
-
-
-def find(module: nn.Module) -> Found | None:
+def find(module: nn.Module) -> Fusion | None:
     """The fused parent and the row for a module by its structure, None where it has another."""
-    for fits, rows, parent, kind in (
-        (_is_attention, _attention_rows, RecognisedAttention, ATTENTION),
-        (_layer_row, _layer_rows, RecognisedLayer, LAYER),
-    ):
-        if fits(module):
-            return choose(module, rows, parent, kind)
-    return None
+    if _is_attention(module):
+        return choose(module, _attention_rows, RecognisedAttention)
+    return choose(module, _layer_rows, RecognisedLayer) if _layer_row(module) else None
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -123,10 +99,10 @@ def _has_parts_of_attention(module: nn.Module) -> bool:
 def _attention_rows(module: nn.Module) -> list[Attention]:
     options = Options(())
     try:
-        with twins.quietly(torch.device("cpu")):
-            random = twins.Random(torch.device("cpu"), torch.float32)
-            twin = _attention_twin(module, random, stock_class(module))
-            _, (calls, _) = _run_attention(twin, type(twin).forward, random)
+        with compare.isolated(torch.device("cpu")):
+            random = compare.Random(torch.device("cpu"), torch.float32)
+            replica = _attention_replica(module, random, stock_class(module))
+            _, (calls, _) = _run_attention(replica, type(replica).forward, random)
         options = Options(tuple(_sources(module, calls[0])))
     except Exception:  # the comparison says why
         pass
@@ -158,29 +134,29 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, simple) and a == b
 
 
-def _attention_twin(
-    module: nn.Module, random: twins.Random, cls: type[nn.Module] | None = None
+def _attention_replica(
+    module: nn.Module, random: compare.Random, cls: type[nn.Module] | None = None
 ) -> nn.Module:
-    twin = fused_twin(module) if cls is None else twins.bare_twin(module, cls)
+    replica = fused_replica(module) if cls is None else compare.bare_replica(module, cls)
     for name, child in module._modules.items():
         if name in _HEAD_NORMS:
-            made = twins.bare_twin(child, stock_class(child))
+            made = compare.bare_replica(child, stock_class(child))
             for key, parameter in child._parameters.items():
                 made.register_parameter(key, nn.Parameter(random(*parameter.shape)))
         elif name == "o_proj":
-            made = random.linear(child.in_features, twins.WIDTH, like=child)
+            made = random.linear(child.in_features, compare.WIDTH, like=child)
         else:
-            made = random.linear(twins.WIDTH, child.out_features, like=child)
-        twin.add_module(name, made)
+            made = random.linear(compare.WIDTH, child.out_features, like=child)
+        replica.add_module(name, made)
     if "attention_dropout" in vars(module):
-        twin.attention_dropout = 0.25
-    twin.config = copy.copy(module.config)
-    twin.config._attn_implementation_internal = _RECORDER
-    return twin.to(random.device, random.dtype)
+        replica.attention_dropout = 0.25
+    replica.config = copy.copy(module.config)
+    replica.config._attn_implementation_internal = _RECORDER
+    return replica.to(random.device, random.dtype)
 
 
 def _record(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The attention function of twins."""
+    """The attention function of compare."""
     return layer.recorder(layer, *args, **kwargs)
 
 
@@ -200,7 +176,7 @@ class _Cache:
 
 
 def _run_attention(
-    part: nn.Module, forward: twins.Forward, random: twins.Random
+    module: nn.Module, forward: compare.Forward, random: compare.Random
 ) -> tuple[list[Tensor], Any]:
     calls: list[dict[str, Any]] = []
     facts: list[Any] = []
@@ -210,17 +186,17 @@ def _run_attention(
 
     def record(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, **more: Any) -> Any:
         calls.append(more)
-        facts.append((layer is part, given is mask, sorted(more.items(), key=str)))
+        facts.append((layer is module, given is mask, sorted(more.items(), key=str)))
         tensors.extend((q, k, v))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         return (q + k / 2 + 2 * v).transpose(1, 2).contiguous(), None
 
-    tables = random(4, 3, _rotary_dim(part)), random(4, 3, _rotary_dim(part))
-    part.recorder = record
-    name = arguments.of(stock_class(part)).cache
+    tables = random(4, 3, _rotary_dim(module)), random(4, 3, _rotary_dim(module))
+    module.recorder = record
+    name = arguments.of(stock_class(module)).cache
     for cache in (None, _Cache(facts)):
         y, weights = forward(
-            part,
+            module,
             hidden_states=x,
             position_embeddings=tables,
             attention_mask=mask,
@@ -228,16 +204,16 @@ def _run_attention(
             marker=7,
         )
         facts.append(weights)
-        tensors.extend(twins.with_gradients(part, y, x, random))
+        tensors.extend(compare.with_gradients(module, y, x, random))
     return tensors, (calls, facts)
 
 
-def _rotary_dim(part: nn.Module) -> int:
-    rope = getattr(part.config, "rope_parameters", None) or {}
-    factor = getattr(part.config, "partial_rotary_factor", None) or rope.get(
+def _rotary_dim(module: nn.Module) -> int:
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    factor = getattr(module.config, "partial_rotary_factor", None) or rope.get(
         "partial_rotary_factor", 1.0
     )
-    return int(part.head_dim * factor)
+    return int(module.head_dim * factor)
 
 
 def _layer_row(module: nn.Module) -> Layer | None:
@@ -276,36 +252,36 @@ class _Stub(nn.Module):
         return self.function(x)
 
 
-def _layer_twin(module: nn.Module, random: twins.Random) -> nn.Module:
-    twin = fused_twin(module)
+def _layer_replica(module: nn.Module, random: compare.Random) -> nn.Module:
+    replica = fused_replica(module)
     for name, child in module._modules.items():
         if name == "self_attn":
             made: nn.Module = _Stub(lambda x: (x.sin(), None))
         elif name == "mlp":
             made = _Stub(torch.cos)
         else:
-            made = fused_twin(child)
-            made.weight = nn.Parameter(random(twins.WIDTH))
-        twin.add_module(name, made)
-    return twin
+            made = fused_replica(child)
+            made.weight = nn.Parameter(random(compare.WIDTH))
+        replica.add_module(name, made)
+    return replica
 
 
 def _run_layer(
-    part: nn.Module, forward: twins.Forward, random: twins.Random
+    module: nn.Module, forward: compare.Forward, random: compare.Random
 ) -> tuple[list[Tensor], Any]:
     # Every other argument of the layer is its own name.
-    _, *names = arguments.of(stock_class(part)).names
+    _, *names = arguments.of(stock_class(module)).names
     given = {name: name for name in names}
-    x, stubs = random.inputs(), (part.self_attn, part.mlp)
+    x, stubs = random.inputs(), (module.self_attn, module.mlp)
     for stub in stubs:
         stub.facts.clear()
-    tensors = twins.with_gradients(part, forward(part, x, **given), x, random)
+    tensors = compare.with_gradients(module, forward(module, x, **given), x, random)
     facts = [list(stub.facts) for stub in stubs]
     # FusedLayer takes two results of an attention and one of an MLP.
     for stub, function in zip(stubs, (lambda x: (x, None, None), lambda x: (x, None)), strict=True):
         plain, stub.function = stub.function, function
         try:
-            stock_forward(part, x, **given)
+            stock_forward(module, x, **given)
         except (TypeError, ValueError):
             stub.function = plain
         else:
@@ -313,5 +289,14 @@ def _run_layer(
     return tensors, facts
 
 
-ATTENTION = twins.Kind("an attention layer", _attention_twin, _run_attention)
-LAYER = twins.Kind("a decoder layer", _layer_twin, _run_layer)
+class RecognisedAttention(Recognised, FusedAttention):
+    """An attention layer of another class."""
+
+    comparison = compare.Kind("an attention layer", _attention_replica, _run_attention)
+
+
+class RecognisedLayer(Recognised, FusedLayer):
+    """A decoder layer of another class. The comparison shows what it does with each argument."""
+
+    knows = None
+    comparison = compare.Kind("a decoder layer", _layer_replica, _run_layer)

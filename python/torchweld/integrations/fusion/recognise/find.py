@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from torchweld.integrations.fusion.layers import decoder, mlp
-from torchweld.integrations.fusion.layers.families import Found
-from torchweld.integrations.fusion.layers.part import is_fused
+from torchweld.integrations.fusion.layers.families import Fusion
+from torchweld.integrations.fusion.layers.fused_module import is_fused
 
-from . import decoder_layers, heads, modules
+from . import decoder_layers, heads, norms_mlps
 
 
-def find_part(module: nn.Module) -> Found | None:
+def find_fusion(module: nn.Module) -> Fusion | None:
     """The fused parent and the row of a module; its structure counts where no table has it."""
-    found = modules.known(module)
+    found = norms_mlps.known(module)
     if found is None and not is_fused(module):
         found = decoder_layers.find(module) or heads.find(module)
     return found
@@ -21,13 +21,13 @@ def find_part(module: nn.Module) -> Found | None:
 
 def packs_gate(module: nn.Module) -> bool:
     """Whether a module is a gated MLP whose gate_up_proj packs the two weights of its gate."""
-    parent, row = find_part(module) or (None, None)
+    parent, row = find_fusion(module) or (None, None)
     if not isinstance(row, mlp.MLP) or not row.packed:
         return False
-    return parent is mlp.FusedMLP or modules.is_mlp(module, row)
+    return parent is mlp.FusedMLP or norms_mlps.is_mlp(module, row)
 
 
 def packs_heads(module: nn.Module) -> bool:
     """Whether a module is an attention layer whose qkv_proj packs three weights."""
-    _, row = find_part(module) or (None, None)
+    _, row = find_fusion(module) or (None, None)
     return isinstance(row, decoder.Attention) and row.packed

@@ -1,7 +1,7 @@
 """Heads and losses of language models that the table of families lacks, recognised and compared.
 
 A model is a candidate if it has a base model and an ``lm_head``, and a forward with the arguments
-of Llama's. Its twin has a stub as its base model, whose result is random.
+of Llama's. Its replica has a stub as its base model, whose result is random.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.causal_lm import RESULTS, FusedCausalLM, Head
-from torchweld.integrations.fusion.layers.families import Found
-from torchweld.integrations.fusion.layers.part import stock_class
+from torchweld.integrations.fusion.layers.families import Fusion
+from torchweld.integrations.fusion.layers.fused_module import stock_class
 from torchweld.integrations.fusion.probes import Probes
 
-from . import twins
-from .modules import Recognised, choose, compared, fused_twin
+from . import compare
+from .norms_mlps import Recognised, choose, fused_replica
 
-_CLASSES = 20  # of a twin
+_CLASSES = 20  # of a replica
 _RESULTS = RESULTS[CausalLMOutputWithPast]
 
 
@@ -54,20 +54,11 @@ _CHANGES = (
 )
 
 
-class RecognisedCausalLM(Recognised, FusedCausalLM):
-    """A language model of another class."""
-
-    @staticmethod
-    def probe(module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
-        reason = FusedCausalLM.probe(module, row, weight, probes)
-        return reason or compared(module, HEAD, row, module.lm_head.weight, probes)
-
-
-def find(module: nn.Module) -> Found | None:
+def find(module: nn.Module) -> Fusion | None:
     """The fused parent and the row for a model by its structure, None where it has another."""
     if not _has_parts_of_head(module) or difference(module) is not None:
         return None
-    return choose(module, _rows, RecognisedCausalLM, HEAD)
+    return choose(module, _rows, RecognisedCausalLM)
 
 
 def difference(module: nn.Module) -> str | None:
@@ -103,35 +94,44 @@ class _Base(nn.Module):
         return BaseModelOutputWithPast(self.hidden, *_RESULTS)
 
 
-def _twin(module: nn.Module, random: twins.Random) -> nn.Module:
-    twin = fused_twin(module)
-    twin.config = copy.copy(module.config)
-    twin.config.vocab_size = _CLASSES
+def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
+    replica = fused_replica(module)
+    replica.config = copy.copy(module.config)
+    replica.config.vocab_size = _CLASSES
     if "vocab_size" in vars(module):
-        twin.vocab_size = _CLASSES
+        replica.vocab_size = _CLASSES
     for name in {each.number for each in _CHANGES}:
         value = getattr(module.config, name, None)
         if value is not None:
             # A factor of 1 would hide whether it multiplies or divides.
-            for owner in (twin.config, *([twin] if name in vars(module) else [])):
+            for owner in (replica.config, *([replica] if name in vars(module) else [])):
                 setattr(owner, name, 1.5 * value)
-    twin.lm_head = random.linear(twins.WIDTH, _CLASSES, like=module.lm_head)
-    return twin
+    replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
+    return replica
 
 
-def _run(part: nn.Module, forward: twins.Forward, random: twins.Random) -> tuple[list[Tensor], Any]:
+def _run(
+    module: nn.Module, forward: compare.Forward, random: compare.Random
+) -> tuple[list[Tensor], Any]:
     x, tensors, facts = random.inputs(), [], []
     labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator, device="cpu")
     labels[0, 1] = -100
     labels = labels.to(x.device)
-    part.model = _Base(x)
-    cache = arguments.of(stock_class(part)).cache
+    module.model = _Base(x)
+    cache = arguments.of(stock_class(module)).cache
     given = {name: name for name in ("attention_mask", "position_ids", cache)}
     for options in ({}, {"num_items_in_batch": 5}, {"shift_labels": labels.flip(0)}):
-        out = forward(part, labels, labels=labels, use_cache=False, marker=7, **given, **options)
+        out = forward(module, labels, labels=labels, use_cache=False, marker=7, **given, **options)
         facts.append((type(out), [out[name] for name in _RESULTS], [*options]))
-        tensors.extend(twins.with_gradients(part, out.loss, x, random))
-    return tensors, facts + part.model.facts
+        tensors.extend(compare.with_gradients(module, out.loss, x, random))
+    return tensors, facts + module.model.facts
 
 
-HEAD = twins.Kind("a head and its loss", _twin, _run)
+class RecognisedCausalLM(Recognised, FusedCausalLM):
+    """A language model of another class."""
+
+    comparison = compare.Kind("a head and its loss", _replica, _run)
+
+    @classmethod
+    def probe(cls, module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
+        return super().probe(module, row, module.lm_head.weight, probes)

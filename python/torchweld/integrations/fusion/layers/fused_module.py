@@ -1,7 +1,7 @@
-"""One part of a model, to which ``fuse`` gives a class that runs torchweld's ops.
+"""A module of a model to which ``fuse`` gives a class that runs torchweld's ops.
 
-A subclass of :class:`Part` has the forward of one kind of part. :mod:`.families` joins it with the
-class of transformers that it replaces.
+A subclass of :class:`FusedModule` has the forward of one kind of module. :mod:`.families` joins it
+with the class of transformers that it replaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from torchweld.integrations import measure
+from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import warn_once
 from torchweld.integrations.fusion.probes import Probes
 
@@ -28,12 +28,12 @@ KEEP = "_torchweld_keep"  # of a model with a fused loss: what the loss stores
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class Place(NamedTuple):
-    """One place of a model that will run an op.
+class Replacement(NamedTuple):
+    """One replacement in a model.
 
     Attributes:
         where: Its path in the report.
-        key: What :func:`.measure.note` is given there.
+        key: What :func:`.recorder.record` is given for it.
         modules: The modules that get a fused class.
         site: What of a module is fused, where its class has several.
     """
@@ -49,11 +49,11 @@ def below(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-class Part(nn.Module):
-    """A part whose forward runs torchweld's ops where it can.
+class FusedModule(nn.Module):
+    """A module whose forward runs torchweld's ops where it can.
 
     Attributes:
-        kind: The word for the part in ``fuse``'s argument ``only``; "loss" for heads.
+        kind: The word for it in ``fuse``'s argument ``only``; "loss" for heads.
         needs: The arguments that the stock forward must have.
         knows: The arguments that this forward knows, the cache as "cache"; None stands for all.
     """
@@ -87,9 +87,9 @@ class Part(nn.Module):
         return type(stock.__name__, (cls, stock), names)
 
     @staticmethod
-    def place(path: str, module: nn.Module, row: Any) -> Place:
-        """The place of a stock or fused module at ``path``."""
-        return Place(path, module, (module,))
+    def replacement(path: str, module: nn.Module, row: Any) -> Replacement:
+        """What is replaced for a stock or fused module at ``path``."""
+        return Replacement(path, module, (module,))
 
     @staticmethod
     def label(module: nn.Module, row: Any) -> str:
@@ -103,12 +103,12 @@ class Part(nn.Module):
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Any) -> dict[str, Tensor | None]:
-        """The parameters that the part's op takes, by their names in the report."""
+        """The parameters that the op takes, by their names in the report."""
         return {}
 
     @staticmethod
     def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
-        """Why the part's op does not run with a weight of this device and dtype, or None."""
+        """Why the op does not run with a weight of this device and dtype, or None."""
         raise NotImplementedError
 
 
@@ -164,9 +164,9 @@ def call_arguments(
         return given
     name = stock_class(module).__qualname__
     reason = f"{name} was called with {unknown}, which torchweld does not know"
-    if measure.seen is not None:
-        key = module.place("", module, getattr(module, ROW)).key
-        measure.note(key, f"the stock forward runs: {reason}")
+    if recorder.calls is not None:
+        key = module.replacement("", module, getattr(module, ROW)).key
+        recorder.record(key, f"the stock forward runs: {reason}")
     warn_once(reason, "the stock forward", op="the fused one")
     return None
 
@@ -178,7 +178,7 @@ def is_fused(module: nn.Module) -> bool:
 
 def plain_tensors(*tensors: Tensor | None) -> bool:
     """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
-    # A loop and no comprehensions: parts ask this several times a call, and the GPU waits.
+    # A loop and no comprehensions: layers ask this several times a call, and the GPU waits.
     dtype = None
     for tensor in tensors:
         if tensor is None:

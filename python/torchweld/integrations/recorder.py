@@ -10,29 +10,29 @@ import torch
 
 # For each layer, or each op of a layer that runs several: one entry per call. The entry is None if
 # torchweld's op ran, else a text that says what ran instead and why.
-Seen = dict[Hashable, list[str | None]]
+Calls = dict[Hashable, list[str | None]]
 
-# None unless `watching` is active. Layers test `seen` before they call `note`, because the call
+# None unless `recording` is active. Layers test `calls` before they call `record`, because the call
 # costs host time.
-seen: Seen | None = None
+calls: Calls | None = None
 silent = False  # whether calls that run something else must not warn
 
 
-def note(layer: Hashable, instead: str | None = None) -> None:
+def record(layer: Hashable, instead: str | None = None) -> None:
     """Says what a call of a layer runs."""
-    seen.setdefault(layer, []).append(instead)
+    calls.setdefault(layer, []).append(instead)
 
 
 @contextlib.contextmanager
-def watching(silently: bool = False) -> Iterator[Seen]:
-    """Collects the calls. What is compiled runs eagerly meanwhile, so that it can be seen."""
-    global seen, silent
-    before, seen, silent = (seen, silent), {}, silently
+def recording(silently: bool = False) -> Iterator[Calls]:
+    """Collects the calls. What is compiled runs eagerly meanwhile, so that it can be recorded."""
+    global calls, silent
+    before, calls, silent = (calls, silent), {}, silently
     # If Dynamo is not loaded, nothing is compiled. Importing Dynamo would take seconds.
     compiled = "torch._dynamo" in sys.modules
     eagerly = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         with eagerly:
-            yield seen
+            yield calls
     finally:
-        seen, silent = before
+        calls, silent = before

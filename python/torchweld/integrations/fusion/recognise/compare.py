@@ -1,7 +1,7 @@
-"""Compares a module with the fused part that its structure suggests.
+"""Compares a module with the fused one that its structure suggests.
 
-A twin of the module has its class and attributes, small random weights, and no hooks. It computes
-results and gradients of random inputs twice: with the fused forward and with the stock one.
+A replica of the module has its class and attributes, small random weights, and no hooks. It
+computes results and gradients of random inputs twice: with the fused forward and the stock one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchweld.integrations.fusion.layers.part import stock_class, stock_forward
+from torchweld.integrations.fusion.layers.fused_module import stock_class, stock_forward
 from torchweld.integrations.fusion.report import summary
 
-WIDTH = 16  # of a twin's input
+WIDTH = 16  # of a replica's input
 MAGNITUDES = (1e-3, 0.1, 1.0, 30.0)  # of the inputs, one for each row of a batch
-# Tolerances relative to the largest value of a result. The fused part rounds at other places.
+# Tolerances relative to the largest value of a result. Fused modules round at other places.
 _STRICT, _LOOSE = 2e-5, 5e-2
 _HOOKS = (
     "_forward_hooks",
@@ -60,16 +60,16 @@ Forward = Callable[..., Any]
 
 
 class Kind(NamedTuple):
-    """A kind of part.
+    """A kind of module.
 
     Attributes:
         name: With its article, for reasons.
-        twin: Makes the twin of a module.
-        run: Calls a forward of a twin; returns tensors, and what else must be equal.
+        replica: Makes the replica of a module.
+        run: Calls a forward of a replica; returns tensors, and what else must be equal.
     """
 
     name: str
-    twin: Callable[[nn.Module, Random], nn.Module]
+    replica: Callable[[nn.Module, Random], nn.Module]
     run: Callable[[nn.Module, Forward, Random], tuple[list[Tensor], Any]]
 
 
@@ -77,13 +77,13 @@ _strict: dict[tuple[Any, ...], str | None] = {}
 
 
 def difference(module: nn.Module, kind: Kind, row: Any, weight: Tensor) -> str | None:
-    """Why a module is not a part of a kind, or None.
+    """Why a module is not a module of a kind, or None.
 
     It is compared in float32 on the CPU, and with the device and the dtype of ``weight``.
 
     Args:
         module: A module whose class is registered with ``row``.
-        kind: A kind of part.
+        kind: A kind of module.
         row: What the fused class of the module has.
         weight: A parameter of the module.
     """
@@ -110,12 +110,12 @@ def _differs(
     stock = stock_class(module)
     name = f"{stock.__module__}.{stock.__qualname__}"
     try:
-        with quietly(device):
+        with isolated(device):
             for training in modes:
-                twin = kind.twin(module, Random(device, dtype)).train(training)
+                replica = kind.replica(module, Random(device, dtype)).train(training)
                 runs = [
-                    kind.run(twin, forward, Random(device, dtype))
-                    for forward in (type(twin).forward, stock_forward)
+                    kind.run(replica, forward, Random(device, dtype))
+                    for forward in (type(replica).forward, stock_forward)
                 ]
                 (ours, facts), (theirs, stock_facts) = runs
                 worst = max(map(_apart, ours, theirs))
@@ -137,26 +137,26 @@ def _apart(ours: Tensor, stock: Tensor) -> float:
     return float(((ours - stock).abs().amax(-1) / size).max())
 
 
-def with_gradients(part: nn.Module, y: Any, x: Tensor, random: Random) -> list[Tensor]:
-    """The result of a part, and the gradients of its input and of its parameters."""
+def with_gradients(module: nn.Module, y: Any, x: Tensor, random: Random) -> list[Tensor]:
+    """The result of a module, and the gradients of its input and of its parameters."""
     if type(y) is not Tensor:
         raise TypeError(f"its result is {type(y).__name__}, not a tensor")
-    return [y, *torch.autograd.grad(y, [x, *part.parameters()], random(*y.shape).to(y.dtype))]
+    return [y, *torch.autograd.grad(y, [x, *module.parameters()], random(*y.shape).to(y.dtype))]
 
 
 def run_of_one_input(
-    part: nn.Module, forward: Forward, random: Random
+    module: nn.Module, forward: Forward, random: Random
 ) -> tuple[list[Tensor], None]:
-    """The ``run`` of parts whose forward has one tensor as its input and one as its result."""
+    """The ``run`` of modules whose forward has one tensor as its input and one as its result."""
     x = random.inputs()
-    return with_gradients(part, forward(part, x), x, random), None
+    return with_gradients(module, forward(module, x), x, random), None
 
 
 @contextlib.contextmanager
-def quietly(device: torch.device) -> Iterator[None]:
+def isolated(device: torch.device) -> Iterator[None]:
     """Gradients are on, autocast is off, and the state of random numbers comes back.
 
-    One thread computes, because starting others takes longer than a twin does.
+    One thread computes, because starting others takes longer than a replica does.
     """
     devices, threads = [device] if device.type == "cuda" else [], torch.get_num_threads()
     torch.set_num_threads(1)
@@ -172,12 +172,12 @@ def quietly(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def bare_twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+def bare_replica(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """A module of a class with the attributes of another, without hooks, parameters, children."""
-    twin = cls.__new__(cls)
+    replica = cls.__new__(cls)
     hooks = {name: OrderedDict() for name in _HOOKS}
-    twin.__dict__ = {**vars(module), **hooks, "_parameters": {}, "_modules": {}, "_buffers": {}}
-    return twin
+    replica.__dict__ = {**vars(module), **hooks, "_parameters": {}, "_modules": {}, "_buffers": {}}
+    return replica
 
 
 def key_of(module: nn.Module) -> tuple[Any, ...]:

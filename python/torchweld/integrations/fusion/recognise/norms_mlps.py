@@ -1,0 +1,173 @@
+"""Norms and MLPs that the table of families lacks: recognised by structure, then compared.
+
+A module with the parts of an RMSNorm or of a gated MLP is compared with the fused one
+(:mod:`.compare`). Where the two differ, the module stays stock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from torchweld.integrations.fusion.layers.decoder import FusedNorm, Norm
+from torchweld.integrations.fusion.layers.families import (
+    Fusion,
+    fused_class,
+    fusion_in_table,
+    fusion_of,
+    register,
+)
+from torchweld.integrations.fusion.layers.fused_module import ROW, STOCK, is_fused, stock_class
+from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
+from torchweld.integrations.fusion.layers.stock_modules import activation_name
+from torchweld.integrations.fusion.probes import Probes
+
+from . import compare
+
+_EPS = ("variance_epsilon", "eps", "epsilon")
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+_LAYERS = (("gate_proj", "up_proj"), ("gate_up_proj",))  # in front of the gate
+_HIDDEN = 24  # of the replica of an MLP
+# The columns and rows of its layers.
+_SIZES = {
+    "gate_proj": (compare.WIDTH, _HIDDEN),
+    "up_proj": (compare.WIDTH, _HIDDEN),
+    "gate_up_proj": (compare.WIDTH, 2 * _HIDDEN),
+    "down_proj": (_HIDDEN, compare.WIDTH),
+}
+
+
+def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.Module:
+    """A fused module without state, for copies and pickles of a class that is in no table."""
+    cls = fused_class(stock, (parent, row))
+    return cls.__new__(cls)
+
+
+def _norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
+    replica = fused_replica(module)
+    replica.weight = nn.Parameter(random(compare.WIDTH))
+    return replica
+
+
+def _mlp_replica(module: nn.Module, random: compare.Random) -> nn.Module:
+    replica = fused_replica(module)
+    for name, child in module._modules.items():
+        if name in _SIZES:
+            child = random.linear(*_SIZES[name], like=child)
+        replica.add_module(name, child)
+    return replica
+
+
+def fused_replica(module: nn.Module) -> nn.Module:
+    """A replica with the fused class of a module."""
+    return compare.bare_replica(module, fused_class(stock_class(module)))
+
+
+class Recognised:
+    """A fused module whose class is in no table: compared before it is used, pickled by its row.
+
+    Attributes:
+        comparison: What it is compared as.
+    """
+
+    comparison: ClassVar[compare.Kind]
+
+    @classmethod
+    def probe(cls, module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
+        reason = super().probe(module, row, weight, probes)
+        if reason is not None:
+            return reason
+        # once for all modules of a class with the same attributes
+        key = weight.device, weight.dtype, *compare.key_of(module)
+        return probes.once(key, lambda: compare.difference(module, cls.comparison, row, weight))
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        cls = next(cls for cls in type(self).__mro__ if STOCK in vars(cls))
+        _, _, *state = super().__reduce_ex__(protocol)
+        return new_fused, (getattr(cls, STOCK), cls.__bases__[0], getattr(cls, ROW)), *state
+
+
+class RecognisedNorm(Recognised, FusedNorm):
+    """An RMSNorm of another class, which multiplies by the weight or by 1 + the weight."""
+
+    comparison = compare.Kind("an RMSNorm", _norm_replica, compare.run_of_one_input)
+
+
+class RecognisedMLP(Recognised, FusedMLP):
+    """A gated MLP of another class."""
+
+    comparison = compare.Kind("a gated MLP", _mlp_replica, compare.run_of_one_input)
+
+
+def known(module: nn.Module) -> Fusion | None:
+    """The fused parent and the row of a module of the table, a norm or an MLP, else None."""
+    if is_fused(module):
+        return fusion_of(module)
+    return fusion_in_table(stock_class(module)) or find(module)
+
+
+def find(module: nn.Module) -> Fusion | None:
+    """The fused parent and the row for a module by its structure, None where it has another.
+
+    It is only a candidate: ``probe`` of the parent compares the two.
+    """
+    stock = stock_class(module)
+    if stock.__module__.partition(".")[0] in ("torch", "torchweld"):
+        return None
+    rows = _norm_rows(module) or _mlp_rows(module)
+    if not rows:
+        return None
+    parent = RecognisedNorm if isinstance(rows[0], Norm) else RecognisedMLP
+    return choose(module, lambda _: rows, parent)
+
+
+def choose(
+    module: nn.Module,
+    rows: Callable[[nn.Module], Sequence[Any]],
+    parent: type[Recognised],
+) -> Fusion:
+    """Registers the class of a module with the first row that computes the same, or the last."""
+    stock = stock_class(module)
+    if register(stock) is None:
+        for row in rows(module):
+            register(stock, (parent, row))
+            if compare.strict_difference(module, parent.comparison, row) is None:
+                break
+    return register(stock)
+
+
+def is_mlp(module: nn.Module, row: MLP) -> bool:
+    """Whether a candidate computes what the fused MLP of its row does."""
+    # Without a gate the fused module runs the stock forward, and nothing is compared.
+    gate = gate_of(module, row)
+    return (
+        gate is not None
+        and compare.strict_difference(module, RecognisedMLP.comparison, row) is None
+    )
+
+
+def _norm_rows(module: nn.Module) -> list[Norm]:
+    """The rows that a module may have if it is an RMSNorm."""
+    weight = module._parameters.get("weight")
+    names = [name for name in _EPS if isinstance(getattr(module, name, None), float)]
+    alone = set(module._parameters) == {"weight"} and not module._modules and not module._buffers
+    if not alone or weight is None or weight.dim() != 1 or len(names) != 1:
+        return []
+    return [Norm(names[0], offset) for offset in (0.0, 1.0)]
+
+
+def _mlp_rows(module: nn.Module) -> list[MLP]:
+    """The row that a module may have if it is a gated MLP."""
+    names = [name for name in _ACTIVATIONS if name in module._modules]
+    if len(names) != 1 or module._parameters or module._buffers:
+        return []
+    if activation_name(module._modules[names[0]]) is None:
+        return []
+    children = set(module._modules)
+    return [
+        MLP(packed=len(layers) == 1, activation=names[0])
+        for layers in _LAYERS
+        if children == {*layers, "down_proj", names[0]}
+    ]
