@@ -1,7 +1,8 @@
 """Fails where modules of torchweld import each other in a circle; `make lint` runs it.
 
-Imports inside of functions count, those under TYPE_CHECKING do not. Nor does `__version__`, which
-the package has before it imports anything.
+Imports inside of functions count. Those under TYPE_CHECKING count in a package alone, which imports
+its names when they are used. `__version__` does not count: the package has it before it imports
+anything.
 
     python tools/circles.py
 """
@@ -22,10 +23,13 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(node: ast.AST, package: str) -> Iterator[str]:
-    """What the code below a node imports, as `module.name`; `module.*` is the module itself."""
+def imports(node: ast.AST, package: str, lazy: bool) -> Iterator[str]:
+    """What the code below a node imports, as `module.name`; `module.*` is the module itself.
+
+    ``lazy`` counts what is under TYPE_CHECKING.
+    """
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not lazy:
             continue
         if isinstance(child, ast.Import):
             yield from (f"{alias.name}.*" for alias in child.names)
@@ -34,7 +38,7 @@ def imports(node: ast.AST, package: str) -> Iterator[str]:
             names = (alias.name for alias in child.names)
             yield from (f"{home}.{name}" for name in names if not name.startswith("__"))
         else:
-            yield from imports(child, package)
+            yield from imports(child, package, lazy)
 
 
 def graph() -> dict[str, set[str]]:
@@ -42,8 +46,9 @@ def graph() -> dict[str, set[str]]:
     paths = {name_of(path): path for path in sorted((SOURCES / "torchweld").rglob("*.py"))}
     found = {}
     for name, path in paths.items():
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        wanted = imports(ast.parse(path.read_text()), package)
+        is_package = path.name == "__init__.py"
+        package = name if is_package else name.rpartition(".")[0]
+        wanted = imports(ast.parse(path.read_text()), package, lazy=is_package)
         # `from package import name` is the module package.name, or else a name of the package.
         homes = {each if each in paths else each.rpartition(".")[0] for each in wanted}
         found[name] = (homes & paths.keys()) - {name}

@@ -49,8 +49,7 @@ def mask(
     Raises:
         ValueError: It is no causal mask, or there are earlier tokens or holes.
     """
-    from torchweld.distributed import gather_sequence
-    from torchweld.distributed.sequence import local_positions
+    from torchweld.distributed.sequence import gather_sequence, local_positions
 
     if torch.compiler.is_compiling():
         _refuse("torch.compile traces the model; compile its layers instead")

@@ -32,6 +32,8 @@ from .plan import undo
 from .probes import Probes, device_of
 from .report import FuseReport
 
+_STATE = "_torchweld_attention"
+
 
 def bases(model: nn.Module) -> list[tuple[str, GPT2Model]]:
     """``(path, model)`` of the GPT2Models in a module."""
@@ -190,9 +192,6 @@ def _parameter_refusal(
     if len({tensor.device for tensor in tensors.values()}) > 1:
         return f"{site.norm} and {site.linear} are on different devices"
     return None
-
-
-_STATE = "_torchweld_attention"
 
 
 @dataclass(eq=False)
