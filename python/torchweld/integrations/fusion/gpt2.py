@@ -61,7 +61,7 @@ def plan(
                     owner = getattr(block, site.owner)
                     activation = activation_name(getattr(owner, site.act)) if site.act else "none"
                     weight = getattr(owner, site.linear).weight
-                    reason = probes.layer_norm_linear(weight, activation)
+                    reason = probes.refusal("layer_norm_linear", weight, activation)
                 if reason is not None:
                     report.skipped.append((where, reason))
                     continue
@@ -74,12 +74,20 @@ def plan(
             continue
         reason = attention_refusal(base)
         for block in base.h if reason is None else ():
-            reason = reason or probes.attention(block.attn, base)
+            reason = reason or _attention_probe(block.attn, base, probes)
         if reason is None:
             switches.append(switch)
         else:
             report.skipped.extend((where, reason) for where, _ in switch.layers)
     return replacements, switches
+
+
+def _attention_probe(attn: nn.Module, base: GPT2Model, probes: Probes) -> str | None:
+    # A quantised layer computes in the dtype of its input. Its integer weights don't tell this
+    # dtype.
+    floating = (p for p in attn.parameters() if p.is_floating_point())
+    weight = next(floating, base.wte.weight)
+    return probes.refusal("attention", weight, attn.head_dim, device=device_of(attn, weight))
 
 
 def unfuse(model: nn.Module) -> list[str]:

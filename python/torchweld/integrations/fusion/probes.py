@@ -11,123 +11,104 @@ from torch import Tensor, nn
 from torchweld import _library
 
 
+class _Like:
+    """Zeros of a device and a dtype; those of :meth:`__call__` need a gradient."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, device=self.device, dtype=self.dtype, requires_grad=True)
+
+    def fixed(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.zeros(shape, device=self.device, dtype=dtype or self.dtype)
+
+
+def _gated_linear(ops: Any, zeros: _Like, gate: str, packed: bool) -> Tensor:
+    x = zeros(8, 8)
+    return ops.gated_linear(x, x, gate=gate) if packed else ops.gated_mlp(x, x, x, x, gate=gate)
+
+
+def _rotary(ops: Any, zeros: _Like) -> Tensor:
+    x, table = zeros(1, 1, 2, 8), zeros.fixed(2, 8)
+    return ops.rotary(x, x, table, table)[0]
+
+
+def _attention(ops: Any, zeros: _Like, head_dim: int) -> Tensor:
+    q, leftpad = zeros(1, 1, 2, head_dim), zeros.fixed(1, dtype=torch.int32)
+    return ops.attention(q, q, q, leftpad, causal=True)
+
+
+# For each op, the call that tells whether it runs.
+_CALLS: dict[str, Callable[..., Tensor]] = {
+    "layer_norm_linear": lambda ops, zeros, activation: ops.layer_norm_linear(
+        zeros(2, 8), zeros.fixed(8, 8), activation=activation
+    ),
+    "rms_norm": lambda ops, zeros: ops.rms_norm(zeros(2, 8), zeros(8)),
+    "rms_norm_linears": lambda ops, zeros: torch.cat(
+        ops.rms_norm_linears(zeros(8, 8), [zeros(8, 8), zeros(8, 8)], [])
+    ),
+    "add_rms_norm": lambda ops, zeros: ops.add_rms_norm(zeros(2, 8), zeros(2, 8), zeros(8))[0],
+    "rotary": _rotary,
+    "gated_linear": _gated_linear,
+    "gated_activation": lambda ops, zeros, gate: ops.gated_activation(
+        zeros(2, 8), zeros(2, 8), gate=gate
+    ),
+    "linear_cross_entropy": lambda ops, zeros: ops.linear_cross_entropy(
+        zeros(2, 8), zeros(2, 8), zeros.fixed(2, dtype=torch.int64)
+    ),
+    "attention": _attention,
+}
+
+
 class Probes:
     """Tiny real calls, forward and backward: the one honest test that a kernel is there."""
 
     def __init__(self) -> None:
-        self._seen: dict[Any, str | None] = {}
+        self._known: dict[Any, str | None] = {}
 
-    def layer_norm_linear(self, weight: Tensor, activation: str) -> str | None:
-        def call() -> Tensor:
-            x = torch.zeros(2, 8, device=weight.device, dtype=weight.dtype, requires_grad=True)
-            w = torch.zeros(8, 8, device=weight.device, dtype=weight.dtype)
-            return _library.ops.layer_norm_linear(x, w.t(), activation=activation)
+    def refusal(
+        self, op: str, weight: Tensor, *options: Any, device: torch.device | None = None
+    ) -> str | None:
+        """Why an op does not run, or None.
 
-        return self._run(("layer_norm_linear", weight.device, weight.dtype, activation), call)
-
-    def rms_norm(self, weight: Tensor) -> str | None:
-        def call() -> Tensor:
-            x, scale = _zeros(weight, 2, 8), _zeros(weight, 8)
-            return _library.ops.rms_norm(x, scale)
-
-        return self._run(("rms_norm", weight.device, weight.dtype), call)
-
-    def rms_norm_linears(self, weight: Tensor) -> str | None:
-        def call() -> Tensor:
-            x = _zeros(weight, 8, 8)
-            return torch.cat(_library.ops.rms_norm_linears(x, [x, x], []))
-
-        return self._run(("rms_norm_linears", weight.device, weight.dtype), call)
-
-    def add_rms_norm(self, weight: Tensor) -> str | None:
-        def call() -> Tensor:
-            x, scale = _zeros(weight, 2, 8), _zeros(weight, 8)
-            return _library.ops.add_rms_norm(x, x, scale)[0]
-
-        return self._run(("add_rms_norm", weight.device, weight.dtype), call)
-
-    def rotary(self, weight: Tensor) -> str | None:
-        def call() -> Tensor:
-            x = _zeros(weight, 1, 1, 2, 8)
-            table = x[0, 0].detach()
-            return _library.ops.rotary(x, x, table, table)[0]
-
-        return self._run(("rotary", weight.device, weight.dtype), call)
-
-    def gated_linear(self, weight: Tensor, gate: str, packed: bool) -> str | None:
-        def call() -> Tensor:
-            x = _zeros(weight, 8, 8)
-            if packed:
-                return _library.ops.gated_linear(x, x, gate=gate)
-            return _library.ops.gated_mlp(x, x, x, x, gate=gate)
-
-        return self._run(("gated_linear", weight.device, weight.dtype, gate, packed), call)
-
-    def gated_activation(self, weight: Tensor, gate: str) -> str | None:
-        def call() -> Tensor:
-            x = _zeros(weight, 2, 8)
-            return _library.ops.gated_activation(x, x, gate=gate)
-
-        return self._run(("gated_activation", weight.device, weight.dtype, gate), call)
-
-    def loss(self, weight: Tensor) -> str | None:
-        def call() -> Tensor:
-            x = torch.zeros(2, 8, device=weight.device, dtype=weight.dtype, requires_grad=True)
-            target = torch.zeros(2, device=weight.device, dtype=torch.int64)
-            return _library.ops.linear_cross_entropy(x, x, target)
-
-        return self._run(("loss", weight.device, weight.dtype), call)
-
-    def attention(self, attn: Any, base: Any) -> str | None:
-        # A quantised layer computes in the dtype of its input. Its integer weights don't tell this
-        # dtype.
-        floating = [p for p in attn.parameters() if p.is_floating_point()]
-        weight = floating[0] if floating else base.wte.weight
-        device = device_of(attn, weight)
-        dim = attn.head_dim
-
-        def call() -> Tensor:
-            q = torch.zeros(1, 1, 2, dim, device=device, dtype=weight.dtype, requires_grad=True)
-            pad = torch.zeros(1, dtype=torch.int32, device=device)
-            return _library.ops.attention(q, q, q, pad, causal=True)
-
-        return self._run(("attention", device, weight.dtype, dim), call)
+        Args:
+            op: One of the ops above.
+            weight: The op is called with tensors of its device and dtype.
+            options: Of the call.
+            device: Another device than the weight's.
+        """
+        device = device or weight.device
+        key = op, device, weight.dtype, options
+        return self.once(key, lambda: _refusal(op, _Like(device, weight.dtype), options))
 
     def once(self, key: Any, compare: Callable[[], str | None]) -> str | None:
         """What a comparison says, which is made once for each key."""
-        if key not in self._seen:
-            self._seen[key] = compare()
-        return self._seen[key]
-
-    def _run(self, key: Any, call: Any) -> str | None:
-        if key not in self._seen:
-            self._seen[key] = None
-            if key[1].type == "meta":
-                self._seen[key] = "the parameters are on the meta device"
-            else:
-                try:
-                    with torch.inference_mode(False), torch.enable_grad(), _no_autocast(key[1]):
-                        call().sum().backward()
-                except (RuntimeError, AttributeError) as error:
-                    text = str(error).strip().splitlines()
-                    self._seen[key] = text[0] if text else type(error).__name__
-        return self._seen[key]
+        if key not in self._known:
+            self._known[key] = compare()
+        return self._known[key]
 
 
-def _zeros(like: Tensor, *shape: int) -> Tensor:
-    return torch.zeros(shape, device=like.device, dtype=like.dtype, requires_grad=True)
+def _refusal(op: str, zeros: _Like, options: tuple[Any, ...]) -> str | None:
+    device = zeros.device
+    if device.type == "meta":
+        return "the parameters are on the meta device"
+    autocast = torch.autocast(device.type, enabled=False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), autocast:
+            _CALLS[op](_library.ops, zeros, *options).sum().backward()
+    except (RuntimeError, AttributeError) as error:
+        text = str(error).strip().splitlines()
+        return text[0] if text else type(error).__name__
+    return None
 
 
 def device_of(module: nn.Module, parameter: Tensor) -> torch.device:
     """Returns the device a module computes on: that of accelerate's hooks or the parameter's."""
-    for part in module.modules():
-        hook = getattr(part, "_hf_hook", None)
-        for each in getattr(hook, "hooks", (hook,)):
-            device = getattr(each, "execution_device", None)
+    for each in module.modules():
+        hook = getattr(each, "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            device = getattr(one, "execution_device", None)
             if device is not None:
                 return torch.device(device)
     return parameter.device
-
-
-def _no_autocast(device: torch.device) -> Any:
-    return torch.autocast(device.type, enabled=False)

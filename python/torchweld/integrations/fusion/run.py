@@ -64,6 +64,7 @@ def fuse(
                 switches = []
                 calls = runner.compare(stock, report) if replacements else None
     except BaseException:
+        gpt2.unfuse(model)  # what an earlier call has fused too
         for switch in switches:
             switch.restore()
         for replacement in replacements:
@@ -71,9 +72,7 @@ def fuse(
         raise
     if attention_first:
         _list_attention(switches, calls, report)
-    list_places(
-        [(replacement.where, replacement.key) for replacement in replacements], calls, report
-    )
+    list_places([(each.where, each.key) for each in replacements], calls, report)
     if not attention_first:
         _list_attention(switches, calls, report)
     if not report.replaced:

@@ -183,7 +183,7 @@ class FusedCausalLM(FusedModule):
 
     @staticmethod
     def probe(module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
-        return probes.loss(module.lm_head.weight)
+        return probes.refusal("linear_cross_entropy", module.lm_head.weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Head) -> str | None:

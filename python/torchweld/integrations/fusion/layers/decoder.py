@@ -80,7 +80,7 @@ class FusedNorm(FusedModule):
 
     @staticmethod
     def probe(module: nn.Module, row: Norm, weight: Tensor, probes: Probes) -> str | None:
-        return probes.rms_norm(weight) or probes.rms_norm_linears(weight)
+        return probes.refusal("rms_norm", weight) or probes.refusal("rms_norm_linears", weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
@@ -133,7 +133,7 @@ class FusedAttention(FusedModule):
 
     @staticmethod
     def probe(module: nn.Module, row: Attention, weight: Tensor, probes: Probes) -> str | None:
-        return probes.rotary(weight)
+        return probes.refusal("rotary", weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Attention) -> str | None:
@@ -268,7 +268,7 @@ class FusedLayer(FusedModule):
 
     @staticmethod
     def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
-        return probes.add_rms_norm(weight)
+        return probes.refusal("add_rms_norm", weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Layer) -> str | None:

@@ -60,8 +60,8 @@ class FusedMLP(FusedModule):
     def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
         gate, _ = gate_of(module, row)
         if why_called(_gate_layers(module, row)):
-            return probes.gated_activation(weight, gate)
-        return probes.gated_linear(weight, gate, _is_gated_linear(module, row))
+            return probes.refusal("gated_activation", weight, gate)
+        return probes.refusal("gated_linear", weight, gate, _is_gated_linear(module, row))
 
     @staticmethod
     def refusal(module: nn.Module, row: MLP) -> str | None:
