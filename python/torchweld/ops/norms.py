@@ -53,7 +53,7 @@ def layer_norm(
     """`F.layer_norm(x, (n,), weight, bias, eps)`: over the last dimension.
 
     All arithmetic is fp32 (fp64 for fp64) with one rounding of the result. The rounding of the mean
-    is subtracted, so the error does not grow with `|mean| / std`, and rows of one value give `bias`.
+    is subtracted, so the error does not grow with `|mean| / std`. Rows of one value give `bias`.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
