@@ -187,9 +187,11 @@ class Running:
         return Running(-self.value, self.dtype, (self, same, Running.__neg__))
 
     def __add__(self, other: Any) -> Running:
-        a, b = self.value, torch.as_tensor(value_of(other))
+        a, b = self.value, torch.as_tensor(value_of(other), dtype=torch.float64)
         ways = [(t, same, lambda g, t=t: g.summed_to(t.shape)) for t in (self, other)]
-        return Running(a + b, self.dtype, *ways).plus(1, (a + b).abs() * ((a != 0) & (b != 0)))
+        out = Running(a + b, self.dtype, *ways).plus(1, (a + b).abs() * ((a != 0) & (b != 0)))
+        rounding = UNIT[acc_dtype(self.dtype)] * abs(other) if isinstance(other, float) else 0.0
+        return out.erring(rounding, rounding)
 
     def __sub__(self, other: Any) -> Running:
         return self + -other
@@ -575,8 +577,12 @@ def product(a: Any, b: Any, shape: Sequence[int] | None = None) -> Running:
     def to_a(g: Running) -> Running:
         return product(g, b.mT, x.shape) if y.dim() > 1 else g[..., None] * b
 
+    def to_b(g: Running) -> Running:
+        read = a.again if isinstance(a, Running) else a  # what the backward computes again
+        return product(read.mT, g, y.shape)
+
     ways = [(a, lambda e: times(e, y.abs()), to_a),
-            (b, lambda e: times(x.abs(), e), lambda g: product(a.mT, g, y.shape))]  # fmt: skip
+            (b, lambda e: times(x.abs(), e), to_b)]  # fmt: skip
     out = Running(times(x, y), (a if isinstance(a, Running) else b).dtype, *ways)
     size = x.abs() @ y.abs()
     k = x.shape[-1] * size.numel() / max(out.value.numel(), 1)
