@@ -13,6 +13,7 @@ from commands import run_command
 from torchweld.tuning.timer import interleaved
 from torchweld_bench import losses, one
 from torchweld_bench.common import installed
+from torchweld_bench.results import Row, target_of
 
 
 def run(capsys, *argv):
@@ -78,6 +79,21 @@ def test_bench_of_empty_tensors(capsys, one_call_a_sample, op):
         shape = ",".join([*sizes[:i], "0", *sizes[i + 1 :]])
         code, out, _ = run(capsys, op, "--shape", shape, "--device", "cpu")
         assert code == 0 and len(out.splitlines()) == 4, shape
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        ("attention (2, 3)", 0.5),
+        ("attention (2, 3) over flex", 0.8),
+        ("attention (2, 3) sink", 1.1),
+        ("softmax (3, 5)", 2.0),
+    ],
+)
+def test_target_of_the_longest_name_counts(case, target):
+    targets = {"* over flex": 0.8, "attention (2, 3)": 0.5, "attention*": 0.9, "* (2, 3) sink": 1.1}
+    row = Row(case, 1.0, (1.0, 1.0), {}, "", 1.0, 2.0, 0.0, 0.0)
+    assert target_of(row, targets) == target
 
 
 @pytest.mark.parametrize("disturbed", range(8))

@@ -114,7 +114,7 @@ def test_a_case_that_raises_leaves_the_others(one_process, monkeypatch, capsys):
         for name in CASES & set(vars(module)):
             monkeypatch.setattr(module, name, lambda setup, name=name: iter([row(name)]))
     monkeypatch.setattr(steps, "tensor_parallel", raises)
-    failure, *others = distributed.rows({})
+    failure, *others = distributed.rows()
     assert failure == results.Failure("raises", "process 0: ValueError: no columns here")
     # The cases with pairs need four processes, those with graphs a GPU.
     without = {"tensor_parallel", "fully_sharded_pairs", "captured_tensor_parallel"}
@@ -124,7 +124,7 @@ def test_a_case_that_raises_leaves_the_others(one_process, monkeypatch, capsys):
 
 def test_a_failure_is_reported_and_is_the_exit_status(monkeypatch, capsys, tmp_path):
     rows = [results.Failure("some case", "process 1: no"), row("another")]
-    monkeypatch.setattr(distributed, "rows", lambda targets: iter(rows))
+    monkeypatch.setattr(distributed, "rows", lambda: iter(rows))
     parser = bench._parser()
     args = parser.parse_args(["distributed", "--out", str(tmp_path)])
     assert bench._measure(args, parser, "cpu", gpus=3, tells=False) == 0
@@ -247,7 +247,7 @@ def test_picture_has_the_tokens_of_all_files_of_the_gpu(tmp_path):
         report = results.new_report("distributed", "cpu")
         report.gpus = gpus
         step = row(f"a step, sharded on {gpus} GPUs", ours_us=60.0, peers_us=times, tokens=600)
-        report.rows = [step, step.over("stock", {}), row("an op on 2 GPUs")]
+        report.rows = [step, step.over("stock"), row("an op on 2 GPUs")]
         reports.append(report)
     speeds = picture.speeds([report.to_dict() for report in reports])
     assert speeds == {

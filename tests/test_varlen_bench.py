@@ -70,7 +70,7 @@ def small(monkeypatch):
 def test_every_target_is_of_a_row(small):
     """All rows are measured, and their answers are right."""
     cases = set()
-    for row in varlen.rows({}):
+    for row in varlen.rows():
         assert isinstance(row, results.Row) and row.ratio is not None, row
         case = row.case.replace("(96, 2, 16)", "(16384, 16, 128)").replace("of 32", "of 512")
         cases.add(case.replace("of 1 layers", "of 4 layers").replace("(1, 64)", "(1, 8192)"))
@@ -79,11 +79,11 @@ def test_every_target_is_of_a_row(small):
 
 def test_without_peers(small, monkeypatch):
     monkeypatch.setattr(varlen, "installed", lambda module, name: None)
-    found = list(varlen._rows_of("documents of 32", [32, 64], False, {}))
+    found = list(varlen._rows_of("documents of 32", [32, 64], False))
     assert [row.against for row in found] == ["one sequence"] * 2
 
 
 def test_a_step_that_recompiles_is_a_failure(small, monkeypatch):
     monkeypatch.setattr(torch._dynamo, "mark_dynamic", lambda *a: None)
-    (failure,) = varlen._step_rows({})
+    (failure,) = varlen._step_rows()
     assert isinstance(failure, results.Failure) and "ecompil" in failure.reason

@@ -170,9 +170,9 @@ def _measure(
         if args.shape is None:
             targets = results.load_targets(args.targets, args.what)
             family = importlib.import_module(f"torchweld_bench.{args.what}")
-            rows, draw = family.rows(targets), getattr(family, "draw", None)
+            rows, draw = family.rows(), getattr(family, "draw", None)
         else:
-            rows = _rows_of_call(args, device)
+            targets, rows = {}, _rows_of_call(args, device)
     except OSError as error:
         parser.error(_unwritable(args.out, error))
     except (ValueError, RuntimeError) as error:
@@ -184,6 +184,7 @@ def _measure(
                 failed += 1
                 text = f"failed: {row.reason}"
             else:
+                row.target = results.target_of(row, targets)
                 report.rows.append(row)
                 text = "wrong answer" if row.ratio is None else f"{row.ratio:.3f}x {row.against}"
             if tells:

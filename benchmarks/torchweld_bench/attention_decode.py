@@ -26,9 +26,7 @@ _SHAPES = [(16, 32, 8, 8192, 128), (1, 32, 8, 65536, 128), (16, 12, 12, 1024, 64
            (64, 32, 8, 2048, 128), (4, 64, 8, 32768, 128)]  # fmt: skip
 
 
-def _decode(
-    shape: tuple[int, int, int, int, int], seqlen_q: int, rate: float, targets: dict[str, float]
-) -> Iterator[Row]:
+def _decode(shape: tuple[int, int, int, int, int], seqlen_q: int, rate: float) -> Iterator[Row]:
     batch, nheads, nheads_kv, seqlen_k, dim = shape
     brain = torch.bfloat16
     q = torch.randn(batch, nheads, seqlen_q, dim, device="cuda").to(brain)
@@ -60,16 +58,16 @@ def _decode(
         (case, _FLOOR),
         (f"{case} over SDPA", min(_BACK_ENDS, key=lambda peer: us[peer].us)),
     ):
-        yield make_row(name, us, against=against, target=targets.get(name), **errors)
+        yield make_row(name, us, against=against, **errors)
     if padded is not None:
         name, against = f"{case}, half padding", "without padding"
         times = {"ours": padded, against: us["ours"]}
-        yield make_row(name, times, against=against, target=targets.get(name), **errors)
+        yield make_row(name, times, against=against, **errors)
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Measures every decode case, one per iteration."""
     rate = read_rate()
     for seqlen_q in (1, 4):
         for shape in _SHAPES:
-            yield from _decode(shape, seqlen_q, rate, targets)
+            yield from _decode(shape, seqlen_q, rate)

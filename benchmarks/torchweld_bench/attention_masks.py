@@ -61,7 +61,7 @@ def _rows_of(
     shape: tuple[int, int, int, int],
     masks: dict[str, Any],
     seen: Seen,
-    targets: dict[str, float],
+    target: float | None = None,
 ) -> Iterator[Row]:
     """A row each for forward and backward; both have the errors of the forward."""
     batch, nheads, seqlen, dim = shape
@@ -111,17 +111,14 @@ def _rows_of(
         forwards["flex"] = partial(flex, *qkv)
         backwards["flex"] = partial(torch.autograd.grad, graph, leaves, dout, retain_graph=True)
     for op, calls in (("attention", forwards), ("attention_backward", backwards)):
-        target = targets.get(f"{op} {name}", targets.get(name))
         times = interleaved(calls, device="cuda", rounds=_ROUNDS)
         row = make_row(f"{op} {case}", times, against="without", target=target, **errors)
         yield row
         if "flex" in calls:
-            over = row.over("flex", {})
-            over.target = targets.get(f"{name} over flex", targets.get("over flex"))
-            yield over
+            yield row.over("flex")
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Packed documents, a window, left padding, soft-capped scores and sinks."""
     torch.manual_seed(0)
     shape = batch, nheads, seqlen, dim = 2, 16, 8192, 128
@@ -131,16 +128,14 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
     def same_document(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (row >= key) & (ids[b, row] == ids[b, key])
 
-    yield from _rows_of(
-        "packed documents of 512", shape, {"key_start": starts}, same_document, targets
-    )
+    yield from _rows_of("packed documents of 512", shape, {"key_start": starts}, same_document)
 
     window = 1024
 
     def near(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (row >= key) & (row - key < window)
 
-    yield from _rows_of(f"window {window}", shape, {"window": window}, near, targets)
+    yield from _rows_of(f"window {window}", shape, {"window": window}, near)
 
     pads = torch.tensor([2048, 0, 1024, 512], device="cuda", dtype=torch.int32)
 
@@ -149,12 +144,11 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
 
     shape = (4, nheads, 4096, dim)
     share = _live_share([[4096] * pad + [pad] * (4096 - pad) for pad in pads.tolist()])
-    beyond = {**targets, "left padding": round(share + _BEYOND, 3)}
-    yield from _rows_of("left padding", shape, {"leftpad": pads}, token, beyond)
+    yield from _rows_of("left padding", shape, {"leftpad": pads}, token, round(share + _BEYOND, 3))
 
     def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return row >= key
 
     sink = torch.randn(nheads, device="cuda")
     for name, masks in (("softcap", {"softcap": 50.0}), ("sink", {"sink": sink})):
-        yield from _rows_of(name, shape, masks, causal, targets)
+        yield from _rows_of(name, shape, masks, causal)

@@ -191,13 +191,7 @@ def _with_gradient(function: Function, tensors: list[Tensor], dy: Tensor) -> Cal
     return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
 
 
-def _target(case: str, targets: dict[str, float]) -> float | None:
-    """The target of the longest name that the case begins with."""
-    names = [name for name in targets if case.startswith(name)]
-    return targets[max(names, key=len)] if names else targets.get("every case")
-
-
-def _llama_rows(targets: dict[str, float]) -> Iterator[Row]:
+def _llama_rows() -> Iterator[Row]:
     """The training step of a Llama of 4 M parameters, beside the stock model."""
     import transformers
 
@@ -229,18 +223,17 @@ def _llama_rows(targets: dict[str, float]) -> Iterator[Row]:
                 f"{case}, {threads} thread{'s' if threads > 1 else ''}",
                 interleaved(steps, device="cpu"),
                 against="eager",
-                target=_target(case, targets),
                 error=abs(losses["ours"] / losses["eager"] - 1),
                 eager_error=0.0,
                 allowed_error=1e-5 if dtype == torch.float32 else 1e-2,
             )
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     before = torch.get_num_threads()
     try:
-        yield from _llama_rows(targets)
+        yield from _llama_rows()
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(0)
             for case, ours, eager, tensors in _cases(dtype):
@@ -266,7 +259,6 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
                             f"{name}, {threads} thread{'s' if threads > 1 else ''}",
                             interleaved(variants, device="cpu"),
                             against="eager",
-                            target=_target(case, targets),
                             **errors,
                         )
     finally:

@@ -42,7 +42,7 @@ def _row(case: str, us: dict[str, Timing], roof_us: float, out: Tensor, *others:
     eager, exact = others
     errors = judged(out, eager, exact, 3 * (eager.double() - exact).abs().max().item() + 1e-6)
     times = {**us, _ROOFLINE: Timing(roof_us, roof_us, roof_us)}
-    return make_row(case, times, against=_ROOFLINE, target=None, **errors)
+    return make_row(case, times, against=_ROOFLINE, **errors)
 
 
 def _seen(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _decode(seqlen: int, rate: float) -> Row:
     return _row(f"{case}: {seqlen}", us, cache_bytes / rate, out, eager, exact)
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """For every point, the time of ours, of the peers, and at the roofline."""
     flops = _FLOPS.get(torch.cuda.get_device_capability())
     if flops is None:

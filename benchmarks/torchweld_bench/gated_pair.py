@@ -6,20 +6,17 @@ eager, torch.compile and Liger's SwiGLU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, free, in_turn, installed, largest_error
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.cases import Function, drawn, judged_dx, leaves, trained
+from torchweld_bench.common import dtype_text, free, installed
+from torchweld_bench.results import Row
 
-_ROUNDS = 7
-_CHECKED_ROWS = 64
 # (rows, K, N) of Llama 3.2 1B, Llama 3.1 8B, Qwen 3 0.6B, Llama 2 7B with few rows, and of a
 # generation step of Llama 3.2 1B.
 _SIZES = (
@@ -31,65 +28,16 @@ _SIZES = (
 )
 
 
+def _gate(left: Tensor, right: Tensor) -> Tensor:
+    return F.silu(left) * right
+
+
 def _eager(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return F.silu(F.linear(x, left)) * F.linear(x, right)
 
 
 def _packed(x: Tensor, weight: Tensor) -> Tensor:
     return ops.gated_linear(x, weight, gate="swiglu")
-
-
-def _liger() -> Callable[..., Tensor] | None:
-    gate = installed("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
-    if gate is None:
-        return None
-    return lambda x, left, right: gate.apply(F.linear(x, left), F.linear(x, right))
-
-
-def _errors(x: Tensor, left: Tensor, right: Tensor) -> dict[str, float]:
-    """The errors of dx for some rows."""
-
-    def dx(function: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
-        some = x[:_CHECKED_ROWS].detach().to(dtype).requires_grad_()
-        weights = (t.detach().to(dtype) for t in (left, right))
-        return torch.autograd.grad(function(some, *weights).sum(), some)[0]
-
-    exact, of_eager = dx(_eager, torch.float64), dx(_eager, x.dtype)
-    eager_error = largest_error(of_eager, exact)
-    return {
-        "error": largest_error(dx(ops.gated_linear_pair, x.dtype), exact),
-        "eager_error": eager_error,
-        "allowed_error": 3 * eager_error,
-    }
-
-
-def _case(case: str, operands: list[Tensor], targets: dict[str, float]) -> Iterator[Row]:
-    x, left, right = operands
-    packed = [x, torch.cat([left.detach(), right.detach()]).requires_grad_()]
-    functions: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
-        "ours": (ops.gated_linear_pair, operands),
-        "gated_linear": (_packed, packed),
-        "eager": (_eager, operands),
-        "torch.compile": (torch.compile(_eager), operands),
-    }
-    liger = _liger()
-    if liger is not None:
-        functions["Liger"] = liger, operands
-    dy = torch.randn(x.shape[0], left.shape[0], device="cuda", dtype=x.dtype)
-    plain: dict[str, Callable[[], Any]] = {}
-    trained: dict[str, Callable[[], Any]] = {}
-    for name, (f, args) in functions.items():
-        values = [t.detach() for t in args]
-        plain[name] = lambda f=f, values=values: f(*values)
-        trained[name] = lambda f=f, args=args: torch.autograd.grad(f(*args), args, dy)
-    errors = _errors(*operands)
-    for what, calls in (("forward", plain), ("forward and backward", trained)):
-        graphs = {name: in_turn([call], 1) for name, call in calls.items()}
-        times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
-        for peer in ("gated_linear", "torch.compile", "eager", "Liger"):
-            if peer in times:
-                name = f"{case}, {what} over {peer}"
-                yield make_row(name, times, against=peer, target=targets.get(name), **errors)
 
 
 def _two_ops(x: Tensor, left: Tensor, right: Tensor, down: Tensor) -> Tensor:
@@ -100,72 +48,57 @@ def _eager_mlp(x: Tensor, left: Tensor, right: Tensor, down: Tensor) -> Tensor:
     return F.linear(_eager(x, left, right), down)
 
 
-def _gate(left: Tensor, right: Tensor) -> Tensor:
-    return F.silu(left) * right
-
-
-def _trained_case(
-    case: str,
-    functions: dict[str, Callable[..., Tensor]],
-    eager: Callable[..., Tensor],
-    operands: list[Tensor],
-    targets: dict[str, float],
-) -> Iterator[Row]:
-    """Forward and backward of "ours" against every other function."""
-    ours, dy = functions["ours"], torch.randn_like(operands[0])
-    graphs: dict[str, Any] = {}
-    for name, f in functions.items():
-        graphs[name] = in_turn([lambda f=f: torch.autograd.grad(f(*operands), operands, dy)], 1)
-    times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
-
-    def dx(function: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
-        rows = [t[:_CHECKED_ROWS] if t.shape == dy.shape else t for t in operands]
-        given = [t.detach().to(dtype) for t in rows]
-        given[0].requires_grad_()
-        return torch.autograd.grad(function(*given).sum(), given[0])[0]
-
-    exact = dx(eager, torch.float64)
-    eager_error = largest_error(dx(eager, dy.dtype), exact)
-    errors = {
-        "error": largest_error(dx(ours, dy.dtype), exact),
-        "eager_error": eager_error,
-        "allowed_error": 3 * eager_error,
+def _rows_of(m: int, k: int, n: int) -> Iterator[Row]:
+    x, left, right, down = leaves(
+        drawn(m, k), *(drawn(n, k, std=k**-0.5) for _ in range(2)), drawn(k, n, std=n**-0.5)
+    )
+    silu_mul = installed("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
+    functions: dict[str, Function] = {
+        "ours": ops.gated_linear_pair,
+        "gated_linear": _packed,
+        "torch.compile": torch.compile(_eager),
+        "eager": _eager,
     }
-    for peer in functions:
-        if peer != "ours":
-            name = f"{case}, forward and backward over {peer}"
-            yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+    if silu_mul is not None:
+        functions["Liger"] = lambda x, left, right: silu_mul.apply(
+            F.linear(x, left), F.linear(x, right)
+        )
+    pair, packed = [x, left, right], leaves(x, torch.cat([left, right]))
+    dtype = dtype_text(x.dtype)
+    yield from trained(
+        f"gated_linear_pair ({m}, {k}, {n}) {dtype}",
+        functions,
+        pair,
+        judged_dx(ops.gated_linear_pair, _eager, pair),
+        others={"gated_linear": packed},
+        forward=functions,
+        backward=functions,
+    )
+    functions = {
+        "ours": ops.gated_mlp,
+        "gated_linear_pair": _two_ops,
+        "torch.compile": torch.compile(_eager_mlp),
+    }
+    errors = judged_dx(ops.gated_mlp, _eager_mlp, [*pair, down])
+    case = f"gated_mlp ({m}, {k}, {n}) {dtype}"
+    yield from trained(case, functions, [*pair, down], errors, backward=functions)
+    functions = {
+        "ours": ops.gated_activation,
+        "eager": _gate,
+        "torch.compile": torch.compile(_gate),
+    }
+    if silu_mul is not None:
+        functions["Liger"] = silu_mul.apply
+    branches = leaves(drawn(m, n), drawn(m, n))
+    errors = judged_dx(ops.gated_activation, _gate, branches, cut=(0, 1))
+    case = f"gated_activation ({m}, {n}) {dtype}"
+    yield from trained(case, functions, branches, errors, backward=functions)
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Every case of the family, measured lazily."""
-    for m, k, n in _SIZES:
+    for size in _SIZES:
         torch._dynamo.reset()
         free()
         torch.manual_seed(0)
-        x = torch.randn(m, k, device="cuda").bfloat16().requires_grad_()
-        weights = [
-            (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16().requires_grad_()
-            for _ in range(2)
-        ]
-        case = f"gated_linear_pair ({m}, {k}, {n}) {dtype_text(x.dtype)}"
-        yield from _case(case, [x, *weights], targets)
-        down = (torch.randn(k, n, device="cuda") * n**-0.5).bfloat16().requires_grad_()
-        case = case.replace("gated_linear_pair", "gated_mlp")
-        functions = {
-            "ours": ops.gated_mlp,
-            "gated_linear_pair": _two_ops,
-            "torch.compile": torch.compile(_eager_mlp),
-        }
-        yield from _trained_case(case, functions, _eager_mlp, [x, *weights, down], targets)
-        branches = [torch.randn(m, n, device="cuda").bfloat16().requires_grad_() for _ in range(2)]
-        functions = {
-            "ours": ops.gated_activation,
-            "eager": _gate,
-            "torch.compile": torch.compile(_gate),
-        }
-        silu_mul = installed("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
-        if silu_mul is not None:
-            functions["Liger"] = silu_mul.apply
-        case = f"gated_activation ({m}, {n}) {dtype_text(x.dtype)}"
-        yield from _trained_case(case, functions, _gate, branches, targets)
+        yield from _rows_of(*size)

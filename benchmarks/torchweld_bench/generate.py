@@ -71,7 +71,7 @@ def _timed(calls: dict[str, Callable[[], Tensor]], *, compiled: bool) -> dict[st
     return times
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """For each model, prefill; then decoding, in eager mode and compiled with a static cache."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -83,12 +83,12 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = cls._from_config(config, attn_implementation="sdpa").eval()
-        yield from _rows(name, model, targets)
+        yield from _rows(name, model)
         del model
         free()
 
 
-def _rows(name: str, exact: nn.Module, targets: dict[str, float]) -> Iterator[Row]:
+def _rows(name: str, exact: nn.Module) -> Iterator[Row]:
     """The rows of a float32 model, whose name they begin with."""
     stock = copy.deepcopy(exact).bfloat16()
     fused = copy.deepcopy(stock)
@@ -104,7 +104,6 @@ def _rows(name: str, exact: nn.Module, targets: dict[str, float]) -> Iterator[Ro
             case,
             times,
             against="stock sdpa",
-            target=targets.get(case),
             error=errors[0],
             eager_error=errors[1],
             allowed_error=3 * errors[1],

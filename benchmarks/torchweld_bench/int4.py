@@ -42,9 +42,7 @@ def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
 
 
-def _cases(
-    m: int, k: int, n: int, dtype: torch.dtype, rate: float, targets: dict[str, float]
-) -> Iterator[Row]:
+def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[Row]:
     """One matmul; a row for each peer that has a target."""
     linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=dtype)
     module = Int4Linear.from_linear(linear, _GROUP)
@@ -77,16 +75,14 @@ def _cases(
     allowed = 3 * largest_error(eager, reference) + 1e-6
     errors = judged(module(x)[:_CHECKED_ROWS], eager, reference, allowed)
     case = f"int4 ({m}, {k}, {n}) {dtype_text(dtype)}"
-    row = make_row(case, us, against="cublas", target=targets.get(case), **errors)
+    row = make_row(case, us, against="cublas", **errors)
     yield row
     others = ["int4pack_mm"] if "int4pack_mm" in us else []
     for peer in others + ([_FLOOR] if m <= _DECODE_UP_TO else []):
-        yield row.over(peer, targets)
+        yield row.over(peer)
 
 
-def gradient_rows(
-    m: int, k: int, n: int, dtype: torch.dtype, device: str, targets: dict[str, float]
-) -> Iterator[Row]:
+def gradient_rows(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> Iterator[Row]:
     """The gradient to x of one matmul, over cuBLAS and over the forward."""
     linear = torch.nn.Linear(k, n, bias=False, device=device, dtype=dtype)
     module = Int4Linear.from_linear(linear, _GROUP)
@@ -103,23 +99,23 @@ def gradient_rows(
     allowed = 3 * largest_error(eager, reference) + 1e-6
     errors = judged(calls["ours"]()[:_CHECKED_ROWS], eager, reference, allowed)
     case = f"int4 dx ({m}, {k}, {n}) {dtype_text(dtype)}"
-    row = make_row(case, us, against="cublas", target=targets.get(case), **errors)
+    row = make_row(case, us, against="cublas", **errors)
     yield row
-    yield row.over(_FORWARD, targets)
+    yield row.over(_FORWARD)
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     torch.manual_seed(0)
     rate = read_rate()
     brain, half, single = torch.bfloat16, torch.float16, torch.float32
     for k, n in ((4096, 4096), (4096, 14336)):
         for m in (1, 4, 8, 16, 32, 64, 128, 256, 1024, 4096):
-            yield from _cases(m, k, n, brain, rate, targets)
+            yield from _cases(m, k, n, brain, rate)
             if m >= _GRADIENTS_FROM:
-                yield from gradient_rows(m, k, n, brain, "cuda", targets)
-    yield from _cases(1, 14336, 4096, brain, rate, targets)
-    yield from _cases(16, 4096, 14336, half, rate, targets)
-    yield from _cases(256, 4096, 14336, half, rate, targets)
-    yield from _cases(1, 4096, 14336, single, rate, targets)
-    yield from _cases(256, 4096, 14336, single, rate, targets)
+                yield from gradient_rows(m, k, n, brain, "cuda")
+    yield from _cases(1, 14336, 4096, brain, rate)
+    yield from _cases(16, 4096, 14336, half, rate)
+    yield from _cases(256, 4096, 14336, half, rate)
+    yield from _cases(1, 4096, 14336, single, rate)
+    yield from _cases(256, 4096, 14336, single, rate)

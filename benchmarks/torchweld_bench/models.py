@@ -169,7 +169,7 @@ def _peak(step: Callable[[], Tensor]) -> Timing:
     return peak_memory(step, held=0)
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Rows of times in microseconds and of peak memory in MiB, optimizer and weights included."""
     for case in _CASES:
         if case.lora is not None and installed("peft", "get_peft_model") is None:
@@ -186,7 +186,6 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
                 name,
                 values,
                 against=_STOCK,
-                target=targets.get(name),
                 error=abs(losses["ours"] / losses[_STOCK] - 1),
                 eager_error=0.0,
                 allowed_error=_LOSS_RTOL,
@@ -194,6 +193,6 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
             yield row
             for peer in (_COMPILED, _LIGER):
                 if peer in values:
-                    yield row.over(peer, targets)
+                    yield row.over(peer)
         del steps
         free()

@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, in_turn, installed, judged, two_roundings
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.cases import (
+    CHECKED_ROWS,
+    Call,
+    Function,
+    captured,
+    checked,
+    drawn,
+    gradients,
+    judged,
+    leaves,
+    measured,
+)
+from torchweld_bench.common import dtype_text, installed
+from torchweld_bench.results import Row
 
 _SHAPES = ((16384, 4096), (16384, 2048), (4096, 8192), (1024, 4096), (8192, 768))
-_CHECKED = 64  # the number of rows that are checked
 _EPS = 1e-6
-
-Call = Callable[[], Any]
-
-
-def _randn(dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
 def _llama(x: Tensor, weight: Tensor) -> Tensor:
@@ -46,9 +50,9 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weight, bias, _EPS)
 
 
-def _peers() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """RMSNorms of packages that are installed, as functions of x and weight."""
-    found: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+def _peers() -> dict[str, Function]:
+    """RMSNorms of Hugging Face and of packages that are installed, as functions of x and weight."""
+    found: dict[str, Function] = {"HF eager": _llama}
     quack = installed("quack", "rmsnorm")
     if quack is not None:
         found["quack"] = lambda x, weight: quack(x, weight, eps=_EPS)
@@ -58,58 +62,42 @@ def _peers() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     return found
 
 
-def _of(op: str) -> tuple[Callable[..., Tensor], Callable[..., Any], int]:
-    """Eager's norm, ours, and the number of vectors."""
-    if op.endswith("rms_norm"):
-        return _rms, lambda *args: getattr(ops, op)(*args, eps=_EPS), 1
-    return _layer, lambda *args: getattr(ops, op)(*args, eps=_EPS), 2
+def _of(op: str) -> tuple[Callable[..., Tensor], int]:
+    """Eager's norm, and the number of vectors."""
+    return (_rms, 1) if op.endswith("rms_norm") else (_layer, 2)
 
 
-def _forward(
-    op: str, shape: tuple[int, int], dtype: torch.dtype, targets: dict[str, float]
-) -> Iterator[Row]:
-    eager, ours, count = _of(op)
-    x, residual, out, total = (_randn(dtype, *shape) for _ in range(4))
-    vectors = [_randn(dtype, shape[1]) for _ in range(count)]
+def _forward(op: str, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Row]:
+    eager, count = _of(op)
+    x, residual, out, total = (drawn(*shape, dtype=dtype) for _ in range(4))
+    vectors = [drawn(shape[1], dtype=dtype) for _ in range(count)]
     adds = op.startswith("add_")
 
     def composite(x: Tensor, residual: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
         return eager(total, *vectors), total
 
-    inputs = [x, residual, *vectors] if adds else [x, *vectors]
-    reference_of = composite if adds else eager
-    compiled = torch.compile(reference_of, dynamic=False)
-
     def copy() -> None:
         out.copy_(x)
         if adds:
             total.copy_(residual)
 
+    ours, formula = partial(getattr(ops, op), eps=_EPS), composite if adds else eager
+    inputs = [x, residual, *vectors] if adds else [x, *vectors]
     calls: dict[str, Call] = {
-        "ours": lambda: ours(*inputs),
+        "ours": partial(ours, *inputs),
         "copy": copy,
-        "torch.compile": lambda: compiled(*inputs),
-        "eager": lambda: reference_of(*inputs),
+        "torch.compile": partial(torch.compile(formula, dynamic=False), *inputs),
+        "eager": partial(formula, *inputs),
     }
     if op == "rms_norm":
-        calls["HF eager"] = lambda: _llama(x, *vectors)
-        for name, peer in _peers().items():
-            calls[name] = lambda peer=peer: peer(x, *vectors)
-    few = [t[:_CHECKED] if t.dim() == 2 else t for t in inputs]
-    first = few[0] + few[1] if adds else few[0]
-    reference = eager(first.double(), *(v.double() for v in vectors))
+        calls |= {name: partial(f, x, *vectors) for name, f in _peers().items()}
+    few = [t[:CHECKED_ROWS] if t.dim() == 2 else t for t in inputs]
     got = ours(*few)[0] if adds else ours(*few)
+    first = few[0] + few[1] if adds else few[0]
+    errors = checked(got, eager, [first, *vectors])
     case = f"{op} {shape} {dtype_text(dtype)}"
-    row = make_row(
-        case,
-        interleaved({n: in_turn([c], 1) for n, c in calls.items()}, device="cuda"),
-        against="copy",
-        target=targets.get(case),
-        **judged(got, eager(first, *vectors), reference),
-    )
-    yield row
-    yield row.over("torch.compile", targets)
+    return measured(case, captured(calls), errors, "copy", ["torch.compile"])
 
 
 @contextlib.contextmanager
@@ -123,81 +111,60 @@ def _capture_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(graph.default_capture_stream)
 
 
-def _backward(
-    op: str, shape: tuple[int, int], dtype: torch.dtype, targets: dict[str, float]
-) -> Iterator[Row]:
-    eager, _, count = _of(op)
-    dy, x, dsum, out = (_randn(dtype, *shape) for _ in range(4))
-    vectors = [_randn(dtype, shape[1]) for _ in range(count)]
+def _backward(op: str, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Row]:
+    eager, count = _of(op)
+    dy, x, dsum, out = (drawn(*shape, dtype=dtype) for _ in range(4))
+    vectors = [drawn(shape[1], dtype=dtype) for _ in range(count)]
     adds = op.startswith("add_")
     statistics = getattr(ops, f"{op.removeprefix('add_')}_forward")(x, *vectors, eps=_EPS)[1:]
-    mask = [True] * (1 + count)
-    ours = getattr(ops, f"{op}_backward")
-    last = [dsum] if adds else []
+    ours = partial(getattr(ops, f"{op}_backward"), output_mask=[True] * (1 + count))
 
     def run(rows: int = shape[0]) -> tuple[Tensor, ...]:
-        given = [t[:rows] for t in (dy, x)], [t[:rows] for t in (*statistics, *last)]
-        return ours(*given[0], vectors[0], *given[1], output_mask=mask)
+        last = [t[:rows] for t in (*statistics, *[dsum] * adds)]
+        return ours(dy[:rows], x[:rows], vectors[0], *last)
 
-    def through(function: Callable[..., Tensor]) -> Call:
-        leaves = [t.detach().requires_grad_() for t in (x, *vectors)]
+    def through(function: Function) -> Call:
+        given = leaves(x, *vectors)
         # run forward on the capture stream, because backward runs on the stream of forward
         with _capture_stream():
-            y = function(*leaves)
+            y = function(*given)
 
         def backward() -> None:
-            dx, *_ = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+            dx, *_ = torch.autograd.grad(y, given, dy, retain_graph=True)
             if adds:
                 dx.add_(dsum)
 
         return backward
 
-    def move() -> None:
-        torch.add(dy, x, out=out)
-
     calls: dict[str, Call] = {
         "ours": run,
-        "move": move,
+        "move": lambda: torch.add(dy, x, out=out),
         "torch.compile": through(torch.compile(eager, dynamic=False)),
         "eager": through(eager),
     }
     if op == "rms_norm":
-        calls["HF eager"] = through(_llama)
-        for name, peer in _peers().items():
-            calls[name] = through(peer)
+        calls |= {name: through(f) for name, f in _peers().items()}
     if adds:  # the yardstick with a sum: adding two matrices into a third in one pass
         add_three = torch.compile(lambda a, b, c: a + b + c, dynamic=False)
         calls["move"] = lambda: add_three(dy, x, dsum)
-    few = [t[:_CHECKED].detach().double().requires_grad_() for t in (x,)]
-    y = eager(*few, *(v.double() for v in vectors))
-    (reference,) = torch.autograd.grad(y, few, dy[:_CHECKED].double())
-    part = [x[:_CHECKED].detach().requires_grad_()]
-    (eager_dx,) = torch.autograd.grad(eager(*part, *vectors), part, dy[:_CHECKED])
-    if adds:
-        reference, eager_dx = reference + dsum[:_CHECKED].double(), eager_dx + dsum[:_CHECKED]
+
+    def dx(dtype: torch.dtype) -> Tensor:
+        few, dy_few, dsum_few = (t[:CHECKED_ROWS].to(dtype) for t in (x, dy, dsum))
+        given = leaves(few, *(v.to(dtype) for v in vectors))
+        found = gradients(eager, given, dy_few)()[0]
+        return found + dsum_few if adds else found
+
+    errors = judged(run(CHECKED_ROWS)[0], dx(dtype), dx(torch.float64))
     case = f"{op}_backward {shape} {dtype_text(dtype)}"
-    row = make_row(
-        case,
-        interleaved({n: in_turn([c], 1) for n, c in calls.items()}, device="cuda"),
-        against="move",
-        target=targets.get(case),
-        **judged(
-            run(_CHECKED)[0],
-            eager_dx,
-            reference,
-            two_roundings(dtype, reference.abs().max().item()),
-        ),
-    )
-    yield row
-    yield row.over("torch.compile", targets)
+    return measured(case, captured(calls), errors, "move", ["torch.compile"])
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
         for shape in _SHAPES:
-            yield from _forward(op, shape, torch.bfloat16, targets)
-            yield from _backward(op, shape, torch.bfloat16, targets)
+            yield from _forward(op, shape, torch.bfloat16)
+            yield from _backward(op, shape, torch.bfloat16)
     for op in ("rms_norm", "layer_norm"):
-        yield from _forward(op, _SHAPES[0], torch.float32, targets)
-        yield from _backward(op, _SHAPES[0], torch.float32, targets)
+        yield from _forward(op, _SHAPES[0], torch.float32)
+        yield from _backward(op, _SHAPES[0], torch.float32)

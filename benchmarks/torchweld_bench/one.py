@@ -104,7 +104,6 @@ def rows(op: str, tensors: list[Tensor], peers: list[str]) -> Iterator[Row]:
             f"{op} {shapes} {dtype_text(dtype)} {kind}",
             interleaved(variants, device=device, sample_seconds=_SAMPLE_SECONDS),
             against=peers[0],
-            target=None,
             error=largest_error(ours(*tensors), reference),
             eager_error=eager_error,
             allowed_error=4 * eager_error + two_roundings(dtype, largest_magnitude(reference)),

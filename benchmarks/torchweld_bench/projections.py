@@ -4,20 +4,17 @@ one product with the packed weight (alone and behind rms_norm), and against eage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, free, in_turn, largest_error
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.cases import Function, drawn, judged_dx, leaves, trained
+from torchweld_bench.common import dtype_text, free
+from torchweld_bench.results import Row
 
-_ROUNDS = 7
-_CHECKED_ROWS = 64
 _EPS = 1e-6
 # Rows, K, N of each weight: Llama 3.2 1B, Llama 3.1 8B, Qwen 3 0.6B, and a step of generation of
 # the first.
@@ -46,67 +43,30 @@ def _product(x: Tensor, scale: Tensor, weight: Tensor) -> list[Tensor]:
     return [F.linear(x, weight)]
 
 
-def _errors(operands: list[Tensor]) -> dict[str, float]:
-    """The errors of dx for some rows."""
-
-    def dx(function: Callable[..., list[Tensor]], dtype: torch.dtype) -> Tensor:
-        x, *others = (t.detach().to(dtype) for t in operands)
-        some = x[:_CHECKED_ROWS].requires_grad_()
-        return torch.autograd.grad(torch.cat(function(some, *others), -1).sum(), some)[0]
-
-    exact, of_eager = dx(_eager, torch.float64), dx(_eager, operands[0].dtype)
-    eager_error = largest_error(of_eager, exact)
-    return {
-        "error": largest_error(dx(_ours, operands[0].dtype), exact),
-        "eager_error": eager_error,
-        "allowed_error": 3 * eager_error,
-    }
-
-
-def _case(case: str, operands: list[Tensor], targets: dict[str, float]) -> Iterator[Row]:
-    x, scale, *weights = operands
-    packed = [x, scale, torch.cat([w.detach() for w in weights]).requires_grad_()]
-    functions: dict[str, tuple[Callable[..., list[Tensor]], list[Tensor]]] = {
-        "ours": (_ours, operands),
-        "the bare product": (_product, packed),
-        "norm and product": (_packed, packed),
-        "torch.compile": (torch.compile(_eager), operands),
-        "eager": (_eager, operands),
-    }
-    dys = [torch.randn(x.shape[0], w.shape[0], device="cuda", dtype=x.dtype) for w in weights]
-    whole = [torch.cat(dys, -1)]
-    plain: dict[str, Callable[[], Any]] = {}
-    trained: dict[str, Callable[[], Any]] = {}
-    for name, (f, args) in functions.items():
-        values = [t.detach() for t in args]
-        plain[name] = lambda f=f, values=values: f(*values)
-        if name == "the bare product":
-            continue
-        grads = whole if args is packed else dys
-        trained[name] = lambda f=f, args=args, grads=grads: torch.autograd.grad(
-            f(*args), args, grads
-        )
-    errors = _errors(operands)
-    for what, calls in (("forward", plain), ("forward and backward", trained)):
-        graphs = {name: in_turn([call], 1) for name, call in calls.items()}
-        times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
-        for peer in functions:
-            if peer != "ours" and peer in times:
-                name = f"{case}, {what} over {peer}"
-                yield make_row(name, times, against=peer, target=targets.get(name), **errors)
-
-
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Every case of the family, measured lazily."""
     for m, k, sizes in _SIZES:
         torch._dynamo.reset()
         free()
         torch.manual_seed(0)
-        x = torch.randn(m, k, device="cuda").bfloat16().requires_grad_()
-        scale = torch.randn(k, device="cuda").bfloat16().requires_grad_()
-        weights = [
-            (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16().requires_grad_() for n in sizes
-        ]
+        x, scale, *weights = leaves(
+            drawn(m, k), drawn(k), *(drawn(n, k, std=k**-0.5) for n in sizes)
+        )
+        packed = leaves(x, scale, torch.cat(weights))
+        functions: dict[str, Function] = {
+            "ours": _ours,
+            "the bare product": _product,
+            "norm and product": _packed,
+            "torch.compile": torch.compile(_eager),
+            "eager": _eager,
+        }
         columns = " + ".join(map(str, sizes))
-        case = f"rms_norm_linears ({m}, {k}, {columns}) {dtype_text(x.dtype)}"
-        yield from _case(case, [x, scale, *weights], targets)
+        yield from trained(
+            f"rms_norm_linears ({m}, {k}, {columns}) {dtype_text(x.dtype)}",
+            functions,
+            [x, scale, *weights],
+            judged_dx(_ours, _eager, [x, scale, *weights]),
+            others=dict.fromkeys(("the bare product", "norm and product"), packed),
+            forward=functions,
+            backward=[name for name in functions if name != "the bare product"],
+        )

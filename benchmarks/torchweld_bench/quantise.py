@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 _8B = Shape("8 B", 4096, 14336, 1024, 32, 128256)
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -52,17 +52,17 @@ def rows(targets: dict[str, float]) -> Iterator[Row]:
         normal = torch.randn(256, 4096)
         heavy = torch.distributions.StudentT(3.0).sample((256, 4096))
         for name, weight in (("normal", normal), ("heavy tails", heavy)):
-            yield from _cases(name, weight.bfloat16(), targets)
+            yield from _cases(name, weight.bfloat16())
     finally:
         torch.set_num_threads(before)
     if torch.cuda.is_available():
-        yield from model_rows(_8B, "cuda", targets)
+        yield from model_rows(_8B, "cuda")
 
 
-def model_rows(shape: Shape, device: str, targets: dict[str, float]) -> Iterator[Row]:
+def model_rows(shape: Shape, device: str) -> Iterator[Row]:
     """The rows of a whole model on a device."""
-    yield from _quantised(shape, device, targets)
-    yield from _loaded(shape, device, targets)
+    yield from _quantised(shape, device)
+    yield from _loaded(shape, device)
 
 
 def _row(
@@ -70,7 +70,6 @@ def _row(
     ours: Timing,
     limit: str,
     allowed: Timing,
-    targets: dict[str, float],
     error: float = 0.0,
     rtn: float = 0.0,
 ) -> Row:
@@ -78,7 +77,6 @@ def _row(
         case,
         {"ours": ours, limit: allowed},
         against=limit,
-        target=targets.get(case, targets.get("every case")),
         error=error,
         eager_error=rtn,
         allowed_error=rtn,
@@ -89,13 +87,13 @@ def _exactly(value: float) -> Timing:
     return Timing(value, value, value)
 
 
-def _cases(name: str, weight: torch.Tensor, targets: dict[str, float]) -> Iterator[Row]:
+def _cases(name: str, weight: torch.Tensor) -> Iterator[Row]:
     errors = {m: round_weight(weight, _GROUP, m).quantisation_error for m in METHODS}
     calls = {m: lambda m=m: round_weight(weight, _GROUP, m) for m in METHODS}
     limit = _exactly(_LIMIT_US * weight.numel())
     for method, us in interleaved(calls, device="cpu", rounds=5).items():
         case = f"quantise {method} {name} {tuple(weight.shape)} bfloat16"
-        yield _row(case, us, _LIMIT, limit, targets, errors[method], errors["rtn"])
+        yield _row(case, us, _LIMIT, limit, errors[method], errors["rtn"])
 
 
 def _blocks(shape: Shape, device: str) -> nn.ModuleList:
@@ -133,7 +131,7 @@ def _bytes_in_use(model: nn.Module, device: str) -> int:
     return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
 
-def _quantised(shape: Shape, device: str, targets: dict[str, float]) -> Iterator[Row]:
+def _quantised(shape: Shape, device: str) -> Iterator[Row]:
     torch.manual_seed(0)
     rtn = 0.0
     for method in METHODS:  # "rtn" is the first
@@ -145,15 +143,15 @@ def _quantised(shape: Shape, device: str, targets: dict[str, float]) -> Iterator
         error = sum(report.errors.values()) / len(report.errors)
         rtn = rtn or error
         case = f"quantise {method} {shape.name} on {device}"
-        yield _row(case, _exactly(us), "60 s", _exactly(60e6), targets, error, rtn)
+        yield _row(case, _exactly(us), "60 s", _exactly(60e6), error, rtn)
         if method == "rtn":
             kept = (_bytes_in_use(model, device) - empty) / weights
             case = f"quantised {shape.name} on {device}, bytes a weight"
-            yield _row(case, _exactly(kept), "0.55 bytes", _exactly(0.55), targets)
+            yield _row(case, _exactly(kept), "0.55 bytes", _exactly(0.55))
         del model
 
 
-def _loaded(shape: Shape, device: str, targets: dict[str, float]) -> Iterator[Row]:
+def _loaded(shape: Shape, device: str) -> Iterator[Row]:
     """from_pretrained of a quantised model over reading its files to the device."""
     load = installed("transformers", "AutoModelForCausalLM")
     if load is None or installed("accelerate", "dispatch_model") is None:
@@ -179,7 +177,7 @@ def _loaded(shape: Shape, device: str, targets: dict[str, float]) -> Iterator[Ro
                 samples[what].append(_timed(call, device)[1])
     times = {what: summary(each) for what, each in samples.items()}
     case = f"load quantised {shape.name} on {device}"
-    yield _row(case, times["ours"], _READ, times[_READ], targets)
+    yield _row(case, times["ours"], _READ, times[_READ])
 
 
 def _save(shape: Shape, device: str, folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,11 @@ class Row:
     def falls_short(self) -> bool:
         return self.ratio is None or (self.target is not None and self.ratio > self.target)
 
-    def over(self, peer: str, targets: dict[str, float]) -> Row:
+    def over(self, peer: str) -> Row:
         """The same measurement against another peer."""
         case = f"{self.case} over {peer}"
         ratio = None if self.ratio is None else round(self.ours_us / self.peers_us[peer], 3)
-        target = targets.get(case)
-        return replace(self, case=case, against=peer, ratio=ratio, target=target, tokens=None)
+        return replace(self, case=case, against=peer, ratio=ratio, target=None, tokens=None)
 
 
 @dataclass
@@ -100,10 +100,10 @@ def make_row(
     times: dict[str, Timing],
     *,
     against: str,
-    target: float | None,
     error: float,
     eager_error: float,
     allowed_error: float,
+    target: float | None = None,
 ) -> Row:
     """A row from the timings of "ours" and the peers. A wrong answer has no ratio."""
     ours = times["ours"]
@@ -158,7 +158,7 @@ def new_report(family: str, device: str) -> Report:
 
 
 def load_targets(path: Path | None, family: str) -> dict[str, float]:
-    """The targets of a family by case; {} where there is no file."""
+    """The targets of a family by case, or by a pattern of cases; {} where there is no file."""
     if path is None or not path.is_file():
         return {}
     try:
@@ -166,6 +166,12 @@ def load_targets(path: Path | None, family: str) -> dict[str, float]:
     except ImportError:  # Python 3.10
         import tomli as tomllib
     return tomllib.loads(path.read_text()).get(family, {})
+
+
+def target_of(row: Row, targets: dict[str, float]) -> float | None:
+    """The target of the longest name, with `*` for any text, that fits; else the row's own."""
+    names = [name for name in targets if fnmatchcase(row.case, name)]
+    return targets[max(names, key=len)] if names else row.target
 
 
 def text_table(report: Report) -> str:

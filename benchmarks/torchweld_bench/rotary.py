@@ -4,24 +4,25 @@ function of Hugging Face in eager and under torch.compile, and Liger where it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import (
-    dtype_text,
-    free,
-    in_turn,
-    installed,
-    largest_error,
-    largest_magnitude,
-    two_roundings,
+from torchweld_bench.cases import (
+    Call,
+    Function,
+    captured,
+    checked,
+    drawn,
+    gradients,
+    leaves,
+    measured,
 )
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.common import dtype_text, free, installed
+from torchweld_bench.results import Row
 
 _ROUNDS = 11
 # (batch, heads of q, heads of k, seqlen, head_dim, rotary_dim) of Llama 3 8B with two sequence
@@ -61,25 +62,17 @@ def _tables(seqlen: int, size: int) -> list[Tensor]:
     return [angle.cos(), angle.sin()]
 
 
-def _case(
-    case: str, operands: list[Tensor], tables: list[Tensor], targets: dict[str, float]
-) -> Iterator[Row]:
-    q, k = (t.detach() for t in operands)
+def _rows_of(case: str, operands: list[Tensor], tables: list[Tensor]) -> Iterator[Row]:
+    q, k = operands
     results = [torch.empty_like(t) for t in operands]
-    exact = eager_rotary(q[:1].double(), k[:1].double(), *(t.double() for t in tables))
-    ours = ops.rotary(q[:1], k[:1], *tables)
-    eager = eager_rotary(q[:1], k[:1], *tables)
-    errors = {
-        "error": max(map(largest_error, ours, exact)),
-        "eager_error": max(map(largest_error, eager, exact)),
-        "allowed_error": two_roundings(q.dtype, largest_magnitude(exact[0])),
-    }
+    few = [q[:1], k[:1], *tables]
+    errors = checked(ops.rotary(*few), eager_rotary, few)
 
     def copy() -> None:
         results[0].copy_(q)
         results[1].copy_(k)
 
-    functions: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    functions: dict[str, Function] = {
         "ours": ops.rotary,
         "eager": eager_rotary,
         "torch.compile": torch.compile(eager_rotary),
@@ -90,53 +83,46 @@ def _case(
     # Liger overwrites its arguments, so it gets copies.
     given = {name: [q.clone(), k.clone()] if name == "Liger" else [q, k] for name in functions}
 
-    def gradients(function: Callable[..., Any], tensors: list[Tensor]) -> Callable[[], Any]:
+    def both(name: str) -> Call:
         # Pass views of the leaves, because autograd does not allow Liger to overwrite a leaf.
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        douts = [torch.randn_like(t) for t in tensors]
-        return lambda: torch.autograd.grad(
-            function(*(t.view_as(t) for t in leaves), *tables), leaves, douts
+        return gradients(
+            lambda *t: functions[name](*(x.view_as(x) for x in t), *tables),
+            leaves(*given[name]),
+            [torch.randn_like(t) for t in operands],
         )
 
-    calls: dict[str, Callable[[], Any]] = {
-        name: (lambda f=f, a=given[name]: f(*a, *tables)) for name, f in functions.items()
-    }
-    backward = {
-        "ours": lambda: ops.rotary_backward(q, k, *tables, output_mask=[True, True]),
-        "copy": copy,
-    }
-    both = {name: gradients(f, given[name]) for name, f in functions.items()}
-    for what, variants, against in (
-        ("forward", {**calls, "copy": copy}, ("copy", "torch.compile", "Liger")),
-        ("backward", backward, ("copy",)),
-        ("forward and backward", both, ("torch.compile", "Liger")),
-    ):
-        graphs = {name: in_turn([call], 1) for name, call in variants.items()}
-        times = interleaved(graphs, device="cuda", rounds=_ROUNDS)
-        for peer in against:
-            if peer in times:
-                name = f"{case}, {what} over {peer}"
-                yield make_row(name, times, against=peer, target=targets.get(name), **errors)
+    for what, calls, over in (
+        (
+            "forward",
+            {**{n: partial(f, *given[n], *tables) for n, f in functions.items()}, "copy": copy},
+            ["copy", "torch.compile", "Liger"],
+        ),
+        (
+            "backward",
+            {"ours": partial(ops.rotary_backward, q, k, *tables, output_mask=[True, True]),
+             "copy": copy},
+            ["copy"],
+        ),
+        ("forward and backward", {n: both(n) for n in functions}, ["torch.compile", "Liger"]),
+    ):  # fmt: skip
+        yield from measured(f"{case}, {what}", captured(calls), errors, over=over, rounds=_ROUNDS)
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Every case of the family, measured lazily."""
     for batch, nheads, nheads_k, seqlen, head_dim, rotary_dim in _SIZES:
         torch._dynamo.reset()
         free()
         torch.manual_seed(0)
-        operands = [
-            torch.randn(batch, seqlen, n, head_dim, device="cuda").bfloat16().transpose(1, 2)
-            for n in (nheads, nheads_k)
-        ]
+        operands = [drawn(batch, seqlen, n, head_dim).transpose(1, 2) for n in (nheads, nheads_k)]
         case = f"rotary ({batch}, {nheads} + {nheads_k}, {seqlen}, {head_dim})"
         if rotary_dim < head_dim:
             case += f" rotary_dim {rotary_dim}"
         case += f" {dtype_text(operands[0].dtype)}"
         wide = _tables(seqlen, rotary_dim)
-        yield from _case(case, operands, [t.bfloat16() for t in wide], targets)
+        yield from _rows_of(case, operands, [t.bfloat16() for t in wide])
         if (seqlen, head_dim) == (4096, 128) and rotary_dim == head_dim:
-            yield from _case(f"{case}, float32 tables", operands, wide, targets)
+            yield from _rows_of(f"{case}, float32 tables", operands, wide)
             dense = [t.contiguous() for t in operands]
             narrow = [t.bfloat16() for t in wide]
-            yield from _case(f"{case}, heads before positions", dense, narrow, targets)
+            yield from _rows_of(f"{case}, heads before positions", dense, narrow)

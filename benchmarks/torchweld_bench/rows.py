@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, judged, two_roundings
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.cases import CHECKED_ROWS, Call, checked, drawn, judged, measured
+from torchweld_bench.common import dtype_text, two_roundings
+from torchweld_bench.results import Row
 
 _BYTES = 256 << 20
-_CHECKED_ROWS = 64
 _COMPILED = "torch.compile"
 _LONG = 65536  # torch reads rows of at least this length more than once
 _SUMS = (
@@ -26,130 +26,98 @@ _SUMS = (
 )
 
 
-def _softmax(
-    rows: int, n: int, dtype: torch.dtype, targets: dict[str, float], *others: str
-) -> Iterator[Row]:
+def _softmax(rows: int, n: int, dtype: torch.dtype, *others: str) -> Iterator[Row]:
     """A row against a copy, and one against each other peer."""
-    x = torch.randn(rows, n, device="cuda", dtype=dtype) * 2
+    x = drawn(rows, n, dtype=dtype, std=2.0)
     y = torch.empty_like(x)
-    reference = x[:_CHECKED_ROWS].double().softmax(-1)
-    case = f"softmax ({rows}, {n}) {dtype_text(dtype)}"
-    calls = {
+    calls: dict[str, Call] = {
         "ours": lambda: ops.softmax(x),
         "copy": lambda: y.copy_(x),
-        "torch": lambda: torch.softmax(x, -1),
+        "torch": lambda: _eager_softmax(x),
     }
     if _COMPILED in others:
-        compiled = torch.compile(lambda x: torch.softmax(x, -1))
+        compiled = torch.compile(_eager_softmax)
         calls[_COMPILED] = lambda: compiled(x)
-    row = make_row(
-        case,
-        interleaved(calls, device="cuda"),
-        against="copy",
-        target=targets.get(case),
-        **judged(ops.softmax(x)[:_CHECKED_ROWS], torch.softmax(x[:_CHECKED_ROWS], -1), reference),
-    )
-    yield row
-    for peer in others:
-        yield row.over(peer, targets)
+    errors = checked(ops.softmax(x)[:CHECKED_ROWS], _eager_softmax, [x[:CHECKED_ROWS]])
+    return measured(f"softmax ({rows}, {n}) {dtype_text(dtype)}", calls, errors, "copy", others)
 
 
-def _softmax_backward(n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
+def _eager_softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _softmax_gradient(dy: Tensor, y: Tensor) -> Tensor:
+    return y * (dy - (y * dy).sum(-1, keepdim=True))
+
+
+def _softmax_backward(n: int, dtype: torch.dtype) -> Iterator[Row]:
     rows = _BYTES // (n * dtype.itemsize)
-    y = torch.randn(rows, n, device="cuda", dtype=dtype).softmax(-1)
-    dy = torch.randn_like(y)
+    y, dy = drawn(rows, n, dtype=dtype).softmax(-1), drawn(rows, n, dtype=dtype)
     out = torch.empty_like(y)
-    part_y, part_dy = y[:_CHECKED_ROWS].double(), dy[:_CHECKED_ROWS].double()
-    reference = part_y * (part_dy - (part_y * part_dy).sum(-1, keepdim=True))
-    case = f"softmax_backward ({rows}, {n}) {dtype_text(dtype)}"
-    eager = torch._softmax_backward_data(dy, y, -1, dtype)[:_CHECKED_ROWS]
-    return make_row(
-        case,
-        interleaved(
-            {
-                "ours": lambda: ops.softmax_backward(dy, y),
-                "move 3": lambda: torch.add(y, dy, out=out),
-                "torch": lambda: torch._softmax_backward_data(dy, y, -1, dtype),
-            },
-            device="cuda",
-        ),
-        against="move 3",
-        target=targets.get(case),
-        **judged(ops.softmax_backward(dy, y)[:_CHECKED_ROWS], eager, reference),
-    )
+    calls: dict[str, Call] = {
+        "ours": lambda: ops.softmax_backward(dy, y),
+        "move 3": lambda: torch.add(y, dy, out=out),
+        "torch": lambda: torch._softmax_backward_data(dy, y, -1, dtype),
+    }
+    few = dy[:CHECKED_ROWS], y[:CHECKED_ROWS]
+    exact = _softmax_gradient(*(t.double() for t in few))
+    eager = torch._softmax_backward_data(*few, -1, dtype)
+    errors = judged(ops.softmax_backward(dy, y)[:CHECKED_ROWS], eager, exact)
+    return measured(f"softmax_backward ({rows}, {n}) {dtype_text(dtype)}", calls, errors, "move 3")
 
 
-def _causal_softmax(
-    batch: int, seqlen: int, padded: bool, dtype: torch.dtype, targets: dict[str, float]
-) -> Row:
-    x = torch.randn(batch, seqlen, seqlen, device="cuda", dtype=dtype)
+def _causal_softmax(batch: int, seqlen: int, padded: bool, dtype: torch.dtype) -> Iterator[Row]:
+    x = drawn(batch, seqlen, seqlen, dtype=dtype)
     y = torch.empty_like(x)
     pad = seqlen // 2 if padded else 0
     leftpad = torch.full((batch,), pad, device="cuda", dtype=torch.int32)
     hidden = torch.ones(seqlen, seqlen, device="cuda", dtype=torch.bool).triu(1)
     hidden[:, :pad] = True
 
-    def eager(x: torch.Tensor) -> torch.Tensor:
+    def eager(x: Tensor) -> Tensor:
         return x.masked_fill(hidden, float("-inf")).softmax(-1)
 
-    reference = eager(x[:1].double()).nan_to_num(0.0)
+    calls: dict[str, Call] = {
+        "ours": lambda: ops.causal_softmax(x, leftpad),
+        "copy": lambda: y.copy_(x),
+        "eager": lambda: eager(x),
+    }
+    errors = checked(
+        ops.causal_softmax(x[:1], leftpad[:1]),
+        lambda x: eager(x).nan_to_num(0.0),
+        [x[:1]],
+        plus=two_roundings(dtype, 1.0),
+    )
     case = f"causal_softmax ({batch}, {seqlen}, {seqlen}) {dtype_text(dtype)}"
-    if padded:
-        case += " half padded"
-    return make_row(
-        case,
-        interleaved(
-            {
-                "ours": lambda: ops.causal_softmax(x, leftpad),
-                "copy": lambda: y.copy_(x),
-                "eager": lambda: eager(x),
-            },
-            device="cuda",
-            rounds=11,
-        ),
-        against="copy",
-        target=targets.get(case),
-        **judged(
-            ops.causal_softmax(x[:1], leftpad[:1]),
-            eager(x[:1]).nan_to_num(0.0),
-            reference,
-            two_roundings(dtype, 1.0),
-        ),
-    )
+    case += " half padded" if padded else ""
+    return measured(case, calls, errors, "copy", rounds=11)
 
 
-def _row_sum(rows: int, n: int, dtype: torch.dtype, targets: dict[str, float]) -> Row:
-    x = torch.randn(rows, n, device="cuda", dtype=dtype)
-    reference = x.sum(-1, dtype=torch.float64)
-    case = f"row_sum ({rows}, {n}) {dtype_text(dtype)}"
-    return make_row(
-        case,
-        interleaved(
-            {"ours": lambda: ops.row_sum(x), "torch": lambda: torch.sum(x, -1)},
-            device="cuda",
-        ),
-        against="torch",
-        target=targets.get(case),
-        # A sum of n standard normals is about sqrt(n), and never six times that here.
-        **judged(ops.row_sum(x), torch.sum(x, -1), reference, two_roundings(dtype, 6 * n**0.5)),
-    )
+def _row_sum(rows: int, n: int, dtype: torch.dtype) -> Iterator[Row]:
+    x = drawn(rows, n, dtype=dtype)
+    ours, eager = ops.row_sum(x), x.sum(-1)
+    # A sum of n standard normals is about sqrt(n), and never six times that here.
+    most = two_roundings(dtype, 6 * n**0.5)
+    errors = judged(ours, eager, x.sum(-1, dtype=torch.float64), plus=most)
+    calls: dict[str, Call] = {"ours": lambda: ops.row_sum(x), "torch": lambda: x.sum(-1)}
+    return measured(f"row_sum ({rows}, {n}) {dtype_text(dtype)}", calls, errors, "torch")
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row]:
+def rows() -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
     dtypes = (torch.float32, torch.bfloat16)
     for dtype in dtypes:
         for n in (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 262144, 1023, 4097, 32769):
             row_count = _BYTES // (n * dtype.itemsize)
-            yield from _softmax(row_count, n, dtype, targets, *(["torch"] if n >= _LONG else []))
-    yield from _softmax(1823, 781, torch.float32, targets, "torch", _COMPILED)
+            yield from _softmax(row_count, n, dtype, *(["torch"] if n >= _LONG else []))
+    yield from _softmax(1823, 781, torch.float32, "torch", _COMPILED)
     for dtype in dtypes:
         for n in (1024, 4096, 16384, 32768, 65536, 262144):
-            yield _softmax_backward(n, dtype, targets)
+            yield from _softmax_backward(n, dtype)
     for dtype in dtypes:
         for batch, seqlen in ((96, 1024), (32, 4096)):
             for padded in (False, True):
-                yield _causal_softmax(batch, seqlen, padded, dtype, targets)
+                yield from _causal_softmax(batch, seqlen, padded, dtype)
     for dtype in dtypes:
         for row_count, n in _SUMS:
-            yield _row_sum(row_count, n, dtype, targets)
+            yield from _row_sum(row_count, n, dtype)

@@ -150,9 +150,7 @@ def _starts(lengths: list[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
-def _rows_of(
-    name: str, lengths: list[int], causal: bool, targets: dict[str, float], compiled: bool = False
-) -> Iterator[Row]:
+def _rows_of(name: str, lengths: list[int], causal: bool, compiled: bool = False) -> Iterator[Row]:
     """A row each for forward and backward, and for their peers.
 
     Args:
@@ -189,11 +187,11 @@ def _rows_of(
             whole, share = times[_WHOLE], _live(lengths)
             times[_LIVE] = Timing(whole.us * share, whole.low * share, whole.high * share)
         full = f"varlen_attention{end} {case}"
-        row = make_row(full, times, against=_WHOLE, target=targets.get(full), **errors)
+        row = make_row(full, times, against=_WHOLE, **errors)
         yield row
         for peer in _OVER:
             if peer in times:
-                yield row.over(peer, targets)
+                yield row.over(peer)
 
 
 def _batch(seed: int, vocab: int) -> dict[str, Any]:
@@ -234,7 +232,7 @@ def _stepper(model: Any, optimizer: Any, batches: list[dict[str, Any]]) -> Calla
     return step
 
 
-def _step_rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
+def _step_rows() -> Iterator[Row | Failure]:
     """A compiled Llama over packed batches: one graph and no host sync, or a failure."""
     import transformers
 
@@ -279,7 +277,6 @@ def _step_rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
         case,
         times,
         against="sdpa",
-        target=targets.get(case),
         error=abs(losses["ours"] / losses["sdpa"] - 1),
         eager_error=0.0,
         allowed_error=_LOSS_RTOL,
@@ -300,7 +297,7 @@ def _no_syncs() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
+def rows() -> Iterator[Row | Failure]:
     """Documents of 512 tokens, of log-normal lengths and one alone; then training steps."""
     torch.manual_seed(0)
     for causal in (True, False):
@@ -310,9 +307,9 @@ def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
             (f"documents of {_DOCUMENT}", alike),
             ("documents of 20 to 4000", drawn),
         ):
-            yield from _rows_of(name, lengths, causal, targets, compiled=causal)
+            yield from _rows_of(name, lengths, causal, compiled=causal)
             free()
     # what a mask costs that hides nothing
-    yield from _rows_of("one document", [_TOKENS], True, targets)
+    yield from _rows_of("one document", [_TOKENS], True)
     free()
-    yield from _step_rows(targets)
+    yield from _step_rows()

@@ -22,9 +22,9 @@ from torchweld_bench.results import Failure, Row
 __all__ = ["draw", "rows"]
 
 
-def rows(targets: dict[str, float]) -> Iterator[Row | Failure]:
+def rows() -> Iterator[Row | Failure]:
     """All rows, equal in all processes; a `Failure` if a case raises in any of them."""
-    setup = Setup(targets)
+    setup = Setup()
     if setup.size > 1:
         say(f"in a gather each of the {setup.size} receives {setup.link / 1e9:.1f} GB/s")
     cases = [steps.tensor_parallel, steps.compiled_tensor_parallel]

@@ -67,11 +67,10 @@ def vocab_parallel(setup: Setup) -> Iterator[Row]:
         case,
         {**times, "ideal": divided(times["alone"], setup.size)},
         against="alone",
-        target=setup.targets.get(case),
         **judged,
     )
     yield row
-    yield row.over("alone, nothing kept", setup.targets)
+    yield row.over("alone, nothing kept")
     case += ", label_smoothing, over without"
     smooth = {"ours": times["label_smoothing"], "without": times["ours"]}
-    yield make_row(case, smooth, against="without", target=setup.targets.get(case), **judged)
+    yield make_row(case, smooth, against="without", **judged)

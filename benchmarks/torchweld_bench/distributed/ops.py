@@ -142,7 +142,6 @@ def _attention(setup: Setup, padded: bool) -> Iterator[Row]:
         case,
         {**times, "ideal": divided(times["alone"], setup.size)},
         against="alone",
-        target=setup.targets.get(case),
         error=errors["ours"],
         eager_error=max((errors[n] for n in BACK_ENDS if n in errors), default=0.0),
         allowed_error=setup.cases.rtol,
@@ -150,7 +149,7 @@ def _attention(setup: Setup, padded: bool) -> Iterator[Row]:
     yield row
     for name in back_ends:
         if name in row.peers_us:
-            yield row.over(name, setup.targets)
+            yield row.over(name)
 
 
 def attention(setup: Setup) -> Iterator[Row]:
@@ -198,8 +197,7 @@ def linear(setup: Setup) -> Iterator[Row]:
         case,
         times,
         against="matmul alone",
-        target=setup.targets.get(case),
         **{name: highest(value) for name, value in errors.items()},
     )
     yield row
-    yield row.over("stock", setup.targets)
+    yield row.over("stock")

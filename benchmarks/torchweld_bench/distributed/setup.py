@@ -103,14 +103,9 @@ TINY = Cases(
 
 
 class Setup:
-    """The cases and the processes.
+    """The cases and the processes."""
 
-    Args:
-        targets: the most that a ratio may be, by case.
-    """
-
-    def __init__(self, targets: dict[str, float]) -> None:
-        self.targets = targets
+    def __init__(self) -> None:
         self.cases = Cases() if device() == "cuda" else TINY
         self.size = dist.get_world_size()
         self.mesh = init_device_mesh(device(), (self.size,))

@@ -167,7 +167,6 @@ def _compared(
         case,
         {**{name: trial.timing for name, trial in trials.items()}, **others},
         against=against,
-        target=setup.targets.get(case),
         error=max(ours.differs(alone), ours.differs(stock)),
         eager_error=stock.differs(alone),
         allowed_error=setup.cases.rtol,
@@ -176,7 +175,7 @@ def _compared(
     yield row
     for peer in ("stock", "plan"):
         if peer in row.peers_us:
-            yield row.over(peer, setup.targets)
+            yield row.over(peer)
 
 
 def _decoder_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
