@@ -10,8 +10,9 @@ import torch
 
 import torchweld_bench
 from commands import run_command
-from torchweld.tuning.timer import interleaved
+from torchweld.tuning.timer import Timing, interleaved
 from torchweld_bench import losses, one
+from torchweld_bench.cases import compared, judged
 from torchweld_bench.common import installed
 from torchweld_bench.results import Row, target_of
 
@@ -94,6 +95,15 @@ def test_target_of_the_longest_name_counts(case, target):
     targets = {"* over flex": 0.8, "attention (2, 3)": 0.5, "attention*": 0.9, "* (2, 3) sink": 1.1}
     row = Row(case, 1.0, (1.0, 1.0), {}, "", 1.0, 2.0, 0.0, 0.0)
     assert target_of(row, targets) == target
+
+
+def test_a_result_that_is_nan_is_wrong():
+    exact = [torch.ones(2, dtype=torch.float64) for _ in range(2)]
+    right, nan = torch.ones(2), torch.full((2,), torch.nan)
+    times = {"ours": Timing(1, 1, 1), "eager": Timing(2, 2, 2)}
+    for ours, ratio in (([right, right], 0.5), ([right, nan], None), ([nan, right], None)):
+        (row,) = compared("x", times, judged(ours, [right, right], exact), "eager")
+        assert row.ratio == ratio
 
 
 @pytest.mark.parametrize("disturbed", range(8))

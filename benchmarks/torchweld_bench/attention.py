@@ -14,19 +14,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
 from torchweld_bench import attention_decode
-from torchweld_bench.common import (
-    dtype_text,
-    installed,
-    largest_error,
-    runs,
-    sdpa,
-    two_roundings,
-)
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.attention_masks import live_share
+from torchweld_bench.cases import Call, Errors, checked, drawn, judged, leaves, measured
+from torchweld_bench.common import dtype_text, installed, runs, sdpa
+from torchweld_bench.results import Row
 
 _ROUNDS = 11
+_EAGER_ERRORS = 2  # the README states the limit: twice the error of torch's ops and two roundings
+_NOT_JUDGED = {"error": 0.0, "eager_error": 0.0, "allowed_error": 0.0}
 # The time of a call may exceed its share of live tiles by this fraction of the plain call's time.
 _BEYOND = 0.05
 _FA4 = "FlashAttention 4"
@@ -65,8 +61,7 @@ class _Case(NamedTuple):
         kv = self.nheads_kv or self.nheads
         sizes = ((self.nheads, self.dim), (kv, self.dim), (kv, self.dim_v or self.dim))
         return [
-            torch.randn(self.batch, heads, self.seqlen, dim, device="cuda").to(self.dtype)
-            for heads, dim in sizes
+            drawn(self.batch, heads, self.seqlen, dim, dtype=self.dtype) for heads, dim in sizes
         ]
 
     def back_ends(self) -> dict[str, SDPBackend]:
@@ -133,62 +128,26 @@ def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
     return _exact([t.double() for t in part], causal), _exact(part, causal)
 
 
-def _errors(*results: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
-    """The largest errors of results, each given with torch's result and the one in fp64.
-
-    The README states the limit: twice the error of torch's ops and two roundings of the
-    largest result.
-    """
-    ours, eager, exact = zip(*results, strict=True)
-    largest = max(x.abs().max().item() for x in exact)
-    eager_error = max(map(largest_error, eager, exact))
-    return {
-        "error": max(map(largest_error, ours, exact)),
-        "eager_error": eager_error,
-        "allowed_error": 2 * eager_error + two_roundings(ours[0].dtype, largest),
-    }
-
-
-_NOT_JUDGED = {"error": 0.0, "eager_error": 0.0, "allowed_error": 0.0}
-
-
-def _row(
-    case: str,
-    calls: dict[str, Callable[[], object]],
-    against: str,
-    errors: dict[str, float],
-    target: float | None = None,
-) -> Row:
-    times = interleaved(calls, device="cuda", rounds=_ROUNDS)
-    return make_row(case, times, against=against, target=target, **errors)
+def _working(peers: dict[str, Call]) -> dict[str, Call]:
+    return {name: f for name, f in peers.items() if name != _FA4 or runs(name, f)}
 
 
 def _forward(at: _Case) -> Iterator[Row]:
-    qkv, case, causal = at.qkv(), f"attention {at}", at.causal
+    qkv, causal = at.qkv(), at.causal
     exact, eager = _reference(qkv, causal)
     out = ops.attention(*qkv, causal=causal)[-1:, -1:, -exact.shape[2] :]
-    calls = {"ours": lambda: ops.attention(*qkv, causal=causal)}
-    for name, peer in at.peers().items():
-        call = partial(peer, *qkv)
-        if name != _FA4 or runs(name, call):
-            calls[name] = call
-    row = _row(case, calls, at.against, _errors((out, eager, exact)))
-    yield row
-    if _FA4 in calls:
-        yield row.over(_FA4)
+    calls: dict[str, Call] = {"ours": lambda: ops.attention(*qkv, causal=causal)}
+    calls |= _working({name: partial(peer, *qkv) for name, peer in at.peers().items()})
+    errors = judged(out, eager, exact, _EAGER_ERRORS)
+    return measured(f"attention {at}", calls, errors, at.against, [_FA4], _ROUNDS)
 
 
 def _backward(at: _Case) -> Iterator[Row]:
-    case, causal = f"attention_backward {at}", at.causal
-    qkv = [t.requires_grad_() for t in at.qkv()]
+    qkv, causal = leaves(*at.qkv()), at.causal
     plain = [t.detach() for t in qkv]
     out, lse = ops.attention_forward(*plain, causal=causal)
     dout = torch.randn_like(out)
-    peers = {}
-    for name, peer in at.peers().items():
-        call = _Gradients(peer, qkv, dout)
-        if name != _FA4 or runs(name, call):
-            peers[name] = call
+    peers = _working({name: _Gradients(peer, qkv, dout) for name, peer in at.peers().items()})
 
     def ours() -> tuple[Tensor, ...]:
         return ops.attention_backward(dout, *plain, out, lse, causal=causal)[:3]
@@ -199,93 +158,70 @@ def _backward(at: _Case) -> Iterator[Row]:
     def last_head(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
         """All query heads of a KV head, concatenated."""
         query, key, value = (t[-1:, -n:].to(*dtypes) for t, n in zip(plain, counts, strict=True))
-        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
+        q, k, v = given = leaves(query, key, value)
         with sdpa_kernel(SDPBackend.MATH):
             graph = F.scaled_dot_product_attention(
-                leaves[0], leaves[1].expand(-1, group, -1, -1), leaves[2].expand(-1, group, -1, -1),
-                is_causal=causal,
-            )  # fmt: skip
-        return torch.autograd.grad(graph, leaves, dout[-1:, -group:].to(*dtypes))
+                q, k.expand(-1, group, -1, -1), v.expand(-1, group, -1, -1), is_causal=causal
+            )
+        return torch.autograd.grad(graph, given, dout[-1:, -group:].to(*dtypes))
 
-    checks = at.seqlen <= 8192  # the fp64 scores of longer sequences need too much memory
     errors = _NOT_JUDGED
-    if checks:
-        exact, eager = last_head(torch.float64), last_head(at.dtype)
+    if at.seqlen <= 8192:  # the fp64 scores of longer sequences need too much memory
         mine = [g[-1:, -n:] for g, n in zip(ours(), counts, strict=True)]
-        errors = _errors(*zip(mine, eager, exact, strict=True))
-    row = _row(case, {"ours": ours, **peers}, at.against, errors)
-    yield row
-    if _FA4 in peers:
-        yield row.over(_FA4)
+        errors = judged(mine, last_head(at.dtype), last_head(torch.float64), _EAGER_ERRORS)
+    calls = {"ours": ours, **peers}
+    return measured(f"attention_backward {at}", calls, errors, at.against, [_FA4], _ROUNDS)
 
 
-def _live_tiles(seqlen: int, first_keys: Callable[[int, int], int], batch: int) -> tuple[int, int]:
-    """Counts live tiles of 128 query rows and 64 keys, and all tiles, of causal sequences.
-
-    Args:
-        first_keys: The first key of a tile of rows, from the sequence and the tile's first row;
-            the sequence's length where the tile is padding.
-    """
-    rows, keys = 128, 64
-    live = everything = 0
-    for b in range(batch):
-        for row in range(0, seqlen, rows):
-            last = min(row + rows, seqlen)
-            everything += -(-last // keys)
-            live += max(0, -(-last // keys) - first_keys(b, row) // keys)
-    return live, everything
+def _masked(
+    case: str, qkv: list[Tensor], plain: str, share: float, errors: Errors, **mask: Any
+) -> Iterator[Row]:
+    """A masked call, which has a share of live tiles, compared with the plain one."""
+    calls: dict[str, Call] = {
+        "ours": partial(ops.attention, *qkv, causal=True, **mask),
+        plain: partial(ops.attention, *qkv, causal=True),
+    }
+    target = round(share + _BEYOND, 3)
+    return measured(case, calls, errors, plain, rounds=_ROUNDS, target=target)
 
 
-def _padded(at: _Case) -> Row:
-    """Left padding up to half of the sequence, compared with no padding."""
-    qkv, case = at.qkv(), f"attention {at} padded"
-    pads = torch.linspace(0, at.seqlen // 2, at.batch).int()
-    leftpad, starts = pads.cuda(), pads.tolist()
-
-    def first(b: int, row: int) -> int:
-        return at.seqlen if row + 128 <= starts[b] else starts[b]
-
-    live, everything = _live_tiles(at.seqlen, first, at.batch)
+def _padded(at: _Case) -> Iterator[Row]:
+    """Left padding up to half of the sequence."""
+    qkv, n = at.qkv(), at.seqlen
+    pads = torch.linspace(0, n // 2, at.batch).int()
+    share = live_share([[n] * start + [start] * (n - start) for start in pads.tolist()])
     exact, eager = _reference([t[:1] for t in qkv], True)  # the first sequence has no padding
-    out = ops.attention(*qkv, leftpad, causal=True)[:1, -1:, -exact.shape[2] :]
-    calls = {
-        "ours": lambda: ops.attention(*qkv, leftpad, causal=True),
-        "unpadded": lambda: ops.attention(*qkv, causal=True),
-    }
-    target = round(live / everything + _BEYOND, 3)
-    return _row(case, calls, "unpadded", _errors((out, eager, exact)), target)
+    out = ops.attention(*qkv, pads.cuda(), causal=True)[:1, -1:, -exact.shape[2] :]
+    errors = judged(out, eager, exact, _EAGER_ERRORS)
+    return _masked(f"attention {at} padded", qkv, "unpadded", share, errors, leftpad=pads.cuda())
 
 
-def _windowed(at: _Case, window: int) -> Row:
-    """A window, compared with no window."""
-    qkv, case = at.qkv(), f"attention {at} window {window}"
-    live, everything = _live_tiles(at.seqlen, lambda b, row: max(0, row - window + 1), 1)
+def _windowed(at: _Case, window: int) -> Iterator[Row]:
+    qkv = at.qkv()
+    share = live_share([[max(0, row - window + 1) for row in range(at.seqlen)]])
     part = _last_rows(qkv, 1)
-    near = [part[0], *(t[:, :, -window:] for t in part[1:])]
-    exact, eager = _reference(near, False)
+    exact, eager = _reference([part[0], *(t[:, :, -window:] for t in part[1:])], False)
     out = ops.attention(*qkv, causal=True, window=window)[-1:, -1:, -1:]
-    calls = {
-        "ours": lambda: ops.attention(*qkv, causal=True, window=window),
-        "unwindowed": lambda: ops.attention(*qkv, causal=True),
-    }
-    target = round(live / everything + _BEYOND, 3)
-    return _row(case, calls, "unwindowed", _errors((out, eager, exact)), target)
+    errors = judged(out, eager, exact, _EAGER_ERRORS)
+    case = f"attention {at} window {window}"
+    return _masked(case, qkv, "unwindowed", share, errors, window=window)
 
 
-def _softmax_matmul(at: _Case) -> Row:
+def _softmax_matmul(at: _Case) -> Iterator[Row]:
     """softmax(scores) @ V, compared with torch's two ops."""
-    case = f"softmax_matmul ({at.batch}, {at.nheads}, {at.seqlen}, {at.dim}) bfloat16"
-    scores = torch.randn(at.batch, at.nheads, at.seqlen, at.seqlen, device="cuda").to(at.dtype)
-    value = at.qkv()[2]
+
+    def eager(scores: Tensor, value: Tensor) -> Tensor:
+        return scores.softmax(-1) @ value
+
+    scores, value = drawn(at.batch, at.nheads, at.seqlen, at.seqlen, dtype=at.dtype), at.qkv()[2]
     part = scores[-1:, -1:], value[-1:, -1:]
-    exact = part[0].double().softmax(-1) @ part[1].double()
-    eager = part[0].softmax(-1) @ part[1]
+    errors = checked(ops.softmax_matmul(*part), eager, part, _EAGER_ERRORS)
     calls = {
         "ours": lambda: ops.softmax_matmul(scores, value),
-        "eager": lambda: scores.softmax(-1) @ value,
+        "eager": lambda: eager(scores, value),
     }
-    errors = _errors((ops.softmax_matmul(*part), eager, exact))
-    return _row(case, calls, "eager", errors)
+    case = f"softmax_matmul ({at.batch}, {at.nheads}, {at.seqlen}, {at.dim}) bfloat16"
+    return measured(case, calls, errors, "eager", rounds=_ROUNDS)
 
 
 _SHORT = [_Case(8, 12, 1024, 64), _Case(64, 12, 128, 64), _Case(16, 12, 512, 64)]
@@ -306,8 +242,8 @@ def rows() -> Iterator[Row]:
     for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, _FLOAT32):
         yield from _backward(case)
     for case in (_SHORT[0], _LONG[0], _LONG[3]):
-        yield _padded(case)
-    yield _windowed(_Case(2, 16, 16384, 128), 1024)
+        yield from _padded(case)
+    yield from _windowed(_Case(2, 16, 16384, 128), 1024)
     for case in (_LONG[2], _LONG[0]):
-        yield _softmax_matmul(case)
+        yield from _softmax_matmul(case)
     yield from attention_decode.rows()

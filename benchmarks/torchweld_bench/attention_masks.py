@@ -13,9 +13,8 @@ from torch import Tensor
 
 import torchweld
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import largest_error
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.cases import Call, backward, drawn, judged, measured
+from torchweld_bench.results import Row
 
 _ROUNDS = 9
 # The time of a masked call may exceed its share of live tiles by this fraction of the plain call's
@@ -26,7 +25,7 @@ _TILE_ROWS, _TILE_KEYS = 128, 64
 Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _live_share(first_keys: list[list[int]]) -> float:
+def live_share(first_keys: list[list[int]]) -> float:
     """The share of tiles of causal sequences in which a row sees a key.
 
     Args:
@@ -66,8 +65,7 @@ def _rows_of(
     """A row each for forward and backward; both have the errors of the forward."""
     batch, nheads, seqlen, dim = shape
     case = f"({batch}, {nheads}, {seqlen}, {dim}) bfloat16 causal {name}"
-    qkv = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
-    dout = torch.randn(shape, device="cuda").bfloat16()
+    *qkv, dout = (drawn(*shape) for _ in range(4))
     last = 128
     part = [qkv[0][-1, -1, -last:], qkv[1][-1, -1], qkv[2][-1, -1]]
     sink = masks["sink"][-1] if "sink" in masks else None
@@ -77,21 +75,17 @@ def _rows_of(
     formula = partial(_exact, part, hidden, masks.get("softcap", 0.0), sink)
     exact, eager = formula(torch.float64), formula(torch.bfloat16)
     out = ops.attention(*qkv, causal=True, **masks)[-1, -1, -last:]
-    errors = {
-        "error": largest_error(out, exact),
-        "eager_error": largest_error(eager, exact),
-        "allowed_error": 3 * largest_error(eager, exact),
-    }
+    errors = judged(out, eager, exact, times=3, plus=0)
 
-    def backward(**given: Any) -> Callable[[], object]:
+    def backward_of(**given: Any) -> Call:
         out, lse = ops.attention_forward(*qkv, causal=True, **given)
         return partial(ops.attention_backward, dout, *qkv, out, lse, causal=True, **given)
 
-    forwards: dict[str, Callable[[], object]] = {
+    forwards: dict[str, Call] = {
         "ours": partial(ops.attention, *qkv, causal=True, **masks),
         "without": partial(ops.attention, *qkv, causal=True),
     }
-    backwards = {"ours": backward(**masks), "without": backward()}
+    backwards = {"ours": backward_of(**masks), "without": backward_of()}
     if "sink" not in masks:  # FlexAttention has no sinks
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -106,16 +100,10 @@ def _rows_of(
             score_mod=cap if softcap else None,
             block_mask=block_mask,
         )
-        leaves = [t.detach().requires_grad_() for t in qkv]
-        graph = flex(*leaves)
-        forwards["flex"] = partial(flex, *qkv)
-        backwards["flex"] = partial(torch.autograd.grad, graph, leaves, dout, retain_graph=True)
+        forwards["flex"], backwards["flex"] = partial(flex, *qkv), backward(flex, qkv, dout)
     for op, calls in (("attention", forwards), ("attention_backward", backwards)):
-        times = interleaved(calls, device="cuda", rounds=_ROUNDS)
-        row = make_row(f"{op} {case}", times, against="without", target=target, **errors)
-        yield row
-        if "flex" in calls:
-            yield row.over("flex")
+        case_of = f"{op} {case}"
+        yield from measured(case_of, calls, errors, "without", ["flex"], _ROUNDS, target=target)
 
 
 def rows() -> Iterator[Row]:
@@ -143,7 +131,7 @@ def rows() -> Iterator[Row]:
         return (row >= key) & (key >= pads[b]) & (row >= pads[b])
 
     shape = (4, nheads, 4096, dim)
-    share = _live_share([[4096] * pad + [pad] * (4096 - pad) for pad in pads.tolist()])
+    share = live_share([[4096] * pad + [pad] * (4096 - pad) for pad in pads.tolist()])
     yield from _rows_of("left padding", shape, {"leftpad": pads}, token, round(share + _BEYOND, 3))
 
     def causal(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ compares ours with each peer. Targets are no part of a family: `bench.py` adds t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.common import in_turn, largest_error, largest_magnitude, two_roundings
+from torchweld.tuning.work import two_roundings
+from torchweld_bench.common import in_turn, largest_error, largest_magnitude
 from torchweld_bench.results import Row, make_row
 
 CHECKED_ROWS = 64
@@ -27,7 +29,7 @@ def drawn(
     *shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0, device: str = "cuda"
 ) -> Tensor:
     """Normal random numbers."""
-    return (torch.randn(*shape, device=device) * std).to(dtype)
+    return torch.randn(*shape, device=device).mul_(std).to(dtype)
 
 
 def leaves(*tensors: Tensor) -> list[Tensor]:
@@ -37,6 +39,12 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 def gradients(function: Function, operands: Sequence[Tensor], dy: Any = None) -> Call:
     """Forward and backward of a function; dy=None is for a scalar."""
     return lambda: torch.autograd.grad(function(*operands), operands, dy)
+
+
+def backward(function: Function, operands: Sequence[Tensor], dy: Any) -> Call:
+    """The backward alone of a function, whose forward runs once."""
+    given = leaves(*operands)
+    return partial(torch.autograd.grad, function(*given), given, dy, retain_graph=True)
 
 
 def captured(calls: dict[str, Call], but: Iterable[str] = ()) -> dict[str, Call]:
@@ -52,13 +60,25 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def _drawn_like(result: Any) -> list[Tensor]:
+def drawn_like(result: Any) -> list[Tensor]:
+    """Gradients of a result; that of a scalar loss is 1."""
     return [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in _tensors(result)]
+
+
+def rotated(calls: dict[str, list[Call]], times: int, rounds: int) -> dict[str, Timing]:
+    """The time of one call, where a CUDA graph makes `times` of them in rotation."""
+    found = timed({name: in_turn(each, times) for name, each in calls.items()}, rounds)
+    return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in found.items()}
 
 
 def exactly(value: float) -> Timing:
     """A limit that is computed."""
     return Timing(value, value, value)
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest value, NaN if there is one."""
+    return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def judged(
@@ -73,11 +93,16 @@ def judged(
     """
     ours, eager, exact = map(_tensors, (ours, eager, exact))
     if plus is None:
-        plus = two_roundings(ours[0].dtype, max(map(largest_magnitude, exact)))
-    eager_error = max(map(largest_error, eager, exact))
+        plus = two_roundings(ours[0].dtype, _largest(map(largest_magnitude, exact)))
+    eager_error = _largest(map(largest_error, eager, exact))
     allowed = times * eager_error + plus
-    error = max(map(largest_error, ours, exact))
+    error = _largest(map(largest_error, ours, exact))
     return {"error": error, "eager_error": eager_error, "allowed_error": allowed}
+
+
+def judged_loss(ours: float, eager: float, allowed: float) -> Errors:
+    """The relative difference of two losses."""
+    return {"error": abs(ours / eager - 1), "eager_error": 0.0, "allowed_error": allowed}
 
 
 def checked(
@@ -128,12 +153,18 @@ def compared(
     against: str | None = None,
     over: Iterable[str] = (),
     end: str = "",
+    target: float | None = None,
 ) -> Iterator[Row]:
-    """The rows of one measurement: `case`, against a peer, and "`case` over" others that ran."""
+    """The rows of one measurement: `case`, against a peer, and "`case` over" others that ran.
+
+    Args:
+        target: of the first row, if it is computed.
+    """
     peers = {} if against is None else {f"{case}{end}": against}
     peers |= {f"{case} over {peer}{end}": peer for peer in over if peer in times}
     for name, peer in peers.items():
-        yield make_row(name, times, against=peer, **errors)
+        yield make_row(name, times, against=peer, target=target, **errors)
+        target = None
 
 
 def measured(
@@ -143,9 +174,10 @@ def measured(
     against: str | None = None,
     over: Iterable[str] = (),
     rounds: int = 21,
+    **options: Any,
 ) -> Iterator[Row]:
     """The rows of calls that are timed once each: "ours" and the peers."""
-    return compared(case, timed(calls, rounds), errors, against, over)
+    return compared(case, timed(calls, rounds), errors, against, over, **options)
 
 
 def trained(
@@ -174,7 +206,7 @@ def trained(
             values = [t.detach() for t in given]
             calls[name] = partial(functions[name], *values)
             if kind != "forward":
-                calls[name] = gradients(functions[name], given, _drawn_like(calls[name]()))
+                calls[name] = gradients(functions[name], given, drawn_like(calls[name]()))
         if calls:
             times = timed(captured(calls), rounds)
             yield from compared(f"{case}, {kind}", times, errors, over=list(calls)[1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,19 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld.ops.int4_module import Int4Linear
-from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.common import dtype_text, each_of, in_turn, judged, largest_error, read_rate
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.cases import (
+    CHECKED_ROWS,
+    Call,
+    checked,
+    compared,
+    drawn,
+    exactly,
+    rotated,
+    timed,
+)
+from torchweld_bench.common import dtype_text, read_rate
+from torchweld_bench.results import Row
 
-_CHECKED_ROWS = 64
 _ROUNDS = 21
 _GROUP = 128
 _DECODE_UP_TO = 16  # the maximum number of x rows for which reading the weight dominates the time
@@ -53,33 +62,26 @@ def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[
     # enough.
     turns = -(-_DECODE_BYTES // weight_bytes) if m <= _DECODE_UP_TO else 1
     times = max(turns, _DECODE_CALLS) if turns > 1 else 1
-    modules = [copy.deepcopy(module) for _ in range(turns)]
-    dense, x = module.dequantise(), torch.randn(m, k, device="cuda").to(dtype)
-    denses = [dense.clone() for _ in range(turns)]
-    calls = {
-        "ours": [lambda own=own: own(x) for own in modules],
-        "cublas": [lambda own=own: F.linear(x, own) for own in denses],
+    dense, x = module.dequantise(), drawn(m, k, dtype=dtype)
+    calls: dict[str, list[Call]] = {
+        "ours": [partial(copy.deepcopy(module), x) for _ in range(turns)],
+        "cublas": [partial(F.linear, x, dense.clone()) for _ in range(turns)],
     }
     if dtype == torch.bfloat16:
         packed, scales = _tinygemm(module)
         calls["int4pack_mm"] = [
-            lambda own=own: torch._weight_int4pack_mm(x, own, _GROUP, scales)
-            for own in (packed.clone() for _ in range(turns))
+            partial(torch._weight_int4pack_mm, x, packed.clone(), _GROUP, scales)
+            for _ in range(turns)
         ]
-    variants = {name: in_turn(own, times) if turns > 1 else own[0] for name, own in calls.items()}
-    us = each_of(times, interleaved(variants, device="cuda", rounds=_ROUNDS))
-    floor = weight_bytes / rate
-    us[_FLOOR] = Timing(floor, floor, floor)
-    part = x[:_CHECKED_ROWS]
-    reference, eager = part.double() @ dense.double().t(), F.linear(part, dense)
-    allowed = 3 * largest_error(eager, reference) + 1e-6
-    errors = judged(module(x)[:_CHECKED_ROWS], eager, reference, allowed)
-    case = f"int4 ({m}, {k}, {n}) {dtype_text(dtype)}"
-    row = make_row(case, us, against="cublas", **errors)
-    yield row
-    others = ["int4pack_mm"] if "int4pack_mm" in us else []
-    for peer in others + ([_FLOOR] if m <= _DECODE_UP_TO else []):
-        yield row.over(peer)
+    if turns > 1:
+        us = rotated(calls, times, _ROUNDS)
+    else:
+        us = timed({name: each for name, (each,) in calls.items()}, _ROUNDS)
+    us[_FLOOR] = exactly(weight_bytes / rate)
+    out = module(x)[:CHECKED_ROWS]
+    errors = checked(out, F.linear, [x[:CHECKED_ROWS], dense], 3, 1e-6)
+    over = ["int4pack_mm", *[_FLOOR] * (m <= _DECODE_UP_TO)]
+    return compared(f"int4 ({m}, {k}, {n}) {dtype_text(dtype)}", us, errors, "cublas", over)
 
 
 def gradient_rows(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> Iterator[Row]:
@@ -87,21 +89,16 @@ def gradient_rows(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> It
     linear = torch.nn.Linear(k, n, bias=False, device=device, dtype=dtype)
     module = Int4Linear.from_linear(linear, _GROUP)
     weight, dense = ops.int4_repack(*module.portable()), module.dequantise()
-    x, dy = (torch.randn(m, size, device=device).to(dtype) for size in (k, n))
-    calls = {
+    x, dy = (drawn(m, size, dtype=dtype, device=device) for size in (k, n))
+    calls: dict[str, Call] = {
         "ours": lambda: ops.int4_linear_repacked_backward(dy, *weight, in_features=k),
         "cublas": lambda: dy @ dense,
         _FORWARD: lambda: module(x),
     }
-    us = interleaved(calls, device=device, rounds=_ROUNDS)
-    part = dy[:_CHECKED_ROWS]
-    reference, eager = part.double() @ dense.double(), part @ dense
-    allowed = 3 * largest_error(eager, reference) + 1e-6
-    errors = judged(calls["ours"]()[:_CHECKED_ROWS], eager, reference, allowed)
+    few = [dy[:CHECKED_ROWS], dense]
+    errors = checked(calls["ours"]()[:CHECKED_ROWS], torch.matmul, few, times=3, plus=1e-6)
     case = f"int4 dx ({m}, {k}, {n}) {dtype_text(dtype)}"
-    row = make_row(case, us, against="cublas", **errors)
-    yield row
-    yield row.over(_FORWARD)
+    return compared(case, timed(calls, _ROUNDS, device), errors, "cublas", [_FORWARD])
 
 
 def rows() -> Iterator[Row]:

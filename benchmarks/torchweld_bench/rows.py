@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from torchweld._library import ops
+from torchweld.tuning.work import two_roundings
 from torchweld_bench.cases import CHECKED_ROWS, Call, checked, drawn, judged, measured
-from torchweld_bench.common import dtype_text, two_roundings
+from torchweld_bench.common import dtype_text
 from torchweld_bench.results import Row
 
 _BYTES = 256 << 20

@@ -18,9 +18,10 @@ from torch import Tensor
 
 import torchweld
 from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.attention_masks import _live_share
-from torchweld_bench.common import free, installed, largest_error
-from torchweld_bench.results import Failure, Row, make_row
+from torchweld_bench.attention_masks import live_share
+from torchweld_bench.cases import Call, backward, compared, drawn, judged, judged_loss, timed
+from torchweld_bench.common import free, installed
+from torchweld_bench.results import Failure, Row
 
 _DEVICE = "cuda"
 _ROUNDS = 9
@@ -132,18 +133,17 @@ def _errors(
 
     exact, theirs = eager(torch.float64), eager(torch.bfloat16)
     for part in (slice(0, 1), slice(1, 4)):
-        triples = [
-            (largest_error(a[place, -1], b), largest_error(c, b))
+        found = (
+            judged(a[place, -1], c, b, times=3, plus=0)
             for a, b, c in zip(mine[part], exact[part], theirs[part], strict=True)
-        ]
-        error, eager_error = max(triples, key=lambda pair: pair[0] / max(pair[1], 1e-9))
-        yield {"error": error, "eager_error": eager_error, "allowed_error": 3 * eager_error}
+        )
+        yield max(found, key=lambda each: each["error"] / max(each["eager_error"], 1e-9))
 
 
 def _live(lengths: list[int]) -> float:
     """The share of tiles of one causal sequence that the documents need."""
     starts = [start for n, start in zip(lengths, _starts(lengths), strict=True) for _ in range(n)]
-    return _live_share([starts])
+    return live_share([starts])
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -158,8 +158,7 @@ def _rows_of(name: str, lengths: list[int], causal: bool, compiled: bool = False
     """
     case = f"({_TOKENS}, {_HEADS}, {_DIM}) bfloat16 {'causal' if causal else 'both ways'} {name}"
     shape = (_TOKENS, _HEADS, _DIM)
-    qkv = [torch.randn(shape, device=_DEVICE).bfloat16() for _ in range(3)]
-    dout = torch.randn(shape, device=_DEVICE).bfloat16()
+    *qkv, dout = (drawn(*shape, device=_DEVICE) for _ in range(4))
     ends = torch.tensor([0, *lengths], device=_DEVICE).cumsum(0).int()
     functions: dict[str, Function | None] = {
         "ours": lambda q, k, v: torchweld.varlen_attention(q, k, v, ends, ends, causal=causal),
@@ -170,28 +169,19 @@ def _rows_of(name: str, lengths: list[int], causal: bool, compiled: bool = False
         "fa4": _fa4(ends, max(lengths), causal) if compiled else None,
         "flex": _flex(ends, causal) if compiled else None,
     }
-    calls: dict[str, dict[str, Callable[[], Any]]] = {"": {}, "_backward": {}}
+    calls: dict[str, dict[str, Call]] = {"": {}, "_backward": {}}
     for peer, function in functions.items():
-        if function is None:
-            continue
-        leaves = [t.detach().requires_grad_() for t in qkv]
-        calls[""][peer] = partial(function, *qkv)
-        calls["_backward"][peer] = partial(
-            torch.autograd.grad, function(*leaves), leaves, dout, retain_graph=True
-        )
+        if function is not None:
+            calls[""][peer] = partial(function, *qkv)
+            calls["_backward"][peer] = backward(function, qkv, dout)
     mine = [calls[""]["ours"](), *calls["_backward"]["ours"]()]
     all_errors = _errors(qkv, dout, lengths, causal, mine)
     for (end, variants), errors in zip(calls.items(), all_errors, strict=True):
-        times = interleaved(variants, device=_DEVICE, rounds=_ROUNDS)
+        times = timed(variants, _ROUNDS, _DEVICE)
         if causal:
             whole, share = times[_WHOLE], _live(lengths)
             times[_LIVE] = Timing(whole.us * share, whole.low * share, whole.high * share)
-        full = f"varlen_attention{end} {case}"
-        row = make_row(full, times, against=_WHOLE, **errors)
-        yield row
-        for peer in _OVER:
-            if peer in times:
-                yield row.over(peer)
+        yield from compared(f"varlen_attention{end} {case}", times, errors, _WHOLE, _OVER)
 
 
 def _batch(seed: int, vocab: int) -> dict[str, Any]:
@@ -273,14 +263,8 @@ def _step_rows() -> Iterator[Row | Failure]:
         yield Failure(case, str(error).splitlines()[0])
         return
     times = interleaved(steps, device=_DEVICE, rounds=_ROUNDS, warmup=1)
-    yield make_row(
-        case,
-        times,
-        against="sdpa",
-        error=abs(losses["ours"] / losses["sdpa"] - 1),
-        eager_error=0.0,
-        allowed_error=_LOSS_RTOL,
-    )
+    errors = judged_loss(losses["ours"], losses["sdpa"], _LOSS_RTOL)
+    yield from compared(case, times, errors, "sdpa")
 
 
 @contextlib.contextmanager
