@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchweld.tuning.timer import Timing, interleaved
-from torchweld.tuning.work import two_roundings
 
 _READ_BYTES = 1 << 30
 
@@ -53,19 +52,6 @@ def sdpa(
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
-def judged(
-    out: torch.Tensor,
-    eager: torch.Tensor,
-    reference: torch.Tensor,
-    allowed: float | None = None,
-) -> dict[str, float]:
-    """The errors of a row; allowed=None means two roundings."""
-    if allowed is None:
-        allowed = two_roundings(out.dtype, largest_magnitude(reference))
-    error, eager_error = largest_error(out, reference), largest_error(eager, reference)
-    return {"error": error, "eager_error": eager_error, "allowed_error": allowed}
-
-
 def read_rate() -> float:
     """Bytes per microsecond of a long sum, which only reads."""
     data = torch.randn(_READ_BYTES // 4, device="cuda")
@@ -85,11 +71,6 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
         for i in range(times):
             calls[i % len(calls)]()
     return graph.replay
-
-
-def each_of(times: int, timings: dict[str, Timing]) -> dict[str, Timing]:
-    """The timings of one call out of `times`."""
-    return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in timings.items()}
 
 
 def peak_memory(call: Callable[[], object], held: int | None = None) -> Timing:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld_bench.cases import CHECKED_ROWS, Call, checked, drawn, measured
-from torchweld_bench.common import dtype_text
+from torchweld_bench.common import dtype_text, padded_conv2d
 from torchweld_bench.results import Row
 
 _SHAPES = ((4096, 64, 64), (256, 512, 512), (65536, 8, 8))
@@ -18,10 +18,6 @@ _SHAPES = ((4096, 64, 64), (256, 512, 512), (65536, 8, 8))
 
 def _padded(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - 1, 0, size - 1))[:, None]
-
-
-def _eager(x: Tensor, weight: Tensor) -> Tensor:
-    return F.conv2d(_padded(x, weight.shape[0]), weight[None, None])[:, 0]
 
 
 def _forward(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -35,7 +31,7 @@ def _forward(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -> Iter
         # x is padded before the timed region, which is torch's best case.
         "F.conv2d": lambda: F.conv2d(padded, kernel),
     }
-    errors = checked(ops.conv2d(part, weight), _eager, [part, weight])
+    errors = checked(ops.conv2d(part, weight), padded_conv2d, [part, weight])
     case = f"conv2d {shape} {size} x {size} {dtype_text(dtype)}"
     return measured(case, calls, errors, "copy", ["F.conv2d"], rounds=11)
 

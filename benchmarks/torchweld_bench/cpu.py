@@ -4,7 +4,8 @@ float32 and bfloat16, with one thread and with two; and the training step of a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,22 @@ from torch import Tensor
 
 import torchweld
 from torchweld._library import ops
-from torchweld.tuning.timer import interleaved
-from torchweld_bench.common import dtype_text, judged, padded_conv2d
+from torchweld_bench.cases import (
+    Call,
+    Errors,
+    Function,
+    checked,
+    compared,
+    drawn_like,
+    gradients,
+    judged_loss,
+    leaves,
+    timed,
+)
+from torchweld_bench.common import dtype_text, padded_conv2d
 from torchweld_bench.models import stepper, twin
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 from torchweld_bench.rotary import eager_rotary
-
-Function = Callable[..., Tensor]
 
 
 def _hidden(seqlen: int, pads: Tensor | None) -> Tensor:
@@ -186,9 +196,12 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[str, Function, Function, list[T
         )
 
 
-def _with_gradient(function: Function, tensors: list[Tensor], dy: Tensor) -> Callable[[], object]:
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    return lambda: torch.autograd.grad(function(*leaves), leaves, dy)
+def _with_threads(case: str, calls: dict[str, Call], errors: Errors) -> Iterator[Row]:
+    """The rows with one thread and with two."""
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        name = f"{case}, {threads} thread{'s' if threads > 1 else ''}"
+        yield from compared(name, timed(calls, device="cpu"), errors, "eager")
 
 
 def _llama_rows() -> Iterator[Row]:
@@ -216,17 +229,10 @@ def _llama_rows() -> Iterator[Row]:
                 name: model(input_ids=tokens, labels=tokens).loss.item()
                 for name, model in (("ours", fused), ("eager", stock))
             }
+        allowed = 1e-5 if dtype == torch.float32 else 1e-2
+        errors = judged_loss(losses["ours"], losses["eager"], allowed)
         case = f"llama training step (8, 128) {dtype_text(dtype)}"
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            yield make_row(
-                f"{case}, {threads} thread{'s' if threads > 1 else ''}",
-                interleaved(steps, device="cpu"),
-                against="eager",
-                error=abs(losses["ours"] / losses["eager"] - 1),
-                eager_error=0.0,
-                allowed_error=1e-5 if dtype == torch.float32 else 1e-2,
-            )
+        yield from _with_threads(case, steps, errors)
 
 
 def rows() -> Iterator[Row]:
@@ -237,29 +243,16 @@ def rows() -> Iterator[Row]:
         for dtype in (torch.float32, torch.bfloat16):
             torch.manual_seed(0)
             for case, ours, eager, tensors in _cases(dtype):
-                reference = eager(*[t.double() for t in tensors])
-                errors = judged(ours(*tensors), eager(*tensors), reference)
-                errors["allowed_error"] += 4 * errors["eager_error"]
-                # The gradient of a scalar loss is 1.
-                dy = torch.randn_like(reference) if reference.dim() else torch.ones_like(reference)
-                dy = dy.to(dtype)
-                kinds = {
-                    "forward": lambda f, t, dy: lambda: f(*t),
-                    "with gradient": _with_gradient,
-                }
-                for kind, call in kinds.items():
-                    variants = {
-                        "ours": call(ours, tensors, dy),
-                        "eager": call(eager, tensors, dy),
-                    }
-                    for threads in (1, 2):
-                        torch.set_num_threads(threads)
-                        name = f"{case} {kind} {dtype_text(dtype)}"
-                        yield make_row(
-                            f"{name}, {threads} thread{'s' if threads > 1 else ''}",
-                            interleaved(variants, device="cpu"),
-                            against="eager",
-                            **errors,
-                        )
+                out, operands = ours(*tensors), leaves(*tensors)
+                errors, dy = checked(out, eager, tensors, times=4), drawn_like(out)
+                functions = {"ours": ours, "eager": eager}
+                for kind, calls in (
+                    ("forward", {n: partial(f, *tensors) for n, f in functions.items()}),
+                    (
+                        "with gradient",
+                        {n: gradients(f, operands, dy) for n, f in functions.items()},
+                    ),
+                ):
+                    yield from _with_threads(f"{case} {kind} {dtype_text(dtype)}", calls, errors)
     finally:
         torch.set_num_threads(before)

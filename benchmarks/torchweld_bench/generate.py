@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import torchweld
 from torchweld.tuning.timer import Timing, interleaved
-from torchweld_bench.common import free, largest_error
+from torchweld_bench.cases import compared, judged
+from torchweld_bench.common import free
 from torchweld_bench.models import LLAMA
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 
 _BATCH, _PROMPT, _TOKENS = 16, 512, 64
 _ROUNDS = 5
@@ -96,22 +97,10 @@ def _rows(name: str, exact: nn.Module) -> Iterator[Row]:
     prompts = _prompts(exact.config.vocab_size)
     reference = _prefill(exact, prompts)().double()
     prefills = {"ours": _prefill(fused, prompts), "stock sdpa": _prefill(stock, prompts)}
-    errors = [largest_error(prefill().double(), reference) for prefill in prefills.values()]
-
-    def row(case: str, times: dict[str, Timing]) -> Row:
-        case = name + case
-        return make_row(
-            case,
-            times,
-            against="stock sdpa",
-            error=errors[0],
-            eager_error=errors[1],
-            allowed_error=3 * errors[1],
-        )
-
-    yield row(
-        f"prompts ({_BATCH}, {_PROMPT}) bfloat16, left-padded", _timed(prefills, compiled=False)
-    )
+    errors = judged(*(prefill() for prefill in prefills.values()), reference, times=3, plus=0)
+    times = _timed(prefills, compiled=False)
+    case = f"{name}prompts ({_BATCH}, {_PROMPT}) bfloat16, left-padded"
+    yield from compared(case, times, errors, "stock sdpa")
     ways = {"eager": {}, "static cache, compiled": {"cache_implementation": "static"}}
     for way, cache in ways.items():
         calls = {
@@ -119,4 +108,5 @@ def _rows(name: str, exact: nn.Module) -> Iterator[Row]:
             "stock sdpa": _generator(stock, prompts, **cache),
         }
         times = _timed(calls, compiled=bool(cache))
-        yield row(f"generate {_TOKENS} tokens after ({_BATCH}, {_PROMPT}) bfloat16, {way}", times)
+        case = f"{name}generate {_TOKENS} tokens after ({_BATCH}, {_PROMPT}) bfloat16, {way}"
+        yield from compared(case, times, errors, "stock sdpa")

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 import torchweld
 from torchweld.tuning.timer import interleaved
+from torchweld_bench.cases import compared, judged_loss
 from torchweld_bench.common import peak_memory
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 
 _BATCH, _SEQLEN = 16, 1024
 _ROUNDS = 9
 _LOSS_RTOL = 1e-2
+_STOCK = "stock sdpa"
 
 
 def _stepper(
@@ -50,7 +52,7 @@ def rows() -> Iterator[Row]:
     torchweld.fuse(fused)
     torchweld.fuse(with_loss, loss=True)
     tokens = torch.randint(config.vocab_size, (_BATCH, _SEQLEN), device="cuda")
-    models = {"fuse": fused, "fuse(loss=True)": with_loss, "stock sdpa": stock}
+    models = {"fuse": fused, "fuse(loss=True)": with_loss, _STOCK: stock}
     optimizers = {
         name: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         for name, model in models.items()
@@ -67,12 +69,7 @@ def rows() -> Iterator[Row]:
         memory[name] = peak_memory(step, held=others)
     for name, end in (("fuse", ""), ("fuse(loss=True)", ", with its loss")):
         case = f"gpt2 training step ({_BATCH}, {_SEQLEN}) bfloat16{end}"
+        errors = judged_loss(losses[name], losses[_STOCK], _LOSS_RTOL)
         for label, values in ((case, times), (f"{case} peak memory, MiB", memory)):
-            yield make_row(
-                label,
-                {"ours": values[name], "stock sdpa": values["stock sdpa"]},
-                against="stock sdpa",
-                error=abs(losses[name] / losses["stock sdpa"] - 1),
-                eager_error=0.0,
-                allowed_error=_LOSS_RTOL,
-            )
+            found = {"ours": values[name], _STOCK: values[_STOCK]}
+            yield from compared(label, found, errors, _STOCK)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import torchweld
 from torchweld.tuning.timer import Timing, interleaved
+from torchweld_bench.cases import compared, judged_loss
 from torchweld_bench.common import free, installed, peak_memory
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 
 _ROUNDS = 7
 _LOSS_RTOL = 1e-2
@@ -181,18 +182,8 @@ def rows() -> Iterator[Row]:
         end = "" if case.lora is None else f", LoRA of rank {_RANK} on {case.lora}"
         end += ", recomputed" if case.recomputed else ""
         label = f"{case.name} training step ({case.batch}, {case.seqlen}) bfloat16{end}"
+        errors = judged_loss(losses["ours"], losses[_STOCK], _LOSS_RTOL)
         for name, values in ((label, times), (f"{label} peak memory, MiB", memory)):
-            row = make_row(
-                name,
-                values,
-                against=_STOCK,
-                error=abs(losses["ours"] / losses[_STOCK] - 1),
-                eager_error=0.0,
-                allowed_error=_LOSS_RTOL,
-            )
-            yield row
-            for peer in (_COMPILED, _LIGER):
-                if peer in values:
-                    yield row.over(peer)
+            yield from compared(name, values, errors, _STOCK, (_COMPILED, _LIGER))
         del steps
         free()

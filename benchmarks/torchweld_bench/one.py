@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +12,9 @@ from torch import Tensor
 import torchweld
 from torchweld.ops.gated_linear import GATES
 from torchweld.tuning.timer import interleaved
-from torchweld.tuning.work import two_roundings
-from torchweld_bench.common import (
-    dtype_text,
-    largest_error,
-    largest_magnitude,
-    padded_conv2d,
-)
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.cases import Function, checked, compared, drawn_like, gradients, leaves
+from torchweld_bench.common import dtype_text, padded_conv2d
+from torchweld_bench.results import Row
 
 _VALUE = 1.5  # the scalar that add_scalar adds
 
@@ -64,13 +60,6 @@ _GRADIENT_OF_X_ALONE = ("folded_layer_norm_linear",)
 _SAMPLE_SECONDS = 0.005  # of calls of microseconds on a CPU
 
 
-def _with_gradient(
-    function: Callable[..., Tensor], tensors: list[Tensor], wanted: int, dy: Tensor
-) -> Callable[[], object]:
-    leaves = [t.detach().requires_grad_() for t in tensors[:wanted]]
-    return lambda: torch.autograd.grad(function(*leaves, *tensors[wanted:]), leaves, dy)
-
-
 def rows(op: str, tensors: list[Tensor], peers: list[str]) -> Iterator[Row]:
     """The call, forward and with gradient, against the peers; ratios are to the first peer.
 
@@ -82,29 +71,22 @@ def rows(op: str, tensors: list[Tensor], peers: list[str]) -> Iterator[Row]:
     function = getattr(torchweld, op)
     ours = (lambda x: function(x, _VALUE)) if op == "add_scalar" else function
     eager = EAGER[op]
-    wide = [t.double() for t in tensors]
-    reference = eager(*wide)
-    del wide
-    calls = {"ours": ours, **dict.fromkeys(peers, eager)}
-    if "compile" in calls:
-        calls["compile"] = torch.compile(eager, dynamic=False)
-    dtype, device = tensors[0].dtype, tensors[0].device.type
-    shapes = " ".join(str(tuple(t.shape)) for t in tensors)
-    eager_error = largest_error(eager(*tensors), reference)
-    dy = torch.randn_like(reference).to(dtype)
+    out = ours(*tensors)
+    errors = checked(out, eager, tensors, times=4)
+    functions: dict[str, Function] = {"ours": ours, **dict.fromkeys(peers, eager)}
+    if "compile" in functions:
+        functions["compile"] = torch.compile(eager, dynamic=False)
     wanted = 1 if op in _GRADIENT_OF_X_ALONE else len(tensors)
+    operands, dy = leaves(*tensors[:wanted]), drawn_like(out)
     timed = {
-        "forward": {name: (lambda call=call: call(*tensors)) for name, call in calls.items()},
+        "forward": {name: partial(f, *tensors) for name, f in functions.items()},
         "with gradient": {
-            name: _with_gradient(call, tensors, wanted, dy) for name, call in calls.items()
+            name: gradients(lambda *t, f=f: f(*t, *tensors[wanted:]), operands, dy)
+            for name, f in functions.items()
         },
     }
+    shapes, device = " ".join(str(tuple(t.shape)) for t in tensors), tensors[0].device.type
     for kind, variants in timed.items():
-        yield make_row(
-            f"{op} {shapes} {dtype_text(dtype)} {kind}",
-            interleaved(variants, device=device, sample_seconds=_SAMPLE_SECONDS),
-            against=peers[0],
-            error=largest_error(ours(*tensors), reference),
-            eager_error=eager_error,
-            allowed_error=4 * eager_error + two_roundings(dtype, largest_magnitude(reference)),
-        )
+        times = interleaved(variants, device=device, sample_seconds=_SAMPLE_SECONDS)
+        case = f"{op} {shapes} {dtype_text(tensors[0].dtype)} {kind}"
+        yield from compared(case, times, errors, peers[0])

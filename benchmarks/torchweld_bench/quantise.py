@@ -19,8 +19,9 @@ from torch import nn
 import torchweld
 from torchweld.ops.int4_weight import METHODS, round_weight
 from torchweld.tuning.timer import Timing, interleaved, summary
+from torchweld_bench.cases import compared, exactly
 from torchweld_bench.common import free, installed
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 
 _GROUP = 128
 _LIMIT = "8 min a billion"
@@ -65,35 +66,20 @@ def model_rows(shape: Shape, device: str) -> Iterator[Row]:
     yield from _loaded(shape, device)
 
 
-def _row(
-    case: str,
-    ours: Timing,
-    limit: str,
-    allowed: Timing,
-    error: float = 0.0,
-    rtn: float = 0.0,
-) -> Row:
-    return make_row(
-        case,
-        {"ours": ours, limit: allowed},
-        against=limit,
-        error=error,
-        eager_error=rtn,
-        allowed_error=rtn,
-    )
-
-
-def _exactly(value: float) -> Timing:
-    return Timing(value, value, value)
+def _rows_of(
+    case: str, ours: Timing, limit: str, allowed: Timing, error: float = 0.0, rtn: float = 0.0
+) -> Iterator[Row]:
+    errors = {"error": error, "eager_error": rtn, "allowed_error": rtn}
+    return compared(case, {"ours": ours, limit: allowed}, errors, limit)
 
 
 def _cases(name: str, weight: torch.Tensor) -> Iterator[Row]:
     errors = {m: round_weight(weight, _GROUP, m).quantisation_error for m in METHODS}
     calls = {m: lambda m=m: round_weight(weight, _GROUP, m) for m in METHODS}
-    limit = _exactly(_LIMIT_US * weight.numel())
+    limit = exactly(_LIMIT_US * weight.numel())
     for method, us in interleaved(calls, device="cpu", rounds=5).items():
         case = f"quantise {method} {name} {tuple(weight.shape)} bfloat16"
-        yield _row(case, us, _LIMIT, limit, errors[method], errors["rtn"])
+        yield from _rows_of(case, us, _LIMIT, limit, errors[method], errors["rtn"])
 
 
 def _blocks(shape: Shape, device: str) -> nn.ModuleList:
@@ -143,11 +129,11 @@ def _quantised(shape: Shape, device: str) -> Iterator[Row]:
         error = sum(report.errors.values()) / len(report.errors)
         rtn = rtn or error
         case = f"quantise {method} {shape.name} on {device}"
-        yield _row(case, _exactly(us), "60 s", _exactly(60e6), error, rtn)
+        yield from _rows_of(case, exactly(us), "60 s", exactly(60e6), error, rtn)
         if method == "rtn":
             kept = (_bytes_in_use(model, device) - empty) / weights
             case = f"quantised {shape.name} on {device}, bytes a weight"
-            yield _row(case, _exactly(kept), "0.55 bytes", _exactly(0.55))
+            yield from _rows_of(case, exactly(kept), "0.55 bytes", exactly(0.55))
         del model
 
 
@@ -177,7 +163,7 @@ def _loaded(shape: Shape, device: str) -> Iterator[Row]:
                 samples[what].append(_timed(call, device)[1])
     times = {what: summary(each) for what, each in samples.items()}
     case = f"load quantised {shape.name} on {device}"
-    yield _row(case, times["ours"], _READ, times[_READ])
+    yield from _rows_of(case, times["ours"], _READ, times[_READ])
 
 
 def _save(shape: Shape, device: str, folder: Path) -> None:

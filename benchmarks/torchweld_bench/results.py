@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import subprocess
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,6 @@ class Row:
     @property
     def falls_short(self) -> bool:
         return self.ratio is None or (self.target is not None and self.ratio > self.target)
-
-    def over(self, peer: str) -> Row:
-        """The same measurement against another peer."""
-        case = f"{self.case} over {peer}"
-        ratio = None if self.ratio is None else round(self.ours_us / self.peers_us[peer], 3)
-        return replace(self, case=case, against=peer, ratio=ratio, target=None, tokens=None)
 
 
 @dataclass

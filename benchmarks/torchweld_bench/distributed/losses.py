@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchweld._library import ops
 from torchweld.distributed import vocab_parallel_linear_cross_entropy
+from torchweld_bench.cases import compared
 from torchweld_bench.distributed.processes import device, highest, measured
 from torchweld_bench.distributed.setup import Setup, divided
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 
 _ROUNDS = 7
 
@@ -63,14 +64,7 @@ def vocab_parallel(setup: Setup) -> Iterator[Row]:
         "eager_error": 0.0,
         "allowed_error": setup.cases.rtol,
     }
-    row = make_row(
-        case,
-        {**times, "ideal": divided(times["alone"], setup.size)},
-        against="alone",
-        **judged,
-    )
-    yield row
-    yield row.over("alone, nothing kept")
-    case += ", label_smoothing, over without"
+    whole_times = {**times, "ideal": divided(times["alone"], setup.size)}
+    yield from compared(case, whole_times, judged, "alone", ["alone, nothing kept"])
     smooth = {"ours": times["label_smoothing"], "without": times["ours"]}
-    yield make_row(case, smooth, against="without", **judged)
+    yield from compared(f"{case}, label_smoothing, over without", smooth, judged, "without")

@@ -29,10 +29,10 @@ from torchweld.distributed import (
 )
 from torchweld.distributed.context import METHODS
 from torchweld.nn import LayerNormLinear
-from torchweld_bench.common import judged
+from torchweld_bench.cases import compared, judged
 from torchweld_bench.distributed.processes import complaint, device, highest, measured, say
 from torchweld_bench.distributed.setup import Setup, divided
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 
 _ROUNDS = 7
 _CALLS = 10  # the number of calls of a short op per sample
@@ -138,18 +138,13 @@ def _attention(setup: Setup, padded: bool) -> Iterator[Row]:
     want = tuple(shard_sequence(t, dim=2) for t in given.pop("alone"))
     errors = {name: _difference(each, want) for name, each in given.items()}
     case = setup.cases.context_parallel(setup.size, padded)
-    row = make_row(
-        case,
-        {**times, "ideal": divided(times["alone"], setup.size)},
-        against="alone",
-        error=errors["ours"],
-        eager_error=max((errors[n] for n in BACK_ENDS if n in errors), default=0.0),
-        allowed_error=setup.cases.rtol,
-    )
-    yield row
-    for name in back_ends:
-        if name in row.peers_us:
-            yield row.over(name)
+    times["ideal"] = divided(times["alone"], setup.size)
+    judged_here = {
+        "error": errors["ours"],
+        "eager_error": max((errors[n] for n in BACK_ENDS if n in errors), default=0.0),
+        "allowed_error": setup.cases.rtol,
+    }
+    yield from compared(case, times, judged_here, "alone", back_ends)
 
 
 def attention(setup: Setup) -> Iterator[Row]:
@@ -193,11 +188,5 @@ def linear(setup: Setup) -> Iterator[Row]:
         exact = F.gelu(F.linear(first, weight.double(), bias.double()), approximate="tanh")
         errors = judged(*(given[name][0][:, :_EXACT_ROWS] for name in ("ours", "stock")), exact)
     case = setup.cases.sequence_parallel(setup.size)
-    row = make_row(
-        case,
-        times,
-        against="matmul alone",
-        **{name: highest(value) for name, value in errors.items()},
-    )
-    yield row
-    yield row.over("stock")
+    errors = {name: highest(value) for name, value in errors.items()}
+    yield from compared(case, times, errors, "matmul alone", ["stock"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,11 +23,12 @@ import torchweld
 from plan import Machine, Sizes, layout
 from torchweld.distributed import full_tensor, parallelize, parameter_groups
 from torchweld.tuning.timer import Timing
+from torchweld_bench.cases import compared, exactly
 from torchweld_bench.common import free
 from torchweld_bench.distributed.decoder import Decoder
 from torchweld_bench.distributed.processes import device, measured
 from torchweld_bench.distributed.setup import PAIR, Setup, divided
-from torchweld_bench.results import Row, make_row
+from torchweld_bench.results import Row
 
 _ROUNDS = 5
 _LR = 1e-4
@@ -60,6 +61,15 @@ def _whole(t: Tensor) -> Tensor:
     return full_tensor(t.detach()) if isinstance(t, DTensor) else t.detach()
 
 
+@contextmanager
+def _freed() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        free()
+
+
+@_freed()
 def run(
     make: Callable[[], nn.Module],
     shard: Callable[[nn.Module], nn.Module],
@@ -80,21 +90,6 @@ def run(
         inside: a context of forward and backward.
         captured: whether the step is one CUDA graph.
     """
-    try:
-        return _trained(make, shard, batch, vocab, loss_of, inside, captured)
-    finally:
-        free()
-
-
-def _trained(
-    make: Callable[[], nn.Module],
-    shard: Callable[[nn.Module], nn.Module],
-    batch: tuple[int, int],
-    vocab: int,
-    loss_of: Loss,
-    inside: Callable[[], AbstractContextManager[object]],
-    captured: bool,
-) -> Trial:
     torch.manual_seed(0)
     with torch.device(device()):
         model = make().train()
@@ -148,8 +143,7 @@ def _planned(
         return found.step
 
     rate = planned(Machine(flops=1.0), 1, 1) / (alone.timing.us * 1e-6)
-    us = planned(Machine(flops=rate, link=setup.link), fsdp, tp) * 1e6
-    return Timing(us, us, us)
+    return exactly(planned(Machine(flops=rate, link=setup.link), fsdp, tp) * 1e6)
 
 
 def _compared(
@@ -163,19 +157,15 @@ def _compared(
     """A row, and those over stock and over the plan if both exist."""
     ours, alone = trials["ours"], trials["alone"]
     stock = trials.get("stock", alone)
-    row = make_row(
-        case,
-        {**{name: trial.timing for name, trial in trials.items()}, **others},
-        against=against,
-        error=max(ours.differs(alone), ours.differs(stock)),
-        eager_error=stock.differs(alone),
-        allowed_error=setup.cases.rtol,
-    )
-    row = replace(row, tokens=tokens)
-    yield row
-    for peer in ("stock", "plan"):
-        if peer in row.peers_us:
-            yield row.over(peer)
+    times = {**{name: trial.timing for name, trial in trials.items()}, **others}
+    errors = {
+        "error": max(ours.differs(alone), ours.differs(stock)),
+        "eager_error": stock.differs(alone),
+        "allowed_error": setup.cases.rtol,
+    }
+    row, *over = compared(case, times, errors, against, ("stock", "plan"))
+    yield replace(row, tokens=tokens)
+    yield from over
 
 
 def _decoder_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
@@ -323,7 +313,7 @@ def fully_sharded_pairs(setup: Setup) -> Iterator[Row]:
     columns = _llama(setup, True, mesh["one"], mesh["columns"]).timing.us
     product = parameters * columns / alone.timing.us
     others = {
-        "product": Timing(product, product, product),
+        "product": exactly(product),
         "plan": _planned(setup, sizes, alone, batch, pairs, PAIR),
         "ideal": divided(alone.timing, PAIR),
     }
