@@ -189,7 +189,6 @@ def trained(
     others: dict[str, list[Tensor]] | None = None,
     forward: Iterable[str] = (),
     backward: Iterable[str] = (),
-    rounds: int = 7,
 ) -> Iterator[Row]:
     """Rows of "ours" over every peer as CUDA graphs: forward, then forward and backward.
 
@@ -208,5 +207,5 @@ def trained(
             if kind != "forward":
                 calls[name] = gradients(functions[name], given, drawn_like(calls[name]()))
         if calls:
-            times = timed(captured(calls), rounds)
+            times = timed(captured(calls), rounds=7)
             yield from compared(f"{case}, {kind}", times, errors, over=list(calls)[1:])
