@@ -1,7 +1,7 @@
 // The launcher of the matmul engines, and the kernel that sums split-K partials.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
-#include "gemm/group_writer.cuh"
+#include "gemm/epilogue.cuh"
 #include "gemm/rows/launch.h"
 #include "gemm/sm90/launch.h"
 #include "gemm/sync/launch.h"

@@ -1,9 +1,9 @@
 // The epilogue of a linear layer, a functor on a fragment of the result: it adds the bias, stores
 // the pre-activation, applies the activation or the gate, and stores y.
 //
-// A fragment holds the values of one thread and knows where they lie in y. The three stores
-// (gemm/group_writer.cuh, gemm/sm90/box_store.cuh, gemm/sm90/swap_ab_epilogue.cuh) have fragments
-// of their own. A fragment F has these members:
+// A fragment holds the values of one thread and knows where they lie in y. Boxes
+// (sm90/epilogue.cuh) and swap_ab tiles (sm90/swap_ab_epilogue.cuh) have fragments of their own. A
+// fragment F has these members:
 //   F::kGated, F::kActivates   whether there is a gate, and whether there may be an activation
 //   values                     the values; in a gated product the left values
 //   partner                    in a gated product: the right values of the same elements of y

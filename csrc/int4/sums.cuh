@@ -5,7 +5,7 @@
 
 #include "device/features.cuh"
 #include "device/sm90/cluster.cuh"
-#include "gemm/group_writer.cuh"
+#include "gemm/epilogue.cuh"
 #include "int4/config.h"
 
 namespace torchweld {

@@ -22,7 +22,7 @@
 #include "device/reduce.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "gemm/element.cuh"
-#include "gemm/group_writer.cuh"
+#include "gemm/epilogue.cuh"
 #include "gemm/rows/launch.h"
 #include "norm/statistics.cuh"
 

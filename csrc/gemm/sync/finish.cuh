@@ -4,7 +4,7 @@
 #pragma once
 
 #include "gemm/element.cuh"
-#include "gemm/group_writer.cuh"
+#include "gemm/epilogue.cuh"
 #include "gemm/schedule.cuh"
 
 namespace torchweld {

@@ -1,10 +1,16 @@
-// The store of groups of 8 accumulators, for the matmul kernels on mma.sync and for the kernel that
-// sums split-K partials.
+// The epilogue for groups of 8 accumulators: it adds the bias, stores the pre-activation, applies
+// the activation or the gate, rounds, and stores the results. The matmul kernels and the kernel
+// that sums split-K partials share this code.
+//
+// The activation is a runtime value, not a template parameter, so that one kernel serves every
+// activation and gate. The switch on the activation costs nothing, because it is outside of the
+// loop over the 8 values.
 #pragma once
 
+#include "device/activation.cuh"
 #include "device/mma_sync.cuh"
 #include "device/vec.cuh"
-#include "gemm/linear_epilogue.cuh"
+#include "gemm/gemm.h"
 
 namespace torchweld {
 
@@ -70,70 +76,45 @@ class GroupWriter {
   // r(i) = row + i * row_step. In a gated product, groups i and kGroups / 2 + i hold the left and
   // the right values of row r(i). The function stores only rows r(0) to r(rows - 1), because y has
   // no further rows.
-  // NOTE: the function processes several rows at once to hide the latency of their loads.
+  // NOTE: the function processes several rows at once to hide the latency of their loads. It does
+  // not call linear_epilogue: the largest fp32 tile has 255 registers and then spills up to 8
+  // bytes.
   template <int kGroups>
   __device__ __forceinline__ void write(int64_t row, int row_step, int rows,
                                         float (&v)[kGroups][kGroup]) const {
     const GemmEpilogue& e = p_.epilogue;
+    auto& all = reinterpret_cast<float (&)[kGroups * kGroup]>(v);
     if (!e.gated) {
-      auto& values = reinterpret_cast<float (&)[kGroups * kGroup]>(v);
-      linear_epilogue<kExact>(e,
-                              Fragment<false, kGroups>{*this, row, row_step, rows, values, values});
+      add_bias<0, kGroups>(v, column_);
+      if (e.preact != nullptr) {
+        T* g_preact = static_cast<T*>(e.preact) + batch_ * p_.y_batch_stride;
+        store<0, kGroups>(g_preact + column_, row, p_.n, row_step, rows, v);
+      }
+      activate<kExact>(all, e.activation);
+      store<0, kGroups>(y(), row, p_.y_row_stride, row_step, rows, v);
     } else if constexpr (kGroups > 1) {
       constexpr int kHalf = kGroups / 2;
-      auto& halves = reinterpret_cast<float (&)[2][kHalf * kGroup]>(v);
-      linear_epilogue<kExact>(
-          e, Fragment<true, kHalf>{*this, row, row_step, rows, halves[0], halves[1]});
+      add_bias<0, kHalf>(v, e.interleaved ? 2 * column_ : column_);
+      add_bias<kHalf, kGroups>(v, e.interleaved ? 2 * column_ + 1 : p_.n + column_);
+      if (e.preact != nullptr) store_preact<kHalf>(row, row_step, rows, v);
+      auto& left = reinterpret_cast<float (&)[kHalf * kGroup]>(v[0]);
+      const auto& right = reinterpret_cast<float (&)[kHalf * kGroup]>(v[kHalf]);
+      apply_gate<kExact>(left, right, e.gate);
+      store<0, kHalf>(y(), row, p_.y_row_stride, row_step, rows, v);
     }
   }
 
  private:
-  // kGroups groups of y. In a gated product `partner` holds the right values.
-  template <bool kGated_, int kGroups>
-  struct Fragment {
-    static constexpr bool kGated = kGated_, kActivates = true;
-    using Values = float[kGroups * kGroup];
-    const GroupWriter& to;
-    int64_t row;
-    int row_step, rows;
-    Values &values, &partner;
-
-    static __device__ __forceinline__ auto& groups(Values& v) {
-      return reinterpret_cast<float (&)[kGroups][kGroup]>(v);
-    }
-    __device__ __forceinline__ bool stores_preact() const {
-      return to.p_.epilogue.preact != nullptr;
-    }
-    __device__ __forceinline__ bool pair_up() const { return true; }
-    __device__ __forceinline__ void add_bias() const {
-      const bool pairs = kGated && to.p_.epilogue.interleaved;
-      to.add_bias(groups(values), pairs ? 2 * to.column_ : to.column_);
-      if (kGated) to.add_bias(groups(partner), to.column_ + (pairs ? to.column_ + 1 : to.p_.n));
-    }
-    __device__ __forceinline__ void store_preact() const {
-      if constexpr (kGated) {
-        to.store_pairs(row, row_step, rows, groups(values), groups(partner));
-      } else {
-        to.store(to.preact() + to.column_, row, to.p_.n, row_step, rows, groups(values));
-      }
-    }
-    __device__ __forceinline__ void store() const {
-      to.store(to.y(), row, to.p_.y_row_stride, row_step, rows, groups(values));
-    }
-  };
-
-  __device__ __forceinline__ T* preact() const {
-    return static_cast<T*>(p_.epilogue.preact) + batch_ * p_.y_batch_stride;
-  }
   __device__ __forceinline__ T* y() const {
     return static_cast<T*>(p_.y) + batch_ * p_.y_batch_stride + column_;
   }
 
-  // Adds a bias to column i of every group. The bias is bias[at + i], or bias[at + 2 * i] if left
-  // and right columns alternate in the bias.
-  template <int kGroups>
+  // Adds a bias to column i of groups kFirst to kLast - 1. The bias is bias[at + i], or
+  // bias[at + 2 * i] if left and right columns alternate in the bias.
+  template <int kFirst, int kLast, int kGroups>
   __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
     const GemmEpilogue& e = p_.epilogue;
+    if (e.bias == nullptr) return;
     float bias[kGroup];
     if (e.bias_fp32) {
       load_values(bias, static_cast<const float*>(e.bias) + at);
@@ -141,41 +122,40 @@ class GroupWriter {
       load_values(bias, static_cast<const T*>(e.bias) + at);
     }
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = kFirst; g < kLast; ++g) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) v[g][i] += bias[i];
     }
   }
 
-  template <int kGroups>
+  template <int kFirst, int kLast, int kGroups>
   __device__ __forceinline__ void store(T* g_column, int64_t row, int64_t row_stride, int row_step,
                                         int rows, const float (&v)[kGroups][kGroup]) const {
     g_column += row * row_stride;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      if (g < rows) store_group(g_column, columns_, v[g]);
+    for (int g = kFirst; g < kLast; ++g) {
+      if (g - kFirst < rows) store_group(g_column, columns_, v[g]);
       g_column += row_step * row_stride;
     }
   }
 
-  template <int kGroups>
-  __device__ __forceinline__ void store_pairs(int64_t row, int row_step, int rows,
-                                              const float (&left)[kGroups][kGroup],
-                                              const float (&right)[kGroups][kGroup]) const {
-    T* g_preact = preact();
+  template <int kHalf, int kGroups>
+  __device__ __forceinline__ void store_preact(int64_t row, int row_step, int rows,
+                                               const float (&v)[kGroups][kGroup]) const {
+    T* g_preact = static_cast<T*>(p_.epilogue.preact);
     const int64_t width = 2 * p_.n;
     if (!p_.epilogue.interleaved) {
       g_preact += column_;
-      store(g_preact, row, width, row_step, rows, left);
-      store(g_preact + p_.n, row, width, row_step, rows, right);
+      store<0, kHalf>(g_preact, row, width, row_step, rows, v);
+      store<kHalf, kGroups>(g_preact + p_.n, row, width, row_step, rows, v);
       return;
     }
     g_preact += row * width + 2 * column_;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < kHalf; ++g) {
       if (g < rows) {
-        store_every_other(g_preact, columns_, left[g]);
-        store_every_other(g_preact + 1, columns_, right[g]);
+        store_every_other(g_preact, columns_, v[g]);
+        store_every_other(g_preact + 1, columns_, v[kHalf + g]);
       }
       g_preact += row_step * width;
     }
