@@ -193,7 +193,7 @@ def _family(folder: str, family: str, report: Report) -> list[str]:
 
 
 def _picture_of(family: str, report: Report) -> str | None:
-    """The name of a family's picture; None where nothing can be used in torchweld's place."""
+    """The name of a family's picture, or None if nothing can be used in torchweld's place."""
     if family in DRAWN_BY_BENCH:
         return f"{family}.png"
     return f"{family}.svg" if _ratios(report) else None
@@ -227,7 +227,7 @@ def results_page() -> str:
 
 
 def matching_ratios(summary: Summary, rows: list[dict[str, Any]]) -> list[float] | None:
-    """The ratios to the peer of the cases that match; None where an answer is wrong.
+    """The ratios to the peer of the cases that match, or None if an answer is wrong.
 
     Raises:
         ValueError: No case matches.

@@ -152,7 +152,7 @@ def new_report(family: str, device: str) -> Report:
 
 
 def load_targets(path: Path | None, family: str) -> dict[str, float]:
-    """The targets of a family by case, or by a pattern of cases; {} where there is no file."""
+    """The targets of a family by case, or by a pattern of cases. Empty if there is no file."""
     if path is None or not path.is_file():
         return {}
     try:

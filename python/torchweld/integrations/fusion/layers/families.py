@@ -170,13 +170,13 @@ def register(stock: type[nn.Module], found: Fusion | None = None) -> Fusion | No
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row of a module's class, None where it is not known."""
+    """The fused parent and the row of a module's class, or None if the class is not known."""
     stock = stock_class(module)
     return fusion_in_table(stock) or register(stock)
 
 
 def fused_class(stock: type[nn.Module], fusion: Fusion | None = None) -> type[nn.Module]:
-    """The class of a fused module of a stock class: of ``fusion``, by default of what is known."""
+    """The fused class of a stock class: that of ``fusion``, or by default of the known fusions."""
     return _subclass(stock, *(fusion or fusion_in_table(stock) or register(stock)))
 
 

@@ -59,7 +59,7 @@ def _value(layer: nn.Module, source: str | None) -> Any:
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for a module by its structure, None where it has another."""
+    """The fused parent and the row for a module by its structure, or None if no row has it."""
     if _is_attention(module):
         return choose(module, _attention_rows, RecognisedAttention)
     return choose(module, _layer_rows, RecognisedLayer) if _layer_row(module) else None

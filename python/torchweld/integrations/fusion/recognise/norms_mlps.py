@@ -109,7 +109,7 @@ def known(module: nn.Module) -> Fusion | None:
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for a module by its structure, None where it has another.
+    """The fused parent and the row for a module by its structure, or None if no row has it.
 
     It is only a candidate: ``probe`` of the parent compares the two.
     """
