@@ -10,10 +10,6 @@
 //   stores_preact(), add_bias(), store_preact(), store()
 //   pair_up()                  makes `partner` complete; returns false if another thread has the
 //                              left values, gates them and stores the result
-//
-// The activation is a runtime value, not a template parameter, so that one kernel serves every
-// activation and gate. The switch on the activation costs nothing, because it is outside of the
-// loop over the values.
 #pragma once
 
 #include "device/activation.cuh"

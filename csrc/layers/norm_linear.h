@@ -67,9 +67,9 @@ T* data_if_wanted(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? mutable_data<T>(t) : nullptr;
 }
 
-// Returns the dtype of the norm's vectors. All vectors of a norm have the same dtype.
+// Returns the dtype of the norm's vectors. Without a scale, the shift has the dtype of x.
 inline DType vector_dtype_of(const RowNorm& norm, const Tensor& x) {
-  return dtype_of(is_given(norm.scale) ? *norm.scale : is_given(norm.shift) ? *norm.shift : x);
+  return dtype_of(is_given(norm.scale) ? *norm.scale : x);
 }
 
 // Normalises the rows of x. If a residual is given, stores x + residual in `sum` (contiguous),

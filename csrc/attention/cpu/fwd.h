@@ -28,8 +28,8 @@ struct LaneStatistics {
 
 // Overwrites scores (tiles, 64, width) with exp(scores - max) of each row, and computes the sums of
 // the rows, including the sink. Each tile is summed separately, and then the sums of the tiles are
-// added. One long chain of additions would lose digits. Rows from block.rows on and
-// rows that see no key get the sum 0, and their elements become 0.
+// added. One long chain of additions would lose digits. Rows from block.rows on and rows that see
+// no key get the sum 0, and their elements become 0.
 template <typename acc_t>
 void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc_t sink,
                       const LaneStatistics<acc_t>& lanes) {
@@ -61,9 +61,9 @@ void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc
   });
 }
 
-// Computes the score tiles (tiles, 64, width) of a block. product() multiplies
-// `count` packed keys by the query rows. `k` are the packed keys of the block's first tile on.
-// Hidden elements become -inf.
+// Computes the score tiles (tiles, 64, width) of a block. product() multiplies `count` packed keys
+// by the query rows. `k` are the packed keys of the block's first tile on. Hidden elements become
+// -inf.
 template <typename acc_t, typename Product>
 void score_tiles(const CpuAttention& a, const QueryBlock& block, acc_t* scores, const acc_t* k,
                  const Product& product) {

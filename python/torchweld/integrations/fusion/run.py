@@ -94,7 +94,7 @@ def _changes(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Ch
 
 
 def _changes_of_gpt2(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Changes:
-    """Those of a model that contains a GPT-2, of which nothing else is fused."""
+    """The changes of a model that contains a GPT-2. Nothing else in such a model is fused."""
     replacements, switches = gpt2.plan(model, kinds, report)
     targets = [base for _, base in gpt2.bases(model)]
     return Changes(replacements, switches, targets, gpt2.sample_of, False)

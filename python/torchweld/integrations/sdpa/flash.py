@@ -117,9 +117,9 @@ class Flash:
         window_size_right: int | None = None,
         **others: Any,
     ) -> str | None:
-        """Why a call runs torch's own kernel, None where torchweld's serves it.
+        """The reason why a call runs torch's own kernel, or None if torchweld's serves it.
 
-        Asked of shapes, dtypes and numbers alone.
+        It depends on shapes, dtypes and numbers alone.
         """
         if dropout_p != 0:
             return "dropout_p is above 0"
