@@ -127,7 +127,8 @@ def test_python_that_needs_more(block, tmp_path):
 @pytest.mark.skipif(shutil.which("make") is None, reason="make was not found")
 def test_make_docs_without_its_packages_is_one_sentence():
     done = subprocess.run(
-        ["make", "docs", "VENV=", f"PYTHON={sys.executable} -S"],  # without site-packages
+        # -S: without site-packages. A make inside of `make test` would print the directories too.
+        ["make", "--no-print-directory", "docs", "VENV=", f"PYTHON={sys.executable} -S"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(TORCHWELD.parent)},
         capture_output=True,
