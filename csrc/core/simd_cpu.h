@@ -166,12 +166,13 @@ T round_to(A x) {
   }
 }
 
-// A vector type of 64 bytes. If the CPU has only narrower vectors, the compiler splits this type.
-// NOTE: if the type were an array, the compiler would load and store the lanes for every addition.
-template <typename T>
+// A vector type of kBytes bytes. If the CPU has only narrower vectors, the compiler splits this
+// type. NOTE: if the type were an array, the compiler would load and store the lanes for every
+// addition.
+template <typename T, int kBytes = 64>
 struct CpuLanes {
-  typedef T Type __attribute__((vector_size(64)));
-  static constexpr int kCount = 64 / sizeof(T);
+  typedef T Type __attribute__((vector_size(kBytes)));
+  static constexpr int kCount = kBytes / sizeof(T);
 };
 
 // Loads consecutive values and converts them to the type of the lanes. If V is a scalar type, loads
@@ -185,8 +186,8 @@ inline void load_lanes(V& to, const A* from) {
     if constexpr (std::is_same_v<T, A>) {
       std::memcpy(&to, from, sizeof(V));
     } else if constexpr (std::is_same_v<A, c10::BFloat16>) {
-      typedef uint16_t Bits __attribute__((vector_size(32)));
-      typedef uint32_t Wide __attribute__((vector_size(64)));
+      using Bits = typename CpuLanes<uint16_t, sizeof(V) / 2>::Type;
+      using Wide = typename CpuLanes<uint32_t, sizeof(V)>::Type;
       Bits bits;
       std::memcpy(&bits, from, sizeof(bits));
       const Wide wide = __builtin_convertvector(bits, Wide) << 16;
@@ -199,6 +200,28 @@ inline void load_lanes(V& to, const A* from) {
   }
 }
 
+// Combines the lanes of v in a tree. combine(x, y) sets x to the combination of x and y, which are
+// vectors or scalars.
+// NOTE: with arrays in place of vectors, the compiler would keep the lanes in memory.
+template <typename V, typename Combine>
+auto reduce_lanes(const V& v, const Combine& combine) {
+  using T = std::decay_t<decltype(v[0])>;
+  if constexpr (sizeof(V) == 2 * sizeof(T)) {
+    T x = v[0];
+    combine(x, T(v[1]));
+    return x;
+  } else {
+    typename CpuLanes<T, sizeof(V) / 2>::Type halves[2];
+    std::memcpy(halves, &v, sizeof(halves));
+    combine(halves[0], halves[1]);
+    return reduce_lanes(halves[0], combine);
+  }
+}
+template <typename V>
+auto sum_of_lanes(const V& v) {
+  return reduce_lanes(v, [](auto& x, const auto& y) { x += y; });
+}
+
 // 16 independent accumulators, one for each lane. total() adds them up in a tree.
 template <typename T>
 struct LaneSums {
@@ -206,21 +229,11 @@ struct LaneSums {
   T lanes[kLanes] = {};
 
   T total() const {
-    // NOTE: with arrays in place of vectors, the compiler would keep the sums in memory.
-    typedef T Half __attribute__((vector_size(32)));
-    typedef T Quarter __attribute__((vector_size(16)));
     constexpr int kVectors = sizeof(lanes) / 64;
     typename CpuLanes<T>::Type sums[kVectors];
     std::memcpy(sums, lanes, sizeof(lanes));
     for (int v = 1; v < kVectors; ++v) sums[0] += sums[v];
-    Half halves[2];
-    std::memcpy(halves, sums, sizeof(halves));
-    const Half half = halves[0] + halves[1];
-    Quarter quarters[2];
-    std::memcpy(quarters, &half, sizeof(half));
-    const Quarter quarter = quarters[0] + quarters[1];
-    if constexpr (sizeof(T) == 8) return quarter[0] + quarter[1];
-    return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+    return sum_of_lanes(sums[0]);
   }
 };
 
@@ -231,7 +244,6 @@ T dot(const A* a, const B* b, int64_t n) {
   using V = typename CpuLanes<T>::Type;
   constexpr int kLanes = CpuLanes<T>::kCount, kChains = LaneSums<T>::kLanes / kLanes;
   V chains[kChains] = {};
-  LaneSums<T> sums;
   int64_t i = 0;
   for (; i + LaneSums<T>::kLanes <= n; i += LaneSums<T>::kLanes) {
     for (int chain = 0; chain < kChains; ++chain) {
@@ -241,9 +253,11 @@ T dot(const A* a, const B* b, int64_t n) {
       chains[chain] += x * y;
     }
   }
-  std::memcpy(sums.lanes, chains, sizeof(chains));
-  for (; i < n; ++i) sums.lanes[0] += static_cast<T>(a[i]) * static_cast<T>(b[i]);
-  return sums.total();
+  for (int chain = 1; chain < kChains; ++chain) chains[0] += chains[chain];
+  // NOTE: a tail that is added to a lane would pass all lanes through memory.
+  T sum = sum_of_lanes(chains[0]);
+  for (; i < n; ++i) sum += static_cast<T>(a[i]) * static_cast<T>(b[i]);
+  return sum;
 }
 
 // Adds factors (count,) @ rows (count, n) to columns first, first + 1, ... of sum (n,), kVectors
@@ -282,33 +296,42 @@ void add_rows(T* sum, const T* factors, const B* rows, int64_t count, int64_t st
 // compute exp(x - max) still get NaN for that value.
 template <typename T>
 T max_of(const T* x, int64_t n) {
-  constexpr int kLanes = LaneSums<T>::kLanes;
-  T lanes[kLanes];
-  for (int l = 0; l < kLanes; ++l) lanes[l] = -std::numeric_limits<T>::infinity();
+  using V = typename CpuLanes<T>::Type;
+  constexpr int kLanes = CpuLanes<T>::kCount;
+  T max = -std::numeric_limits<T>::infinity();
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lanes[l] = lanes[l] > x[i + l] ? lanes[l] : x[i + l];
+  if (n >= kLanes) {
+    V lanes, next;
+    load_lanes(lanes, x);
+    for (i = kLanes; i + kLanes <= n; i += kLanes) {
+      load_lanes(next, x + i);
+      lanes = lanes > next ? lanes : next;
+    }
+    max = reduce_lanes(lanes, [](auto& a, const auto& b) { a = a > b ? a : b; });
   }
-  for (; i < n; ++i) lanes[0] = lanes[0] > x[i] ? lanes[0] : x[i];
-  for (int l = 1; l < kLanes; ++l) lanes[0] = lanes[0] > lanes[l] ? lanes[0] : lanes[l];
-  return lanes[0];
+  for (; i < n; ++i) max = max > x[i] ? max : x[i];
+  return max;
 }
 
-// Computes y = exp(x - max) and returns the sum of y. y may alias x. 16 lanes accumulate
-// independently.
-template <typename T>
+// Computes y = exp(x - max) and returns the sum of y. y may alias x. No element of x may exceed
+// max. If kSubnormals is false, results below the smallest normal number become 0. 16 lanes
+// accumulate independently.
+template <bool kSubnormals = false, typename T>
 T exp_and_sum(T* y, const T* x, int64_t n, T max) {
+  const auto exp = [](T shifted) {
+    return kSubnormals ? exp_in_vectors(shifted) : exp_of_negative(shifted);
+  };
   LaneSums<T> sums;
   constexpr int kLanes = LaneSums<T>::kLanes;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     for (int l = 0; l < kLanes; ++l) {
-      y[i + l] = exp_in_vectors(x[i + l] - max);
+      y[i + l] = exp(x[i + l] - max);
       sums.lanes[l] += y[i + l];
     }
   }
   for (; i < n; ++i) {
-    y[i] = exp_in_vectors(x[i] - max);
+    y[i] = exp(x[i] - max);
     sums.lanes[0] += y[i];
   }
   return sums.total();

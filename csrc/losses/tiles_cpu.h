@@ -14,7 +14,7 @@
 #include "core/check.h"
 #include "core/index.h"
 #include "core/simd_cpu.h"
-#include "losses/transpose_cpu.h"
+#include "core/transpose_cpu.h"
 
 namespace torchweld {
 

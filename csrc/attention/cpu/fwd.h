@@ -52,7 +52,7 @@ void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc
       for (int64_t c = 0; c < block.keys_in(block.tile_begin + t); ++c) {
         acc_t* s = scores + (t * kTileKeys + c) * width;
         for (int64_t r = 0; r < width; ++r) {
-          s[r] = exp_in_vectors(s[r] - max[r]);
+          s[r] = exp_of_negative(s[r] - max[r]);
           tile_sum[r] += s[r];
         }
       }

@@ -13,6 +13,7 @@
 #include "attention/mask_arguments.h"
 #include "core/parallel.h"
 #include "core/simd_cpu.h"
+#include "core/transpose_cpu.h"
 #include "gemm/gemm_cpu.h"
 
 namespace torchweld {
@@ -111,8 +112,29 @@ template <typename T, typename acc_t>
 void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
                      int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
   with_vectors([&] {
+    int64_t done_rows = 0, done_columns = 0;
+#ifdef TW_SHUFFLES
+    if constexpr (sizeof(acc_t) == sizeof(uint32_t)) {
+      if (column_stride == 1) done_rows = rows / 4 * 4, done_columns = columns / 4 * 4;
+      for (int64_t c = 0; c < done_columns; c += 4) {
+        for (int64_t r = 0; r < done_rows; r += 4) {
+          std::array<Words, 4> block;
+          for (int64_t i = 0; i < 4; ++i) {
+            typename CpuLanes<acc_t, sizeof(Words)>::Type row;
+            load_lanes(row, from + (r + i) * row_stride + c);
+            row *= scale;
+            std::memcpy(&block[i], &row, sizeof(row));
+          }
+          transpose_block(block);
+          for (int64_t i = 0; i < 4; ++i) {
+            std::memcpy(to + (c + i) * width + r, &block[i], sizeof(block[i]));
+          }
+        }
+      }
+    }
+#endif
     for (int64_t c = 0; c < columns; ++c) {
-      for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t r = c < done_columns ? done_rows : 0; r < rows; ++r) {
         to[c * width + r] = static_cast<acc_t>(from[r * row_stride + c * column_stride]) * scale;
       }
       for (int64_t r = rows; r < width; ++r) to[c * width + r] = 0;

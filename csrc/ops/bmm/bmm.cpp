@@ -83,7 +83,9 @@ void multiply_cpu(Tensor y, const Tensor& left, const Tensor& right) {
   if (y.dim() == 2) {
     at::mm_out(y, left, right);
   } else {
-    const auto batched = [&](const Tensor& t) { return t.expand({y.size(0), -1, -1}); };
+    const auto batched = [&](const Tensor& t) {
+      return t.size(0) == y.size(0) ? t : t.expand({y.size(0), -1, -1});
+    };
     at::bmm_out(y, batched(left), batched(right));
   }
 }

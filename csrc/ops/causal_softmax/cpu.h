@@ -103,7 +103,7 @@ void causal_softmax_row(T* y, const T* scores, const KeyRange& live,
   std::fill(y + live.end, y + head.n, T(0));
   if constexpr (std::is_same_v<T, acc_t>) {
     each_chunk(scores, live, head, [&](int64_t j, acc_t* logits, int64_t count) {
-      sum += exp_and_sum(y + j, logits, count, max);
+      sum += exp_and_sum</*kSubnormals=*/true>(y + j, logits, count, max);
     });
     const acc_t inverse = 1 / sum;
     for (int64_t j = live.begin; j < live.end; ++j) y[j] *= inverse;

@@ -23,7 +23,14 @@ void softmax_of_rows(const CpuAttention& a, const QueryBlock& block, const CpuHe
   const auto scale = static_cast<acc_t>(a.scale);
   const acc_t sink = a.template sink<acc_t>(h);
   with_vectors([&] {
-    std::fill_n(p, block.tiles() * kTileKeys * height, acc_t(0));
+    for (int64_t r = 0; r < height; ++r) {
+      for (int64_t t = block.tile_begin; t < block.tile_end; ++t) {
+        const KeyRange live = r < block.rows ? live_columns(block, r, t) : KeyRange{0, 0};
+        acc_t* const to = p + ((t - block.tile_begin) * height + r) * kTileKeys;
+        std::fill_n(to, live.begin, acc_t(0));
+        std::fill(to + live.end, to + kTileKeys, acc_t(0));
+      }
+    }
     for (int64_t r = 0; r < block.rows; ++r) {
       const T* from = scores.row(b, h, block.row + r) + block.first_key;
       const auto each_tile = [&](const auto& body) {

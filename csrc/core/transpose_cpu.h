@@ -1,5 +1,5 @@
-// Transposes of 16-bit matrices on the CPU. The loops transpose blocks in vectors of 16 bytes,
-// which every CPU has. A loop that copies single elements takes 2 to 14 times as long.
+// Transposes of 16-bit and 32-bit matrices on the CPU. The loops transpose blocks in vectors of 16
+// bytes, which every CPU has. A loop that copies single elements takes 2 to 14 times as long.
 #pragma once
 
 #include <algorithm>
