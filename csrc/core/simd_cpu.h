@@ -153,22 +153,36 @@ inline float tanh_in_vectors(float x) {
 }
 inline double tanh_in_vectors(double x) { return std::tanh(x); }
 
-// Rounds x to T. The conversion to bf16 has no branch, so the compiler can vectorise it.
+// Returns the bits of x rounded to bf16. The function has no branch, so the compiler can vectorise
+// its callers.
+inline uint32_t bf16_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return x == x ? even : 0x7fc0;
+}
+
+// Rounds x to T.
 template <typename T, typename A>
 T round_to(A x) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    const uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return T(static_cast<uint16_t>(x == x ? even : 0x7fc0), T::from_bits());
+    return T(static_cast<uint16_t>(bf16_bits(x)), T::from_bits());
   } else {
     return static_cast<T>(x);
   }
 }
 
-// A vector type of kBytes bytes. If the CPU has only narrower vectors, the compiler splits this
-// type. NOTE: if the type were an array, the compiler would load and store the lanes for every
-// addition.
+// Splits x into two bf16 numbers, whose sum differs from x by at most 2^-17 |x|.
+inline void split_to_bf16(float x, uint32_t& high, uint32_t& low) {
+  high = bf16_bits(x);
+  const uint32_t bits = high << 16;
+  float rounded;
+  std::memcpy(&rounded, &bits, 4);
+  low = bf16_bits(x - rounded);
+}
+
+// A vector type of kBytes bytes. The compiler splits it if the CPU has only narrower vectors.
+// NOTE: if the type were an array, the compiler would load and store the lanes for every addition.
 template <typename T, int kBytes = 64>
 struct CpuLanes {
   typedef T Type __attribute__((vector_size(kBytes)));

@@ -13,7 +13,7 @@
 #include <array>
 
 #include "core/parallel.h"
-#include "losses/tiles_cpu.h"
+#include "core/matmul_cpu.h"
 
 namespace torchweld {
 
@@ -27,7 +27,7 @@ void logits_into_cpu(const Tensor& z, const Tensor& x, const Tensor& weight) {
   parallel_tasks(k == 0 ? 0 : divide_up(n, kColumns), [&](int64_t task) {
     const int64_t first = task * kColumns, columns = std::min(kColumns, n - first);
     const RightOperand<E> block(weight.narrow(0, first, columns).t());
-    loss_matmul(view_of<T>(z).from(0, first), const_view_of<E>(x), block.view(), rows, columns,
+    tiled_matmul(view_of<T>(z).from(0, first), const_view_of<E>(x), block.view(), rows, columns,
                 whole_pairs<E>(k), /*add=*/false);
     release_tiles<E>();
   });
@@ -65,7 +65,7 @@ Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& o
     for (int64_t first = begin; first < end; first += kBlock) {
       const int64_t size = std::min(kBlock, end - first);
       const RightOperand<E> block(weight.narrow(0, first, size).narrow(1, column, columns));
-      loss_matmul(view_of<T>(sum), const_view_of<E>(dz).from(0, first), block.view(), rows, columns,
+      tiled_matmul(view_of<T>(sum), const_view_of<E>(dz).from(0, first), block.view(), rows, columns,
                   whole_pairs<E>(size), /*add=*/first > begin);
     }
     release_tiles<E>();
@@ -110,7 +110,7 @@ class ParameterGradients {
       const bool in_place = dweight_sum_.defined();
       const Tensor out =
           in_place ? dweight_sum_.narrow(0, first, columns) : at::empty({columns, k}, options_);
-      loss_matmul(view_of<T>(out), const_view_of<E>(block), right.view(), columns, k,
+      tiled_matmul(view_of<T>(out), const_view_of<E>(block), right.view(), columns, k,
                   whole_pairs<E>(rows), /*add=*/added_ > 0);
       release_tiles<E>();
       if (!in_place) dweight_.narrow(0, first, columns).copy_(out);

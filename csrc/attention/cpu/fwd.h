@@ -11,7 +11,7 @@
 
 #include <ATen/Dispatch.h>
 
-#include "attention/cpu/tiles.h"
+#include "attention/cpu/lane_products.h"
 
 namespace torchweld {
 
@@ -64,8 +64,8 @@ void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc
 // Computes the score tiles (tiles, 64, width) of a block. product() multiplies `count` packed keys
 // by the query rows. `k` are the packed keys of the block's first tile on. Hidden elements become
 // -inf.
-template <typename acc_t, typename Product>
-void score_tiles(const CpuAttention& a, const QueryBlock& block, acc_t* scores, const acc_t* k,
+template <typename acc_t, typename E, typename Product>
+void score_tiles(const CpuAttention& a, const QueryBlock& block, acc_t* scores, const E* k,
                  const Product& product) {
   const int64_t size = kTileKeys * a.block_rows();
   for (int64_t t = 0; t < block.tiles(); ++t) {
@@ -77,14 +77,17 @@ void score_tiles(const CpuAttention& a, const QueryBlock& block, acc_t* scores, 
   }
 }
 
-template <typename T>
+// Keys and values are packed in the dtype E.
+template <typename T, typename E = at::opmath_type<T>>
 void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                              const Tensor& query, const Tensor& key, const Tensor& value) {
   using acc_t = at::opmath_type<T>;
-  const Tensor packed_k = pack_tiles<T, acc_t>(a, key, /*transposed=*/false);
-  const Tensor packed_vt = pack_tiles<T, acc_t>(a, value, /*transposed=*/true);
+  using Products = LaneProducts<acc_t, E>;
+  const Tensor packed_k = pack_tiles<T, E>(a, key, /*transposed=*/false);
+  const Tensor packed_vt = pack_tiles<T, E>(a, value, /*transposed=*/true);
   const CpuHeads<T> q(query), o(out);
   const int64_t width = a.block_rows(), blocks = a.blocks(), d = a.head_dim, dv = a.head_dim_v;
+  const auto in_acc = query.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   const int64_t heads = a.batch * a.nheads;
   parallel_tasks(heads * blocks, [&](int64_t task) {
     const int64_t index = from_both_ends(task / heads, blocks);
@@ -101,25 +104,26 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
       if (lse) lse_to[r] = sink;
     }
     if (block.empty()) return;
-    Scratch<acc_t> scratch((d + dv + block.tiles() * kTileKeys + 3) * width, packed_k.options());
-    acc_t* const qt = scratch.allocate(d * width);
+    Scratch<acc_t> scratch(
+        Products::scratch_size(width, d) + (dv + block.tiles() * kTileKeys + 3) * width, in_acc);
+    Products products(a, scratch);
     acc_t* const out_t = scratch.allocate(dv * width);
     acc_t* const scores = scratch.allocate(block.tiles() * kTileKeys * width);
     const LaneStatistics<acc_t> lanes = {scratch.allocate(width), scratch.allocate(width),
                                          scratch.allocate(width)};
-    pack_transposed<T, acc_t>(qt, width, q.row(b, h, block.row), block.rows, d, q.row_stride,
-                              q.column_stride, static_cast<acc_t>(a.scale));
+    products.pack_query(q.row(b, h, block.row), block.rows, q, static_cast<acc_t>(a.scale));
     const int64_t kv_tile = (b * a.nheads_kv + h / a.group()) * a.tiles() + block.tile_begin;
-    const acc_t* k = packed_k.const_data_ptr<acc_t>() + kv_tile * kTileKeys * d;
-    const acc_t* vt = packed_vt.const_data_ptr<acc_t>() + kv_tile * kTileKeys * dv;
-    score_tiles(a, block, scores, k, [&](acc_t* tile, const acc_t* keys, int64_t count) {
-      block_matmul(tile, keys, qt, count, width, d, /*add=*/false);
+    const E* k = packed_k.const_data_ptr<E>() + kv_tile * kTileKeys * d;
+    const E* vt = packed_vt.const_data_ptr<E>() + kv_tile * kTileKeys * dv;
+    score_tiles(a, block, scores, k, [&](acc_t* tile, const E* keys, int64_t count) {
+      products.multiply_keys(tile, keys, count);
     });
     softmax_of_lanes(scores, block, width, sink, lanes);
     for (int64_t t = 0; t < block.tiles(); ++t) {
-      block_matmul(out_t, vt + t * kTileKeys * dv, scores + t * kTileKeys * width, dv, width,
-                   block.keys_in(block.tile_begin + t), /*add=*/t > 0, kTileKeys);
+      products.multiply_values(out_t, vt + t * kTileKeys * dv, scores + t * kTileKeys * width,
+                               block.keys_in(block.tile_begin + t), /*add=*/t > 0);
     }
+    release_tiles<E>();
     with_vectors([&] {
       for (int64_t r = 0; r < block.rows; ++r) {
         if (!block.sees(r)) continue;

@@ -11,10 +11,10 @@
 
 #include "attention/cpu/scores.h"
 #include "attention/mask_arguments.h"
+#include "core/matmul_cpu.h"
 #include "core/parallel.h"
 #include "core/simd_cpu.h"
 #include "core/transpose_cpu.h"
-#include "gemm/gemm_cpu.h"
 
 namespace torchweld {
 
@@ -106,8 +106,19 @@ struct CpuAttention : CpuScores {
   }
 };
 
+// Returns scale * x in the dtype of the scale. If this dtype is x's, 16-bit, the scale is 1.
+template <typename acc_t, typename T>
+acc_t scaled(const T& x, acc_t scale) {
+  if constexpr (sizeof(acc_t) == sizeof(uint16_t)) {
+    return x;
+  } else {
+    return static_cast<acc_t>(x) * scale;
+  }
+}
+
 // Sets `to` (columns, width) to `scale` times the transpose of `from` (rows, columns). Sets columns
-// [rows, width) of `to` to zero.
+// [rows, width) of `to` to zero. If the dtype of `to` has 16 bits, `from` has this dtype, and the
+// scale must be 1.
 template <typename T, typename acc_t>
 void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int64_t columns,
                      int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -133,9 +144,16 @@ void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int6
       }
     }
 #endif
+    if constexpr (sizeof(acc_t) == sizeof(uint16_t)) {
+      if (column_stride == 1) {
+        done_rows = rows, done_columns = columns;
+        transpose_halves(reinterpret_cast<uint16_t*>(to), width,
+                         reinterpret_cast<const uint16_t*>(from), row_stride, columns, rows);
+      }
+    }
     for (int64_t c = 0; c < columns; ++c) {
       for (int64_t r = c < done_columns ? done_rows : 0; r < rows; ++r) {
-        to[c * width + r] = static_cast<acc_t>(from[r * row_stride + c * column_stride]) * scale;
+        to[c * width + r] = scaled(from[r * row_stride + c * column_stride], scale);
       }
       for (int64_t r = rows; r < width; ++r) to[c * width + r] = 0;
     }
@@ -143,7 +161,7 @@ void pack_transposed(acc_t* to, int64_t width, const T* from, int64_t rows, int6
 }
 
 // Copies `from` (rows, columns) times `scale` to `to` (height, columns). Rows of `to` from `rows`
-// on become zero.
+// on become zero. The scale must be 1 if the dtype of `to` has 16 bits.
 template <typename T, typename acc_t>
 void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t columns,
                int64_t row_stride, int64_t column_stride, acc_t scale = 1) {
@@ -152,11 +170,11 @@ void pack_rows(acc_t* to, int64_t height, const T* from, int64_t rows, int64_t c
       const T* row = from + r * row_stride;
       if (column_stride == 1) {
         for (int64_t c = 0; c < columns; ++c) {
-          to[r * columns + c] = static_cast<acc_t>(row[c]) * scale;
+          to[r * columns + c] = scaled(row[c], scale);
         }
       } else {
         for (int64_t c = 0; c < columns; ++c) {
-          to[r * columns + c] = static_cast<acc_t>(row[c * column_stride]) * scale;
+          to[r * columns + c] = scaled(row[c * column_stride], scale);
         }
       }
     }

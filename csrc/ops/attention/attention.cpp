@@ -162,6 +162,8 @@ void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Ten
     if (a.seqlen_q <= kFewRows) {
       const auto row_major = [](const Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
       attention_forward_rows<scalar_t>(a, out, lse, query, row_major(key), row_major(value));
+    } else if (std::is_same_v<scalar_t, at::BFloat16> && multiplies_bf16(a.head_dim)) {
+      attention_forward_tiles<at::BFloat16, at::BFloat16>(a, out, lse, query, key, value);
     } else {
       attention_forward_tiles<scalar_t>(a, out, lse, query, key, value);
     }

@@ -1,5 +1,7 @@
 // CPU matmuls in tiles that fit in the cache. The matmuls use oneDNN's kernels if these are
 // available.
+// NOTE: oneDNN compiles and caches a kernel for every new combination of m, n and k, so callers
+// should use few combinations.
 #pragma once
 
 #include <ATen/Context.h>
@@ -47,8 +49,8 @@ struct PairedView {
 
 // Computes c (m, n) = a (m, k) @ b (k, n), or c += a @ b if `add` is true.
 template <typename T>
-void loss_tile(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, int64_t m, int64_t n,
-               int64_t k, bool add) {
+void multiply_tile(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, int64_t m,
+                   int64_t n, int64_t k, bool add) {
   with_vectors([&] {
     for (int64_t i = 0; i < m; ++i) {
       T* const row = c.data + i * c.stride;
@@ -79,19 +81,26 @@ inline bool has_bf16_brgemm() {
 #endif
 }
 
+// Returns true if the CPU can multiply a bf16 matrix with k columns by a PairedView.
+inline bool multiplies_bf16(int64_t k) { return k % 2 == 0 && has_bf16_brgemm(); }
+
 #ifdef CPUBLAS_BRGEMM_F32F32F32
-inline void loss_tile(MatrixView<float> c, MatrixView<const float> a, MatrixView<const float> b,
-                      int64_t m, int64_t n, int64_t k, bool add) {
-  if (!has_brgemm()) return loss_tile<float>(c, a, b, m, n, k, add);
+inline void multiply_tile(MatrixView<float> c, MatrixView<const float> a, MatrixView<const float> b,
+                          int64_t m, int64_t n, int64_t k, bool add) {
+  if (!has_brgemm() || m * n * k == 0) return multiply_tile<float>(c, a, b, m, n, k, add);
   at::native::cpublas::brgemm(m, n, k, a.stride, b.stride, c.stride, add, a.data, b.data, c.data,
                               /*is_vnni=*/false);
 }
 #endif
 
 #ifdef CPUBLAS_BRGEMM_BF16BF16F32
-inline void loss_tile(MatrixView<float> c, MatrixView<const c10::BFloat16> a,
-                      MatrixView<const c10::BFloat16> b, int64_t m, int64_t n, int64_t k,
-                      bool add) {
+inline void multiply_tile(MatrixView<float> c, MatrixView<const c10::BFloat16> a,
+                          MatrixView<const c10::BFloat16> b, int64_t m, int64_t n, int64_t k,
+                          bool add) {
+  if (m * n * k == 0) {
+    for (int64_t i = 0; !add && i < m; ++i) std::fill_n(c.data + i * c.stride, n, 0.0f);
+    return;
+  }
   at::native::cpublas::brgemm(m, n, k, a.stride, b.stride, c.stride, add, a.data, b.data, c.data,
                               /*is_vnni=*/true);
 }
@@ -112,17 +121,37 @@ void release_tiles() {
 // is only 256 for two reasons: a longer chain of fp32 additions has a larger error, and a tile of b
 // must fit in the cache.
 template <typename T, typename E, typename B>
-void loss_matmul(MatrixView<T> c, MatrixView<const E> a, const B& b, int64_t m, int64_t n,
-                 int64_t k, bool add) {
+void tiled_matmul(MatrixView<T> c, MatrixView<const E> a, const B& b, int64_t m, int64_t n,
+                  int64_t k, bool add) {
   constexpr int64_t kM = 128, kN = B::kTileColumns, kK = 256;
   for (int64_t l = 0; l < k; l += kK) {
     for (int64_t j = 0; j < n; j += kN) {
       for (int64_t i = 0; i < m; i += kM) {
-        loss_tile(c.from(i, j), a.from(i, l), b.from(l, j), std::min(kM, m - i),
-                  std::min(kN, n - j), std::min(kK, k - l), add || l > 0);
+        multiply_tile(c.from(i, j), a.from(i, l), b.from(l, j), std::min(kM, m - i),
+                      std::min(kN, n - j), std::min(kK, k - l), add || l > 0);
       }
     }
   }
+}
+
+// Computes c (m, n) = a (m, k) @ b (k, n) on one thread. If `add` is true, computes c += a @ b
+// instead. b and c are contiguous. The rows of a are `a_stride` elements apart.
+template <typename T>
+void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add,
+                  int64_t a_stride) {
+  // The rounding error of a chain of fp32 additions grows with the length of the chain. Therefore K
+  // is split into blocks of at most kMaxChain elements, and the sums of the blocks are added.
+  constexpr int64_t kMaxChain = 192;
+  const int64_t blocks = std::max<int64_t>(1, divide_up(k, kMaxChain));
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t first = i * k / blocks, size = (i + 1) * k / blocks - first;
+    multiply_tile(MatrixView<T>{c, n}, MatrixView<const T>{a + first, a_stride},
+                  MatrixView<const T>{b + first * n, n}, m, n, size, add || i > 0);
+  }
+}
+template <typename T>
+void block_matmul(T* c, const T* a, const T* b, int64_t m, int64_t n, int64_t k, bool add) {
+  block_matmul(c, a, b, m, n, k, add, /*a_stride=*/k);
 }
 
 template <typename T>
