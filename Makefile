@@ -36,7 +36,7 @@ BARE = $(VENV)/.python
 PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel bench kernel-check gpu-check sanitize clean distclean current-python current-docs FORCE
+.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel index bench kernel-check gpu-check sanitize clean distclean current-python current-docs FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -51,6 +51,7 @@ help:
 	@echo "make format, lint  ruff and clang-format"
 	@echo "make docs          the documentation, into docs/_build/html"
 	@echo "make wheel         a wheel into dist/, checked in an empty environment"
+	@echo "make index         an index of the wheels in dist/, for pip and for TORCHWELD_INDEX"
 	@echo "make bench         a family of benchmarks (ARGS=\"rows\"), or one call"
 	@echo "make plan          how to divide GPUs over a model (ARGS=\"--model llama-3.1-8b --gpus 64\")"
 	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
@@ -119,6 +120,9 @@ docs: $(SETUP) $(TOOLS) $(DOCS)
 wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
 	@$(or $(PYTHON),$(RUN)) tools/wheel.py \
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH))
+
+index: $(VENV)/.python
+	@$(RUN) tools/index.py dist
 
 bench: $(SETUP)
 	@$(RUN) benchmarks/bench.py $(ARGS)

@@ -10,7 +10,9 @@ for torch's headers, and files of a group share the templates that they instanti
 the .cpp need 105 s of processor time.
 
 The built package requires the minor release of torch that it was built with. With
-TORCHWELD_LOCAL_VERSION=1, which `make wheel` sets, the version names it too: 0.1.0+torch2.11.cu130.
+TORCHWELD_WHEEL=1, which `make wheel` sets, the version names it too, 0.1.0+torch2.11.cu130, and one
+wheel serves all Pythons: it has a `_C` for every Python of TORCHWELD_PYTHONS (paths, separated as
+in PATH), and Pythons without one lack only explain and tune.
 
 Environment: TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, FORCE_CUDA=1 (CUDA or fail),
 TORCHWELD_CPU_ONLY=1 (no CUDA even if nvcc is found), TORCHWELD_LINEINFO=1 (line numbers for
@@ -33,6 +35,7 @@ if sys.version_info < (3, 10):  # noqa: UP036  (pip reads requires-python after 
 
 import setuptools
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 # The first that reads pyproject.toml's `license`. Environments of Python 3.10 and 3.11 start with
@@ -69,6 +72,7 @@ if [int(number) for number in torch.__version__.split(".")[:2]] < [*map(int, TOR
 ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("python") / "torchweld"
 OPS = "torchweld._ops"
+INTROSPECTION = "torchweld._C"
 GENERATED = Path("build") / "generated"
 sys.path.insert(0, str(ROOT / "csrc"))
 import instantiations  # noqa: E402
@@ -147,11 +151,12 @@ NO_CUDA = why_no_cuda()
 if NO_CUDA and env_flag("FORCE_CUDA"):
     sys.exit(f"torchweld: FORCE_CUDA is set but CUDA can't be built: {NO_CUDA}")
 WITH_CUDA = NO_CUDA is None
+FOR_WHEEL = env_flag("TORCHWELD_WHEEL")
 VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / PACKAGE / "__init__.py").read_text(), re.M)[1]
 
 
 def version():
-    if not env_flag("TORCHWELD_LOCAL_VERSION"):
+    if not FOR_WHEEL:
         return VERSION
     # torch's CUDA and not nvcc's: it is what pip installs beside the wheel.
     cuda = "cu" + torch.version.cuda.replace(".", "") if WITH_CUDA else "cpu"
@@ -190,6 +195,19 @@ class BuildPy(build_py):
         super().run()
 
 
+class BdistWheel(bdist_wheel):
+    """A wheel for all Pythons, named after the oldest glibc that loads its libraries."""
+
+    def get_tag(self):
+        tag = super().get_tag()
+        if not FOR_WHEEL:
+            return tag
+        symbols = re.compile(rb"GLIBC_2\.(\d+)")
+        libraries = [path.read_bytes() for path in Path(self.bdist_dir).rglob("*.so")]
+        newest = max(int(minor) for text in libraries for minor in symbols.findall(text))
+        return "py3", "none", tag[2].replace("linux", f"manylinux_2_{newest}", 1)
+
+
 class BuildExt(cpp_extension.BuildExtension):
     """torch's build, with a kept object folder per torch so that a second build is incremental."""
 
@@ -208,7 +226,31 @@ class BuildExt(cpp_extension.BuildExtension):
         say(f"building {what} against torch {torch.__version__}, {os.environ['MAX_JOBS']} jobs")
         start = time.monotonic()
         super().run()
+        for python in filter(None, os.environ.get("TORCHWELD_PYTHONS", "").split(os.pathsep)):
+            self.build_introspection(python)
         say(f"built in {time.monotonic() - start:.0f} s")
+
+    def build_introspection(self, python):
+        """Builds torchweld/_C for another Python, which needs only its headers."""
+        code = (
+            "import sysconfig; print(sysconfig.get_path('include'), "
+            "sysconfig.get_config_var('EXT_SUFFIX'), sep='\\n')"
+        )
+        found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+        include, suffix = found.stdout.split("\n")[:2]
+        made = Path(self.build_lib) / "torchweld" / f"_C{suffix}"
+        if made.exists():
+            return
+        (extension,) = (e for e in self.extensions if e.name == INTROSPECTION)
+        folders = [include, *extension.include_dirs]
+        subprocess.run(
+            shlex.split(cpp_extension.get_cxx_compiler())
+            + ["-std=c++17", "-shared", "-fPIC", *(f"-I{folder}" for folder in folders)]
+            + [*extension.extra_compile_args["cxx"], *extension.extra_link_args]
+            + [*extension.sources, "-o", str(made)],
+            cwd=ROOT,
+            check=True,
+        )
 
     def build_extension(self, ext):
         flavour = f"torch{torch.__version__}-py{sys.version_info[0]}{sys.version_info[1]}"
@@ -250,6 +292,8 @@ def extensions():
     # Some compilers link libstdc++ statically. Its symbols must then stay inside the library.
     # Otherwise the streams of this library and of torch share tables, and error messages crash.
     link = ["-Wl,--exclude-libs,libstdc++.a"] if sys.platform == "linux" else []
+    if FOR_WHEEL:
+        link.append("-s")  # the symbol table is a tenth of the library
     include = [str(ROOT / "csrc")]
     # Groups include the .cpp files, so these are dependencies too; an sdist holds all of them.
     depends = sources(*(f"csrc/**/*.{suffix}" for suffix in ("h", "cuh", "cpp", "cu", "py")))
@@ -275,7 +319,7 @@ def extensions():
             py_limited_api=True,
         )
     introspection = cpp_extension.CppExtension(
-        "torchweld._C",
+        INTROSPECTION,
         ["csrc/module.cpp"],
         include_dirs=include,
         depends=depends,
@@ -291,6 +335,6 @@ setup(
     version=version(),
     install_requires=requirements(),
     ext_modules=extensions(),
-    cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
+    cmdclass={"bdist_wheel": BdistWheel, "build_ext": BuildExt, "build_py": BuildPy},
     package_data={"torchweld": ["py.typed", "_build.json"]},
 )

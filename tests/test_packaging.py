@@ -6,12 +6,17 @@ import email
 import importlib.util
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -76,28 +81,33 @@ def test_installed_python_is_the_library_and_its_command(tmp_path):
 
 @pytest.mark.parametrize("local", ["0", "1"])
 def test_what_is_built_requires_the_torch_it_was_built_for(tmp_path, local):
-    setup_py("egg_info", "--egg-base", tmp_path, TORCHWELD_LOCAL_VERSION=local)
+    setup_py("egg_info", "--egg-base", tmp_path, TORCHWELD_WHEEL=local)
     about = email.message_from_string((tmp_path / "torchweld.egg-info/PKG-INFO").read_text())
     assert f"torch=={MINOR}.*" in about.get_all("Requires-Dist")
     suffix = rf"\+torch{re.escape(MINOR)}\.(cu\d+|cpu)" if local == "1" else ""
     assert re.fullmatch(re.escape(torchweld.__version__) + suffix, about["Version"])
 
 
-@pytest.fixture
-def wheel_tool():
-    spec = importlib.util.spec_from_file_location("wheel_tool", ROOT / "tools" / "wheel.py")
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.fixture
+def wheel_tool():
+    return tool("wheel")
+
+
 def wheel_of(folder: Path, version: str, needs: str) -> Path:
-    path = folder / f"torchweld-{version}-cp312-cp312-linux_x86_64.whl"
+    path = folder / f"torchweld-{version}-py3-none-manylinux_2_17_{platform.machine()}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(
             f"torchweld-{version}.dist-info/METADATA",
             f"Metadata-Version: 2.4\nName: torchweld\nVersion: {version}\nRequires-Dist: {needs}\n",
         )
+        archive.writestr(f"torchweld-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\n")
     return path
 
 
@@ -194,3 +204,120 @@ def test_issue_templates_are_forms():
         assert len(ids) == len(set(ids))
         assert any(part.get("validations", {}).get("required") for part in form["body"])
         assert all(part["attributes"]["label"] for part in form["body"])
+
+
+CUDA = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu"
+OURS = f"{torchweld.__version__}+torch{MINOR}.{CUDA}"
+
+
+@pytest.fixture
+def wheels(tmp_path):
+    """A folder with an index of two wheels: for this torch, and for another one."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for version, needs in ((OURS, f"torch=={MINOR}.*"), ("9.9+torch9.9.cu999", "torch==9.9.*")):
+        wheel_of(folder, version, needs)
+    tool("index").lay_out(folder)
+    return folder
+
+
+@pytest.fixture
+def address(wheels):
+    """The address of a server of that folder."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(wheels))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="wheels are for Linux")
+@pytest.mark.parametrize("from_server", [False, True])
+def test_an_installation_takes_the_wheel_of_its_torch(
+    wheels, tmp_path, monkeypatch, capsys, request, from_server
+):
+    index = request.getfixturevalue("address") if from_server else str(wheels)
+    monkeypatch.setenv("TORCHWELD_INDEX", index)
+    backend = tool("backend")
+    name = backend.prepare_metadata_for_build_wheel(str(tmp_path))
+    assert f"Version: {OURS}\n" in (tmp_path / name / "METADATA").read_text()
+    wheel = backend.build_wheel(str(tmp_path))
+    assert wheel.startswith(f"torchweld-{OURS}-py3-none-")
+    assert (tmp_path / wheel).read_bytes() == (wheels / wheel).read_bytes()
+    assert capsys.readouterr().err.endswith(f"torchweld: taking {wheel} from {index}\n")
+
+
+tool_backend = tool("backend")
+
+
+def without_index(wheels, monkeypatch):
+    monkeypatch.delenv("TORCHWELD_INDEX", raising=False)
+
+
+def without_wheel(wheels, monkeypatch):
+    next(wheels.glob(f"torchweld-{OURS}-*")).unlink()
+
+
+def with_a_newer_glibc(wheels, monkeypatch):
+    (wheel,) = wheels.glob(f"torchweld-{OURS}-*")
+    wheel.rename(wheel.with_name(wheel.name.replace("2_17", "2_99")))
+
+
+def without_torch(wheels, monkeypatch):
+    monkeypatch.setattr(tool_backend, "distributions", lambda **_: [])
+
+
+def with_a_dead_address(wheels, monkeypatch):
+    monkeypatch.setenv("TORCHWELD_INDEX", "http://127.0.0.1:9/")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="wheels are for Linux")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (without_index, "TORCHWELD_INDEX names no index of wheels"),
+        (without_wheel, rf"\S+ has no torchweld-{re.escape(OURS)}-\.\.\. for this machine"),
+        (with_a_newer_glibc, r"\S+ has no torchweld-\S+-\.\.\. for this machine"),
+        (without_torch, "torch is not installed here"),
+        (with_a_dead_address, r"http://127.0.0.1:9/ can't be read \(.*refused.*\)"),
+    ],
+)
+def test_without_a_wheel_an_installation_says_why_it_builds(
+    wheels, tmp_path, monkeypatch, capsys, change, reason
+):
+    monkeypatch.setenv("TORCHWELD_INDEX", str(wheels))
+    built = []
+    monkeypatch.setattr(tool_backend.build_meta, "build_wheel", lambda *a: built.append(a) or "new")
+    change(wheels, monkeypatch)
+    assert tool_backend.build_wheel(str(tmp_path)) == "new" and len(built) == 1
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"torchweld: building from the sources, because {reason}\n", said), said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="wheels are for Linux")
+def test_a_wheel_with_another_hash_is_not_taken(wheels, address, tmp_path, monkeypatch, capsys):
+    (wheel,) = wheels.glob(f"torchweld-{OURS}-*")
+    wheel.write_bytes(wheel.read_bytes() + b"more")
+    monkeypatch.setenv("TORCHWELD_INDEX", address)
+    monkeypatch.setattr(tool_backend.build_meta, "build_wheel", lambda *a: "new")
+    assert tool_backend.build_wheel(str(tmp_path)) == "new"
+    assert "its SHA-256 is not " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="wheels are for Linux")
+def test_pip_downloads_from_the_index_of_a_torch(address, tmp_path):
+    index = f"{address}torch{MINOR}.{CUDA}/"
+    options = ["--no-deps", "--disable-pip-version-check", "--no-cache-dir", "--dest", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "torchweld", "--index-url", index, *options],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"torchweld-{OURS}-")
+
+
+def test_an_index_of_no_wheels_is_refused(tmp_path, capsys):
+    assert tool("index").main([str(tmp_path)]) == 1
+    assert "has no wheel of torchweld; use make wheel" in capsys.readouterr().err

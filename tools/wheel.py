@@ -1,11 +1,13 @@
-"""Makes a wheel for one Python and one torch, and checks it: `make wheel`.
+"""Makes a wheel for all Pythons and one torch, and checks it: `make wheel`.
 
-    python tools/wheel.py                               this Python and its torch
+    python tools/wheel.py                               this Python's torch
     python tools/wheel.py --python python3.11 --torch 2.13.0   in a new environment
 
-The wheel is built from an unpacked sdist, so that a file missing from the sdist fails here. It is
-written to dist/ and then installed into an empty environment, where the README's example must run.
-Everything else is in build/wheel/, which keeps the objects, so a second build is short.
+The wheel has torchweld/_C, which explain and tune need, for every Python from 3.10 on that is found
+on PATH or under pyenv. It is built from an unpacked sdist, so that a file missing from the sdist
+fails here. It is written to dist/ and then installed into an empty environment, where the README's
+example must run. Everything else is in build/wheel/, which keeps the objects, so a second build is
+short.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import kernel_check  # noqa: E402
 
-MAX_WHEEL_BYTES = 45 * 10**6
+MAX_WHEEL_BYTES = 30 * 10**6
 PIP = ("-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check")
 FACTS = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__.split('+')[0])"
+
+HEADERS = "import sys, sysconfig; print(sys.version_info[1], sysconfig.get_path('include'))"
 
 
 def say(text: str) -> None:
@@ -57,6 +61,23 @@ def environment(folder: Path, python: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", folder)
     return folder / "bin" / "python"
+
+
+def pythons() -> list[str]:
+    """The Pythons that torchweld supports on this machine, one of each minor release."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = {}
+    for minor in range(10, 20):
+        names = [f"python3.{minor}", *sorted(pyenv.glob(f"3.{minor}.*/bin/python3"))]
+        for path in filter(None, map(shutil.which, map(str, names))):
+            code = (
+                "import sys, sysconfig; print(sys.version_info[1], sysconfig.get_path('include'))"
+            )
+            done = subprocess.run([path, "-c", code], capture_output=True, text=True)
+            version, _, include = done.stdout.strip().partition(" ")
+            if version == str(minor) and (Path(include) / "Python.h").exists():
+                found.setdefault(minor, path)
+    return list(found.values())
 
 
 def constraints(folder: Path, torch: str) -> Path:
@@ -128,6 +149,8 @@ def check_metadata(wheel: Path, torch: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
         libraries = [i for i in archive.infolist() if i.filename.endswith("/_ops.abi3.so")]
+    if not re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheel.name):
+        sys.exit(f"wheel: it must be for all Pythons and name its glibc, but is {wheel.name}")
     if top - {"torchweld", "torchweld_cli.py"}:
         sys.exit(f"wheel: it must hold torchweld and torchweld_cli.py, but has {', '.join(top)}")
     for library in libraries:
@@ -137,6 +160,23 @@ def check_metadata(wheel: Path, torch: str) -> None:
     if size > MAX_WHEEL_BYTES:
         sys.exit(f"wheel: it must have at most {MAX_WHEEL_BYTES} bytes, but has {size}")
     say(f"{wheel.relative_to(ROOT)}: {size / 1e6:.1f} MB, requires torch=={minor}.*")
+
+
+def check_introspection(wheel: Path, folder: Path) -> None:
+    """Loads torchweld/_C in each Python; it needs no torch."""
+    place = folder / "introspection"
+    shutil.rmtree(place, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if re.fullmatch(r"torchweld/_C\..*\.so", n)]
+        archive.extractall(place, names)
+    checked = []
+    for python in pythons():
+        version = run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
+        run(python, "-c", "import _C; assert _C.families()", cwd=place / "torchweld")
+        checked.append(version)
+    if len(checked) != len(names):
+        sys.exit(f"wheel: it must have _C for Python {', '.join(checked)}, but has {names}")
+    say(f"explain and tune work with Python {', '.join(checked)}")
 
 
 def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
@@ -166,19 +206,25 @@ def main(argv: list[str] | None = None) -> int:
     version, torch = run(python, "-c", FACTS).split()
     folder = ROOT / "build" / "wheel" / f"python{version}-torch{torch}"
     source = unpacked_sdist(python, folder)
-    say(f"building for Python {version} and torch {torch} (5 to 15 minutes the first time)")
+    say(f"building for torch {torch} with Python {version} (5 to 15 minutes the first time)")
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
     flags = ("--no-build-isolation", "--no-deps", "--wheel-dir", made)
     # ninja is in the folder of Python
     tools = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {"TORCHWELD_LOCAL_VERSION": "1", "PYTHONPATH": "", "PATH": tools}
+    env = {
+        "TORCHWELD_WHEEL": "1",
+        "TORCHWELD_PYTHONS": os.pathsep.join(pythons()),
+        "PYTHONPATH": "",
+        "PATH": tools,
+    }
     run(python, *PIP, "wheel", *flags, source, **env)
     (wheel,) = made.glob("*.whl")
     kept = ROOT / "dist" / wheel.name
     kept.parent.mkdir(exist_ok=True)
     shutil.copy(wheel, kept)
     check_metadata(kept, torch)
+    check_introspection(kept, folder)
     check_installed(kept, python, torch, folder)
     return 0
 
