@@ -72,8 +72,8 @@ TABLE = [
     Family(
         "gemm_sm90_$contents",
         "gemm/sm90/kernel.cuh",
-        "template void launch_sm90_tile<GemmMath::$kDtype, $tile>("
-        "const Sm90Params&, cudaStream_t);",
+        "template void sm90::launch_tile<GemmMath::$kDtype, sm90::$tile>("
+        "const sm90::KernelParams&, cudaStream_t);",
         each(
             contents=("pingpong_float16",),
             dtype=("float16",),

@@ -2,6 +2,7 @@
 // only.
 #pragma once
 
+#include <ATen/Context.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -43,6 +44,13 @@ T* mutable_data(const at::Tensor& t) {
 template <typename T>
 const T* const_data(const at::Tensor& t) {
   return is_dry_run() ? mutable_data<const T>(t) : static_cast<const T*>(t.const_data_ptr());
+}
+
+// Whether torch's settings allow a matmul with operands of the dtype of t to round them to TF32.
+inline bool matmul_may_use_tf32(const Tensor& t) {
+  return t.scalar_type() == at::kFloat &&
+         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+             at::Float32Precision::TF32;
 }
 
 inline DType dtype_of(const at::Tensor& t) {

@@ -7,6 +7,8 @@
 
 namespace torchweld {
 
+struct DeviceFacts;
+
 // The number of threads that force choices, plus the number of threads that observe choices, plus 1
 // if any choices are remembered.
 extern std::atomic<int> choices_in_use;
@@ -16,6 +18,9 @@ inline bool is_observed() { return choices_in_use.load(std::memory_order_relaxed
 // Whether this thread is in a dry run. In a dry run the thread records launches but executes none.
 bool thread_is_dry_run();
 inline bool is_dry_run() { return is_observed() && thread_is_dry_run(); }
+
+// Returns the facts of the GPU that a dry run assumes, or nullptr outside of a dry run.
+const DeviceFacts* assumed_device_facts();
 
 // Records a launch if this thread observes its launches.
 void observe_launch(const void* kernel, int threads, int dynamic_shared_bytes);

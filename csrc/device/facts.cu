@@ -5,13 +5,10 @@
 #include <atomic>
 #include <mutex>
 
-#include "core/launch.h"
+#include "core/observe.h"
 #include "device/sm90/wgmma.cuh"
 
 namespace torchweld {
-
-// Returns the facts of the GPU that a dry run assumes, or nullptr outside of a dry run.
-const DeviceFacts* assumed_device_facts();
 
 namespace {
 

@@ -29,31 +29,33 @@ struct GemmChoice {
   int64_t k_split;  // the number of elements of K in each split; a multiple of the k-block
 
   int64_t workspace_floats(const GemmProblem& p) const {
-    if (splits == kStreamK) return sm90_workspace_floats(p, kSm90Tiles[tile]);
+    if (splits == kStreamK) return sm90::workspace_floats(p, sm90::kTiles[tile]);
     return splits == 1 ? 0 : splits * p.batch * p.m * gemm_sum_width(p.n, p.gated);
   }
   // Some kernels can also compute the sum of each row of a during the product. In the product for a
   // weight gradient a is dy^T, so these sums are the gradient of the bias. Returns the number of
   // partial sums that the kernel writes per row of a, or 0 if the kernel can't compute these sums.
   int64_t dbias_partials(const GemmProblem& p) const {
-    if (engine != GemmEngine::kSm90 || !kSm90Tiles[tile].supports_dbias(p)) return 0;
-    return kSm90Tiles[tile].tiles_n(p.m, p.width());
+    if (engine != GemmEngine::kSm90 || !sm90::kTiles[tile].supports_dbias(p)) return 0;
+    return sm90::kTiles[tile].tiles_n(p.m, p.width());
   }
   // Returns the number of flags in global memory. Each stream-K partial has a flag that says that
   // the partial is stored. Other products need no flags.
   int64_t flags(const GemmProblem& p) const {
-    return splits == kStreamK ? int64_t{Sm90Tile::kWarpgroups} * p.device.sms : 0;
+    return splits == kStreamK ? int64_t{sm90::Tile::kWarpgroups} * p.device.sms : 0;
   }
 };
 
 inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
-  if (engine == GemmEngine::kSm90) return sm90_refusal(p, kSm90Tiles[tile], splits == kStreamK);
+  if (engine == GemmEngine::kSm90)
+    return sm90::tile_refusal(p, sm90::kTiles[tile], splits == kStreamK);
   if (engine == GemmEngine::kRows) return rows_refusal(p, kRowsTiles[tile], splits);
   return sync_refusal(p, kSyncTiles[tile], splits);
 }
 
 inline double gemm_seconds(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
-  if (engine == GemmEngine::kSm90) return sm90_seconds(p, kSm90Tiles[tile], splits == kStreamK);
+  if (engine == GemmEngine::kSm90)
+    return sm90::tile_seconds(p, sm90::kTiles[tile], splits == kStreamK);
   if (engine == GemmEngine::kRows) return rows_seconds(p, kRowsTiles[tile]);
   return sync_seconds(p, kSyncTiles[tile], splits);
 }
@@ -70,7 +72,7 @@ void for_each_gemm_choice(const Body& body) {
   for (int tile = 0; tile < kSyncTileCount; ++tile) {
     for (const int splits : kGemmSplits) body(GemmEngine::kSync, tile, splits);
   }
-  for (int tile = 0; tile < kSm90TileCount; ++tile) {
+  for (int tile = 0; tile < sm90::kTileCount; ++tile) {
     for (const int splits : {1, kStreamK}) body(GemmEngine::kSm90, tile, splits);
   }
   for (int tile = 0; tile < kRowsTileCount; ++tile) body(GemmEngine::kRows, tile, 1);

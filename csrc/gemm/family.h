@@ -69,7 +69,7 @@ struct GemmFamily {
 
   static std::string tile(const Encoded& x) {
     if (engine(x) == GemmEngine::kSm90) {
-      const Sm90Tile& tile = kSm90Tiles[x[1]];
+      const sm90::Tile& tile = sm90::kTiles[x[1]];
       return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n) +
              (tile.swap_ab() ? " swap_ab" : "") + (tile.pingpong ? " ping-pong" : "") +
              (tile.cluster > 1 ? " cluster " + std::to_string(tile.cluster) : "") +
@@ -89,9 +89,9 @@ struct GemmFamily {
               {"stages", stages},   {"warps", warps},     {"cluster", cluster}};
     };
     if (engine(x) == GemmEngine::kSm90) {
-      const Sm90Tile& tile = kSm90Tiles[x[1]];
-      return row(tile.block_m, tile.block_n, sm90_block_k(p.math), tile.stages,
-                 Sm90Tile::kThreads / 32, tile.cluster);
+      const sm90::Tile& tile = sm90::kTiles[x[1]];
+      return row(tile.block_m, tile.block_n, sm90::k_block_size(p.math), tile.stages,
+                 sm90::Tile::kThreads / 32, tile.cluster);
     }
     if (engine(x) == GemmEngine::kRows) {
       const RowsTile& tile = kRowsTiles[x[1]];

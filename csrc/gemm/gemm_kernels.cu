@@ -82,13 +82,17 @@ void launch_gemm_sum(const GemmParams& p, cudaStream_t stream) {
   dispatch_dtype(p.dtype, [&](auto element) { launch_split_sum<decltype(element)>(p, stream); });
 }
 
+int64_t gemm_written_bytes(const GemmParams& p) {
+  return p.choice.engine == GemmEngine::kSm90 ? sm90::written_bytes(p) : 0;
+}
+
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
   switch (p.choice.engine) {
     case GemmEngine::kSync:
       launch_sync_gemm(p, stream);
       break;
     case GemmEngine::kSm90:
-      launch_sm90_gemm(p, stream);
+      sm90::launch_gemm_tile(p, stream);
       break;
     case GemmEngine::kRows:
       launch_rows_gemm(p, stream);

@@ -4,9 +4,9 @@
 #include "core/choices.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
+#include "core/linear_common.h"
 #include "int4/family.h"
 #include "int4/params.h"
-#include "layers/linear_common.h"
 #include "layers/matmul.h"
 
 namespace torchweld {

@@ -38,6 +38,17 @@ inline bool saves_preact(Activation activation) {
 // activations.
 inline bool needs_preact(Activation activation) { return activation != Activation::kNone; }
 
+// Checks `preact`. `sizes` is the shape of y, which `preact` must have.
+inline void check_preact(const char* op, const OptionalTensor& preact, Activation activation,
+                         c10::SymIntArrayRef sizes, const Tensor& x) {
+  if (!needs_preact(activation)) return;
+  TW_CHECK(
+      is_given(preact), op,
+      "preact must be the pre-activation (y for relu) that the forward op saved, but got None");
+  check_like(op, "preact", *preact, "x", x);
+  check_shape(op, "preact", *preact, sizes, "(..., N)");
+}
+
 // Computes y = activation(z). y may be z itself.
 inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
   switch (activation) {

@@ -11,9 +11,10 @@
 #include <string_view>
 
 #include "core/index.h"
+#include "core/linear_common.h"
 #include "core/simd_cpu.h"
-#include "layers/linear_common.h"
-#include "puzzles/sum.h"
+#include "core/sum.h"
+#include "layers/activation.h"
 
 namespace torchweld {
 

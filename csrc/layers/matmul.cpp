@@ -18,9 +18,9 @@
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
+#include "core/linear_common.h"
 #include "gemm/family.h"
 #include "gemm/gemm.h"
-#include "layers/linear_common.h"
 #include "pointwise/pointwise.h"
 
 namespace torchweld {
@@ -328,12 +328,6 @@ bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
 }
 
 }  // namespace
-
-bool matmul_may_use_tf32(const Tensor& t) {
-  return t.scalar_type() == at::kFloat &&
-         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-             at::Float32Precision::TF32;
-}
 
 bool matmul_supports_norm(const Matrix& a, const Matrix& b) {
   if (a.column_stride != 1 || b.rows == 0) return false;

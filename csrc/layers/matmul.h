@@ -8,9 +8,6 @@
 
 namespace torchweld {
 
-// Whether torch's settings allow an fp32 matmul to round its operands to TF32.
-bool matmul_may_use_tf32(const Tensor& t);
-
 // A matrix in the memory of a tensor. It may also be a batch of matrices, or a pair. A pair is two
 // matrices with the same shape and strides that are used as one matrix. The rows of the second
 // matrix follow the rows of the first (kRows), or the columns of the second follow the columns of

@@ -6,8 +6,9 @@
 
 #include "core/choices.h"
 #include "core/cuda_inputs.h"
+#include "core/linear_common.h"
+#include "layers/activation.h"
 #include "layers/donation.h"
-#include "layers/linear_common.h"
 #include "layers/matmul.h"
 #include "layers/norms.h"
 #include "norm/norm.h"

@@ -15,7 +15,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "core/dispatch.h"
-#include "layers/linear_common.h"
+#include "core/linear_common.h"
 #include "norm/rows.h"
 
 namespace torchweld {

@@ -9,7 +9,7 @@
 #include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/ones.h>
 
-#include "layers/linear_common.h"
+#include "core/linear_common.h"
 #include "norm/rows.h"
 
 namespace torchweld {

@@ -29,9 +29,9 @@ constexpr double kLog2e = 1.4426950408889634;
 // Chooses the tile of the matmul. In a ping-pong tile, one warpgroup computes exponentials while
 // the other warpgroup runs wgmmas. A ping-pong tile is faster than a cooperative tile only if k is
 // small. If k is large, the exponentials are a small part of the time anyway.
-Sm90TileIndex exponentials_tile(int64_t k) {
+sm90::TileIndex exponentials_tile(int64_t k) {
   constexpr int64_t kShortSum = 1024;
-  return k <= kShortSum ? kPingPong128x128Cluster2 : kCooperative128x256Cluster2;
+  return k <= kShortSum ? sm90::kPingPong128x128Cluster2 : sm90::kCooperative128x256Cluster2;
 }
 
 // Returns a tensor as a matrix (rows, columns). All rows of the matrix start on 16-byte boundaries,
@@ -109,7 +109,7 @@ struct Operands {
     p.dtype = DType::kBFloat16;
     if (rows.bias != nullptr) p.epilogue.bias = from(rows.bias, column);
     p.choice = {GemmEngine::kSm90, exponentials_tile(rows.k), 1, rows.k};
-    launch_sm90_exponentials(
+    launch_exponentials_matmul(
         p,
         {reference, const_cast<float*>(sums.reference), const_cast<float*>(sums.sum),
          const_cast<float*>(sums.moment), static_cast<float>(kLog2e / rows.temperature),
@@ -118,7 +118,7 @@ struct Operands {
   }
 };
 
-int tile_columns(int64_t k) { return kSm90Tiles[exponentials_tile(k)].block_n; }
+int tile_columns(int64_t k) { return sm90::kTiles[exponentials_tile(k)].block_n; }
 
 // A workspace for the sums of y. It has one sum for each row and each of the `tiles` column tiles.
 struct SumsBuffer {

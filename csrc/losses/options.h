@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "core/index.h"
-#include "layers/linear_common.h"
+#include "core/linear_common.h"
 #include "losses/rows.h"
 
 namespace torchweld {

@@ -11,9 +11,9 @@
 // threads and stores y. The kernel supports programmatic dependent launch: a matmul that follows
 // can run its setup before this kernel ends.
 #include "device/sm90/dependent_launch.cuh"
+#include "device/statistics.cuh"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
-#include "norm/statistics.cuh"
 
 namespace torchweld {
 namespace {

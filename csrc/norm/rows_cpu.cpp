@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "core/index.h"
+#include "core/linear_common.h"
 #include "core/parallel.h"
 #include "core/simd_cpu.h"
-#include "layers/linear_common.h"
 #include "norm/rows.h"
 
 namespace torchweld {

@@ -21,10 +21,10 @@
 #include "device/dispatch.cuh"
 #include "device/reduce.cuh"
 #include "device/sm90/dependent_launch.cuh"
+#include "device/statistics.cuh"
 #include "gemm/element.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/rows/launch.h"
-#include "norm/statistics.cuh"
 
 namespace torchweld {
 

@@ -60,8 +60,8 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
 // Estimates the time of the kernel. The launch and the first loads are left out. The main part is
 // the longer of two times: the time to read b once from memory or L2, at kMemoryBytes per second,
 // and the time in which the busiest SM reads the operands of its blocks. A norm adds kNormUs once,
-// and kBlockNormUs for every block of the busiest SM. The constants and those of sm90_seconds were
-// fitted together, on an H200.
+// and kBlockNormUs for every block of the busiest SM. The constants and those of sm90::tile_seconds
+// were fitted together, on an H200.
 inline double rows_seconds(const GemmProblem& p, const RowsTile& tile) {
   constexpr double kMemoryBytes = 8.7e12, kBlockUs = 0.64, kPointwiseUs = 0.1;
   constexpr double kNormUs = 1.5, kBlockNormUs = 0.5;

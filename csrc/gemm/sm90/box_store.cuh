@@ -8,16 +8,16 @@
 #include "gemm/sm90/params.h"
 #include "gemm/sm90/tiles.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 #if TW_HAS_WGMMA
 // A box is divided into groups of 8 columns. With t = lane % 4 and g = lane / 4, a thread holds
 // columns 2t and 2t + 1 of every group, in rows g and g + 8 of the box. In group j its values are
 // v[4 j] and v[4 j + 1] in row g, and v[4 j + 2] and v[4 j + 3] in row g + 8.
 template <typename T, int kTile, bool kGated>
-class Sm90BoxStore {
+class BoxStore {
  public:
-  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr Tile kT = kTiles[kTile];
   static constexpr int kColumns = kT.box_columns(sizeof(T)), kGroups = kColumns / 8;
   static constexpr int kValues = kGroups * 4;  // number of values of a box that one thread holds
   static constexpr int kBoxRowBytes = kColumns * sizeof(T), kBoxBytes = kT.box_bytes();
@@ -31,7 +31,7 @@ class Sm90BoxStore {
   static constexpr int kAcross = kTileColumns / kColumns;  // number of boxes across a tile
 
   // s_staging holds the boxes of all warps.
-  __device__ __forceinline__ Sm90BoxStore(const Sm90Params& p, char* s_staging, int warpgroup)
+  __device__ __forceinline__ BoxStore(const KernelParams& p, char* s_staging, int warpgroup)
       : p_(p),
         s_boxes_(shared_address(s_staging) +
                  (warpgroup * 4 + threadIdx.x % 128 / 32) * kT.boxes * kBoxBytes),
@@ -254,10 +254,10 @@ class Sm90BoxStore {
     __syncwarp();
   }
 
-  const Sm90Params& p_;
+  const KernelParams& p_;
   uint32_t s_boxes_;
   int lane_;
 };
 #endif
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -13,20 +13,20 @@
 #include "gemm/sm90/box_store.cuh"
 #include "gemm/sm90/named_barriers.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 #if TW_HAS_WGMMA
 // The bias of a warpgroup's tile. In a gated tile this is the bias of both halves.
 template <typename T, int kTile, bool kGated>
-class Sm90TileBias {
-  using Store = Sm90BoxStore<T, kTile, kGated>;
-  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+class TileBias {
+  using Store = BoxStore<T, kTile, kGated>;
+  static constexpr Tile kT = kTiles[kTile];
   static constexpr int kBiases = (kT.block_n + 127) / 128;  // the number of bias values per thread
   static constexpr int kTileColumns = Store::kTileColumns;
 
  public:
   // s_bias is shared memory for the bias in fp32.
-  __device__ __forceinline__ Sm90TileBias(const GemmParams& p, float* s_bias)
+  __device__ __forceinline__ TileBias(const GemmParams& p, float* s_bias)
       : p_(p), s_bias_(s_bias) {}
 
   __device__ __forceinline__ bool given() const { return p_.epilogue.bias != nullptr; }
@@ -95,16 +95,16 @@ class Sm90TileBias {
 };
 
 template <typename T, int kTile, bool kGated_>
-class Sm90LinearEpilogue {
-  using Store = Sm90BoxStore<T, kTile, kGated_>;
+class BoxEpilogue {
+  using Store = BoxStore<T, kTile, kGated_>;
   using Values = typename Store::Values;
   using Place = typename Store::Place;
 
  public:
   using Sums = typename Store::Sums;
 
-  __device__ __forceinline__ Sm90LinearEpilogue(const Sm90Params& p, char* s_staging, float* s_bias,
-                                                int warpgroup)
+  __device__ __forceinline__ BoxEpilogue(const KernelParams& p, char* s_staging, float* s_bias,
+                                         int warpgroup)
       : e_(p.gemm.epilogue), bias_(p.gemm, s_bias), store_(p, s_staging, warpgroup) {}
 
   // Starts the loads that the epilogue of the tile needs. `ends` is whether this CTA runs it.
@@ -128,7 +128,7 @@ class Sm90LinearEpilogue {
   template <bool kPreact, bool kActivates_>
   struct Fragment {
     static constexpr bool kGated = kGated_, kActivates = kActivates_;
-    const Sm90LinearEpilogue& epilogue;
+    const BoxEpilogue& epilogue;
     const Place& place;
     int& result;  // the number of boxes of the tile that have been written
     int from;
@@ -199,9 +199,9 @@ class Sm90LinearEpilogue {
   }
 
   const GemmEpilogue& e_;
-  Sm90TileBias<T, kTile, kGated_> bias_;
+  TileBias<T, kTile, kGated_> bias_;
   Store store_;
 };
 #endif
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

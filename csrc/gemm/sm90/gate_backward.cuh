@@ -12,9 +12,9 @@
 #include "gemm/sm90/gate_backward.h"
 #include "gemm/sm90/kernel.cuh"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
-struct Sm90GateBackwardParams : Sm90Params {
+struct GateBackwardKernelParams : KernelParams {
   TensorMap z, dz;  // the dims are (N, M, 2 halves, 1)
   TensorMap act;    // the dims are (N, M, 1, 1)
   Gate gate;
@@ -23,17 +23,17 @@ struct Sm90GateBackwardParams : Sm90Params {
 
 template <GemmMath kMath>
 struct GateBackwardConfig
-    : Sm90Config<kMath, kPingPong128x128Cluster2, /*kAKMajor=*/true, /*kBKMajor=*/false,
-                 /*kGated=*/false> {
-  static constexpr Sm90Tile kT = gate_backward_tile();
+    : KernelConfig<kMath, kPingPong128x128Cluster2, /*kAKMajor=*/true, /*kBKMajor=*/false,
+                   /*kGated=*/false> {
+  static constexpr Tile kT = gate_backward_tile();
 };
 
 #if TW_HAS_WGMMA
 template <typename T>
 class GateBackwardEpilogue {
-  using Store = Sm90BoxStore<T, kPingPong128x128Cluster2, /*kGated=*/false>;
+  using Store = BoxStore<T, kPingPong128x128Cluster2, /*kGated=*/false>;
   using Place = typename Store::Place;
-  static constexpr Sm90Tile kT = gate_backward_tile();
+  static constexpr Tile kT = gate_backward_tile();
   static constexpr int kPairs = kT.boxes / 2;
   static constexpr uint32_t kPairBytes = 2 * Store::kBoxBytes;
   // A thread divides its values of a box into kParts parts and handles one part at a time.
@@ -46,8 +46,8 @@ class GateBackwardEpilogue {
 
   // This kernel has no bias. Instead, s_bias holds kPairs mbarriers per warp, one for each pair of
   // boxes.
-  __device__ __forceinline__ GateBackwardEpilogue(const Sm90GateBackwardParams& p, char* s_staging,
-                                                  float* s_bias, int warpgroup)
+  __device__ __forceinline__ GateBackwardEpilogue(const GateBackwardKernelParams& p,
+                                                  char* s_staging, float* s_bias, int warpgroup)
       : params_(p), store_(p, s_staging, warpgroup), lane_(threadIdx.x % 32) {
     const int warp = threadIdx.x % 128 / 32;
     s_pairs_ = shared_address(s_staging) + (warpgroup * 4 + warp) * kPairs * kPairBytes;
@@ -180,7 +180,7 @@ class GateBackwardEpilogue {
     }
   }
 
-  const Sm90GateBackwardParams& params_;
+  const GateBackwardKernelParams& params_;
   Store store_;
   int lane_;
   uint32_t s_pairs_;
@@ -188,9 +188,9 @@ class GateBackwardEpilogue {
 };
 
 template <class Config>
-struct Sm90EpilogueOf<Config, Sm90GateBackwardParams> {
+struct EpilogueOf<Config, GateBackwardKernelParams> {
   using Type = GateBackwardEpilogue<typename Config::Result>;
 };
 #endif
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -28,8 +28,8 @@ struct GateBackwardMatmulParams {
 // warpgroup multiplies. The epilogue has two pairs of boxes per warp, so that a warp can load one
 // pair while it computes the gradients of the other pair. The memory of these boxes limits the tile
 // to five stages.
-constexpr Sm90Tile gate_backward_tile() {
-  Sm90Tile tile = kSm90Tiles[kPingPong128x128Cluster2];
+constexpr sm90::Tile gate_backward_tile() {
+  sm90::Tile tile = sm90::kTiles[sm90::kPingPong128x128Cluster2];
   tile.stages = 5;
   tile.boxes = 4;
   return tile;
@@ -45,7 +45,7 @@ inline Refusal gate_backward_refusal(const GemmProblem& p) {
   }
   if (p.batch != 1) return "the kernel has no batch";
   if (p.n % 8 != 0) return "the rows of the gradients must start on 16-byte boundaries";
-  return sm90_refusal(p, gate_backward_tile(), /*streams=*/false);
+  return sm90::tile_refusal(p, gate_backward_tile(), /*streams=*/false);
 }
 
 // Returns the time to transfer `values` values per element of y from or to memory. kBytesPerSecond
@@ -62,7 +62,7 @@ inline double gate_transfer_seconds(const GemmProblem& p, int values) {
 inline double gate_backward_seconds(const GemmProblem& p) {
   GemmProblem pointwise = p;
   pointwise.pointwise = true;
-  return std::max(sm90_seconds(pointwise, gate_backward_tile(), /*streams=*/false),
+  return std::max(sm90::tile_seconds(pointwise, gate_backward_tile(), /*streams=*/false),
                   gate_transfer_seconds(p, 5));
 }
 

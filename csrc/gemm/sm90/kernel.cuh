@@ -30,25 +30,25 @@
 #include "gemm/sm90/named_barriers.h"
 #include "gemm/sm90/swap_ab_epilogue.cuh"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 template <class Config>
-struct Sm90Shared {
-  static constexpr Sm90Tile kT = Config::kT;
+struct Shared {
+  static constexpr Tile kT = Config::kT;
   // Each stage holds a k-block of a, followed by a k-block of b.
   alignas(kSwizzleAtomBytes) char stages[kT.stages][kT.stage_bytes()];
   alignas(128) char staging[kT.staging_bytes()];
-  float bias[Sm90Tile::kWarpgroups][kT.block_n];
+  float bias[Tile::kWarpgroups][kT.block_n];
   PipelineBarriers<kT.stages> pipeline;
 };
 
 #if TW_HAS_WGMMA
 // Issues the TMA loads of one k-block of both operands into a stage.
 template <class Config>
-__device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage, uint64_t* s_full,
-                                          const WorkTile& work, int rank, int k, int a_term,
-                                          int b_term) {
-  constexpr Sm90Tile kT = Config::kT;
+__device__ __forceinline__ void load_stages(const KernelParams& p, uint32_t s_stage,
+                                            uint64_t* s_full, const WorkTile& work, int rank, int k,
+                                            int a_term, int b_term) {
+  constexpr Tile kT = Config::kT;
   constexpr int kRowElems = Config::kSwizzleRowElems, kCluster = kT.cluster;
   // K may be the concatenation of several segments. Each segment has its own tensor maps.
   const TensorMap *map_a = &p.a, *map_b = &p.b;
@@ -127,21 +127,20 @@ __device__ __forceinline__ void sm90_load(const Sm90Params& p, uint32_t s_stage,
 }
 
 template <class Config>
-using Sm90TileSchedulerOf = Sm90TileScheduler<Config::kT.cluster, Config::kT.swap_ab()>;
+using TileSchedulerOf = TileScheduler<Config::kT.cluster, Config::kT.swap_ab()>;
 
 // The code of the producer. The scheduler is at its first tile, which `work` describes.
 template <class Config>
-__device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Config>& s, int rank,
-                                             Sm90TileSchedulerOf<Config>& scheduler,
-                                             WorkTile work) {
+__device__ __forceinline__ void produce(const KernelParams& p, Shared<Config>& s, int rank,
+                                        TileSchedulerOf<Config>& scheduler, WorkTile work) {
   PipelineState<Config::kT.stages> at;
   while (true) {
     const auto load_k_blocks = [&](int first, int k_blocks, int a_term, int b_term) {
       int k = first * Config::kBlockK;
       for (int k_block = 0; k_block < k_blocks; ++k_block, k += Config::kBlockK) {
         uint64_t* s_full = s.pipeline.acquire(at, Config::kT.stage_bytes());
-        sm90_load<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k, a_term,
-                          b_term);
+        load_stages<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k, a_term,
+                            b_term);
         at.advance();
       }
     };
@@ -161,40 +160,39 @@ __device__ __forceinline__ void sm90_produce(const Sm90Params& p, Sm90Shared<Con
   }
 }
 
-// Maps the parameter class of a kernel to the class of its epilogue. `Params` is Sm90Params or a
+// Maps the parameter class of a kernel to the class of its epilogue. `Params` is KernelParams or a
 // class that derives from it. A derived class may specialise this struct to use an epilogue of its
 // own.
 template <class Config, class Params>
-struct Sm90EpilogueOf {
-  using Type = std::conditional_t<
-      Config::kT.swap_ab(),
-      Sm90SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
-      Sm90LinearEpilogue<typename Config::Result, Config::kTile, Config::kGated>>;
+struct EpilogueOf {
+  using Type =
+      std::conditional_t<Config::kT.swap_ab(),
+                         SwapAbEpilogue<typename Config::Result, Config::kTile, Config::kGated>,
+                         BoxEpilogue<typename Config::Result, Config::kTile, Config::kGated>>;
 };
 
 // All sums of a thread. If another worker runs the epilogue of the tile, the thread stores them as
 // a stream-K partial.
 template <class Config, class Sums>
-struct Sm90ThreadSums : Sm90DbiasSums<Config> {
+struct ThreadSums : DbiasSums<Config> {
   Sums acc;
 };
 
 // Adds up the sums of the CTAs that compute parts of the K of this tile. Returns whether this CTA
 // runs the epilogue. If not, the CTA has stored its sums as a partial.
 template <class Config, class Sums, class Epilogue>
-__device__ __forceinline__ bool sm90_reduce(const Sm90Params& p,
-                                            const Sm90TileSchedulerOf<Config>& scheduler,
-                                            Sm90ThreadSums<Config, Sums>& all, Epilogue& epilogue,
+__device__ __forceinline__ bool reduce_tile(const KernelParams& p,
+                                            const TileSchedulerOf<Config>& scheduler,
+                                            ThreadSums<Config, Sums>& all, Epilogue& epilogue,
                                             int rank, int warpgroup) {
-  constexpr Sm90Tile kT = Config::kT;
+  constexpr Tile kT = Config::kT;
   const int thread = threadIdx.x % 128, barrier = kWarpgroupWg0 + warpgroup;
   if constexpr (kT.swap_ab()) {
     if (p.stream_k.split_cluster > 1) {
       const auto reduce = [&](auto split_cluster) {
         if (p.stream_k.split_cluster != split_cluster.value) return;
-        epilogue.set_output_slice(
-            sm90_cluster_reduce<split_cluster.value, Sm90Tile::kConsumerThreads>(
-                all.acc[0], p.partials.sums, warpgroup * 128 + thread));
+        epilogue.set_output_slice(cluster_reduce<split_cluster.value, Tile::kConsumerThreads>(
+            all.acc[0], p.partials.sums, warpgroup * 128 + thread));
       };
       reduce(std::integral_constant<int, 2>());
       reduce(std::integral_constant<int, 3>());
@@ -210,7 +208,7 @@ __device__ __forceinline__ bool sm90_reduce(const Sm90Params& p,
            (kT.pingpong ? 0 : warpgroup);
   };
   using Flat =
-      float[(sizeof(Sums) + (Config::kDbias ? sizeof(Sm90DbiasSums<Config>) : 0)) / sizeof(float)];
+      float[(sizeof(Sums) + (Config::kDbias ? sizeof(DbiasSums<Config>) : 0)) / sizeof(float)];
   Flat& sums = reinterpret_cast<Flat&>(all);
   if (!scheduler.ends()) {
     p.partials.store_partial(sums, slot(scheduler.worker()), thread, barrier);
@@ -227,10 +225,10 @@ __device__ __forceinline__ bool sm90_reduce(const Sm90Params& p,
 // the mainloop, adds up the sums of all CTAs that share the tile, and runs the epilogue, which
 // stores the results.
 template <class Config, class Params>
-__device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>& s, int rank,
-                                             int warpgroup) {
-  using Epilogue = typename Sm90EpilogueOf<Config, Params>::Type;
-  constexpr Sm90Tile kT = Config::kT;
+__device__ __forceinline__ void consume(const Params& p, Shared<Config>& s, int rank,
+                                        int warpgroup) {
+  using Epilogue = typename EpilogueOf<Config, Params>::Type;
+  constexpr Tile kT = Config::kT;
   const int thread = threadIdx.x % 128,
             first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();
   const auto release = [&](int stage) {
@@ -238,12 +236,12 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
     if (kT.cluster > 1 && thread < kT.cluster) mbarrier_arrive_at(&s.pipeline.empty[stage], thread);
   };
   const auto let_other_issue = [&](int other) {
-    if (kT.pingpong) named_barrier_arrive(kWarpSchedulerWg0 + other, Sm90Tile::kConsumerThreads);
+    if (kT.pingpong) named_barrier_arrive(kWarpSchedulerWg0 + other, Tile::kConsumerThreads);
   };
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup);
-  Sm90TileSchedulerOf<Config> scheduler(p.stream_k);
-  Sm90ThreadSums<Config, typename Epilogue::Sums> all;
-  Sm90Mainloop<Config> mainloop(s.stages[0], first_row);
+  TileSchedulerOf<Config> scheduler(p.stream_k);
+  ThreadSums<Config, typename Epilogue::Sums> all;
+  Mainloop<Config> mainloop(s.stages[0], first_row);
   if (warpgroup == 1) let_other_issue(0);  // warpgroup 0 issues its first wgmmas first
   for (int phase = 0; scheduler.next(); phase ^= 1) {
     if (kT.pingpong && phase != warpgroup) {
@@ -253,7 +251,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
     WorkTile work(p.schedule, scheduler.tile);
     epilogue.fetch(work, rank, scheduler.ends());
     if (kT.pingpong) {
-      named_barrier_wait(kWarpSchedulerWg0 + warpgroup, Sm90Tile::kConsumerThreads);
+      named_barrier_wait(kWarpSchedulerWg0 + warpgroup, Tile::kConsumerThreads);
     }
     mainloop.run(p, scheduler, all, s, release, [&] { let_other_issue(1 - warpgroup); });
     // NOTE: with many accumulators, registers are scarce during the mainloop. Therefore the work
@@ -262,7 +260,7 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
     if (sizeof(all.acc) > kFewAccumulators * sizeof(float)) {
       work = WorkTile(p.schedule, scheduler.tile);
     }
-    if (!sm90_reduce(p, scheduler, all, epilogue, rank, warpgroup)) continue;
+    if (!reduce_tile(p, scheduler, all, epilogue, rank, warpgroup)) continue;
     if constexpr (Config::kDbias) all.store(p.gemm, work, rank, first_row);
     epilogue.finish(all.acc, work, rank, warpgroup);
   }
@@ -270,16 +268,15 @@ __device__ __forceinline__ void sm90_consume(const Params& p, Sm90Shared<Config>
 }
 #endif
 
-template <class Config, class Params = Sm90Params>
-__global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
-    sm90_gemm_kernel(const __grid_constant__ Params p) {
+template <class Config, class Params = KernelParams>
+__global__ void __launch_bounds__(Tile::kThreads, 1) gemm_kernel(const __grid_constant__ Params p) {
 #if TW_HAS_WGMMA
-  constexpr Sm90Tile kT = Config::kT;
+  constexpr Tile kT = Config::kT;
   using T = typename Config::T;
   constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   constexpr int kSetupThread = 32;  // a thread of a warp that has no other work
   extern __shared__ __align__(1024) char s_memory[];
-  Sm90Shared<Config>& s = *reinterpret_cast<Sm90Shared<Config>*>(s_memory);
+  Shared<Config>& s = *reinterpret_cast<Shared<Config>*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == kSetupThread) {
     prefetch_tensor_map(p.a);
@@ -287,7 +284,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     prefetch_tensor_map(p.y);
     // The empty barrier of a stage counts one arrival of every warpgroup that reads the stage, in
     // every CTA of the cluster.
-    s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Sm90Tile::kWarpgroups));
+    s.pipeline.init(kT.cluster * (kT.pingpong ? 1 : Tile::kWarpgroups));
     mbarrier_init_fence();
   }
   if constexpr (Config::kDbias) {
@@ -300,7 +297,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
   }
   // The first work tile depends only on the parameters, so it is computed before the wait for
   // earlier kernels.
-  Sm90TileSchedulerOf<Config> scheduler(p.stream_k);
+  TileSchedulerOf<Config> scheduler(p.stream_k);
   scheduler.next();
   const WorkTile work(p.schedule, scheduler.tile);
   griddep_launch_dependents();
@@ -315,7 +312,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
   }
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0 && elect_one()) sm90_produce(p, s, rank, scheduler, work);
+    if (warp == 0 && elect_one()) produce(p, s, rank, scheduler, work);
     __syncwarp();
     if (kT.swap_ab() && p.stream_k.split_cluster > 1) {
       cluster_arrive();
@@ -323,7 +320,7 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    sm90_consume(p, s, rank, warp / 4 - 1);
+    consume(p, s, rank, warp / 4 - 1);
     __syncwarp();
   }
   if constexpr (kT.cluster > 1) {
@@ -336,9 +333,9 @@ __global__ void __launch_bounds__(Sm90Tile::kThreads, 1)
 }
 
 template <GemmMath kMath, int kTile>
-void launch_sm90_tile(const Sm90Params& p, cudaStream_t stream) {
-  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
-  constexpr bool kSwapAb = kT.swap_ab(), kNeedsKMajor = sm90_needs_k_major(kMath);
+void launch_tile(const KernelParams& p, cudaStream_t stream) {
+  static constexpr Tile kT = kTiles[kTile];
+  constexpr bool kSwapAb = kT.swap_ab(), kNeedsKMajor = must_be_k_major(kMath);
   const GemmOperand &a = kSwapAb ? p.gemm.b : p.gemm.a, &b = kSwapAb ? p.gemm.a : p.gemm.b;
   const auto launch = [&](auto gated, auto a_k_major, auto b_k_major, auto dbias) {
     constexpr bool kGated = gated.value, kAKMajor = a_k_major.value, kBKMajor = b_k_major.value;
@@ -346,17 +343,17 @@ void launch_sm90_tile(const Sm90Params& p, cudaStream_t stream) {
                   kT.unsupported_reason(kSwapAb ? kBKMajor : kAKMajor,
                                         kSwapAb ? kAKMajor : kBKMajor, kGated) == nullptr) {
       constexpr bool kDbias = dbias.value && kT.supports_dbias(kMath, kAKMajor, kBKMajor, kGated);
-      using Config = Sm90Config<kMath, kTile, kAKMajor, kBKMajor, kGated, kDbias>;
-      static_assert(sizeof(Sm90Shared<Config>) <= kT.shared_bytes());
+      using Config = KernelConfig<kMath, kTile, kAKMajor, kBKMajor, kGated, kDbias>;
+      static_assert(sizeof(Shared<Config>) <= kT.shared_bytes());
       const int64_t blocks = int64_t{p.stream_k.workers} * kT.cluster;
-      Grid grid(blocks, Sm90Tile::kThreads, sizeof(Sm90Shared<Config>));
+      Grid grid(blocks, Tile::kThreads, sizeof(Shared<Config>));
       grid.cluster = kSwapAb ? static_cast<int>(p.stream_k.split_cluster) : kT.cluster;
       grid.overlaps = true;
-      launch_kernel(sm90_gemm_kernel<Config>, grid, stream, p);
+      launch_kernel(gemm_kernel<Config>, grid, stream, p);
     }
   };
   dispatch_bools(launch, p.gemm.epilogue.gated, kNeedsKMajor || a.k_stride == 1,
                  kNeedsKMajor || b.k_stride == 1, p.gemm.dbias_partials != nullptr);
 }
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

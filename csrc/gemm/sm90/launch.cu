@@ -10,7 +10,7 @@
 #include "device/dispatch.cuh"
 #include "gemm/sm90/tiles.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 namespace {
 
 // Returns a stride that TMA accepts. The stride of a dimension with one element has no effect, so
@@ -19,17 +19,17 @@ int64_t harmless(int64_t size, int64_t stride) { return size == 1 ? 16 : stride;
 
 struct Maps {
   const GemmParams& p;
-  const Sm90Tile& tile;
+  const Tile& tile;
   GemmMath math;
 
-  int block_k() const { return sm90_block_k(math); }  // the number of elements along K in a k-block
+  int block_k() const { return k_block_size(math); }  // the number of elements along K in a k-block
 
   // Returns the tensor box of an operand. The operand consists of `halves` matrices at distance
   // o.half_stride; each matrix has `rows` rows (M or N) and `k` columns.
   TensorBox operand(const GemmOperand& o, int64_t rows, int halves, int box_rows, int64_t k) const {
     const bool k_major = o.k_stride == 1;
     const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
-    TensorBox box = {o.data, sm90_elem_bytes(math)};
+    TensorBox box = {o.data, elem_bytes(math)};
     box.bfloat16 = math != GemmMath::kFloat16;
     box.tf32 = math == GemmMath::kTf32;
     int64_t half_stride = o.half_stride;
@@ -80,8 +80,8 @@ bool map_result(TensorMap& map, const TensorBox& box) {
 
 }  // namespace
 
-Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
-  const Sm90Tile& tile = kSm90Tiles[p.choice.tile];
+KernelParams kernel_params(const GemmParams& p, cudaStream_t cuda_stream) {
+  const Tile& tile = kTiles[p.choice.tile];
   const GemmEpilogue& e = p.epilogue;
   const int halves = e.gated ? 2 : 1;
   const GemmMath math = gemm_math(p.dtype, p.tf32);
@@ -95,25 +95,25 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
   const int64_t k_blocks = divide_up(p.k, maps.block_k());
-  const Sm90Stream stream =
-      sm90_stream(tile, tiles, k_blocks, device_facts(), p.choice.splits == kStreamK);
-  const bool writes_a = sm90_writes(math, p.a.k_stride == 1),
-             writes_b = sm90_writes(math, p.b.k_stride == 1);
+  const StreamKPlan stream =
+      plan_stream_k(tile, tiles, k_blocks, device_facts(), p.choice.splits == kStreamK);
+  const bool writes_a = writes_operand(math, p.a.k_stride == 1),
+             writes_b = writes_operand(math, p.b.k_stride == 1);
   const bool k_halves = p.b.k_half > 0 && !writes_b;
-  Sm90Params params = {{},
-                       {},
-                       {},
-                       {},
-                       false,
-                       false,
-                       (swap_ab ? p.b : p.a).batch_stride != 0,
-                       (swap_ab ? p.a : p.b).batch_stride != 0,
-                       p.b.half_stride < 0 && !writes_b,
-                       k_halves ? static_cast<int>(p.b.k_half) : INT_MAX,
-                       GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
-                       StreamKSchedule(uint32_t(tiles), k_blocks, stream),
-                       {},
-                       p};
+  KernelParams params = {{},
+                         {},
+                         {},
+                         {},
+                         false,
+                         false,
+                         (swap_ab ? p.b : p.a).batch_stride != 0,
+                         (swap_ab ? p.a : p.b).batch_stride != 0,
+                         p.b.half_stride < 0 && !writes_b,
+                         k_halves ? static_cast<int>(p.b.k_half) : INT_MAX,
+                         GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
+                         StreamKSchedule(uint32_t(tiles), k_blocks, stream),
+                         {},
+                         p};
   if (stream.tiles > 0) {
     params.partials = {p.workspace, {p.flags, next_launch_number()}};
   }
@@ -122,7 +122,8 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const int box_a = swap_ab ? tile.block_n : tile.block_m;
   const int box_b = (swap_ab ? tile.block_m : tile.block_n) / parts;
   const int terms = bf16x3_terms(math);
-  const Sm90Written w = writes_a || writes_b ? write_sm90_operands(p, cuda_stream) : Sm90Written{};
+  const WrittenOperands w =
+      writes_a || writes_b ? write_operands(p, cuda_stream) : WrittenOperands{};
   const GemmSegments* segments = p.segments;
   const int64_t k = segments != nullptr ? segments->k[0] : p.k;
   const TensorBox of_a =
@@ -158,18 +159,18 @@ Sm90Params sm90_params(const GemmParams& p, cudaStream_t cuda_stream) {
   return params;
 }
 
-void launch_sm90_gemm(const GemmParams& p, cudaStream_t cuda_stream) {
+void launch_gemm_tile(const GemmParams& p, cudaStream_t cuda_stream) {
   constexpr int kMaths = static_cast<int>(GemmMath::kFloat32) + 1;
   const int math = static_cast<int>(gemm_math(p.dtype, p.tf32));
-  const Sm90Params params = sm90_params(p, cuda_stream);
-  dispatch_index<kSm90TileCount>(p.choice.tile, [&](auto tile) {
+  const KernelParams params = kernel_params(p, cuda_stream);
+  dispatch_index<kTileCount>(p.choice.tile, [&](auto tile) {
     dispatch_index<kMaths>(math, [&](auto index) {
       constexpr auto kMath = static_cast<GemmMath>(index.value);
-      if constexpr (kSm90Tiles[tile.value].supports_dtype(kMath)) {
-        launch_sm90_tile<kMath, tile.value>(params, cuda_stream);
+      if constexpr (kTiles[tile.value].supports_dtype(kMath)) {
+        launch_tile<kMath, tile.value>(params, cuda_stream);
       }
     });
   });
 }
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

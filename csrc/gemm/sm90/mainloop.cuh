@@ -10,11 +10,11 @@
 #include "gemm/element.cuh"
 #include "gemm/sm90/params.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 template <GemmMath kMath_, int kTile_, bool kAKMajor_, bool kBKMajor_, bool kGated_,
           bool kDbias_ = false>
-struct Sm90Config {
+struct KernelConfig {
   static constexpr GemmMath kMath = kMath_;
   static constexpr int kTile = kTile_;
   static constexpr bool kBf16x3 = kMath == GemmMath::kFloat32;
@@ -23,7 +23,7 @@ struct Sm90Config {
   using T = std::conditional_t<kBf16x3, __nv_bfloat16, Result>;
   static constexpr bool kAKMajor = kAKMajor_, kBKMajor = kBKMajor_, kGated = kGated_;
   static constexpr bool kDbias = kDbias_;  // whether the kernel also sums each row of a
-  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr Tile kT = kTiles[kTile];
   // The number of halves that wgmma's operands A and B consist of. In a gated product, b has two
   // halves: left and right. Every other operand counts as one half. b is operand A in a swap_ab
   // tile and operand B in every other tile.
@@ -50,8 +50,8 @@ inline constexpr uint32_t kTermOfA = 0b10'00'01'01'00'00, kTermOfB = 0b00'10'01'
 // wgmma has at most 256 columns, so a wider tile needs two wgmmas. In the layout of an MN-major b,
 // the second wgmma must start at a multiple of kSwizzleRowElems columns.
 template <class Config>
-__device__ __forceinline__ void sm90_multiply(float (&acc)[Config::kT.block_n / 2], uint64_t a,
-                                              uint64_t b, int scale_d) {
+__device__ __forceinline__ void multiply_k_block(float (&acc)[Config::kT.block_n / 2], uint64_t a,
+                                                 uint64_t b, int scale_d) {
   using T = typename Config::T;
   constexpr int kColumns = Config::kT.block_n, kFirst = kColumns > 256 ? 192 : kColumns;
   constexpr int kTransA = !Config::kAKMajor, kTransB = !Config::kBKMajor;
@@ -72,13 +72,13 @@ __device__ __forceinline__ void sm90_multiply(float (&acc)[Config::kT.block_n / 
 // the result are equal. Four threads share a row of the result, and each of them holds the sum
 // twice.
 template <class Config, bool kDbias = Config::kDbias>
-struct Sm90DbiasSums {
+struct DbiasSums {
   float sums[Config::kT.wgmma_m_tiles()][4];
 
   // Stores the sums. `first_row` is the warpgroup's first row in the tile.
   __device__ __forceinline__ void store(const GemmParams& p, const WorkTile& work, int rank,
                                         int first_row) const {
-    constexpr Sm90Tile kT = Config::kT;
+    constexpr Tile kT = Config::kT;
     const int thread = threadIdx.x % 128;
     const int64_t row = (work.tile_m * kT.cluster + rank) * kT.block_m + first_row +
                         thread / 32 * 16 + thread % 32 / 4;
@@ -94,18 +94,19 @@ struct Sm90DbiasSums {
   }
 };
 template <class Config>
-struct Sm90DbiasSums<Config, false> {};
+struct DbiasSums<Config, false> {};
 
 // Computes acc = (scale_d ? acc : 0) + a @ b^T over k_blocks k-blocks, for the rows of one
 // warpgroup. s_a and s_b are the addresses of the warpgroup's operands in stage 0. If kDbias is
 // true, also adds the sum of each row of a to `dbias`. In this case s_ones is the address of the
 // matrix of ones. Calls `issued` when all wgmmas have been issued.
 template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
-__device__ __forceinline__ void sm90_mainloop(
-    Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline, PipelineState<Config::kT.stages>& at,
-    uint32_t s_a, uint32_t s_b, int k_blocks, const Release& release, const Issued& issued,
-    bool scale_d = false, Sm90DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0) {
-  constexpr Sm90Tile kT = Config::kT;
+__device__ __forceinline__ void mainloop(Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline,
+                                         PipelineState<Config::kT.stages>& at, uint32_t s_a,
+                                         uint32_t s_b, int k_blocks, const Release& release,
+                                         const Issued& issued, bool scale_d = false,
+                                         DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0) {
+  constexpr Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
   // The distance in bytes between slices along K. A slice is the K of one wgmma: 32 bytes of each
@@ -126,8 +127,8 @@ __device__ __forceinline__ void sm90_mainloop(
     for (int slice = 0; slice < kSlices; ++slice) {
 #pragma unroll
       for (int i = 0; i < kT.wgmma_m_tiles(); ++i) {
-        sm90_multiply<Config>(acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
-                              b + (slice * kNextB >> 4), scale_d || k_block > 0 || slice > 0);
+        multiply_k_block<Config>(acc[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
+                                 b + (slice * kNextB >> 4), scale_d || k_block > 0 || slice > 0);
         if constexpr (kDbias) {
           Wgmma<typename Config::T, 8>::template multiply<!Config::kAKMajor, 0>(
               dbias->sums[i], a + ((slice * kNextA + i * kMTileBytes) >> 4),
@@ -153,11 +154,11 @@ __device__ __forceinline__ void sm90_mainloop(
 // terms are 0, and 0 * inf would be NaN. Therefore, if the products of the largest terms have a
 // non-finite sum, that sum is the result and the other products are not added.
 template <class Config, class Sums, class Release>
-__device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
-                                                     PipelineBarriers<Config::kT.stages>& pipeline,
-                                                     PipelineState<Config::kT.stages>& at,
-                                                     uint32_t s_a, uint32_t s_b, int k_blocks,
-                                                     const Release& release) {
+__device__ __forceinline__ void bf16x3_mainloop(Sums& sums,
+                                                PipelineBarriers<Config::kT.stages>& pipeline,
+                                                PipelineState<Config::kT.stages>& at, uint32_t s_a,
+                                                uint32_t s_b, int k_blocks,
+                                                const Release& release) {
   constexpr int kValues = sizeof(Sums) / sizeof(float);
   using Flat = float[kValues];
   Sums acc;
@@ -166,10 +167,10 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   for (int i = 0; i < kValues; ++i) to[i] = 0.f;
   for (int done = 0; done < k_blocks; done += kTermKBlocks) {
     const int block = min(kTermKBlocks, k_blocks - done);
-    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, block, release, [] {});
+    mainloop<Config>(acc, pipeline, at, s_a, s_b, block, release, [] {});
 #pragma unroll
     for (int i = 0; i < kValues; ++i) to[i] += from[i];
-    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, (kTermPairs - 1) * block, release, [] {});
+    mainloop<Config>(acc, pipeline, at, s_a, s_b, (kTermPairs - 1) * block, release, [] {});
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       to[i] = fabsf(to[i]) <= 3.402823466e38f ? to[i] + from[i] : to[i];
@@ -177,16 +178,16 @@ __device__ __forceinline__ void sm90_bf16x3_mainloop(Sums& sums,
   }
 }
 
-// Runs sm90_mainloop and also computes the sum of each row of a (dbias). All tiles with the same
+// Runs mainloop and also computes the sum of each row of a (dbias). All tiles with the same
 // tile_m read the same rows of a. Therefore K is divided among these tiles, and each tile sums the
 // rows of a only over its own range of K.
 template <class Config, class Sums, class Release, class Issued>
-__device__ __forceinline__ void sm90_dbias_mainloop(
-    const Sm90Params& p, const Sm90TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,
-    Sm90DbiasSums<Config>& dbias, PipelineBarriers<Config::kT.stages>& pipeline,
+__device__ __forceinline__ void dbias_mainloop(
+    const KernelParams& p, const TileScheduler<Config::kT.cluster, false>& scheduler, Sums& acc,
+    DbiasSums<Config>& dbias, PipelineBarriers<Config::kT.stages>& pipeline,
     PipelineState<Config::kT.stages>& at, uint32_t s_a, uint32_t s_b, uint32_t s_ones,
     const Release& release, const Issued& issued) {
-  // NOTE: the accumulators are set to 0 here and not in the first call of sm90_mainloop, because
+  // NOTE: the accumulators are set to 0 here and not in the first call of mainloop, because
   // any of the three calls may be skipped. If each call decided at run time whether to clear the
   // accumulators, ptxas would copy the accumulators and wait for every wgmma.
 #pragma unroll
@@ -212,26 +213,25 @@ __device__ __forceinline__ void sm90_dbias_mainloop(
     };
   };
   if (own > scheduler.first_k_block) {
-    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, own - scheduler.first_k_block, release,
-                          issued_by(own), true);
+    mainloop<Config>(acc, pipeline, at, s_a, s_b, own - scheduler.first_k_block, release,
+                     issued_by(own), true);
   }
   if (own_end > own) {
-    sm90_mainloop<Config, true>(acc, pipeline, at, s_a, s_b, own_end - own, release,
-                                issued_by(own_end), true, &dbias, s_ones);
+    mainloop<Config, true>(acc, pipeline, at, s_a, s_b, own_end - own, release, issued_by(own_end),
+                           true, &dbias, s_ones);
   }
   if (end > own_end) {
-    sm90_mainloop<Config>(acc, pipeline, at, s_a, s_b, end - own_end, release, issued_by(end),
-                          true);
+    mainloop<Config>(acc, pipeline, at, s_a, s_b, end - own_end, release, issued_by(end), true);
   }
 }
 
 // The mainloop of a consumer warpgroup whose first row in the tile is `first_row`.
 template <class Config>
-struct Sm90Mainloop {
+struct Mainloop {
   uint32_t s_a, s_b;  // the warpgroup's operands in stage 0
   PipelineState<Config::kT.stages> at;
 
-  __device__ __forceinline__ Sm90Mainloop(const char* s_stage, int first_row)
+  __device__ __forceinline__ Mainloop(const char* s_stage, int first_row)
       : s_a(shared_address(s_stage) +
             (Config::kAKMajor ? first_row * kKBlockBytes
                               : first_row / Config::kSwizzleRowElems * Config::kLeadingBytes)),
@@ -242,18 +242,18 @@ struct Sm90Mainloop {
 
   // Computes the sums of the scheduler's k-blocks. Calls `issued` when all wgmmas have been issued.
   template <class Sums, class Scheduler, class Shared, class Release, class Issued>
-  __device__ __forceinline__ void run(const Sm90Params& p, const Scheduler& scheduler, Sums& all,
+  __device__ __forceinline__ void run(const KernelParams& p, const Scheduler& scheduler, Sums& all,
                                       Shared& s, const Release& release, const Issued& issued) {
     if constexpr (Config::kBf16x3) {
-      sm90_bf16x3_mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release);
+      bf16x3_mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release);
     } else if constexpr (Config::kDbias) {
-      sm90_dbias_mainloop<Config>(p, scheduler, all.acc, all, s.pipeline, at, s_a, s_b,
-                                  shared_address(s.bias), release, issued);
+      dbias_mainloop<Config>(p, scheduler, all.acc, all, s.pipeline, at, s_a, s_b,
+                             shared_address(s.bias), release, issued);
     } else {
-      sm90_mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued);
+      mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued);
     }
   }
 };
 #endif
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -2,7 +2,7 @@
 // exact fp32 the copy holds three bf16 terms of each value, the largest first; the sum of the terms
 // is the value. One kernel launch copies both operands, if both need a copy.
 //
-// NOTE: the two smaller terms of inf and NaN are 0; sm90_bf16x3_mainloop handles such terms. A
+// NOTE: the two smaller terms of inf and NaN are 0; bf16x3_mainloop handles such terms. A
 // finite value that would round to inf in bf16 is truncated instead.
 #include "core/fast_divide.h"
 #include "core/index.h"
@@ -11,7 +11,7 @@
 #include "device/sm90/dependent_launch.cuh"
 #include "gemm/sm90/launch.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 namespace {
 
 // A block copies a tile of 64 rows and 64 elements along K.
@@ -42,11 +42,10 @@ struct Source {
         k_half(o.k_half > 0 ? o.k_half : INT64_MAX),
         second_half(gated ? o.half_stride - half_rows * o.row_stride : o.half_jump()),
         to(to),
-        blocks(sm90_writes(math, k_stride == 1) ? uint32_t(divide_up(rows, kTile)) : 0) {}
+        blocks(writes_operand(math, k_stride == 1) ? uint32_t(divide_up(rows, kTile)) : 0) {}
 
   int64_t bytes(int64_t k, GemmMath math) const {
-    return blocks == 0 ? 0
-                       : batch * bf16x3_terms(math) * rows * padded_k(k) * sm90_elem_bytes(math);
+    return blocks == 0 ? 0 : batch * bf16x3_terms(math) * rows * padded_k(k) * elem_bytes(math);
   }
 
   // Returns the offset of the value at (row, k), in elements.
@@ -166,12 +165,11 @@ Source source_of_b(const GemmParams& p, void* to) {
 
 }  // namespace
 
-int64_t gemm_written_bytes(const GemmParams& p) {
-  if (p.choice.engine != GemmEngine::kSm90) return 0;
+int64_t written_bytes(const GemmParams& p) {
   return source_of_a(p).bytes(p.k, math_of(p)) + source_of_b(p, nullptr).bytes(p.k, math_of(p));
 }
 
-Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
+WrittenOperands write_operands(const GemmParams& p, cudaStream_t stream) {
   const GemmMath math = math_of(p);
   const int terms = bf16x3_terms(math);
   const Source a = source_of_a(p);
@@ -191,4 +189,4 @@ Sm90Written write_sm90_operands(const GemmParams& p, cudaStream_t stream) {
   return {operand(a, 1), operand(b, p.epilogue.gated ? 2 : 1)};
 }
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -8,9 +8,9 @@
 #include "gemm/sm90/partials.cuh"
 #include "gemm/sm90/tile_scheduler.cuh"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
-struct Sm90Params {
+struct KernelParams {
   // The tensor map of a (in a swap_ab tile: of b). For a, the dims are (K, M, 1, batch), or
   // (M, K, 1, batch) if a is MN-major. For bf16x3 they are (K, M, terms, batch).
   TensorMap a;
@@ -35,7 +35,7 @@ struct Sm90Params {
   int b_k_half;
   GemmSchedule schedule;  // the order of the tiles; the tiles of a cluster count as one tile
   StreamKSchedule stream_k;
-  Sm90Partials partials;
+  Partials partials;
   GemmParams gemm;
   // The tensor maps of the second and the third segment, if K is the concatenation of several
   // segments (GemmSegments). more_k holds the first column along K of each of these segments, or
@@ -44,4 +44,4 @@ struct Sm90Params {
   int more_k[kMaxKSegments - 1];
 };
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

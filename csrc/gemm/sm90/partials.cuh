@@ -9,11 +9,11 @@
 #include "device/named_barrier.cuh"
 #include "device/sm90/cluster.cuh"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 // The workspace for the partial sums of stream-K. A warpgroup stores the partial sums of at most
 // one tile.
-struct Sm90Partials {
+struct Partials {
   static constexpr int kThreads = 128;
 
   float* sums;
@@ -58,7 +58,7 @@ struct Sm90Partials {
 #if TW_HAS_CLUSTERS
 // The part of a tile for which this CTA of the cluster computes and stores the final sums. The part
 // consists of the values first to first + count - 1 of every thread.
-struct Sm90OutputSlice {
+struct OutputSlice {
   int first, count;
 };
 
@@ -70,8 +70,8 @@ struct Sm90OutputSlice {
 // NOTE: the partial sums go through global memory. With distributed shared memory instead, the
 // product (M, K, N) = (64, 4096, 4096) took 3 us longer on an H200.
 template <int kSplitCluster, int kThreads, int kValues>
-__device__ __forceinline__ Sm90OutputSlice sm90_cluster_reduce(float (&v)[kValues], float* g_sums,
-                                                               int thread) {
+__device__ __forceinline__ OutputSlice cluster_reduce(float (&v)[kValues], float* g_sums,
+                                                      int thread) {
   constexpr int kAll = kValues / 4, kSlice = (kAll + kSplitCluster - 1) / kSplitCluster;
   const int rank = static_cast<int>(rank_in_cluster()), first = rank * kSlice;
   float4* const g_cluster =
@@ -115,4 +115,4 @@ __device__ __forceinline__ Sm90OutputSlice sm90_cluster_reduce(float (&v)[kValue
 }
 #endif
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -10,7 +10,7 @@
 #include "gemm/sm90/params.h"
 #include "gemm/sm90/tiles.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 #if TW_HAS_WGMMA
 // A warp holds 16 columns of y. With g = lane / 4 and t = lane % 4, a thread holds two of these
@@ -19,26 +19,26 @@ namespace torchweld {
 // warpgroup receives the right values and applies the gate. If a cluster splits the K of the tile,
 // each CTA stores only its output slice.
 template <typename T, int kTile, bool kGated_>
-class Sm90SwapAbEpilogue {
+class SwapAbEpilogue {
   static constexpr bool kGated = kGated_;
-  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr Tile kT = kTiles[kTile];
   static constexpr int kValues = kT.block_n / 2;  // the number of accumulators of one thread
-  static constexpr int kConsumerThreads = Sm90Tile::kConsumerThreads;
+  static constexpr int kConsumerThreads = Tile::kConsumerThreads;
 
  public:
   using Sums = float[1][kValues];
 
   // s_staging is shared memory with space for the values of 128 threads. A gated tile uses it to
   // pass the right values to the first warpgroup.
-  __device__ __forceinline__ Sm90SwapAbEpilogue(const Sm90Params& p, char* s_staging, float*,
-                                                int warpgroup)
+  __device__ __forceinline__ SwapAbEpilogue(const KernelParams& p, char* s_staging, float*,
+                                            int warpgroup)
       : p_(p.gemm), s_right_(reinterpret_cast<float*>(s_staging)), warpgroup_(warpgroup) {
     if (kGated && warpgroup == 0) named_barrier_arrive(kSwapAbRightEmpty, kConsumerThreads);
   }
 
   __device__ __forceinline__ void fetch(const WorkTile&, int, bool) const {}
 
-  __device__ __forceinline__ void set_output_slice(Sm90OutputSlice slice) { slice_ = slice; }
+  __device__ __forceinline__ void set_output_slice(OutputSlice slice) { slice_ = slice; }
 
   __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int, int) const {
     // The number of columns of y in a tile.
@@ -56,7 +56,7 @@ class Sm90SwapAbEpilogue {
   // The values of a thread. The first one is element (row, first) of y.
   struct Fragment {
     static constexpr bool kGated = kGated_, kActivates = true;
-    const Sm90SwapAbEpilogue& store_;
+    const SwapAbEpilogue& store_;
     int64_t row, first, batch;
     float (&values)[kValues];
     float partner[kGated ? kValues : 1];
@@ -137,8 +137,8 @@ class Sm90SwapAbEpilogue {
   const GemmParams& p_;
   float* s_right_;
   int warpgroup_;
-  Sm90OutputSlice slice_ = {0, kValues};
+  OutputSlice slice_ = {0, kValues};
 };
 #endif
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -4,7 +4,7 @@
 #include "core/fast_divide.h"
 #include "gemm/sm90/tiles.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 // The workers compute the first whole_tiles tiles in rounds: in each round, a worker computes one
 // tile. All other tiles are stream-K tiles: their k-blocks form one sequence, which is divided into
@@ -16,7 +16,7 @@ struct StreamKSchedule {
   uint32_t longer_workers;       // the number of workers with k_blocks_per_worker + 1 k-blocks
   uint32_t split_cluster;        // size of the cluster that splits the K of a tile, else 1
 
-  StreamKSchedule(uint32_t tiles, int64_t k_blocks, const Sm90Stream& stream)
+  StreamKSchedule(uint32_t tiles, int64_t k_blocks, const StreamKPlan& stream)
       : tiles(tiles),
         whole_tiles(uint32_t(tiles - stream.tiles)),
         workers(uint32_t(stream.workers)),
@@ -33,12 +33,12 @@ struct StreamKSchedule {
 // it waits only for workers with lower numbers, which start no later. There is no deadlock, because
 // each worker stores its partial sums before it waits for other workers.
 template <int kCluster, bool kSplitsK>
-class Sm90TileScheduler {
+class TileScheduler {
  public:
   uint32_t tile;
   int first_k_block, k_blocks;  // the range of k-blocks of `tile` that this worker computes
 
-  explicit __device__ __forceinline__ Sm90TileScheduler(const StreamKSchedule& stream_k)
+  explicit __device__ __forceinline__ TileScheduler(const StreamKSchedule& stream_k)
       : stream_k_(stream_k), end_(begin(stream_k, worker() + 1)), next_(worker()) {}
 
   // NOTE: the index of the worker is a function, not a data member. Every use computes it again,
@@ -103,4 +103,4 @@ class Sm90TileScheduler {
   uint32_t next_;  // the next whole tile of this worker
 };
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -7,26 +7,26 @@
 #include "core/refusal.h"
 #include "gemm/problem.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 // wgmma multiplies 16-bit values or TF32 values, and TF32 operands must be K-major. For TF32,
 // operands.cu makes K-major copies of MN-major operands before the product, and TMA rounds the
 // values while it loads them. For exact fp32, operands.cu writes K-major copies with three bf16
 // terms per value.
-constexpr int sm90_elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
+constexpr int elem_bytes(GemmMath math) { return math == GemmMath::kTf32 ? 4 : 2; }
 constexpr int bf16x3_terms(GemmMath math) { return math == GemmMath::kFloat32 ? 3 : 1; }
-constexpr bool sm90_needs_k_major(GemmMath math) { return gemm_elem_size(math) == 4; }
-constexpr bool sm90_writes(GemmMath math, bool k_major) {
+constexpr bool must_be_k_major(GemmMath math) { return gemm_elem_size(math) == 4; }
+constexpr bool writes_operand(GemmMath math, bool k_major) {
   return math == GemmMath::kFloat32 || (math == GemmMath::kTf32 && !k_major);
 }
 
-constexpr int sm90_block_k(GemmMath math) { return kKBlockBytes / sm90_elem_bytes(math); }
-constexpr int64_t sm90_k_blocks(const GemmProblem& p) {
-  return divide_up(p.k, sm90_block_k(p.math));
+constexpr int k_block_size(GemmMath math) { return kKBlockBytes / elem_bytes(math); }
+constexpr int64_t count_k_blocks(const GemmProblem& p) {
+  return divide_up(p.k, k_block_size(p.math));
 }
 
-// The indices of the tiles in kSm90Tiles. csrc/instantiations.py uses their names.
-enum Sm90TileIndex : int {
+// The indices of the tiles in kTiles. csrc/instantiations.py uses their names.
+enum TileIndex : int {
   kPingPong128x128Cluster2,
   kPingPong128x128,
   kCooperative128x320Cluster2,
@@ -43,8 +43,8 @@ enum Sm90TileIndex : int {
 // a tile of its own, and one warpgroup runs its epilogue while the other warpgroup multiplies. In
 // cooperative tiles the warpgroups share one tile. A swap_ab tile is a tile of the transposed
 // product b @ a^T, for few rows of a.
-struct Sm90Tile {
-  Sm90TileIndex index;
+struct Tile {
+  TileIndex index;
   // The number of rows of wgmma's operands A and B in a tile. In a gated product, the number for b
   // includes the rows of both halves.
   int block_m, block_n;
@@ -132,7 +132,7 @@ struct Sm90Tile {
   // only for the layout of a weight gradient, dy^T @ x. In that product these sums are the gradient
   // of the bias.
   constexpr bool supports_dbias(GemmMath math, bool a_k_major, bool b_k_major, bool gated) const {
-    return !swap_ab() && !gated && !a_k_major && !b_k_major && !sm90_needs_k_major(math) &&
+    return !swap_ab() && !gated && !a_k_major && !b_k_major && !must_be_k_major(math) &&
            unsupported_reason(a_k_major, b_k_major, gated) == nullptr;
   }
   // NOTE: tensor cores truncate when they add. If more than kMaxKBlocks k-blocks of values with the
@@ -140,13 +140,13 @@ struct Sm90Tile {
   constexpr bool supports_dbias(const GemmProblem& p) const {
     constexpr int64_t kMaxKBlocks = 2048;
     return p.batch == 1 && supports_dbias(p.math, p.a_k_major, p.b_k_major, p.gated) &&
-           sm90_k_blocks(p) <= kMaxKBlocks * tiles_n(p.m, p.width());
+           count_k_blocks(p) <= kMaxKBlocks * tiles_n(p.m, p.width());
   }
 };
 
 // Each entry lists index, block_m, block_n, stages, cluster, pingpong, boxes, k_block_us, tile_us,
 // pointwise_us, stream_us, partial_us and fp32.
-inline constexpr Sm90Tile kSm90Tiles[] = {
+inline constexpr Tile kTiles[] = {
     {kPingPong128x128Cluster2, 128, 128, 6, 2, true, 2, 0.294f, 1.08f, 0.15f, 1.28f, 3.39f},
     {kPingPong128x128, 128, 128, 6, 1, true, 2, 0.281f, 1.0f, 0.2f, 3.3f, 0.48f},
     {kCooperative128x320Cluster2, 128, 320, 3, 2, false, 4, 0.923f, 5.3f, 2.9f, 2.2f, 0.4f},
@@ -158,28 +158,28 @@ inline constexpr Sm90Tile kSm90Tiles[] = {
     {kSwapAb128x64, 128, 64, 8, 1, false, 0, 0.243f, 3.2f, 0.8f, 0.39f, 1.77f},
     {kBf16x3Cooperative128x128, 128, 128, 6, 1, false, 2, 2.1f, 3.0f, 2.0f, 2.2f, 1.3f, true},
 };
-inline constexpr int kSm90TileCount = sizeof(kSm90Tiles) / sizeof(kSm90Tiles[0]);
+inline constexpr int kTileCount = sizeof(kTiles) / sizeof(kTiles[0]);
 
-constexpr bool sm90_tiles_are_in_order() {
-  for (int i = 0; i < kSm90TileCount; ++i) {
-    if (kSm90Tiles[i].index != i) return false;
+constexpr bool tiles_are_in_order() {
+  for (int i = 0; i < kTileCount; ++i) {
+    if (kTiles[i].index != i) return false;
   }
   return true;
 }
-static_assert(sm90_tiles_are_in_order());
+static_assert(tiles_are_in_order());
 
 // The stream-K part of the schedule. The k-blocks of the last `tiles` tiles are distributed evenly
 // over all workers, so that no worker is idle during the last round. Source: M. Osama et al.,
 // "Stream-K", 2023.
-struct Sm90Stream {
+struct StreamKPlan {
   int64_t tiles = 0, workers = 1;
   int split_cluster = 1;  // the number of CTAs of a cluster that split the K of one tile, or 1
 };
 
 // Returns the stream-K schedule of a product. If the last round has fewer tiles than there are
 // workers, stream-K covers the tiles of the last round and of the round before it.
-inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blocks,
-                              const DeviceFacts& device, bool streams) {
+inline StreamKPlan plan_stream_k(const Tile& tile, int64_t tiles, int64_t k_blocks,
+                                 const DeviceFacts& device, bool streams) {
   constexpr int64_t kMinKBlocks = 4;  // the minimum number of k-blocks per worker
   const int64_t workers = device.max_active_clusters(tile.cluster), last = tiles % workers;
   if (!streams || last == 0) return {0, std::min(tiles, workers)};
@@ -202,8 +202,8 @@ inline Sm90Stream sm90_stream(const Sm90Tile& tile, int64_t tiles, int64_t k_blo
 }
 
 // Returns the number of floats in the partial sums of all workers.
-inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile) {
-  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, true);
+inline int64_t workspace_floats(const GemmProblem& p, const Tile& tile) {
+  const StreamKPlan stream = plan_stream_k(tile, tile.tiles(p), count_k_blocks(p), p.device, true);
   if (stream.tiles == 0) return 0;
   // A wgmma with N = 8 computes the sum of each row of a, so these sums need 8 columns of
   // accumulators.
@@ -211,14 +211,14 @@ inline int64_t sm90_workspace_floats(const GemmProblem& p, const Sm90Tile& tile)
   return stream.workers * tile.cluster * tile.block_m * (tile.block_n + dbias_columns);
 }
 
-inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
+inline Refusal tile_refusal(const GemmProblem& p, const Tile& tile, bool streams) {
   constexpr int64_t kMaxSize = (int64_t{1} << 31) - 512;  // TMA coordinates have 32 bits
   if (!p.device.wgmma || !p.device.tma) return "the GPU, or the code built for it, has no wgmma";
   if (!tile.supports_dtype(p.math)) {
     return tile.fp32 ? "the tile is only for float32, which has two sets of accumulators"
                      : "the tile has no kernel for the operands' dtype";
   }
-  const bool needs_k_major = sm90_needs_k_major(p.math);
+  const bool needs_k_major = must_be_k_major(p.math);
   if (const char* reason = tile.unsupported_reason(needs_k_major || p.a_k_major,
                                                    needs_k_major || p.b_k_major, p.gated)) {
     return reason;
@@ -234,7 +234,7 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
   // All streamed tiles together must have fewer than kMaxStreamed k-blocks. The number of streamed
   // tiles is at most twice the number of SMs.
   constexpr int64_t kMaxStreamed = int64_t{1} << 31;
-  if (streams && double(sm90_k_blocks(p)) * 2 * p.device.sms >= kMaxStreamed) {
+  if (streams && double(count_k_blocks(p)) * 2 * p.device.sms >= kMaxStreamed) {
     return {"the streamed tiles would have {} k-blocks or more", kMaxStreamed};
   }
   const double tiles = (double(p.m) / tile.block_m + 2) *
@@ -245,14 +245,15 @@ inline Refusal sm90_refusal(const GemmProblem& p, const Sm90Tile& tile, bool str
 
 // Estimates the time of the busiest SM, over all its rounds. The estimate leaves out the launch and
 // the first loads, because they take the same time in every engine.
-inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool streams) {
-  const double k_blocks = static_cast<double>(sm90_k_blocks(p));
+inline double tile_seconds(const GemmProblem& p, const Tile& tile, bool streams) {
+  const double k_blocks = static_cast<double>(count_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = k_blocks * tile.k_block_us + beside_us;
   const double columns = static_cast<double>(p.k) * static_cast<double>(p.batch);
   // The number of elements of both operands.
   const double elems = static_cast<double>(p.m + p.width()) * columns;
-  const Sm90Stream stream = sm90_stream(tile, tile.tiles(p), sm90_k_blocks(p), p.device, streams);
+  const StreamKPlan stream =
+      plan_stream_k(tile, tile.tiles(p), count_k_blocks(p), p.device, streams);
   const int64_t whole = tile.tiles(p) - stream.tiles;
   double us = static_cast<double>((whole + stream.workers - 1) / stream.workers) * tile_us;
   if (stream.tiles > 0) {
@@ -268,7 +269,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
                              ? std::clamp(kDrift * (k_blocks - kShortSum), 0.0, kMaxDrift)
                              : 0.0;
     const double kBeyondL2 = tile.fp32 ? 1.45 : 1.1 + drift;
-    const double bytes = elems * bf16x3_terms(p.math) * sm90_elem_bytes(p.math);
+    const double bytes = elems * bf16x3_terms(p.math) * elem_bytes(p.math);
     const double k_block_us = tile.k_block_us * (bytes > kL2Bytes ? kBeyondL2 : kWithinL2);
     // The factor (k_blocks - 1) / k_blocks is 0 if K is a single k-block, because no tile then has
     // partials.
@@ -288,7 +289,7 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
   constexpr int64_t kLongSum = 21;
   const bool draws_power = !tile.swap_ab() && !tile.fp32 && p.width() >= tile.block_n;
   if (draws_power && tile.cluster == 1 && us > kLongUs) us *= kLonger;
-  if (draws_power && tile.pingpong && sm90_k_blocks(p) >= kLongSum &&
+  if (draws_power && tile.pingpong && count_k_blocks(p) >= kLongSum &&
       tile.tiles(p) >= p.device.max_active_clusters(tile.cluster)) {
     us *= kPingPongLonger;
   }
@@ -303,13 +304,13 @@ inline double sm90_seconds(const GemmProblem& p, const Sm90Tile& tile, bool stre
     us *= tile.pingpong ? kSustainedPingPong : kSustained192;
   }
   const double written =
-      columns * static_cast<double>((sm90_writes(p.math, p.a_k_major) ? p.m : 0) +
-                                    (sm90_writes(p.math, p.b_k_major) ? p.width() : 0));
+      columns * static_cast<double>((writes_operand(p.math, p.a_k_major) ? p.m : 0) +
+                                    (writes_operand(p.math, p.b_k_major) ? p.width() : 0));
   if (written > 0) {
     constexpr double kBytesPerUs = 3e6, kWriteUs = 7;
-    us += kWriteUs + written * (4 + bf16x3_terms(p.math) * sm90_elem_bytes(p.math)) / kBytesPerUs;
+    us += kWriteUs + written * (4 + bf16x3_terms(p.math) * elem_bytes(p.math)) / kBytesPerUs;
   }
   return us * 1e-6;
 }
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -14,11 +14,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 
+#include "core/linear_common.h"
 #include "core/parallel.h"
 #include "int4/cpu/bfloat16.h"
 #include "int4/cpu/rows.h"
 #include "int4/cpu/rows_backward.h"
-#include "layers/linear_common.h"
 
 namespace torchweld {
 

@@ -7,22 +7,23 @@
 #include "losses/sm90/params.h"
 #include "losses/sm90/softcap.cuh"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 #if TW_HAS_WGMMA
 template <int kTile, bool kCapped, bool kMoment>
 class ExponentialsEpilogue {
-  using Store = Sm90BoxStore<__nv_bfloat16, kTile, /*kGated=*/false>;
+  using Store = BoxStore<__nv_bfloat16, kTile, /*kGated=*/false>;
   using Place = typename Store::Place;
   using Values = typename Store::Values;
-  static constexpr Sm90Tile kT = kSm90Tiles[kTile];
+  static constexpr Tile kT = kTiles[kTile];
   static constexpr int kMTiles = kT.wgmma_m_tiles(), kBoxes = Store::kAcross;
 
  public:
   using Sums = typename Store::Sums;
 
-  __device__ __forceinline__ ExponentialsEpilogue(const Sm90ExponentialsParams<kCapped, kMoment>& p,
-                                                  char* s_staging, float* s_bias, int warpgroup)
+  __device__ __forceinline__
+  ExponentialsEpilogue(const ExponentialsKernelParams<kCapped, kMoment>& p, char* s_staging,
+                       float* s_bias, int warpgroup)
       : p_(p.gemm),
         e_(p.exponentials),
         bias_(p.gemm, s_bias),
@@ -67,7 +68,7 @@ class ExponentialsEpilogue {
  private:
   const GemmParams& p_;
   const ExponentialsParams& e_;
-  Sm90TileBias<__nv_bfloat16, kTile, false> bias_;
+  TileBias<__nv_bfloat16, kTile, false> bias_;
   Store store_;
   int lane_;
   float reference_[kMTiles][2];
@@ -171,9 +172,9 @@ class ExponentialsEpilogue {
 };
 
 template <class Config, bool kCapped, bool kMoment>
-struct Sm90EpilogueOf<Config, Sm90ExponentialsParams<kCapped, kMoment>> {
+struct EpilogueOf<Config, ExponentialsKernelParams<kCapped, kMoment>> {
   using Type = ExponentialsEpilogue<Config::kTile, kCapped, kMoment>;
 };
 #endif
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

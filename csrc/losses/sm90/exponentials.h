@@ -20,8 +20,8 @@ struct ExponentialsParams {
 };
 
 // Launches the matmul. p.y is bf16, or nullptr if only the sums are requested.
-void launch_sm90_exponentials(const GemmParams& p, const ExponentialsParams& exponentials,
-                              cudaStream_t stream);
+void launch_exponentials_matmul(const GemmParams& p, const ExponentialsParams& exponentials,
+                                cudaStream_t stream);
 
 // If the largest l of a row in a tile exceeds the row's reference by more than kMaxAboveReference,
 // the tile chooses a reference exponent of its own for this row. Thus the sums of 2^(l - k) stay

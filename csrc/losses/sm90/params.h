@@ -5,12 +5,12 @@
 #include "gemm/sm90/launch.h"
 #include "losses/sm90/exponentials.h"
 
-namespace torchweld {
+namespace torchweld::sm90 {
 
 // kCapped is true if there is a softcap. kMoment is true if tile_moment is requested.
 template <bool kCapped, bool kMoment>
-struct Sm90ExponentialsParams : Sm90Params {
+struct ExponentialsKernelParams : KernelParams {
   ExponentialsParams exponentials;
 };
 
-}  // namespace torchweld
+}  // namespace torchweld::sm90

@@ -29,7 +29,6 @@
 #include "core/choices.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
-#include "layers/matmul.h"
 #endif
 
 namespace torchweld::attention_op {

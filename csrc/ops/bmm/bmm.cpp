@@ -10,7 +10,7 @@
 
 #include "core/choices.h"
 #include "core/dispatch.h"
-#include "layers/linear_common.h"
+#include "core/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"

@@ -17,7 +17,6 @@
 #include "attention/mask_cuda.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
-#include "layers/matmul.h"
 #include "ops/softmax_matmul/softmax_matmul.h"
 #endif
 

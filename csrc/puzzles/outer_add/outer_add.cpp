@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
-#include "puzzles/sum.h"
+#include "core/sum.h"
 
 #ifdef TORCHWELD_CUDA
 #include "pointwise/matrix_inputs.h"

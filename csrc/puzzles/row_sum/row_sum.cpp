@@ -6,7 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
-#include "puzzles/sum.h"
+#include "core/sum.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/choices.h"

@@ -24,8 +24,8 @@
 #include <algorithm>
 
 #include "core/dispatch.h"
+#include "core/linear_common.h"
 #include "core/parallel.h"
-#include "layers/linear_common.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"

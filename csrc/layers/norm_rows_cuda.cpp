@@ -1,4 +1,4 @@
-// Implements the interface of norm/rows.h on CUDA.
+// Implements the interface of norm/rows.h on CUDA, by the kernels of layers/norm_linear.h.
 #ifdef TORCHWELD_CUDA
 
 #include "norm/rows.h"

@@ -6,7 +6,6 @@
 #include <ATen/ops/empty_like.h>
 
 #include "core/check.h"
-#include "layers/activation.h"
 
 namespace torchweld {
 
@@ -93,16 +92,6 @@ inline std::vector<c10::SymInt> check_linear(const char* op, const Tensor& x,
 inline void check_dy(const char* op, const Tensor& dy, c10::SymIntArrayRef sizes, const Tensor& x) {
   check_like(op, "dy", dy, "x", x);
   check_shape(op, "dy", dy, sizes, "(..., N)");
-}
-
-inline void check_preact(const char* op, const OptionalTensor& preact, Activation activation,
-                         c10::SymIntArrayRef sizes, const Tensor& x) {
-  if (!needs_preact(activation)) return;
-  TW_CHECK(
-      is_given(preact), op,
-      "preact must be the pre-activation (y for relu) that the forward op saved, but got None");
-  check_like(op, "preact", *preact, "x", x);
-  check_shape(op, "preact", *preact, sizes, "(..., N)");
 }
 
 }  // namespace torchweld

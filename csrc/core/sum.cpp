@@ -1,4 +1,4 @@
-#include "puzzles/sum.h"
+#include "core/sum.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
