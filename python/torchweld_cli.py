@@ -183,8 +183,10 @@ def tensors(
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from torchweld._refusals import unknown_op
+
     if op not in _CALLS:
-        raise ValueError(f"OP must be one of {', '.join(sorted(_CALLS))}, but got {op!r}")
+        raise ValueError(unknown_op("OP", op, sorted(_CALLS)))
     expected, call = _CALLS[op]
     names = expected.removeprefix("...,").split(",")
     leading = shape[: -len(names)] if expected.startswith("...") else ()

@@ -26,7 +26,7 @@ def run(capsys, *argv):
     [
         ([], "FAMILY|OP"),
         (["softmax"], "an op needs --shape"),
-        (["softmin", "--shape", "4"], "OP must be one of"),
+        (["softmin", "--shape", "4"], "but got 'softmin'; use 'softmax'"),
         (["linear", "--shape", "4,5"], "M,K,N"),
         (["softmax", "--shape", "4", "--against", "cudnn"], "'cudnn'"),
         (["softmax", "--shape", "99999999999999999999,2"], "below 2**62"),

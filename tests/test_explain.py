@@ -335,11 +335,12 @@ def test_bad_arguments_are_refused_in_the_ops_own_sentence(op):
 
 
 def test_bad_calls():
-    with pytest.raises(ValueError, match="op must be one of .*softmax.* but got 'sofmax'"):
-        torchweld.explain("sofmax", meta(2))
-    with pytest.raises(ValueError, match="op must be one of .* but got '_end_observing'"):
+    for op in ("sofmax", "torchweld::softmax", torchweld.softmax):
+        with pytest.raises(ValueError, match="^explain: op must be .*; use 'softmax'$"):
+            torchweld.explain(op, meta(2))
+    with pytest.raises(ValueError, match="op must be one of .*softmax.* but got '_end_observing'"):
         torchweld.explain("_end_observing", meta(2))
-    with pytest.raises(ValueError, match="but got 'varlen_attention'; it calls attention"):
+    with pytest.raises(ValueError, match="but got 'varlen_attention'; use 'attention'"):
         torchweld.explain("varlen_attention", meta(2))
     with pytest.raises(ValueError, match="must be given its tensors"):
         torchweld.explain("softmax")

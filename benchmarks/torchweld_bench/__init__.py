@@ -86,13 +86,13 @@ def _parser() -> argparse.ArgumentParser:
 def _rows_of_call(args: argparse.Namespace, device: str) -> Iterator[Any]:
     import torch
 
+    from torchweld._refusals import unknown_op
     from torchweld.tuning.main import filled
     from torchweld_bench import one
     from torchweld_cli import tensors
 
     if args.what not in one.EAGER:
-        known = ", ".join(sorted(one.EAGER))
-        raise ValueError(f"OP must be one of {known}, but got {args.what!r}")
+        raise ValueError(unknown_op("OP", args.what, sorted(one.EAGER)))
     shapes = tensors(args.what, args.shape, getattr(torch, args.dtype), device)
     torch.manual_seed(0)
     return one.rows(args.what, filled(shapes, args.what, device), args.against)

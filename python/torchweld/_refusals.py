@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -128,6 +128,15 @@ def name_fix(argument: str, name: Any) -> str:
     if argument == "gate":
         return f"; use {_GATES[name]}" if name in _GATES else ""
     return f"; use {name!r}" if name in _ACTIVATIONS.values() else ""
+
+
+def unknown_op(argument: str, op: Any, known: Sequence[str]) -> str:
+    """The sentence about an op that is not known: the nearest name, or all names."""
+    name = _got(op).rpartition("::")[2].strip("'")
+    # varlen_attention is a function that calls attention.
+    if near := get_close_matches(name.removeprefix("varlen_"), known, 1):
+        return f"{argument} must be the name of an op, but got {_got(op)}; use {near[0]!r}"
+    return f"{argument} must be one of {', '.join(known)}, but got {_got(op)}"
 
 
 def readable_errors(function: _Function) -> _Function:

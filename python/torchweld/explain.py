@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import torchweld._library as library
+from torchweld._refusals import unknown_op
 from torchweld.info import has_cuda_kernel, ops_of_library
 
 _TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
@@ -217,10 +218,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """
     library.require()
     if op not in ops_of_library():
-        raise ValueError(
-            f"explain: op must be one of {', '.join(ops_of_library())}, but got {op!r}"
-            + ("; it calls attention, explain that" if op == "varlen_attention" else "")
-        )
+        raise ValueError(f"explain: {unknown_op('op', op, ops_of_library())}")
     given = (*args, *kwargs.values())
     args = tuple(map(_local, args))
     kwargs = {name: _local(value) for name, value in kwargs.items()}

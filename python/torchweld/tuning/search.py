@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchweld._library as library
+from torchweld._refusals import unknown_op
 from torchweld.explain import tensors_of
 from torchweld.info import ops_of_library
 from torchweld.tuning import cache
@@ -189,7 +190,7 @@ def _checked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     library.require()
     known = ops_of_library()
     if op not in known:
-        raise ValueError(f"tune: op must be one of {', '.join(known)}, but got {op!r}")
+        raise ValueError(f"tune: {unknown_op('op', op, known)}")
     tensors = tensors_of((*args, *kwargs.values()))
     if not tensors:
         raise ValueError(f"tune: {op} must be given its tensors, but got none")
