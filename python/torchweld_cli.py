@@ -75,7 +75,8 @@ class Parser(argparse.ArgumentParser):
     """argparse with one sentence, and no usage block, for a bad flag."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        lists = message.startswith(("the following arguments", "unrecognized arguments"))
+        self.exit(2, f"{self.prog}: {message}{'; --help lists them' if lists else ''}\n")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -99,14 +100,10 @@ def sizes_by_op() -> str:
     return "sizes by op:\n" + "\n".join(lines)
 
 
-def add_sizes(command: argparse.ArgumentParser, required: bool = True) -> None:
+def add_sizes(command: argparse.ArgumentParser) -> None:
     """--shape and --dtype, which say what tensors an op is given."""
     command.add_argument(
-        "--shape",
-        type=_shape,
-        required=required,
-        metavar="SIZES",
-        help="sizes with commas, see below",
+        "--shape", type=_shape, metavar="SIZES", help="sizes with commas, see below"
     )
     command.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
 
@@ -173,7 +170,7 @@ def _print(value: Any, as_json: bool) -> None:
 
 
 def tensors(
-    op: str, shape: tuple[int, ...], dtype: Any, device: str, group: int | None = None
+    op: str, shape: tuple[int, ...] | None, dtype: Any, device: str, group: int | None = None
 ) -> tuple[Any, ...]:
     """The op's tensors for sizes that were typed; nothing is allocated.
 
@@ -189,6 +186,7 @@ def tensors(
         raise ValueError(unknown_op("OP", op, sorted(_CALLS)))
     expected, call = _CALLS[op]
     names = expected.removeprefix("...,").split(",")
+    shape = shape or ()
     leading = shape[: -len(names)] if expected.startswith("...") else ()
     if len(shape) != len(leading) + len(names):
         raise ValueError(f"--shape of {op} must be {expected}, but got {len(shape)} sizes")

@@ -130,8 +130,9 @@ def test_explain_json(capsys):
     [
         (["nonsense"], "'nonsense'"),
         (["info", "--yaml"], "--yaml"),
-        (["explain"], "OP"),
-        (["explain", "softmax"], "--shape"),
+        (["explain"], "OP; --help lists them"),
+        (["explain", "linear"], "--shape of linear must be M,K,N, but got 0 sizes"),
+        (["explain", "softmax", "--shape", "4", "5"], "5; --help lists them"),
         (["explain", "softmin", "--shape", "4"], "but got 'softmin'; use 'softmax'"),
         (["explain", "nonsense", "--shape", "4"], "OP must be one of"),
         (["explain", "softmax", "--shape", "4,x"], "'4,x'"),

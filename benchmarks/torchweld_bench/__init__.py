@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         help="cpu: every op on the CPU; quantise: on the CPU, more on a GPU; distributed: several "
         "GPUs, under torchrun; all other families need a GPU",
     )
-    add_sizes(parser, required=False)
+    add_sizes(parser)
     parser.add_argument(
         "--against",
         type=_peers,
