@@ -594,6 +594,22 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "heads": (lambda: torchweld.nn.CausalSelfAttention(12, 5), "num_heads must"),
     "no heads": (lambda: torchweld.nn.CausalSelfAttention(12, 0), "num_heads must"),
     "kernel": (lambda: torchweld.nn.CausalSelfAttention(12, 3, kernel="flash"), "kernel must"),
+    "one sequence": (
+        lambda: torchweld.nn.CausalSelfAttention(12, 3)(torch.randn(4, 12)),
+        r"x must be .* but got 2 dims; use x.unsqueeze\(0\)",
+    ),
+    "multi-head attention": (
+        lambda: torchweld.nn.CausalSelfAttention.from_torch(nn.MultiheadAttention(12, 3)),
+        "module must be .*; copy in_proj_weight to c_attn.weight",
+    ),
+    "module as activation": (
+        lambda: torchweld.nn.LayerNormLinear(6, 5, activation=nn.GELU()),
+        "activation must be .*; use its name",
+    ),
+    "gated from two": (
+        lambda: torchweld.nn.GatedLinear.from_torch(nn.Linear(6, 8), nn.Linear(6, 8)),
+        "gate must be .*; use GatedLinear.from_linears",
+    ),
     "ln activation": (
         lambda: torchweld.nn.LayerNormLinear(6, 5, activation="tanh"),
         "activation must",

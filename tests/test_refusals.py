@@ -96,6 +96,8 @@ SENTENCES = [
      'activation, but got approximate; use activation="gelu_tanh"'),
     ("gated_linear", [X, WEIGHT], {"approximate": "tanh"}, "arguments must be x, weight, bias, "
      'gate, interleaved, but got approximate; use gate="geglu_tanh"'),
+    ("gated_linear", [X, WEIGHT], {"activation": "silu"}, "arguments must be x, weight, bias, "
+     'gate, interleaved, but got activation; use gate=, as "swiglu" = silu(left) * right'),
     *[("linear_cross_entropy", [X, WEIGHT, TARGET], {name: 1.0}, "arguments must be x, weight, "
        "target, bias, reduction, ignore_index, label_smoothing, softcap, z_loss, shift, "
        f"temperature, keep, but got {name}; use {ours}=")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from torch import SymBool, SymFloat, SymInt, Tensor, strided
+from torch import SymBool, SymFloat, SymInt, Tensor, nn, strided
 
 # TorchScript resolves the names of a decorated function in the decorator's module, so that module
 # needs `ops`.
@@ -71,6 +71,7 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     "labels": [("target", "use target=")],
     "options": [("keep", "use keep=")],
     **dict.fromkeys(("class_weights", "ce_weight", "weight"), [("target", _CLASS_WEIGHTS)]),
+    "activation": [("gate", 'use gate=, as "swiglu" = silu(left) * right')],
     "linear_bias": [("bias", "use bias=")],
     **dict.fromkeys(("lse_square_scale", "z_loss_multiplier"), [("z_loss", "use z_loss=")]),
     **dict.fromkeys(("sinks", "s_aux"), [("sink", "use sink=")]),
@@ -123,6 +124,10 @@ _GATES = {
 
 def name_fix(argument: str, name: Any) -> str:
     """The end of the sentence about an unknown activation or gate: the name to use, if known."""
+    if isinstance(name, nn.Linear):
+        return "; use GatedLinear.from_linears for two layers"
+    if callable(name):
+        return "; use its name"
     name = str(name).lower()
     name = _ACTIVATIONS.get(name, name)
     if argument == "gate":

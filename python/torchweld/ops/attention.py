@@ -340,6 +340,11 @@ class CausalSelfAttention(nn.Module):
 
         Inside of `torchweld.distributed.context_parallel` seqlen is this process's part.
         """
+        if x.dim() != 3:
+            raise ValueError(
+                "CausalSelfAttention: x must be (batch, seqlen, embed_dim), but got "
+                f"{x.dim()} dims; use x.unsqueeze(0) for one sequence"
+            )
         batch, seqlen, _ = x.shape
         if self._plain_qkv:
             qkv = torch.ops.torchweld.linear(x, self.c_attn.weight, self.c_attn.bias)

@@ -27,7 +27,10 @@ def refuse_attention(owner: str, module: nn.Module, kernel: str) -> None:
     loaded = sys.modules.get("transformers.models.gpt2.modeling_gpt2")
     expected = "transformers' GPT2Attention"
     if loaded is None or not isinstance(module, loaded.GPT2Attention):
-        raise ValueError(f"{owner}: module must be {expected}, but got {text_of(module)}")
+        fix = ""
+        if isinstance(module, nn.MultiheadAttention):
+            fix = "; copy in_proj_weight to c_attn.weight and out_proj.weight to c_proj.weight"
+        raise ValueError(f"{owner}: module must be {expected}, but got {text_of(module)}{fix}")
     refuse_other(owner, "module", expected, module, loaded.GPT2Attention)
     if module.is_cross_attention:
         raise ValueError(f"{owner}: module must be self-attention, but got cross-attention")
