@@ -1042,9 +1042,12 @@ def test_a_transformers_that_is_too_old_is_one_sentence(monkeypatch, version, go
 def test_meta_parameters_are_refused():
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1))
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=1))
     report = fuse(model)
     assert not report.replaced
     assert all("meta device" in reason for _, reason in report.skipped)
+    (note,) = fuse(llama).notes
+    assert note.endswith("; load the weights, then call fuse again")
 
 
 def test_an_op_without_a_kernel_leaves_its_places_stock(monkeypatch):

@@ -276,7 +276,8 @@ def test_model_that_is_none(name):
     for wrong, said in {
         "gpt2": "'gpt2'; use transformers.AutoModelForCausalLM.from_pretrained('gpt2')",
         None: "None",
-        nn.Linear: repr(nn.Linear),
+        nn.Linear: "the class Linear",
+        ("weight", X): "tuple",
     }.items():
         with pytest.raises(TypeError) as error:
             getattr(torchweld, name)(wrong)

@@ -137,11 +137,11 @@ def name_fix(argument: str, name: Any) -> str:
 
 def unknown_op(argument: str, op: Any, known: Sequence[str]) -> str:
     """The sentence about an op that is not known: the nearest name, or all names."""
-    name = _got(op).rpartition("::")[2].strip("'")
+    name = describe(op).rpartition("::")[2].strip("'")
     # varlen_attention is a function that calls attention.
     if near := get_close_matches(name.removeprefix("varlen_"), known, 1):
-        return f"{argument} must be the name of an op, but got {_got(op)}; use {near[0]!r}"
-    return f"{argument} must be one of {', '.join(known)}, but got {_got(op)}"
+        return f"{argument} must be the name of an op, but got {describe(op)}; use {near[0]!r}"
+    return f"{argument} must be one of {', '.join(known)}, but got {describe(op)}"
 
 
 def readable_errors(function: _Function) -> _Function:
@@ -250,7 +250,7 @@ def _sentence(
         if typing.get_origin(hints[name]) is list:
             listed = isinstance(value, (list, tuple))
             if not listed or not all(isinstance(each, Tensor) for each in value):
-                return f"{name} must be a list of Tensors, but got {_got(value)}"
+                return f"{name} must be a list of Tensors, but got {describe(value)}"
             continue
         hint = str if typing.get_origin(hints[name]) is typing.Literal else hints[name]
         allowed = typing.get_args(hint) or (hint,)
@@ -258,7 +258,7 @@ def _sentence(
             continue
         text, classes = _KINDS[allowed[0]]
         if not isinstance(value, classes):
-            return f"{name} must be {text}, but got {_got(value)}{_kind_fix(name, value, text)}"
+            return f"{name} must be {text}, but got {describe(value)}{_kind_fix(name, value, text)}"
     return _mixed(given) or _not_dense(given)
 
 
@@ -295,7 +295,10 @@ def _mixed(given: dict[str, Any]) -> str | None:
     return None
 
 
-def _got(value: Any) -> str:
+def describe(value: Any) -> str:
+    """What an error says that it got: a short value, or the name of a function or a type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     return getattr(value, "__name__", type(value).__name__)

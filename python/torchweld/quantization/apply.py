@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from torchweld._library import require
+from torchweld._refusals import describe
 from torchweld.nn import Int4Linear
 
 from .config import Int4
@@ -92,7 +93,7 @@ def dequantize_(model: nn.Module) -> list[str]:
 
 def _check_model(model: Any, owner: str) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"torchweld.{owner}: model must be an nn.Module, but got {model!r}")
+        raise TypeError(f"torchweld.{owner}: model must be an nn.Module, but got {describe(model)}")
     if isinstance(model, (nn.Linear, Int4Linear)):
         raise TypeError(
             f"torchweld.{owner}: model must contain the layers to replace, but got one of them, "

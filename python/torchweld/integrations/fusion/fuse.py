@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchweld import _library
+from torchweld._refusals import describe
 from torchweld.integrations.version import check_version
 
 from .probes import Probes
@@ -173,4 +174,4 @@ def _check_model(model: Any, caller: str) -> None:
     fix = ""
     if isinstance(model, str):
         fix = f"; use transformers.AutoModelForCausalLM.from_pretrained({model!r})"
-    raise TypeError(f"{caller}: model must be an nn.Module, but got {model!r}{fix}")
+    raise TypeError(f"{caller}: model must be an nn.Module, but got {describe(model)}{fix}")

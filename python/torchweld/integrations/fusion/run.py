@@ -85,7 +85,7 @@ def _changes(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Ch
         raise TypeError(
             "torchweld.fuse: model must be or contain a model of transformers, but got "
             f"{type(model).__name__}; torchweld.integrations.use_in_sdpa() runs the attention of "
-            "other models, torchweld's ops and modules replace their layers"
+            'other models (on the CPU: use_in_sdpa("cpu")), torchweld.nn replaces their layers'
         )
     switches = attention_switch.plan(model, report) if "attention" in kinds else []
     replacements = plan.plan(model, kinds, Probes(), report)

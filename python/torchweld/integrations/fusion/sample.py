@@ -64,6 +64,8 @@ class Sample:
             if self.given:
                 raise
             why = summary(error)
+            if any(parameter.is_meta for parameter in self.model.parameters()):
+                fix = "load the weights, then call fuse again"
             report.notes.append(f"the default sample batch does not fit {name} ({why}); {fix}")
             report.compared = None
             return None
