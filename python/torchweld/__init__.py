@@ -56,6 +56,7 @@ from torchweld.tuning import TuneResult, tune
 from torchweld.tuning.cache import load as _load_choices
 
 if TYPE_CHECKING:
+    from torchweld import compat as compat
     from torchweld import testing as testing
     from torchweld.integrations import FuseReport, fuse, unfuse
 
@@ -134,6 +135,7 @@ __getattr__, __dir__ = _lazy(
     __name__,
     {
         "FuseReport": "integrations",
+        "compat": "compat",
         "integrations": "integrations",
         "fuse": "integrations",
         "unfuse": "integrations",

@@ -3,3 +3,7 @@
 `torchweld.compat.flash_attn` and `torchweld.compat.xformers` need neither library. `import
 torchweld` imports neither module.
 """
+
+from torchweld._start import lazy
+
+__getattr__, __dir__ = lazy(__name__, {"flash_attn": "flash_attn", "xformers": "xformers"})
