@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 examples/train_parallel.py --fsdp 2 --cp 2 --tp 2
 
 Uses NCCL on GPUs and gloo on the CPU. Process 0 also trains the stock model of transformers on
-whole batches; the losses of every step must be equal. Needs `pip install torchweld[demo]`.
+whole batches; the losses of every step must be equal. Needs `pip install torchweld[hf]`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fsdp", type=int, help="processes with batches of their own; the rest")
     parser.add_argument("--method", choices=("all_gather", "ulysses", "ring"), default="all_gather")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="files; Python's library")
-    for name, default in (("steps", 10), ("batch", 8), ("context", 128), ("layers", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    for name, default in (("width", 128), ("heads", 8), ("vocab", 1024), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    for name, default, text in (
+        ("steps", 10, "training steps"),
+        ("batch", 8, "sequences in a step, of all processes together"),
+        ("context", 128, "tokens in a sequence"),
+        ("layers", 2, "transformer blocks"),
+        ("width", 128, "width of the model"),
+        ("heads", 8, "attention heads"),
+        ("vocab", 1024, "size of the tokenizer that is trained on the text"),
+        ("seed", 0, "of the weights and the batches"),
+        ("lr", 1e-3, "learning rate of AdamW"),
+    ):
+        text += "; default: %(default)s"
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     parser.add_argument("--no-check", action="store_true", help="leave the stock model out")
     return parser.parse_args(argv)
 
@@ -170,8 +178,12 @@ def train_alone(args: argparse.Namespace, device: torch.device) -> list[float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 where the losses differ, 2 for bad sizes."""
+    """Exit status: 0, 1 where the losses differ, 2 for bad sizes and without torchrun."""
     args = arguments(argv)
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        fix = "torchrun --nproc-per-node 2 examples/train_parallel.py --tp 2"
+        print(f"train_parallel: torchrun must start it; use {fix}", file=sys.stderr)
+        return 2
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
     device = torch.device(device)

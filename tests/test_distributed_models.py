@@ -6,6 +6,11 @@ it); the processes are started once and run all of a file.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
@@ -40,3 +45,11 @@ def test_tensor_parallel_equals_one_process(said, mesh, case):
 def test_fully_sharded_equals_one_process(said, mesh, case):
     complaint = said["fully_sharded"](mesh)[case]
     assert not complaint, complaint
+
+
+def test_the_example_asks_for_torchrun():
+    path = Path(__file__).resolve().parent.parent / "examples" / "train_parallel.py"
+    env = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "use torchrun --nproc-per-node 2" in done.stderr
