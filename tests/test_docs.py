@@ -89,6 +89,16 @@ def test_python_of_a_page_runs(page, tmp_path):
     run(plain_blocks(page), tmp_path)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_a_page_exist_on_github(page):
+    """Sphinx checks its own anchors, which differ where a heading has a dot."""
+    for name, anchor in re.findall(r"\]\(([\w/]*\.md|)#([\w-]+)\)", (DOCS / page).read_text()):
+        text = (DOCS / (name or page)).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.+)$", text, re.M)
+        slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+        assert anchor in slugs, f"{name}#{anchor}"
+
+
 def test_grpo_of_the_losses_page_equals_plain_torch():
     names: dict[str, Any] = {}
     exec("".join(block.code for block in plain_blocks("losses.md")), names)
