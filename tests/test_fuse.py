@@ -1114,6 +1114,9 @@ def test_a_failing_sample_leaves_the_model_stock():
     classes = [type(module) for module in model.modules()]
     with pytest.raises(IndexError):
         fuse(model, sample=torch.full((1, 4), VOCAB + 5))
+    for wrong, got in (("a text", "'a text'"), ([1, 2], "list")):
+        with pytest.raises(TypeError, match=f"sample must be .*, but got {got}; use tokenizer"):
+            fuse(model, sample=wrong)
     assert [type(module) for module in model.modules()] == classes
     assert model.config._attn_implementation == "sdpa"
     assert not model.training

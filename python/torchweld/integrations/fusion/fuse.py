@@ -72,7 +72,7 @@ def fuse(
 
     Raises:
         ImportError: transformers is missing or too old.
-        TypeError: It contains no model of transformers.
+        TypeError: It contains no model of transformers; sample is neither a Tensor nor a dict.
         ValueError: ``only`` or ``loss`` has an unknown name.
         RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
             the stock model did not; the model is stock again then.

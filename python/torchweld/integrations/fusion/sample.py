@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchweld._refusals import describe
 from torchweld.integrations import recorder
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.fsdp import is_fully_sharded
@@ -36,6 +37,11 @@ class Sample:
         # For each target what `over_cache` gave before anything was fused.
         self.cached: list[tuple[list[Tensor], Tensor | None]] = []
         if self.given:
+            if not isinstance(sample, Tensor) and not hasattr(sample, "keys"):
+                raise TypeError(
+                    "torchweld.fuse: sample must be the Tensor input_ids or a dict of arguments, "
+                    f'but got {describe(sample)}; use tokenizer(text, return_tensors="pt")'
+                )
             self.targets = [model]
             self.kwargs = [dict(sample) if hasattr(sample, "keys") else {"input_ids": sample}]
             return
