@@ -40,6 +40,13 @@ def test_bad_arguments(capsys, argv, words):
     assert err.count("\n") == 1 and err.startswith("bench: ") and words in err
 
 
+def test_a_family_without_a_gpu_names_what_runs_on_the_cpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = run(capsys, "attention")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "attention needs a CUDA GPU, but there is none; use the family cpu" in err
+
+
 SMALL = {
     "attention": "1,2,5,7,8",
     "bmm": "2,3,4,5",

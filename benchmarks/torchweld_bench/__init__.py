@@ -131,7 +131,10 @@ def _run(argv: list[str] | None) -> int:
     device = FAMILIES[args.what] if args.shape is None else args.device or there
     device = there if device == "any" else device
     if device == "cuda" and there == "cpu":
-        parser.error(f"{args.what} needs a CUDA GPU, but there is none")
+        parser.error(
+            f"{args.what} needs a CUDA GPU, but there is none; use the family cpu, or an op with "
+            "--shape on --device cpu"
+        )
     if device != "torchrun":
         return _measure(args, parser, device)
     from torchweld_bench.distributed import processes
