@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import subprocess
 import sys
 import textwrap
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
 
 import pytest
+import torch.distributed as dist
+
+from torchweld._on_import import when_imported
 
 
 def run_python(code: str, *arguments: str) -> str:
@@ -25,9 +31,91 @@ def test_import_leaves_other_packages_alone():
     import sys, torch
     before = list(sys.meta_path), list(sys.path_hooks)
     import torchweld
-    print((sys.meta_path, sys.path_hooks) == before, "transformers" in sys.modules)
+    ours, *others = sys.meta_path
+    print((others, sys.path_hooks) == before, sorted(ours.waiting), "transformers" in sys.modules)
     """
-    assert run_python(code) == "True False\n"
+    assert run_python(code) == f"True {SLOW} False\n"
+
+
+SLOW = ["torch.distributed.tensor", "torch.utils.flop_counter"]
+USES = {
+    "torch.distributed.tensor": """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+)
+x = distribute_tensor(torch.randn(4, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
+assert torchweld.softmax(x).placements == (Shard(0),)
+""",
+    "torch.utils.flop_counter": """
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    torchweld.linear(torch.ones(8, 16), torch.ones(4, 16))
+assert counter.get_total_flops() == 2 * 8 * 16 * 4
+""",
+}
+
+
+def uses(name):
+    if name == "torch.distributed.tensor" and not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    return USES[name]
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_modules_of_torch_are_extended_when_they_are_imported(name):
+    code = f"""
+import sys, torch, torchweld
+assert {name!r} not in sys.modules
+{uses(name)}
+assert {name!r} not in sys.meta_path[0].waiting
+"""
+    run_python(code)
+
+
+def test_a_function_waits_until_a_module_has_been_imported(tmp_path, monkeypatch):
+    """A look-up and an import that fails leave it waiting; the module's loader is its own."""
+    path, calls = tmp_path / "waited_for.py", []
+    path.write_text("raise ImportError('not yet')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    when_imported("waited_for", lambda: calls.append(sys.modules["waited_for"].value))
+    assert importlib.util.find_spec("waited_for").origin == str(path)
+    with pytest.raises(ImportError, match="not yet"):
+        import_module("waited_for")
+    assert "waited_for" not in sys.modules and calls == []
+
+    path.write_text("value = 'the second time'\n")
+    importlib.invalidate_caches()
+    module = import_module("waited_for")
+    assert type(module.__loader__) is type(module.__spec__.loader) is SourceFileLoader
+    assert calls == ["the second time"] and inspect.getsource(module) == path.read_text()
+    importlib.reload(module)
+    assert len(calls) == 1
+    when_imported("waited_for", lambda: calls.append("at once"))
+    assert calls[1:] == ["at once"]
+    del sys.modules["waited_for"]
+
+
+def test_threads_import_slow_modules_at_once():
+    code = f"""
+import importlib, sys, threading
+import torch
+names = {SLOW} + ["torchweld"]
+start = threading.Barrier(4 * len(names))
+def load(name):
+    start.wait()
+    importlib.import_module(name)
+threads = [threading.Thread(target=load, args=(name,)) for name in 4 * names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+import torchweld
+{"".join(map(uses, SLOW))}
+assert not sys.meta_path[0].waiting
+"""
+    run_python(code)
 
 
 def test_transformers_is_not_patched():

@@ -8,6 +8,7 @@ __version__ = "0.1.0"  # defined before the imports, because they read it
 
 from torchweld import _flops, _functorch, nn
 from torchweld._library import is_available, unavailable_reason
+from torchweld._on_import import when_imported as _when_imported
 from torchweld._start import lazy as _lazy
 from torchweld.distributed import rules as _sharding_rules
 from torchweld.explain import Explanation, explain
@@ -65,9 +66,9 @@ key_start_from_positions = key_start_from_position_ids
 
 _load_choices()
 if is_available():
-    _flops.install()
     _functorch.install(_ops_of_library())
-    _sharding_rules.install()
+    _when_imported("torch.utils.flop_counter", _flops.install)
+    _when_imported("torch.distributed.tensor", _sharding_rules.install)
 __all__ = [
     "Explanation",
     "FuseReport",

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils import flop_counter
 
 _Shape = Sequence[int]
 
@@ -189,6 +188,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 def install() -> None:
     """Registers the formulas with FlopCounterMode."""
+    from torch.utils import flop_counter
+
     for name, formula in FORMULAS.items():
         op = getattr(torch.ops.torchweld, name)
         # torch keeps the formula of an earlier import of torchweld unless that formula is removed.

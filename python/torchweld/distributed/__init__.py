@@ -1,7 +1,7 @@
 """torchweld in torch.distributed: sharding rules of the ops, tensor and context parallelism.
 
-``import torchweld`` registers the rules; the modules here are imported when one of their names is
-used.
+The rules are registered when ``torch.distributed.tensor`` is imported. The modules here are
+imported when one of their names is used.
 """
 
 from __future__ import annotations
