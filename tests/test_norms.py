@@ -338,6 +338,9 @@ def test_a_module_over_two_dims_is_refused(name):
     stock, ours = getattr(torch.nn, name)((4, 8)), getattr(torchweld.nn, name)
     with pytest.raises(ValueError, match=f"{name}.from_torch: module.normalized_shape must be one"):
         ours.from_torch(stock)
+    with pytest.raises(ValueError, match=rf"{name}: normalized_shape must be .* got \(4, 8\)"):
+        ours((4, 8), elementwise_affine=False)  # which would be the norm over the last dim
+    assert ours((8,)).normalized_shape == ours(torch.Size([8])).normalized_shape == 8
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])

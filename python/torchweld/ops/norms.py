@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from torchweld._library import ops, require
 from torchweld._refusals import readable_errors
-from torchweld.ops.stock import refuse_computed, refuse_other, text_of
+from torchweld.ops.stock import refuse_computed, refuse_other
 
 
 @readable_errors
@@ -159,7 +161,7 @@ class RMSNorm(nn.Module):
     Parameter `weight` as in `nn.RMSNorm`; None without `elementwise_affine`.
 
     Args:
-        normalized_shape: n, the size of the last dimension.
+        normalized_shape: n, the size of the last dimension, or `(n,)`.
         eps: added to the mean square.
         elementwise_affine: whether there is a weight.
         weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight.
@@ -178,7 +180,7 @@ class RMSNorm(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-6,
         elementwise_affine: bool = True,
         device: torch.device | str | None = None,
@@ -188,6 +190,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         require()
+        normalized_shape = _last_size("RMSNorm: normalized_shape", normalized_shape)
         self.normalized_shape = normalized_shape
         self.eps = eps
         self.weight_offset = weight_offset
@@ -223,7 +226,8 @@ class RMSNorm(nn.Module):
         if eps is None:
             wide = module.weight is not None and module.weight.dtype == torch.float64
             eps = torch.finfo(torch.float64 if wide else torch.float32).eps
-        new = cls(_last_size(owner, module), eps, module.weight is not None, device="meta")
+        n = _last_size(f"{owner}: module.normalized_shape", module.normalized_shape)
+        new = cls(n, eps, module.weight is not None, device="meta")
         new.weight = module.weight
         return new.train(module.training)
 
@@ -262,7 +266,7 @@ class LayerNorm(nn.Module):
     Parameters `weight` and `bias` as in `nn.LayerNorm`; None where there are none.
 
     Args:
-        normalized_shape: n, the size of the last dimension.
+        normalized_shape: n, the size of the last dimension, or `(n,)`.
         eps: added to the variance.
         elementwise_affine: whether there are a weight and, with `bias`, a bias.
         bias: whether there is a bias.
@@ -280,7 +284,7 @@ class LayerNorm(nn.Module):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
@@ -289,6 +293,7 @@ class LayerNorm(nn.Module):
     ) -> None:
         super().__init__()
         require()
+        normalized_shape = _last_size("LayerNorm: normalized_shape", normalized_shape)
         self.normalized_shape = normalized_shape
         self.eps = eps
         norm = nn.LayerNorm(normalized_shape, eps, elementwise_affine, bias, device, dtype)
@@ -317,7 +322,8 @@ class LayerNorm(nn.Module):
         """
         owner = "LayerNorm.from_torch"
         refuse_other(owner, "module", "nn.LayerNorm", module, nn.LayerNorm)
-        new = cls(_last_size(owner, module), module.eps, False)
+        n = _last_size(f"{owner}: module.normalized_shape", module.normalized_shape)
+        new = cls(n, module.eps, False)
         new.weight, new.bias = module.weight, module.bias
         return new.train(module.training)
 
@@ -341,10 +347,12 @@ class LayerNorm(nn.Module):
         return f"{text}, elementwise_affine={self.weight is not None}, bias={self.bias is not None}"
 
 
-def _last_size(owner: str, module: nn.RMSNorm | nn.LayerNorm) -> int:
+def _last_size(argument: str, normalized_shape: int | Sequence[int]) -> int:
     """The size of the one dimension that a norm is over."""
-    if len(module.normalized_shape) != 1:
+    if not isinstance(normalized_shape, (list, tuple)):
+        return normalized_shape
+    if len(normalized_shape) != 1:
         raise ValueError(
-            f"{owner}: module.normalized_shape must be one size, but got {text_of(module)}"
+            f"{argument} must be one size, but got {tuple(normalized_shape)}; use torch's norm"
         )
-    return module.normalized_shape[0]
+    return normalized_shape[0]
