@@ -619,7 +619,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "activation must",
     ),
     "gate": (lambda: torchweld.nn.GatedLinear(6, 5, gate="glu"), "gate must"),
-    "softmax of no dim": (lambda: torchweld.nn.Softmax.from_torch(nn.Softmax(None)), "dim must"),
+    "softmax of no dim": (lambda: torchweld.nn.Softmax(None), "dim must"),
+    "softmax from no dim": (lambda: torchweld.nn.Softmax.from_torch(nn.Softmax(None)), "dim must"),
     "ln from linear": (
         lambda: torchweld.nn.LayerNormLinear.from_torch(nn.Sequential(nn.Linear(6, 5))),
         "module must",

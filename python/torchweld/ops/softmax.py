@@ -56,18 +56,18 @@ class Softmax(nn.Module):
     def __init__(self, dim: int = -1) -> None:
         super().__init__()
         require()
+        if dim is None:  # of which torch guesses one
+            raise ValueError("Softmax: dim must be an int, but got None")
         self.dim = dim
 
     @classmethod
     def from_torch(cls, module: nn.Softmax) -> Softmax:
-        """The same softmax; `module.dim` must be set (torch guesses one when it is None).
+        """The same softmax.
 
         Raises:
             ValueError: another module, one of a subclass or with hooks, or no dim.
         """
         refuse_other("Softmax.from_torch", "module", "nn.Softmax", module, nn.Softmax)
-        if module.dim is None:
-            raise ValueError("Softmax.from_torch: module.dim must be an int, but got None")
         return cls(module.dim).train(module.training)
 
     def to_torch(self) -> nn.Softmax:
