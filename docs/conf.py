@@ -92,6 +92,12 @@ def plain(app, what, name, obj, options, lines: list[str]) -> None:
             lines[i] = re.sub(r"^(\s+\w+: )([A-Z])\.$", r"\1`\2`.", line)
 
 
+def results(app, name: str, source: list[str]) -> None:
+    """Links to the results, which readers of the sources follow, lead to the page made of them."""
+    source[0] = source[0].replace("../benchmarks/results/README.md", "_generated/benchmarks.md")
+
+
 def setup(app) -> None:
+    app.connect("source-read", results)
     # Run before napoleon, which reads `Limits:` and the lines below it as a section.
     app.connect("autodoc-process-docstring", plain, priority=400)
