@@ -431,7 +431,7 @@ class Sharded:
         args = tuple(map(described, self.args))
         kwargs = {n: described(v) for n, v in self.kwargs.items()}
         schema = OpSchema(call(self.op).default, args, kwargs)
-        return [{}, *rules.RULES[self.op](RuleCall(schema))]
+        return [{}, *rules.rule_of(self.op)(RuleCall(schema))]
 
     def shardable(self, placed: Placed) -> bool:
         for name, placements in placed.items():

@@ -17,84 +17,33 @@ from torch import Tensor
 
 import numerics
 import reference as R
-import torchweld  # noqa: F401  (loads the ops)
 from numerics import acc_dtype
 from running import GRADIENTS, REFERENCES
+from torchweld._flops import LISTS
 from torchweld._library import build_facts
+from torchweld.info import ops_of_library, public_op
 
 Call = tuple[list[Any], dict[str, Any]]
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-# Positions of the arguments that receive a gradient.
-DIFFERENTIABLE: dict[str, tuple[int, ...]] = {
-    "softmax": (0,),
-    "causal_softmax": (0,),
-    "softmax_matmul": (0, 1),
-    "softmax_matmul_forward": (0, 1),
-    "attention": (0, 1, 2),
-    "attention_forward": (0, 1, 2),
-    "attention_with_lse": (0, 1, 2),
-    "scalar_attention": (0, 1, 2),
-    "scalar_attention_forward": (0, 1, 2),
-    "linear": (0, 1, 2),
-    "linear_forward": (0, 1, 2),
-    "layer_norm_linear": (0, 1, 2, 3, 4),
-    "layer_norm_linear_forward": (0, 1, 2, 3, 4),
-    "rms_norm_linear": (0, 1, 2, 3),
-    "rms_norm_linear_forward": (0, 1, 2, 3),
-    "rms_norm": (0, 1),
-    "rms_norm_forward": (0, 1),
-    "layer_norm": (0, 1, 2),
-    "layer_norm_forward": (0, 1, 2),
-    "add_rms_norm": (0, 1, 2),
-    "add_layer_norm": (0, 1, 2, 3),
-    "folded_layer_norm_linear": (0,),
-    "gated_activation": (0, 1),
-    "gated_linear": (0, 1, 2),
-    "gated_linear_forward": (0, 1, 2),
-    "gated_linear_pair": (0, 1, 2, 3, 4),
-    "gated_linear_pair_forward": (0, 1, 2, 3, 4),
-    "gated_mlp": (0, 1, 2, 3, 4, 5, 6),
-    "gated_mlp_forward": (0, 1, 2, 3, 4, 5, 6),
-    "cross_entropy": (0,),
-    "linear_cross_entropy": (0, 1, 3),
-    "linear_token_logprobs": (0, 1, 3),
-    "bmm": (0, 1),
-    "int4_linear": (0,),
-    "int4_linear_repacked": (0,),
-    "rotary": (0,),  # k has no effect on the first result; test_rotary.py has its gradient
-    "row_sum": (0,),
-    "add_scalar": (0,),
-    "outer_add": (0, 1),
-    "outer_mul_relu": (0, 1),
-    "mul_relu": (0, 1),
-    "conv2d": (0, 1),
-}
+# Ops whose helper <op>_forward records no gradient.
+FORWARD_WITHOUT_GRADIENT = (
+    "cross_entropy", "cross_entropy_gradients", "linear_cross_entropy",
+    "linear_cross_entropy_gradients", "linear_cross_entropy_exponentials", "linear_token_logprobs",
+    "add_rms_norm", "add_layer_norm",
+)  # fmt: skip
+# Ops without a backward op: torch's own ops compute their gradients.
+TWICE_DIFFERENTIABLE = ("row_sum", "add_scalar")
+# Ops that autocast does not cast.
 KEEPS_DTYPE = (
-    "softmax",
-    "cross_entropy",
-    "causal_softmax",
-    "scalar_attention",
-    "scalar_attention_forward",
-    "rotary",
-    "rms_norm",
-    "rms_norm_forward",
-    "layer_norm",
-    "layer_norm_forward",
-    "add_rms_norm",
-    "add_layer_norm",
-    "gated_activation",
-    "row_sum",
-    "add_scalar",
-    "outer_add",
-    "outer_mul_relu",
-    "mul_relu",
-)
+    "softmax", "cross_entropy", "causal_softmax", "scalar_attention", "rotary", "rms_norm",
+    "layer_norm", "add_rms_norm", "add_layer_norm", "gated_activation", "row_sum", "add_scalar",
+    "outer_add", "outer_mul_relu", "mul_relu",
+)  # fmt: skip
 # Ops whose results have the dtype of sums.
 FLOAT32_RESULTS = ("cross_entropy", "linear_cross_entropy", "linear_token_logprobs")
 # Ops whose second result has a gradient too.
 TWO_GRADIENTS = ("attention_with_lse", "linear_token_logprobs", "add_rms_norm", "add_layer_norm")
-AUTOCAST = tuple(op for op in DIFFERENTIABLE if op not in KEEPS_DTYPE)
 
 
 def dtypes(device: str) -> list[torch.dtype]:
@@ -1006,25 +955,33 @@ def _listed() -> dict[str, list[Sample]]:
 
 SAMPLES = _listed()
 # Ops with lists of tensors: test_norm_linears.py has their samples and checks their contract.
-OPS_OF_LISTS = tuple(
-    op + end
-    for op in ("layer_norm_linears", "rms_norm_linears")
-    for end in ("", "_forward", "_backward")
-)
-PUBLIC = tuple(op for op in SAMPLES if not op.endswith(("_forward", "_backward")))
+OPS_OF_LISTS = tuple(op for op in ops_of_library() if public_op(op) in LISTS)
+PUBLIC = tuple(op for op in SAMPLES if public_op(op) == op)
+
+
+def _differentiable(op: str) -> tuple[int, ...]:
+    """Positions of the arguments that receive a gradient of the first result."""
+    if op in TWICE_DIFFERENTIABLE or op == "rotary":  # test_rotary.py has the gradient of k
+        return (0,)
+    backward = public_op(op).removesuffix("_with_lse") + "_backward"
+    forward_alone = op.endswith("_forward") and public_op(op) in FORWARD_WITHOUT_GRADIENT
+    if op == backward or backward not in SAMPLES or forward_alone:
+        return ()
+    names = [a.name for a in call(op).default._schema.arguments if not a.kwarg_only]
+    gradients = {
+        r.name.removeprefix("d") or names[0] for r in call(backward).default._schema.returns
+    }
+    if "residual" in names:  # its gradient is that of x
+        gradients.add("residual")
+    return tuple(i for i, name in enumerate(names) if name in gradients)
+
+
+DIFFERENTIABLE = {op: positions for op in SAMPLES if (positions := _differentiable(op))}
+AUTOCAST = tuple(op for op in DIFFERENTIABLE if public_op(op) not in KEEPS_DTYPE)
 
 
 def sample(op: str, name: str) -> Sample:
     return next(s for s in SAMPLES[op] if s.name == name)
-
-
-def registered_ops() -> list[str]:
-    """Every overload of the namespace in the dispatcher's list, without private ops: those of
-    tuning, which have no tensor arguments, and parts of `linear`.
-    """
-    names = torch._C._dispatch_get_all_op_names()
-    mine = (n.removeprefix("torchweld::") for n in names if n.startswith("torchweld::"))
-    return sorted(n for n in mine if not n.startswith("_"))
 
 
 def has_kernel(device: str) -> bool:
@@ -1062,6 +1019,12 @@ def forward_backward(op, args, kwargs, dout: Tensor | None = None):
     ]
 
 
+def with_defaults(op: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call, with the op's defaults of those that are not given."""
+    arguments = call(op).default._schema.arguments
+    return {a.name: a.default_value for a in arguments if a.kwarg_only} | kwargs
+
+
 def check_op(
     op: str,
     args: Sequence[Any],
@@ -1075,7 +1038,7 @@ def check_op(
     kwargs = kwargs or {}
     device = next(a for a in args if isinstance(a, Tensor)).device.type
     reference = REFERENCES[op](*args, **kwargs)[0]
-    eager_kwargs = {**EAGER_DEFAULTS.get(op, {}), **kwargs}
+    eager_kwargs = with_defaults(op, kwargs)
     eager_leaves = requiring(op, args)
     yardstick = R.EAGER[op](*eager_leaves, **eager_kwargs) if eager else None
     if not backward:
@@ -1095,18 +1058,3 @@ def check_op(
         if grad is not None:
             label = f"{op} d{names[i]}"
             numerics.check(grad, bounds[i], label=label, eager=next(eager_grads), device=device)
-
-
-EAGER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "layer_norm_linear": {"eps": 1e-5, "activation": "none"},
-    "rms_norm_linear": {"eps": 1e-6, "activation": "none"},
-    "folded_layer_norm_linear": {"eps": 1e-5, "activation": "none"},
-    "rms_norm": {"eps": 1e-6},
-    "layer_norm": {"eps": 1e-5},
-    "add_rms_norm": {"eps": 1e-6},
-    "add_layer_norm": {"eps": 1e-5},
-    "gated_activation": {"gate": "swiglu"},
-    "gated_linear": {"gate": "geglu"},
-    "gated_linear_pair": {"gate": "swiglu"},
-    "gated_mlp": {"gate": "swiglu"},
-}

@@ -5,6 +5,7 @@ same formula in eager torch, plus two roundings of the largest result. Gradients
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import reference as R
 import torchweld
 from numerics import check_promise
-from samples import EAGER_DEFAULTS, F32, as_tuple, call, need_kernel, requiring
+from samples import F32, as_tuple, call, need_kernel, requiring, with_defaults
 from tensors import randn
 
 # What is done to the first argument of a call, whose last dim holds rows.
@@ -66,7 +67,7 @@ def calls(device: str) -> dict[str, tuple[list, dict]]:
     }
 
 
-def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, **defaults: Any) -> Tensor:
     """torch's own kernel in float32, which takes lse and delta as ours does; see numerics.md."""
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v)
@@ -74,7 +75,11 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 CALLS = tuple(calls("cpu"))
 # logsumexp's gradient is less accurate than that of torch's own op.
-EAGER = {**R.EAGER, "cross_entropy": F.cross_entropy}
+EAGER = R.EAGER | {
+    "cross_entropy": lambda *args, reduction, **defaults: F.cross_entropy(
+        *args, reduction=reduction
+    )
+}
 
 
 def results(function: Callable, op: str, args: list, kwargs: dict, dout: Tensor) -> list[Tensor]:
@@ -91,7 +96,7 @@ def test_the_rule_of_the_readme(op, rows, device):
     need_kernel(op, device)
     args, kwargs = calls(device)[op]
     args[0] = ROWS[rows](args[0])
-    eager = {**EAGER_DEFAULTS.get(op, {}), **kwargs}
+    eager = with_defaults(op, kwargs)
     dout = torch.randn(as_tuple(call(op)(*args, **kwargs))[0].shape, device=device)
     wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
     exact = results(EAGER[op], op, wide, eager, dout.double())

@@ -18,10 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from numerics import assert_same_bits
-from samples import DIFFERENTIABLE, F32, F64, SAMPLES, as_tuple, call, need_kernel, requiring
+from samples import (
+    DIFFERENTIABLE,
+    F32,
+    F64,
+    SAMPLES,
+    TWICE_DIFFERENTIABLE,
+    as_tuple,
+    call,
+    need_kernel,
+    requiring,
+)
 from tensors import randn
-
-TWICE_DIFFERENTIABLE = ("add_scalar", "row_sum")
 
 
 class Recorded(NamedTuple):

@@ -25,6 +25,7 @@ from samples import (
     OPS_OF_LISTS,
     PUBLIC,
     SAMPLES,
+    TWICE_DIFFERENTIABLE,
     TWO_GRADIENTS,
     Sample,
     as_tuple,
@@ -33,10 +34,10 @@ from samples import (
     forward_backward,
     has_kernel,
     need_kernel,
-    registered_ops,
     requiring,
     sample,
 )
+from torchweld.info import ops_of_library
 
 OPS = list(SAMPLES)
 ALL = [pytest.param(s, id=s.id) for op in OPS for s in SAMPLES[op]]
@@ -61,8 +62,6 @@ BACKWARD = [pytest.param(SAMPLES[op][0], id=op) for op in OPS if op.endswith("_b
 
 # Their gradients need no tensor of the forward call.
 SAVES_NOTHING = ("row_sum", "add_scalar", "outer_add")
-# torch's own ops compute the gradients of these ops.
-TWICE_DIFFERENTIABLE = ("add_scalar", "row_sum")
 
 QKV = "Tensor query, Tensor key, Tensor value"
 # Masks as numbers.
@@ -282,7 +281,7 @@ def run(s, args, kwargs) -> list[Tensor]:
 
 
 def test_every_registered_op_has_samples():
-    assert set(registered_ops()) == set(SAMPLES) | set(OPS_OF_LISTS)
+    assert set(ops_of_library()) == set(SAMPLES) | set(OPS_OF_LISTS)
     assert all(len(samples) >= 5 for samples in SAMPLES.values())
 
 
@@ -298,7 +297,7 @@ def test_schema_is_the_documented_one(text):
 
 
 def test_schemas_are_complete():
-    assert sorted(t.split("(")[0] for t in SCHEMAS) == registered_ops()
+    assert sorted(t.split("(")[0] for t in SCHEMAS) == list(ops_of_library())
 
 
 @pytest.mark.parametrize("op", PUBLIC)

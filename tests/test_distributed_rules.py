@@ -11,14 +11,13 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from samples import registered_ops
-
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 from meshes import MESHES, said_by
 from placements import BUILDS, cases
 from torchweld.distributed import rules
+from torchweld.info import ops_of_library
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def test_equals_one_process(said, mesh, case):
 
 
 def test_every_op_has_a_rule_and_cases():
-    assert set(rules.RULES) == set(registered_ops()) == set(BUILDS)
+    assert set(filter(rules.rule_of, ops_of_library())) == set(ops_of_library()) == set(BUILDS)
 
 
 def test_the_import_registers_the_rules():
@@ -51,4 +50,4 @@ def test_the_import_registers_the_rules():
 def test_a_torch_with_other_internals_only_warns(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor._op_schema", None)
     with pytest.warns(UserWarning, match="torchweld's ops take no DTensors under torch"):
-        rules.install()
+        rules.install(ops_of_library())

@@ -66,9 +66,10 @@ key_start_from_positions = key_start_from_position_ids
 
 _load_choices()
 if is_available():
-    _functorch.install(_ops_of_library())
-    _when_imported("torch.utils.flop_counter", _flops.install)
-    _when_imported("torch.distributed.tensor", _sharding_rules.install)
+    _ops = _ops_of_library()
+    _functorch.install(_ops)
+    _when_imported("torch.utils.flop_counter", lambda: _flops.install(_ops))
+    _when_imported("torch.distributed.tensor", lambda: _sharding_rules.install(_ops))
 __all__ = [
     "Explanation",
     "FuseReport",

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from torchweld.info import public_op
+
 _Shape = Sequence[int]
 
 
@@ -147,51 +149,48 @@ def _exponentials_backward(
     return (output_mask[0] + output_mask[1]) * _linear(x, weight)
 
 
-_LOSSES = ("linear_cross_entropy", "linear_token_logprobs")
-_NORM_LINEAR = ("layer_norm_linear", "rms_norm_linear")
-_LINEAR = ("linear", *_NORM_LINEAR, "gated_linear")
-FORMULAS: dict[str, Callable[..., int]] = {
-    **{op + suffix: _linear for op in _LINEAR for suffix in ("", "_forward")},
-    **{op + "_backward": _linear_backward for op in _LINEAR},
-    **{op + "s" + suffix: _linears for op in _NORM_LINEAR for suffix in ("", "_forward")},
-    **{op + "s_backward": _linears_backward for op in _NORM_LINEAR},
-    **{op + suffix: _linear for op in _LOSSES for suffix in ("", "_forward")},
-    **{op + "_backward": _loss_backward for op in _LOSSES},
-    "linear_cross_entropy_gradients_forward": _loss_gradients,
-    "linear_cross_entropy_exponentials_forward": _linear,
-    "linear_cross_entropy_exponentials_backward": _exponentials_backward,
-    "gated_linear_pair": _gated_pair,
-    "gated_linear_pair_forward": _gated_pair,
-    "gated_linear_pair_backward": _gated_pair_backward,
-    "gated_mlp": _gated_mlp,
-    "gated_mlp_forward": _gated_mlp,
-    "gated_mlp_backward": _gated_mlp_backward,
-    "folded_layer_norm_linear": _linear,
-    "folded_layer_norm_linear_backward": _folded_backward,
-    "bmm": _bmm,
-    "bmm_backward": _bmm_backward,
-    "softmax_matmul": _softmax_matmul,
-    "softmax_matmul_forward": _softmax_matmul,
-    "softmax_matmul_backward": _softmax_matmul_backward,
-    "attention": _attention,
-    "attention_forward": _attention,
-    "attention_with_lse": _attention,
-    "attention_backward": _attention_backward,
-    "int4_linear": _int4_linear,
-    "int4_linear_backward": _int4_linear,
-    "int4_linear_repacked": _int4_linear,
-    "int4_linear_repacked_backward": _int4_linear,
-    "conv2d": _conv2d,
-    "conv2d_backward": _conv2d_backward,
+_Formulas = tuple[Callable[..., int], Callable[..., int] | None]
+# For each linear layer: the formula of <op> and <op>_forward, and that of <op>_backward.
+LAYERS: dict[str, _Formulas] = {
+    **dict.fromkeys(
+        ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear"),
+        (_linear, _linear_backward),
+    ),
+    "folded_layer_norm_linear": (_linear, _folded_backward),
+    "gated_linear_pair": (_gated_pair, _gated_pair_backward),
+    "gated_mlp": (_gated_mlp, _gated_mlp_backward),
+}
+# For each op with a list of weights: the layer with one weight.
+LISTS = {"layer_norm_linears": "layer_norm_linear", "rms_norm_linears": "rms_norm_linear"}
+_FORMULAS: dict[str, _Formulas] = {
+    **LAYERS,
+    **dict.fromkeys(LISTS, (_linears, _linears_backward)),
+    "linear_cross_entropy": (_linear, _loss_backward),
+    "linear_cross_entropy_gradients": (_loss_gradients, None),
+    "linear_cross_entropy_exponentials": (_linear, _exponentials_backward),
+    "linear_token_logprobs": (_linear, _loss_backward),
+    "bmm": (_bmm, _bmm_backward),
+    "softmax_matmul": (_softmax_matmul, _softmax_matmul_backward),
+    "attention": (_attention, _attention_backward),
+    "attention_with_lse": (_attention, None),
+    "int4_linear": (_int4_linear, _int4_linear),
+    "int4_linear_repacked": (_int4_linear, _int4_linear),
+    "conv2d": (_conv2d, _conv2d_backward),
 }
 
 
-def install() -> None:
-    """Registers the formulas with FlopCounterMode."""
+def formula(op: str) -> Callable[..., int] | None:
+    """Returns the formula of an op, or None if the op multiplies no matrices."""
+    forward, backward = _FORMULAS.get(public_op(op), (None, None))
+    return backward if op.endswith("_backward") else forward
+
+
+def install(ops: Sequence[str]) -> None:
+    """Registers the formulas of the ops with FlopCounterMode."""
     from torch.utils import flop_counter
 
-    for name, formula in FORMULAS.items():
+    for name in filter(formula, ops):
         op = getattr(torch.ops.torchweld, name)
         # torch keeps the formula of an earlier import of torchweld unless that formula is removed.
         flop_counter.flop_registry.pop(op, None)
-        flop_counter.register_flop_formula(op)(formula)
+        flop_counter.register_flop_formula(op)(formula(name))

@@ -22,42 +22,20 @@ from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-# The suffix of attention's variant that also returns lse. Its second result is differentiable.
-_WITH_LSE = "_with_lse"
-# For each other op with a differentiable second result: the argument of its backward op that
-# receives the gradient of the second result.
-_SECOND_GRADIENTS = {
-    "linear_token_logprobs": "dentropy",
-    "rotary": "dk_out",
-    "add_rms_norm": "dsum",
-    "add_layer_norm": "dsum",
-}
+from torchweld._flops import LAYERS, LISTS
+from torchweld.info import public_op
+
+_WITH_LSE = "_with_lse"  # the suffix of attention's variant that also returns lse
 # For each op: arguments whose gradient equals the gradient of another argument.
 _SAME_GRADIENT = {"add_rms_norm": {"residual": "x"}, "add_layer_norm": {"residual": "x"}}
-# Ops that autocast does not cast. The listed arguments must have one dtype; if their dtypes differ,
-# autocast uses the widest one.
-_KEEPS_DTYPE = {
-    "gated_activation": ("left", "right"),
-    "rms_norm": ("x",),
-    "layer_norm": ("x",),
-    "add_rms_norm": ("x", "residual"),
-    "add_layer_norm": ("x", "residual"),
-}
+# Ops that autocast does not cast. Their arguments of _LEADING must have one dtype; if their dtypes
+# differ, autocast uses the widest one.
+_KEEPS_DTYPE = ("gated_activation", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the registered kernels alive.
 _KEPT = "_kernels_of_functorch"
-_LINEAR = (
-    "linear",
-    "layer_norm_linear",
-    "rms_norm_linear",
-    "gated_linear",
-    "gated_linear_pair",
-    "gated_mlp",
-)
-# Ops with a list of weights, and the op that torch.func calls once for each weight.
-_OF_LISTS = {"layer_norm_linears": "layer_norm_linear", "rms_norm_linears": "rms_norm_linear"}
-# For each op: the arguments that may have a batch dimension. The other arguments must have the same
-# value for the whole batch.
+# For each op, and its <op>_forward: the arguments that may have a batch dimension. The other
+# arguments must have the same value for the whole batch.
 _LEADING = {
     "softmax": ("x",),
     "softmax_backward": ("dy", "y"),
@@ -67,25 +45,15 @@ _LEADING = {
     "add_scalar": ("x",),
     "gated_activation": ("left", "right"),
     "gated_activation_backward": ("dy", "left", "right"),
-    **{op + suffix: ("x",) for op in _LINEAR for suffix in ("", "_forward")},
+    **dict.fromkeys((*LAYERS, "int4_linear", "int4_linear_repacked"), ("x",)),
     "linear_token_logprobs": ("x", "target"),
-    "linear_token_logprobs_forward": ("x", "target"),
-    **{op + suffix: ("x",) for op in ("rms_norm", "layer_norm") for suffix in ("", "_forward")},
-    **{
-        op + suffix: ("x", "residual")
-        for op in ("add_rms_norm", "add_layer_norm")
-        for suffix in ("", "_forward")
-    },
-    **dict.fromkeys(("folded_layer_norm_linear", "int4_linear", "int4_linear_repacked"), ("x",)),
+    **dict.fromkeys(("rms_norm", "layer_norm"), ("x",)),
+    **dict.fromkeys(("add_rms_norm", "add_layer_norm"), ("x", "residual")),
 }
 # Arguments with one entry per sequence or per head of the batch that the op itself takes.
 _OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink")
 # Ops whose tensors, except the sink, all have the batch as their first dimension.
-_BATCHED = tuple(
-    op + suffix
-    for op in ("attention", "softmax_matmul", "bmm")
-    for suffix in ("", "_forward", "_backward", _WITH_LSE)
-)
+_BATCHED = ("attention", "attention" + _WITH_LSE, "softmax_matmul", "bmm")
 # Arguments that autocast does not cast, because they are added to fp32 sums.
 _WIDE = ("weight_sum", "folded_bias")
 # For each op without a backward op: the function that computes dx from dy and the shape of x.
@@ -139,11 +107,11 @@ def _vmap(
             return value.expand(size, *value.shape)
         return value.movedim(at[name], 0)
 
-    leading = _LEADING.get(op, ())
+    leading = _LEADING.get(op.removesuffix("_forward"), ())
     tensors = {name for name, value in given.items() if _is(value)}
 
     def folds() -> bool:
-        if op not in _BATCHED or "sink" in tensors:
+        if public_op(op) not in _BATCHED or "sink" in tensors:
             return False
         return len({front(name).shape[1] for name in tensors}) == 1
 
@@ -166,9 +134,19 @@ def _vmap(
     return (outs, where) if isinstance(out, tuple) else (outs[0], where[0])
 
 
+def _backward_op(op: str) -> Any:
+    """Returns the backward op of a public op, or None if it has none."""
+    name = op.removesuffix(_WITH_LSE) + "_backward"
+    return _op(name) if _exists(name) else None
+
+
 def _second_gradient(op: str) -> str | None:
-    """The backward op's name of the gradient of the op's second result, if that has one."""
-    return "dlse" if op.endswith(_WITH_LSE) else _SECOND_GRADIENTS.get(op)
+    """Returns the argument of the backward op for the gradient of the second result, or None."""
+    backward_op, returns = _backward_op(op), _op(op)._schema.returns
+    if backward_op is None or len(returns) < 2:
+        return None
+    name = "d" + returns[1].name
+    return name if name in [a.name for a in backward_op._schema.arguments] else None
 
 
 def _is(value: Any) -> bool:
@@ -183,8 +161,7 @@ def _function(op: str) -> type[torch.autograd.Function]:
     positional = sum(not a.kwarg_only for a in schema.arguments)
     results = [r.name or "y" for r in schema.returns]
     second = _second_gradient(op)
-    gradient = op.removesuffix(_WITH_LSE) + "_backward"
-    backward_op = _op(gradient) if _exists(gradient) else None
+    backward_op = _backward_op(op)
     arguments = backward_op._schema.arguments if backward_op else []
     required = [a.name for a in arguments if str(a.type) == "Tensor"]
 
@@ -286,10 +263,10 @@ def _front(op: str) -> Callable[..., Any]:
         for kind, key in (("cpu", "CPU"), ("cuda", "CUDA"))
     }
 
+    second = _second_gradient(op)
+
     def result(outputs: Any) -> Any:
-        if _second_gradient(op) is None:
-            return _tuple(outputs)[0]
-        return outputs[: len(schema.returns)]
+        return _tuple(outputs)[0] if second is None else outputs[: len(schema.returns)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = _all_values(schema, args, kwargs)
@@ -306,8 +283,8 @@ def _front(op: str) -> Callable[..., Any]:
         if not (casts.get(kind) and torch.is_autocast_enabled(kind)):
             return result(function.apply(*values))
         dtype = torch.get_autocast_dtype(kind)
-        kept = [values[names.index(name)].dtype for name in _KEEPS_DTYPE.get(op, ())]
-        if kept:
+        if op in _KEEPS_DTYPE:
+            kept = [values[names.index(name)].dtype for name in _LEADING[op]]
             dtype = functools.reduce(torch.promote_types, kept)
         for i, name in enumerate(names):
             v = values[i]
@@ -326,7 +303,7 @@ def _front_of_list(op: str) -> Callable[..., list[Tensor]]:
         x: Tensor, weights: list[Tensor], biases: Any = None, *vectors: Any, **options: Any
     ) -> list[Tensor]:
         return [
-            _op(_OF_LISTS[op])(x, weight, bias, *vectors, **options)
+            _op(LISTS[op])(x, weight, bias, *vectors, **options)
             for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
         ]
 
@@ -368,11 +345,11 @@ def install(ops: Sequence[str]) -> None:
         earlier._destroy()
     library = torch.library.Library("torchweld", "IMPL")
     for op in ops:
-        if op in _OF_LISTS:
+        if op in LISTS:
             library.impl(op, _front_of_list(op), _FRONT_KEY)
         elif op.endswith(("_forward", "_backward")):
             library.impl(op, _vmap_kernel(op), "FuncTorchBatched", with_keyset=True)
-        elif f"{op.removesuffix(_WITH_LSE)}_backward" in ops or op in _GRADIENTS:
+        elif _backward_op(op) or op in _GRADIENTS:
             library.impl(op, _front(op), _FRONT_KEY)
     # The kernels are registered while `library` exists. torch allows one kernel per op and dispatch
     # key, so a second import of torchweld must find this library instead of registering again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import re
 import shlex
 import sys
 import warnings
@@ -15,39 +16,6 @@ from urllib.parse import unquote, urlsplit
 import torch
 
 _HERE = Path(__file__).resolve().parent
-
-# The ops that this Python code needs. In an editable install the built library may be of another
-# commit and lack some of them.
-_OPS = (
-    "add_layer_norm", "add_layer_norm_backward", "add_layer_norm_forward", "add_rms_norm",
-    "add_rms_norm_backward", "add_rms_norm_forward", "add_scalar", "attention",
-    "attention_backward", "attention_forward", "attention_with_lse", "bmm", "bmm_backward",
-    "causal_softmax", "causal_softmax_backward", "conv2d", "conv2d_backward", "cross_entropy",
-    "cross_entropy_backward", "cross_entropy_forward", "cross_entropy_gradients_backward",
-    "cross_entropy_gradients_forward", "fold_layer_norm", "folded_layer_norm_linear",
-    "folded_layer_norm_linear_backward", "gated_activation", "gated_activation_backward",
-    "gated_linear", "gated_linear_backward",
-    "gated_linear_forward", "gated_linear_pair", "gated_linear_pair_backward",
-    "gated_linear_pair_forward", "gated_mlp", "gated_mlp_backward", "gated_mlp_forward",
-    "int4_linear", "int4_linear_backward", "int4_linear_repacked",
-    "int4_linear_repacked_backward", "int4_pack", "int4_repack", "int4_unpack", "layer_norm",
-    "layer_norm_backward", "layer_norm_forward", "layer_norm_linear",
-    "layer_norm_linear_backward", "layer_norm_linear_forward", "layer_norm_linears",
-    "layer_norm_linears_backward", "layer_norm_linears_forward", "linear", "linear_backward",
-    "linear_cross_entropy", "linear_cross_entropy_backward",
-    "linear_cross_entropy_exponentials_backward", "linear_cross_entropy_exponentials_forward",
-    "linear_cross_entropy_forward", "linear_cross_entropy_gradients_backward",
-    "linear_cross_entropy_gradients_forward", "linear_forward", "linear_token_logprobs",
-    "linear_token_logprobs_backward", "linear_token_logprobs_forward", "mul_relu",
-    "mul_relu_backward", "outer_add", "outer_add_backward", "outer_mul_relu",
-    "outer_mul_relu_backward", "rms_norm", "rms_norm_backward", "rms_norm_forward",
-    "rms_norm_linear", "rms_norm_linear_backward", "rms_norm_linear_forward", "rms_norm_linears",
-    "rms_norm_linears_backward", "rms_norm_linears_forward", "rotary", "rotary_backward", "row_sum",
-    "scalar_attention", "scalar_attention_backward", "scalar_attention_forward", "softmax",
-    "softmax_backward", "softmax_matmul", "softmax_matmul_backward", "softmax_matmul_forward",
-    "_activation_backward", "_begin_dry_run", "_begin_observing", "_end_observing", "_force_choice",
-    "_forget_choices", "_key_ranges", "_linear_part", "_picked_choice", "_remember_choice",
-)  # fmt: skip
 
 
 def build_facts() -> dict[str, Any]:
@@ -90,6 +58,12 @@ def _release(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 
 
+def called_ops() -> set[str]:
+    """The ops that the functions of torchweld/ops call."""
+    sources = (path.read_text(encoding="utf-8") for path in _HERE.glob("ops/*.py"))
+    return {op for text in sources for op in re.findall(r"\bops\.(\w+)\(", text)}
+
+
 def _load() -> str | None:
     """Load the operators. Returns None, or the reason why they are not there."""
     found = sorted(_HERE.glob("_ops*.so")) + sorted(_HERE.glob("_ops*.pyd"))
@@ -115,7 +89,10 @@ def _load() -> str | None:
             f"torchweld's operator library, built for torch {built_for or 'unknown'}, can't load "
             f"under torch {torch.__version__} ({said}); rebuild it with: {_reinstall_command()}"
         )
-    lacking = [op for op in _OPS if not torch._C._dispatch_has_kernel(f"torchweld::{op}")]
+    # In an editable install the built library may be of another commit than the Python code.
+    lacking = sorted(
+        op for op in called_ops() if not torch._C._dispatch_has_kernel(f"torchweld::{op}")
+    )
     if lacking:
         return (
             f"torchweld's operator library is of another version than its Python code and lacks "

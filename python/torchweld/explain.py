@@ -15,24 +15,12 @@ import torch
 from torch import Tensor
 
 import torchweld._library as library
+from torchweld._flops import LAYERS, LISTS
 from torchweld._refusals import unknown_op
-from torchweld.info import has_cuda_kernel, ops_of_library
+from torchweld.info import has_cuda_kernel, ops_of_library, public_op
 
 _TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
 _ASSUMED = "NVIDIA H100 (assumed: there is no GPU here)"
-# Ops that compute what torch's mm computes. Inductor's async tensor parallelism splits collectives
-# only next to torch's own mm.
-_MATMULS = (
-    "linear",
-    "layer_norm_linear",
-    "layer_norm_linears",
-    "rms_norm_linear",
-    "rms_norm_linears",
-    "folded_layer_norm_linear",
-    "gated_linear",
-    "gated_linear_pair",
-    "gated_mlp",
-)
 _ASYNC = (
     "torch.compile overlaps collectives with torch's own mm alone (async tensor parallelism, "
     "_micro_pipeline_tp), not with this op; where that gains more than the fusion use nn.Linear"
@@ -184,9 +172,8 @@ def _local(value: Any) -> Any:
 def _parallel(op: str, sharded: bool) -> str:
     config = sys.modules.get("torch._inductor.config")
     overlaps = getattr(config, "_micro_pipeline_tp", False)
-    name = op.removesuffix("_forward").removesuffix("_backward")
     texts = ["DTensors: this process's parts as they are placed"] if sharded else []
-    if name in _MATMULS and (sharded or overlaps):
+    if public_op(op) in (*LAYERS, *LISTS) and (sharded or overlaps):
         texts.append(_ASYNC)
     return "; ".join(texts)
 

@@ -120,6 +120,11 @@ def ops_of_library() -> tuple[str, ...]:
     return tuple(sorted({name for name in mine if not name.startswith("_")}))
 
 
+def public_op(op: str) -> str:
+    """The op without the suffix of a helper: "linear" for linear_forward and linear_backward."""
+    return op.removesuffix("_forward").removesuffix("_backward")
+
+
 def has_cuda_kernel(op: str) -> bool:
     """True where this build has a CUDA kernel of the op."""
     # An op without a CUDA kernel registers a boxed function for CUDA, which raises an error.

@@ -25,8 +25,6 @@ def _norm_linears(call: Call) -> list[Row]:
     return [*leading, columns]
 
 
-LINEARS_RULES: dict[str, Rule] = {
-    op + end: _norm_linears
-    for op in ("layer_norm_linears", "rms_norm_linears")
-    for end in ("", "_forward", "_backward")
-}
+LINEARS_RULES: dict[str, Rule] = dict.fromkeys(
+    ("layer_norm_linears", "rms_norm_linears"), _norm_linears
+)

@@ -53,13 +53,13 @@ def _loss_gradients(call: Call) -> list[Row]:
     return [{**parameters, **all_of(("unit_dx", "dx"), shard(d))} for d in range(dims)]
 
 
-_LOSSES = ("cross_entropy", "linear_cross_entropy", "linear_token_logprobs")
 LOSS_RULES: dict[str, Rule] = {
-    **{op + end: _loss for op in _LOSSES for end in ("", "_forward", "_backward")},
-    "cross_entropy_gradients_forward": _loss,
+    "cross_entropy": _loss,
+    "cross_entropy_gradients": _loss,
     "cross_entropy_gradients_backward": _loss_gradients,
-    "linear_cross_entropy_gradients_forward": _loss,
-    "linear_cross_entropy_exponentials_forward": _loss,
-    "linear_cross_entropy_exponentials_backward": _loss,
+    "linear_cross_entropy": _loss,
+    "linear_cross_entropy_exponentials": _loss,
+    "linear_cross_entropy_gradients": _loss,
     "linear_cross_entropy_gradients_backward": _loss_gradients,
+    "linear_token_logprobs": _loss,
 }

@@ -15,8 +15,6 @@ def _norm(call: Call) -> list[Row]:
     return [{**shared, **all_of((*_ROWS, *_STATISTICS), shard(d))} for d in range(dims)]
 
 
-NORM_RULES: dict[str, Rule] = {
-    op + end: _norm
-    for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-    for end in ("", "_forward", "_backward")
-}
+NORM_RULES: dict[str, Rule] = dict.fromkeys(
+    ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), _norm
+)

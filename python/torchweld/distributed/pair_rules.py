@@ -54,7 +54,7 @@ def _gated_mlp(call: Call) -> list[Row]:
 
 
 PAIR_RULES: dict[str, Rule] = {
-    op + end: rule
-    for op, rule in (("gated_linear_pair", _gated_linear_pair), ("gated_mlp", _gated_mlp))
-    for end in ("", "_forward", "_backward")
-} | dict.fromkeys(("gated_activation", "gated_activation_backward"), _gated_activation)
+    "gated_activation": _gated_activation,
+    "gated_linear_pair": _gated_linear_pair,
+    "gated_mlp": _gated_mlp,
+}

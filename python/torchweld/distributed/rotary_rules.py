@@ -20,7 +20,4 @@ def _rotary(call: Call) -> list[Row]:
     return [batch, sequence, heads[0] | heads[1], *heads]
 
 
-ROTARY_RULES: dict[str, Rule] = {
-    "rotary": _rotary,
-    "rotary_backward": _rotary,
-}
+ROTARY_RULES: dict[str, Rule] = {"rotary": _rotary}

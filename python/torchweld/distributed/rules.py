@@ -33,6 +33,7 @@ from torchweld.distributed.rows import (
     returns_list,
     shard,
 )
+from torchweld.info import public_op
 
 # Names of arguments and results that have the leading dims of x.
 _ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
@@ -192,52 +193,45 @@ def _replicated(call: Call) -> list[Row]:
     return []
 
 
-_LAYERS: dict[str, Rule] = {
+# The rule of an op is also the rule of <op>_forward and of <op>_backward without one of its own.
+_RULES: dict[str, Rule] = {
+    **LINEARS_RULES,
+    **LOSS_RULES,
+    **NORM_RULES,
+    **PAIR_RULES,
+    **ROTARY_RULES,
     "linear": _linear,
     "layer_norm_linear": _norm_linear,
     "rms_norm_linear": _norm_linear,
     "gated_linear": _gated_linear,
     "scalar_attention": _replicated,  # q, k and v have the same length n
     "attention": _attention,
-    "softmax_matmul": _attention,
-}
-RULES: dict[str, Rule] = {
-    **{op + end: rule for op, rule in _LAYERS.items() for end in ("", "_forward", "_backward")},
-    **LINEARS_RULES,
-    **LOSS_RULES,
-    **NORM_RULES,
     "attention_with_lse": _attention,
+    "softmax_matmul": _attention,
     "causal_softmax": _causal_softmax,
-    "causal_softmax_backward": _causal_softmax,
     "folded_layer_norm_linear": _folded,
-    "folded_layer_norm_linear_backward": _folded,
     "fold_layer_norm": _fold,
     "int4_linear": _int4,
-    "int4_linear_backward": _int4,
     # A row of the repacked layout belongs to several output columns, so it can't be sharded by
     # columns. Shard the weight first and repack the shards.
     "int4_linear_repacked": _leading,
-    "int4_linear_repacked_backward": _leading,
     "int4_repack": _replicated,
     "int4_pack": _every_leading,
     "int4_unpack": _every_leading,
     "softmax": _every_leading,
-    "softmax_backward": _every_leading,
-    **PAIR_RULES,
-    **ROTARY_RULES,
     "row_sum": _row_sum,
     "add_scalar": _add_scalar,
     "bmm": _bmm,
-    "bmm_backward": _bmm,
     "outer_add": _outer,
-    "outer_add_backward": _outer,
     "outer_mul_relu": _outer,
-    "outer_mul_relu_backward": _outer,
     "mul_relu": _mul_relu,
-    "mul_relu_backward": _mul_relu,
     "conv2d": _conv2d,
-    "conv2d_backward": _conv2d,
 }
+
+
+def rule_of(op: str) -> Rule | None:
+    """Returns the rule of an op, or None if the op takes no DTensors."""
+    return _RULES.get(op, _RULES.get(public_op(op)))
 
 
 def _divided(call: Call) -> tuple[str, int, int] | None:
@@ -327,8 +321,8 @@ def _strategy(rule: Rule) -> Callable[[Any], Any]:
     return strategy
 
 
-def install() -> None:
-    """Registers the rules with DTensor, where torch was built with torch.distributed."""
+def install(ops: Sequence[str]) -> None:
+    """Registers the rules of the ops with DTensor, if torch was built with torch.distributed."""
     if not torch.distributed.is_available():
         return
     # These names of torch are private. If torch moves them, importing torchweld must still work.
@@ -339,7 +333,7 @@ def install() -> None:
             from torch.distributed.tensor._ops.utils import register_op_strategy
         except ImportError:
             from torch.distributed.tensor._ops.registration import register_op_strategy
-        strategies = {name: _strategy(rule) for name, rule in RULES.items()}
+        strategies = {name: _strategy(rule_of(name)) for name in filter(rule_of, ops)}
     except ImportError as error:
         warnings.warn(
             f"torchweld's ops take no DTensors under torch {torch.__version__}: {error}",
