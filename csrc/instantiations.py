@@ -1,4 +1,4 @@
-"""What the build compiles: explicit instantiations as one table, and files that include others.
+"""The files of the build: explicit instantiations as one table, and files that include others.
 
 setup.py writes these files into build/generated, and benchmarks/kernel_check.py does so too.
 
@@ -326,7 +326,7 @@ CUDA_GROUPS = {
 
 
 def texts(table: list[Family] = TABLE) -> dict[str, str]:
-    """The files of the table: names and what is in them."""
+    """The files of the table: names and contents."""
     lines: dict[str, list[str]] = {}
     headers: dict[str, str] = {}
     for family in table:

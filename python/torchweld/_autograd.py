@@ -13,7 +13,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses `create_graph=True`, under which torch runs a backward in grad mode.
 
     NOTE: torch's decorator of this name raises only where the incoming gradient requires a
-    gradient, and has no edge to what forward saved, so that many second derivatives become zero.
+    gradient, and has no edge to the saved tensors, so that many second derivatives become zero.
 
     Raises:
         RuntimeError: a second derivative is asked for.

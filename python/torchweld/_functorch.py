@@ -2,7 +2,7 @@
 
 torch refuses C++ autograd functions under these transforms, so each op gets a kernel for the key
 that they dispatch to. It is a Python `autograd.Function` made from the schemas: `<op>_forward`
-(`<op>` if it does not exist) gives the result and what the gradient needs, and the arguments of
+(`<op>` if it does not exist) gives the result and the tensors of the gradient, and the arguments of
 `<op>_backward` are found by name among inputs and results. Calls outside of torch.func never come
 here.
 

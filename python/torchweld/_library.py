@@ -28,7 +28,7 @@ def build_facts() -> dict[str, Any]:
 
 
 def _source() -> tuple[Path | None, bool]:
-    """The folder that this package was built from, where it still is there, and if it is in use."""
+    """The folder that this package was built from, if it still exists, and whether it is in use."""
     here = _HERE.parent.parent
     if (here / "setup.py").is_file():
         return here, True

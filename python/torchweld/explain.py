@@ -1,6 +1,6 @@
 """torchweld.explain(): which kernel a call runs, and why.
 
-The op's own CUDA code runs on meta tensors without launching kernels, and reports what it chose.
+The op's own CUDA code runs on meta tensors without launching kernels, and reports its choice.
 This module does not repeat any part of the choice.
 """
 
@@ -135,7 +135,7 @@ def _unique(texts: list[str]) -> str:
 
 
 def _fill_in(explanation: Explanation, records: list[dict[str, Any]]) -> None:
-    """Fills in what the library reported."""
+    """Fills in the records of the library."""
     if not records:
         explanation.kernel, explanation.why = "none", "nothing to compute"
         return

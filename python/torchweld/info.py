@@ -1,4 +1,4 @@
-"""torchweld.info(): what is installed, what it was built for, which op runs where."""
+"""torchweld.info(): versions, the build, and the devices of each op."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Info:
         python: the version of Python.
         platform: operating system and processor.
         available: whether the operators can be called.
-        unavailable_reason: why not, None where they can.
-        built: what the library was built for: torch, CUDA, architectures, commit; {} where unknown.
+        unavailable_reason: why not, None if they can.
+        built: the build of the library: torch, CUDA, architectures, commit; {} if unknown.
         binary_archs: the architectures of the GPU code in the library.
         gpus: the GPUs of this machine.
         introspection: whether `torchweld._C` is there, which `explain` and `tune` need.
@@ -94,7 +94,7 @@ def recorded_archs(facts: dict[str, Any]) -> list[str]:
 
 
 def _binary_archs(facts: dict[str, Any]) -> list[str]:
-    """The GPU code in the library, by cuobjdump where there is one, else as the build recorded."""
+    """The GPU code in the library, by cuobjdump if it is installed, else as the build recorded."""
     recorded = recorded_archs(facts)
     tool = shutil.which("cuobjdump")
     files = sorted(Path(library.__file__).parent.glob("_ops*.so"))
@@ -126,7 +126,7 @@ def public_op(op: str) -> str:
 
 
 def has_cuda_kernel(op: str) -> bool:
-    """True where this build has a CUDA kernel of the op."""
+    """True if this build has a CUDA kernel of the op."""
     # An op without a CUDA kernel registers a boxed function for CUDA, which raises an error.
     # Kernels are unboxed functions.
     table = torch._C._dispatch_dump(f"torchweld::{op}").splitlines()
@@ -134,7 +134,7 @@ def has_cuda_kernel(op: str) -> bool:
 
 
 def info() -> Info:
-    """Versions, GPUs, the architectures in the binary, and which op is built for what.
+    """Versions, GPUs, the architectures in the binary, and the devices of each op.
 
     Works without a GPU and with a library that does not load.
 

@@ -13,7 +13,7 @@ from torchweld.ops.rotary import rotary
 class Cache(NamedTuple):
     """Keys and values `(sequences, seqlen_cache, nheads_kv, head_dim)`, of a batch or more.
 
-    lengths is an integer tensor `(batch,)`, or None where all places hold tokens. rows is None, or
+    lengths is an integer tensor `(batch,)`, or None if all places hold tokens. rows is None, or
     `(batch,)`: which sequence of the cache belongs to each sequence of the batch.
     """
 

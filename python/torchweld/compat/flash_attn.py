@@ -1,10 +1,10 @@
 """The functions of flash-attn's interface, with its layouts and defaults, on torchweld's ops.
 
 `from torchweld.compat import flash_attn` and `flash_attn.flash_attn_func(q, k, v, causal=True)`:
-arguments, results and the bottom-right aligned causal mask are flash-attn 2's. What torchweld's
-attention lacks is refused: dropout, ALiBi slopes, paged caches. `deterministic` and `num_splits`
-are accepted and change nothing, because gradients are always deterministic and the number of splits
-is chosen by torchweld.
+arguments, results and the bottom-right aligned causal mask are flash-attn 2's. Features that
+torchweld's attention lacks are refused: dropout, ALiBi slopes, paged caches. `deterministic` and
+`num_splits` are accepted and change nothing, because gradients are always deterministic and the
+number of splits is chosen by torchweld.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _LAYOUT = "(batch, seqlen, nheads, head_dim)"
 
 
 class _Kind(NamedTuple):
-    """What a class of masks means: causal, aligned at the top left; with `_window_size` keys, or
-    with a window from `window_left` to `window_right`.
+    """A class of masks: causal, aligned at the top left; with `_window_size` keys, or with a
+    window from `window_left` to `window_right`.
     """
 
     causal: bool = False

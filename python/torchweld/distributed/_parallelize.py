@@ -116,7 +116,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
     Args:
         model: A model of transformers, on the mesh's device.
         mesh: One dim: `init_device_mesh(device, (n,))`, or `mesh["tp"]` of a larger one.
-        src_data_rank: The process whose parameters are sharded; None where all have the same, which
+        src_data_rank: The process whose parameters are sharded; None if all have the same, which
             takes no communication.
 
     Returns:
@@ -283,8 +283,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     """The model's parameters as an optimizer takes them: plain ones apart from DTensors.
 
     On a GPU torch's optimizers update the parameters of a group together, and refuse a group with
-    plain tensors beside DTensors, or with DTensors of several meshes. Both are what a model has
-    after tensor parallelism.
+    plain tensors beside DTensors, or with DTensors of several meshes. A model has both after
+    tensor parallelism.
 
     Args:
         model: A model, sharded or not.

@@ -81,8 +81,8 @@ def context_parallel_attention(
         window: with causal: each token sees the `window` keys up to itself.
         softcap: as `torchweld.attention`.
         sink: `(nheads,)`, the same in all processes; its gradient is this process's part.
-        check: whether the processes compare their shapes first, so that all of them raise where
-            one has another. On CUDA the host waits for that; False never waits.
+        check: whether the processes compare their shapes first, so that all of them raise if
+            one differs. On CUDA the host waits for that; False never waits.
 
     Returns:
         `(batch, nheads, seqlen / n, head_dim_v)`, the same tokens. The gradients to key and value
@@ -189,7 +189,7 @@ def _compare(
     """Raises in all processes if one of them refuses the call or has other shapes.
 
     Raises:
-        ValueError: names a process and what differs.
+        ValueError: names a process and the difference.
     """
     facts = [0] * len(_FACTS)
     if reason is None:

@@ -1,8 +1,8 @@
 """Tensor parallelism of a Hugging Face GPT-2, for :func:`torchweld.distributed.parallelize`.
 
 transformers has no plan for GPT-2. ``c_attn`` packs query, key and value, so each process needs a
-part of all three, and torch's own ops take no such DTensors. So what is sharded are DTensors, which
-optimizers, checkpoints and the state_dict see, and the layers compute with the process's part.
+part of all three, and torch's own ops take no such DTensors. So the parameters are DTensors, which
+optimizers, checkpoints and the state_dict see, and the layers compute with the process's shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PARTS = 3  # the number of parts of c_attn: query, key and value
 
 
 class ShardedConv1D(Conv1D):
-    """A Conv1D of which each process has some columns or some rows, by the weight's placement.
+    """A Conv1D; each process has some of its columns or rows, by the weight's placement.
 
     ``x`` has all that a process's part needs: the whole rows for columns, the process's part of
     them for rows.

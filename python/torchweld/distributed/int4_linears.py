@@ -70,7 +70,7 @@ def shard_int4(
     """Keeps this process's rows (dim 0) or columns (dim 1) of a layer's weight, in place.
 
     Args:
-        src_data_rank: the process whose tensors are sharded; None where all have the same.
+        src_data_rank: the process whose tensors are sharded; None if all have the same.
     """
     qweight, scale, zero = (tensor.contiguous() for tensor in layer.portable())
     group, size, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()

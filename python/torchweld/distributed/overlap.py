@@ -74,7 +74,7 @@ class _SymmetricBuffer:
         self._handle.wait_signal(of, channel=self._SENT)
 
     def on_side_stream(self, sending: bool) -> AbstractContextManager[None]:
-        """A side stream that first waits for what the current stream has queued."""
+        """A side stream that first waits for the work of the current stream."""
         stream = self._sending if sending else self._copying
         stream.wait_stream(torch.cuda.current_stream())
         self._running.add(stream)
@@ -107,8 +107,9 @@ _no_p2p: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def _symmetric_buffer(mesh: DeviceMesh, size: int) -> _SymmetricBuffer | None:
-    """A buffer of `size` bytes, made by all processes together; None where they can't access each
-    other's memory, or where a graph is captured and there is none yet.
+    """Returns a buffer of `size` bytes, made by all processes together.
+
+    None if they can't access each other's memory, or if a graph is captured before the first one.
     """
     group = mesh.get_group()
     buffers = _buffers.setdefault(group.group_name, [])
@@ -199,7 +200,7 @@ def gathered_linear(
     """`linear` of the gathered x, where :func:`supports_overlap`; without a gradient.
 
     Returns:
-        The gathered x, y, and the pre-activation; None for what is not kept.
+        The gathered x, y, and the pre-activation; None for a tensor that is not kept.
     """
     size, shape = mesh.size(), list(x.shape)
     buffer = _symmetric_buffer(mesh, size * x.numel() * x.element_size())

@@ -137,7 +137,7 @@ def _gathered_linear(
     keeps_x: bool,
     keeps_preact: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """The gathered x, `linear` of it, and the pre-activation; None for what is not kept."""
+    """The gathered x, `linear` of it, and the pre-activation; None if not kept."""
     options = {"activation": activation}
     if overlap.supports_overlap(mesh, dim, x, weight, gathers=True):
         kept = {"keeps_x": keeps_x, "keeps_preact": keeps_preact}

@@ -1,6 +1,5 @@
-"""What the sharding rules of the ops consist of: the arguments of a call, and rows that name the
-results and arguments that are not replicated along one mesh dim. A tensor of a list is named like
-"weights[0]".
+"""The parts of a sharding rule: the arguments of a call, and rows that name the results and
+arguments that are not replicated along one mesh dim. A tensor of a list is named like "weights[0]".
 """
 
 from __future__ import annotations

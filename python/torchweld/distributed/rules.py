@@ -3,10 +3,10 @@ which placements of the results, so that each process calls the op on its own sh
 
 A rule lists rows. A row names the results and arguments that are not replicated along one mesh
 dim; "all replicated" is always there and not listed. torch combines the rows of all mesh dims,
-takes the cheapest combination, and redistributes arguments to it where they are placed otherwise.
+takes the cheapest combination, and redistributes arguments that are placed otherwise.
 
 torch does not redistribute keyword arguments, nor strided shards. Only combinations that take them
-as they are placed are offered, and where there is none the call is refused.
+as they are placed are offered; without one the call is refused.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def parameter_of(t: Tensor | None) -> DTensor | None:
 
 
 def once_outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable` for a backward that computes in the dtypes of forward, also where it is
-    called inside of autocast.
+    """`once_differentiable` for a backward that computes in the dtypes of forward, inside of
+    autocast too.
     """
     once = once_differentiable(backward)
 
@@ -153,10 +153,10 @@ def once_outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradient_of(parameter: DTensor | None, grad: Tensor) -> Tensor:
-    """Converts the gradient of a parameter's local tensor to what backward returns for it.
+    """Converts the gradient of a parameter's local tensor to the result of backward.
 
     Args:
-        parameter: What :func:`parameter_of` gave; None for a plain tensor.
+        parameter: The result of :func:`parameter_of`; None for a plain tensor.
         grad: A new tensor that nothing else references.
     """
     if parameter is None:
@@ -229,7 +229,7 @@ def shard_parameter(
 
     Args:
         placement: None keeps the parameter plain, the same in all processes.
-        src_data_rank: the process whose values are used; None where all have the same.
+        src_data_rank: the process whose values are used; None if all have the same.
     """
     if placement is None:
         if src_data_rank is not None:

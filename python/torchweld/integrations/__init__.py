@@ -1,9 +1,9 @@
 """Doors into other libraries: Hugging Face attention, ``fuse`` for existing models, torch's SDPA.
 
 ``attention`` is what transformers calls by the name "torchweld". ``fusion`` is ``fuse``: its steps
-are in ``fusion.run``, the fused forwards and the table of families in ``fusion.layers``, and what
-is in no table in ``fusion.recognise``. ``sdpa`` has the kernels under torch's own attention.
-Nothing here imports transformers until one of the names below is used.
+are in ``fusion.run``, the fused forwards and the table of families in ``fusion.layers``, and the
+recognition of other classes in ``fusion.recognise``. ``sdpa`` has the kernels under torch's own
+attention. Nothing here imports transformers until one of the names below is used.
 """
 
 from __future__ import annotations

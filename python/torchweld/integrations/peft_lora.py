@@ -26,7 +26,8 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
         config: changed in place.
         model: needed for `target_modules="all-linear"`, in which PEFT counts nn.Linear layers
             alone; the names of the 4-bit layers and of nn.Linear layers, without the heads,
-            take its place. With a model, what is trained whole is checked too.
+            take its place. With a model, the modules that PEFT trains whole are
+            checked too.
 
     Returns:
         The config.

@@ -19,13 +19,13 @@ silent = False  # whether calls that run something else must not warn
 
 
 def record(layer: Hashable, instead: str | None = None) -> None:
-    """Says what a call of a layer runs."""
+    """Records a call of a layer: ``instead`` names the code that ran in place of the op."""
     calls.setdefault(layer, []).append(instead)
 
 
 @contextlib.contextmanager
 def recording(silently: bool = False) -> Iterator[Calls]:
-    """Collects the calls. What is compiled runs eagerly meanwhile, so that it can be recorded."""
+    """Collects the calls. Compiled code runs eagerly meanwhile, so that it can be recorded."""
     global calls, silent
     before, calls, silent = (calls, silent), {}, silently
     # If Dynamo is not loaded, nothing is compiled. Importing Dynamo would take seconds.

@@ -23,10 +23,10 @@ def release(version: str | None = None) -> tuple[int, ...]:
 
 
 def check_version(caller: str) -> None:
-    """Raises where transformers is missing or too old; warns once where it is newer than tested.
+    """Raises if transformers is missing or too old; warns once if it is newer than tested.
 
     Args:
-        caller: The name of what needs it, for the message.
+        caller: The name of the caller, for the message.
 
     Raises:
         ImportError: transformers is missing or too old.

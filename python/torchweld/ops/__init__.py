@@ -1,1 +1,1 @@
-"""The operators: one module an op, with its function and, where there is one, its module."""
+"""The operators: one file an op, with its function and, if it has one, its module."""

@@ -39,7 +39,7 @@ def attention(
     """`scaled_dot_product_attention` with masks as numbers; the score matrix is never stored.
 
     Query heads `[h * group, (h + 1) * group)` share key and value head h (grouped-query attention).
-    What each row sees, 1 for a visible key::
+    The keys that each row sees, 1 for a visible key::
 
         seqlen_q = 2, seqlen_k = 5, causal:      leftpad = 2, causal:
             1 1 1 1 0                                0 0 1 1 0
@@ -142,9 +142,9 @@ def attention_with_lse(
     Args: those of `attention`.
 
     Returns:
-        What `attention` returns, and lse `(batch, nheads, seqlen_q)`, float32 (float64 of float64):
-        `log(sum(exp(score)))`, a sink included. A row that sees no key has -inf, with a sink the
-        sink.
+        The result of `attention`, and lse `(batch, nheads, seqlen_q)`, float32 (float64 of
+        float64): `log(sum(exp(score)))`, a sink included. A row that sees no key has -inf, with a
+        sink the sink.
 
     Raises:
         RuntimeError: as `attention`.
@@ -239,7 +239,7 @@ class CausalSelfAttention(nn.Module):
     def from_torch(cls, module: nn.Module, *, kernel: str = "attention") -> CausalSelfAttention:
         """A copy of a transformers `GPT2Attention` (its `Conv1D` weights transposed).
 
-        The scaling of its scores is kept, and what is frozen stays frozen.
+        The scaling of its scores is kept, and frozen parameters stay frozen.
 
         Args:
             module: self-attention without dropout.
@@ -268,7 +268,7 @@ class CausalSelfAttention(nn.Module):
     def to_torch(self) -> nn.Module:
         """A transformers `GPT2Attention` with the same weights, no dropout (needs transformers).
 
-        It runs SDPA, which is causal where no mask is given; what is frozen stays frozen.
+        It runs SDPA, which is causal if no mask is given; frozen parameters stay frozen.
 
         Raises:
             ImportError: there is no transformers.

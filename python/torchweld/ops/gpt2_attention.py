@@ -88,7 +88,7 @@ def projection_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def copy_projections(source: nn.Module, target: nn.Module) -> None:
-    """From GPT2Attention to CausalSelfAttention or back; what is frozen stays frozen."""
+    """Copies from GPT2Attention to CausalSelfAttention or back; frozen parameters stay frozen."""
     for name in PROJECTIONS:
         theirs, ours = getattr(source, name), getattr(target, name)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What Int4Linear and quantize_ accept."""
+"""The checks of Int4Linear and quantize_."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state_errors(
     state: Mapping[str, Tensor],
     tensors: Iterable[tuple[str, Tensor]],
 ) -> list[str]:
-    """What is wrong with the dtypes of a state_dict for an Int4Linear.
+    """Returns the errors in the dtypes of a state_dict for an Int4Linear.
 
     Args:
         weight: the state_dict's weight, which must be empty.

@@ -141,7 +141,7 @@ def _check_groups(
     """Refuses groups that are not of one size that divides the columns, in their order.
 
     Args:
-        order: the group of each column, by the name of the argument; None where it is not given.
+        order: the group of each column, by the name of the argument; None if it is not given.
     """
     name, g_idx = next(iter(order.items()), ("", None))
     if g_idx is not None and (g_idx.shape != (k,) or bool((g_idx.diff() < 0).any())):

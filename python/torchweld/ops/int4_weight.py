@@ -86,7 +86,7 @@ def _round_groups(groups: Tensor, dtype: torch.dtype, method: str) -> tuple[Tens
     unit = torch.where(unit > 0, unit, 1.0)
     found, found_zero = search(groups / unit, scale / unit, zero)
     found, found_codes = _codes(groups, (found * unit).to(dtype).to(unit), found_zero, high, dtype)
-    # Rounding the scale to `dtype` may lose what the search has gained.
+    # Rounding the scale to `dtype` may lose the gain of the search.
     before, after = (
         ((s * (c - z) - groups) / unit).square().sum(-1, keepdim=True)
         for s, c, z in ((scale, codes, zero), (found, found_codes, found_zero))

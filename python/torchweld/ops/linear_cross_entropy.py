@@ -33,7 +33,7 @@ def linear_cross_entropy(
     """`F.cross_entropy(z, target)` of the logits `z = F.linear(x, weight, bias)`.
 
     The logits are computed in float32 for a chunk of rows at a time, 32 MiB or 4 % of all of them.
-    See the page "losses" for exceptions and for what is stored for the gradient.
+    See the page "losses" for exceptions and for the tensors that the gradient keeps.
 
     Args:
         x: `(..., K)` float32, float16 or bfloat16 (float64 on the CPU).

@@ -73,7 +73,7 @@ def rename_gated_linear(state: _State, prefix: str, gate: str, interleaved: bool
 
 
 def _children(state: _State, prefix: str) -> dict[str, dict[str, Tensor]] | None:
-    """The weights and biases below a prefix by child; None where there are other keys too."""
+    """The weights and biases below a prefix by child; None if it has other keys too."""
     found: dict[str, dict[str, Tensor]] = {}
     for key in state:
         if key.startswith(prefix):

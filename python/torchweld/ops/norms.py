@@ -232,7 +232,7 @@ class RMSNorm(nn.Module):
         return new.train(module.training)
 
     def to_torch(self) -> nn.RMSNorm:
-        """The same norm in plain torch; shares the weight.
+        """Returns the norm in plain torch; shares the weight.
 
         Raises:
             ValueError: the module is of a subclass or has hooks, or it has a weight_offset.
@@ -263,7 +263,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """LayerNorm over the last dimension; replaces `torch.nn.LayerNorm`.
 
-    Parameters `weight` and `bias` as in `nn.LayerNorm`; None where there are none.
+    Parameters `weight` and `bias` as in `nn.LayerNorm`; None if it has none.
 
     Args:
         normalized_shape: n, the size of the last dimension, or `(n,)`.
@@ -328,7 +328,7 @@ class LayerNorm(nn.Module):
         return new.train(module.training)
 
     def to_torch(self) -> nn.LayerNorm:
-        """The same norm in plain torch; shares the parameters.
+        """Returns the norm in plain torch; shares the parameters.
 
         Raises:
             ValueError: the module is of a subclass or has hooks.

@@ -62,7 +62,7 @@ class Softmax(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Softmax) -> Softmax:
-        """The same softmax.
+        """Returns the same softmax.
 
         Raises:
             ValueError: another module, one of a subclass or with hooks, or no dim.
@@ -71,7 +71,7 @@ class Softmax(nn.Module):
         return cls(module.dim).train(module.training)
 
     def to_torch(self) -> nn.Softmax:
-        """The same softmax in plain torch.
+        """Returns the softmax in plain torch.
 
         Raises:
             ValueError: the module is of a subclass or has hooks.

@@ -57,7 +57,7 @@ def refuse_other(
 
 
 def refuse_computed(method: str, module: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError where one of a module's parameters is computed from other tensors."""
+    """Raises ValueError if one of a module's parameters is computed from other tensors."""
     owner = f"{parametrize.type_before_parametrizations(module).__name__}.{method}"
     for name in names:
         if name not in module._parameters:
@@ -83,7 +83,7 @@ def text_of(module: object) -> str:
 
 
 def _other(module: object, classes: tuple[type[nn.Module], ...], parametrised: bool) -> str | None:
-    """The end of an error sentence: what the module is instead, and the fix."""
+    """The end of an error sentence: the class of the module, and the fix."""
     if not isinstance(module, classes):
         return text_of(module)
     stock = next(cls for cls in classes if isinstance(module, cls))

@@ -1,4 +1,4 @@
-"""What `quantize_` does to a model."""
+"""The settings of `quantize_`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Int4:
         object.__setattr__(self, "skip", names)
 
     def skipped_by(self, path: str) -> str | None:
-        """The name in `skip` that stands for a module's path; None where none does."""
+        """Returns the name in `skip` that matches a module's path, or None."""
         for name in ("lm_head",) if self.skip is None else self.skip:
             pattern = re.escape(name).replace(r"\*", ".*")
             if re.search(rf"(^|\.){pattern}(\.|$)", path):

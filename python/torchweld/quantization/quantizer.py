@@ -81,12 +81,12 @@ class TorchweldInt4Config(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Of a config.json, which may have settings of later versions."""
+        """Reads a config.json, which may have settings of later versions."""
         known = {key: config_dict[key] for key in _SETTINGS if key in config_dict}
         return super().from_dict(known, *args, **kwargs)
 
     def int4(self) -> Int4:
-        """What `torchweld.quantize_` takes."""
+        """The settings for `torchweld.quantize_`."""
         return self._int4(self.skip)
 
     def _int4(self, skip: Any) -> Int4:

@@ -1,4 +1,4 @@
-"""What `torchweld.quantize_` did, as an object and as text."""
+"""The result of `torchweld.quantize_`, as an object and as text."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def upload(model: nn.Module, device: torch.device) -> None:
     with torch.cuda.device(device):
         # The allocator keeps this block and splits it, so that memory is requested once.
         torch.empty(sum(t.nbytes for t in tensors.values()), dtype=torch.uint8, device=device)
-        # The buffers alternate across tensors, most of which fill less than one.
+        # The buffers alternate across tensors, because most tensors fill less than one.
         stages = cycle(
             Stage(
                 torch.empty(_STAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True),

@@ -106,7 +106,7 @@ def flaw(found: Any) -> str:
 
 
 def _parse(text: bytes) -> list[Any]:
-    """The entries of a file; ValueError where it is damaged."""
+    """The entries of a file; ValueError if it is damaged."""
     try:
         whole = json.loads(text)
     except RecursionError as error:
@@ -238,7 +238,7 @@ def remember(entries: list[Entry]) -> str:
     """Use the choices from now on, and write them to the file.
 
     Returns:
-        A sentence that reports what was done.
+        A sentence that reports the result.
     """
     if not enabled():
         return "nothing was remembered: TORCHWELD_TUNE switches it off"

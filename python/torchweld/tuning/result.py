@@ -56,12 +56,12 @@ class TuneResult:
         version: torchweld's.
         rows: a dict a configuration, best first, then those without a time. Beside the columns of
             the tile each has: `us` (median, `low_us` and `high_us` its quartiles), `tflop_s` (None
-            where an op moves memory), `gb_s` (tensors read and written once), `registers` of a
+            if an op moves memory), `gb_s` (tensors read and written once), `registers` of a
             thread and `shared_bytes` of a block (None: unknown), `error` (largest, see `against`),
             `reason` (why there is no time, "" if there is one), `part` (which of the call's
             kernels it configures), `problem`, `family`, `choice` (its name) and `source`
             ("heuristic" or "tuned" in the row that runs by default, else "").
-        against: what `error` is measured against.
+        against: the reference of `error`.
         interrupted: True if Ctrl-C ended the search.
         note: one sentence, for example if there is nothing to tune; else "".
 

@@ -26,7 +26,7 @@ def _attention_pairs(p: dict[str, int]) -> float:
 
 
 def flops(family: str, p: dict[str, int]) -> float | None:
-    """Multiplications and additions of one kernel's problem; None where memory is what counts."""
+    """Multiplications and additions of one kernel's problem; None if memory limits it."""
     if family == "matmul":
         return 2.0 * p["m"] * p["n"] * p["k"] * p["batch"] * (2 if p["gated"] else 1)
     if family == "int4":
@@ -103,7 +103,7 @@ class Answers:
         function: the op.
         args: its arguments.
         kwargs: its keyword arguments.
-        default: what the default configuration returned.
+        default: the result of the default configuration.
         work: flops of the call.
         longest: terms of its longest sum.
     """

@@ -1,7 +1,7 @@
 """transformers' models inside of ``torchweld.distributed.context_parallel``.
 
-The mask function and the attention function of :mod:`.mask` and :mod:`.forward` come here
-then. What is not served is refused: every other path would see the tokens of one process alone.
+The mask function and the attention function of :mod:`.mask` and :mod:`.forward` come here then.
+Calls that it does not serve are refused: every other path would see the tokens of one process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mask(
 
     Args:
         context: The ContextParallel that is active.
-        pattern: What the mask function says, None where it is not known.
+        pattern: The pattern of the mask function, None if it is unknown.
         batch_size: Sequences in the batch.
         q_length: Tokens of this process.
         kv_length: The same; more where a cache holds earlier tokens.
@@ -103,10 +103,10 @@ def attention(
         query: ``(batch, nheads, tokens, head_dim)``.
         key: ``(batch, nheads_kv, tokens, head_dim)``.
         value: ``(batch, nheads_kv, tokens, head_dim_v)``.
-        numbers: What :func:`mask` returned.
+        numbers: The result of :func:`mask`.
         reason: Why the op would not be used outside of the context, or None.
         scaling: Factor of the scores.
-        kwargs: What the model hands to attention functions.
+        kwargs: The model's keyword arguments for attention functions.
 
     Returns:
         ``(batch, nheads, tokens, head_dim_v)``.

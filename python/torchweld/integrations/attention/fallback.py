@@ -1,4 +1,4 @@
-"""What attention runs where torchweld's op does not serve a call, and the warning that says so."""
+"""The attention that runs if torchweld's op does not serve a call, and the warning about it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)
 
 
 class Unserved(ValueError):
-    """A layer hands attention functions what neither torchweld's op nor SDPA has."""
+    """A layer passes attention functions an argument that neither torchweld's op nor SDPA has."""
 
 
 _warned: set[str] = set()
-_traced: set[str] = set()  # what the mask function has said under torch.compile
+_traced: set[str] = set()  # the mask function's reasons under torch.compile
 SDPA = "torch's scaled_dot_product_attention"
 EAGER = "the model's eager attention"
 

@@ -4,8 +4,8 @@ Two functions are registered, and they belong together: the *mask function* (:mo
 once per forward pass and decides which path the layers take; the *attention function* runs once per
 layer. With a mask of numbers (:mod:`.mask_numbers`) or none it calls
 ``torch.ops.torchweld.attention``; with a dense mask it calls transformers' SDPA path, and says so
-once per reason. What SDPA lacks too (attention weights, attention sinks, soft-capped scores) comes
-from the model's own eager attention then.
+once per reason. If SDPA lacks the feature too (attention weights, attention sinks, soft-capped
+scores), it calls the model's own eager attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .fallback import EAGER, GIVEN_4D, NAME, SDPA, UNSERVED, Unserved, warn_once
 from .mask_numbers import Numbers
 
 try:
-    # Says what a forward pass records. Older versions of transformers pass output_attentions on.
+    # The collector of the outputs that a pass records. Older versions pass output_attentions on.
     from transformers.utils.output_capturing import _active_collector as _collector
 except ImportError:
     _collector = None
@@ -67,7 +67,7 @@ def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
 
 
 def _added_mask(mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool) -> Tensor | None:
-    """What eager attention adds to the scores; None where every query sees every key."""
+    """Returns the mask that eager attention adds to the scores, None if no key is hidden."""
     seqlen_q = query.shape[2]
     if mask is None:
         if not causal or seqlen_q == 1:
@@ -89,9 +89,9 @@ def _dense_mask(
     seqlen_k: int,
     added: bool,
 ) -> Tensor | None:
-    """The dense mask of numbers, or what eager attention adds; made once for the layers of a pass.
+    """The dense mask of numbers, bool or ``added`` to scores; made once for the layers of a pass.
 
-    ``attention_mask`` and ``start`` are what the numbers come from.
+    The numbers come from ``attention_mask`` and ``start``.
     """
 
     def make() -> Tensor | None:
@@ -117,10 +117,11 @@ def _eager_attention(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The eager path: the model's own attention, for what SDPA lacks too.
+    """The eager path: the model's own attention, for features that SDPA lacks too.
 
     ``mask`` is a dense 4-D mask, bool (true where a key is visible) or added to the scores, and
-    ``is_causal`` counts where it is None. ``lacking`` is what SDPA lacks, for the error.
+    ``is_causal`` counts if it is None. ``lacking`` names the feature that SDPA lacks, for the
+    error.
 
     Returns:
         ``(batch, seqlen_q, nheads, head_dim_v)`` and the attention weights.
@@ -231,7 +232,7 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 def _numbers(
     mask: Tensor | None, query: Tensor, module: torch.nn.Module, is_causal: bool | None
 ) -> Numbers | None:
-    """What a mask says to the op, or None where it is a dense one.
+    """Returns the numbers of a mask for the op, or None if the mask is dense.
 
     Raises:
         ValueError: The mask is for other queries, or the layer must not be causal and the mask says
@@ -274,7 +275,7 @@ def attention_forward(
         query: ``(batch, nheads, seqlen_q, head_dim)``, any strides.
         key: ``(batch, nheads_kv, seqlen_k, head_dim)``, heads not repeated.
         value: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
-        attention_mask: What :func:`.mask.attention_mask` returned, or a 4-D mask.
+        attention_mask: The result of :func:`.mask.attention_mask`, or a 4-D mask.
         dropout: Dropout probability of the attention weights; above 0 the op is not used.
         scaling: Factor of the scores, head_dim^-0.5 by default.
         is_causal: Overrides ``module.is_causal``. False is followed where the mask is a causal one
@@ -284,14 +285,14 @@ def attention_forward(
             :mod:`.packed`); others that change the result take SDPA.
 
     Returns:
-        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights where they are asked
-        for (``output_attentions=True``), else None.
+        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights if they are requested
+        (``output_attentions=True``), else None.
 
     Raises:
         NotImplementedError: The build has no attention kernel for the device.
-        ValueError: The model needs what no path has (keys chosen for each query), or what eager
-            attention alone has, and it has no eager attention; or what context_parallel has not.
-            Packed documents or is_causal don't fit the mask.
+        ValueError: The model needs a feature that no path has (keys chosen for each query) or that
+            context_parallel lacks, or eager attention, and it has none. Packed documents or
+            is_causal don't fit the mask.
         RuntimeError: It is inside of torch's context_parallel().
     """
     _active.refuse_torchs_own('attn_implementation="torchweld"')

@@ -1,9 +1,9 @@
 """The mask function of ``attn_implementation="torchweld"``.
 
-It runs once per forward pass, before the layers, and decides which path they take. What numbers can
-say goes to the layers as numbers (:mod:`.mask_numbers`), and they run torchweld's op. Everything
-else gets the 4-D mask of ``sdpa`` and runs there, or in the model's own eager attention where the
-layer has soft-capped scores or attention sinks, which SDPA lacks.
+It runs once per forward pass, before the layers, and decides which path they take. Masks that
+numbers can describe go to the layers as numbers (:mod:`.mask_numbers`), and they run torchweld's
+op. Everything else gets the 4-D mask of ``sdpa`` and runs there, or in the model's own eager
+attention where the layer has soft-capped scores or attention sinks, which SDPA lacks.
 
 ======================================  ===============
 pattern                                 what runs
@@ -38,10 +38,10 @@ the numbers on the device, and an assertion on the device fails for a mask with 
 ``attn_implementation="sdpa"`` for such batches. ``generate`` with a static cache makes its masks
 outside of the graph that it compiles.
 
-transformers looks into position_ids only where there is neither a mask nor a cache, and a model's
+transformers looks into position_ids only if a call has neither a mask nor a cache, and a model's
 cache is on by default: pass ``use_cache=False``, or the ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of
-``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which hold whatever mask or cache
-there is. Where they can't be used they are refused.
+``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which hold with any mask or cache.
+A call that can't use them is refused.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask as numbers where they can say it, else the mask of ``sdpa``.
+    """The mask as numbers if they can describe it, else the mask of ``sdpa``.
 
     Args:
         batch_size: Sequences in the batch.
@@ -98,7 +98,7 @@ def attention_mask(
     Raises:
         ValueError: attention_mask is for another batch. Or the model does not take its attention
             from transformers' AttentionInterface, or neither supports ``sdpa`` nor lacks it for
-            what torchweld's op has; or context_parallel does not serve the mask.
+            a feature of torchweld's op; or context_parallel does not serve the mask.
     """
     if not torch.compiler.is_compiling():
         packed.end_pass()

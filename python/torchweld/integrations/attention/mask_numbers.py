@@ -1,4 +1,4 @@
-"""The masks that torchweld's mask function hands to the layers, and what they stand for.
+"""The masks that torchweld's mask function hands to the layers, and their meaning.
 
 transformers carries one tensor from the mask function to every layer. Beside the dense masks that
 it knows there are four that hold numbers:
@@ -128,19 +128,19 @@ def bidirectional(key_end: Tensor, first: Tensor | None = None, window: int = 0)
 
 
 def is_tracked(t: Tensor) -> bool:
-    """Whether torch counts what is written to it."""
+    """Whether torch counts the writes to a tensor."""
     return type(t) is Tensor and not t.is_inference()
 
 
 def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], _T]) -> _T:
-    """What ``make`` gives of a mask, computed by the first layer of a pass for all of them.
+    """The result of ``make``, computed by the first layer of a pass for all of them.
 
-    It is kept as an attribute of the mask, so it ends with it, and until the mask is written.
+    An attribute of the mask keeps the result until the mask is freed or written.
 
     Args:
-        mask: What the layers are given.
+        mask: The mask that the layers are given.
         name: The attribute.
-        made_for: What else the result depends on.
+        made_for: The other values that the result depends on.
         make: Computes it.
     """
     # Parts of a mask that is no view itself, as a copy, would keep it, and so themselves.
@@ -158,10 +158,10 @@ def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], 
 
 
 def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
-    """What a mask of numbers says to a layer of so many queries.
+    """The numbers of a mask for a layer of ``seqlen_q`` queries.
 
     Raises:
-        ValueError: it was made for another number of queries.
+        ValueError: the mask was made for another number of queries.
     """
     made_for = seqlen_q, device
     return once(mask, "torchweld_numbers", made_for, lambda: _split(mask, *made_for))

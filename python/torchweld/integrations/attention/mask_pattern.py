@@ -1,8 +1,8 @@
-"""What a mask function of transformers says, as numbers.
+"""The pattern of a mask function of transformers, as numbers.
 
 transformers describes a mask by a Python function of (batch, head, query, key), put together by
 the factories of its ``masking_utils``. A function is known here by its code object, which all
-functions of one factory share, and its numbers are what it closes over. Whatever else is in a mask,
+functions of one factory share, and its numbers are in its closure. Whatever else is in a mask,
 a function of the caller's above all, makes it unknown: nothing is lost by it, because unknown masks
 go to SDPA.
 """
@@ -137,7 +137,7 @@ def _parts(mask_function: Callable) -> tuple[Callable, Callable] | None:
 
 
 def _closure(function: Callable) -> tuple[str | None, dict[str, Any]]:
-    """The factory that made a function, and what the function closes over."""
+    """The factory that made a function, and the variables that the function closes over."""
     code = getattr(function, "__code__", None)
     name = _factories().get(code)
     if name is None:

@@ -26,7 +26,7 @@ NO_POSITION = "the position of the queries among the keys is not known"
 
 
 class Call(NamedTuple):
-    """What transformers asks a mask for, beside the pattern; see :func:`.mask.attention_mask`.
+    """The arguments of a request for a mask, beside the pattern; see :func:`.mask.attention_mask`.
 
     ``q_offset`` is a tensor for a static cache.
     """
@@ -82,14 +82,14 @@ def causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str
     Args:
         pattern: A causal one.
         skip: Whether None may stand for plain causal attention.
-        call: What the mask is for.
+        call: The request for the mask.
     """
     last = call.kv_offset + call.kv_length  # one past the last query's position
     known = not isinstance(call.q_offset, Tensor)  # else it is taken from the device below
     if known and call.q_offset is not None:
         last = call.q_offset + call.q_length
     aligned = known and last == call.kv_offset + call.kv_length
-    # What is as wide as all that there is hides nothing.
+    # A window or a chunk of all keys hides none.
     windowed = pattern.window is not None and not (
         aligned and surely(call.kv_length <= pattern.window)
     )
@@ -105,7 +105,7 @@ def causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str
     if call.attention_mask is not None and is_readable(call.attention_mask):
         leftpad = _pads_of_suffixes(call, last if known else None)
     if leftpad is not None:
-        last = call.attention_mask.shape[1]  # which is what was found
+        last = call.attention_mask.shape[1]
     elif not known:
         last = call.q_offset + call.q_length
     if leftpad is None and call.attention_mask is not None:
@@ -145,7 +145,7 @@ def bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | No
     Args:
         pattern: One that is not causal; its window counts the keys to each side, a query's own not.
         skip: Whether None may stand for all keys.
-        call: What the mask is for.
+        call: The request for the mask.
     """
     window = 0
     if pattern.window is not None and not (
@@ -185,10 +185,10 @@ def _has_holes(tokens: Tensor) -> Tensor:
 
 
 def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:
-    """leftpad where every row has tokens from some place on, to the last query; else None.
+    """leftpad if every row has tokens from some position on, to the last query; else None.
 
-    What every step of generation asks, in few launches and one value read. ``last`` is one past
-    the last query's position, None where the device alone knows it.
+    Every step of generation calls this, so it takes few launches and reads one value. ``last`` is
+    one past the last query's position, None if the device alone knows it.
     """
     tokens = call.attention_mask.to(torch.bool)
     if call.kv_offset != 0:

@@ -1,7 +1,7 @@
 """Which transformers classes ``attn_implementation="torchweld"`` serves.
 
-A class must take its attention from transformers' ``AttentionInterface``: only then does what the
-mask function returns meet the attention function. It must support ``sdpa`` too, because that is
+A class must take its attention from transformers' ``AttentionInterface``: only then does the result
+of the mask function reach the attention function. It must support ``sdpa`` too, because that is
 where every call goes that torchweld's op can't do; or lack it for attention sinks or soft-capped
 scores, which the op has and its own eager attention too, which such calls take instead.
 """
@@ -48,9 +48,9 @@ def _sentence(who: str, reason: str) -> str:
 
 
 def unsupported_reason(cls: type[transformers.PreTrainedModel]) -> str | None:
-    """What keeps a class from being served, as a predicate, or None."""
-    # transformers reads a class's source file; what was typed into a notebook has none, and is
-    # what its parent is.
+    """Returns the reason why a class is not served, as a predicate, or None."""
+    # transformers reads a class's source file. A class typed into a notebook has none; its parent
+    # decides.
     written = next(
         base
         for base in cls.__mro__
@@ -89,7 +89,7 @@ def _source(cls: type) -> str:
 
 @functools.cache
 def layer_source(cls: type) -> str:
-    """The source of the class that a layer's forward is of, "" where there is none."""
+    """The source of the class that defines a layer's forward, "" if it has no source."""
     owner = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
     try:
         return inspect.getsource(owner)

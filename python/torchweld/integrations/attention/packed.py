@@ -34,25 +34,25 @@ def _refusal(must: str, got: str, fix: str) -> ValueError:
 def key_start(
     module: nn.Module, query: Tensor, seqlen_k: int, numbers: Numbers | None, kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """The first key of each token's document, or None where nothing is packed.
+    """Returns the first key of each token's document, or None if nothing is packed.
 
     Args:
         module: The attention layer.
         query: ``(batch, nheads, seqlen_q, head_dim)``.
         seqlen_k: Number of keys.
-        numbers: What the mask says, None where it is a dense one.
-        kwargs: What the model hands to attention functions. ``cu_seq_lens_q`` and ``cu_seq_lens_k``
-            are integers ``(documents + 1,)``: 0 and the ends of the documents, counted through the
-            rows of the batch one behind the other.
+        numbers: The numbers of the mask, None if it is dense.
+        kwargs: The model's keyword arguments for attention functions. ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k`` are integers ``(documents + 1,)``: 0 and the ends of the documents,
+            counted through the rows of the batch one behind the other.
 
     Returns:
         int32 ``(batch, seqlen_q)`` on the device of query. Nothing is read back from a GPU.
 
     Raises:
         ValueError: They can't be used: the attention is bidirectional or in chunks, there are keys
-            of earlier tokens, or they don't fit the batch or each other. What only a GPU's values
-            say fails as an assertion on the device.
-        RuntimeError: The same of values, under torch.compile.
+            of earlier tokens, or they don't fit the batch or each other. If only the values
+            on a GPU show it, an assertion on the device fails.
+        RuntimeError: The values show it under torch.compile.
     """
     ends, ends_k = (kwargs.get(name) for name in _NAMES)
     if ends is None and ends_k is None:
@@ -92,11 +92,11 @@ def key_start(
 
 
 class _Pass(NamedTuple):
-    """The starts of a forward pass, of which some layers have run."""
+    """The starts of a forward pass that some layers have run."""
 
     ends: weakref.ref[Tensor]
     ends_k: weakref.ref[Tensor]
-    made_for: tuple[Any, ...]  # the versions of both, and what else the starts depend on
+    made_for: tuple[Any, ...]  # the versions of both and the other values that the starts depend on
     start: Tensor
     layers: weakref.WeakSet[nn.Module]
 
@@ -173,11 +173,11 @@ def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
 
 
 def apply(start: Tensor, numbers: Numbers, mask: Tensor | None) -> Numbers:
-    """What a causal mask and the documents say together, computed once for all layers of a pass.
+    """The numbers of a causal mask within documents, computed once for all layers of a pass.
 
     Args:
-        start: What :func:`key_start` returned.
-        numbers: What the mask says.
+        start: The result of :func:`key_start`.
+        numbers: The numbers of the mask.
         mask: The mask that they were split from, None if there is none.
 
     Raises:
@@ -200,7 +200,7 @@ def _apply(start: Tensor, numbers: Numbers) -> Numbers:
 
 
 def apply_dense(start: Tensor, mask: Tensor) -> Tensor:
-    """The same of a dense mask ``(batch, nheads or 1, seqlen_q, seqlen_k)``."""
+    """A dense mask within the documents ``(batch, nheads or 1, seqlen_q, seqlen_k)``."""
     together = (start[:, :, None] == start[:, None, :])[:, None]
     if mask.dtype == torch.bool:
         return mask & together

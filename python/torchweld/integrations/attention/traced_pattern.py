@@ -1,6 +1,6 @@
-"""What a mask function says while torch.compile or export traces.
+"""The pattern of a mask function while torch.compile or export traces.
 
-The tracer hides what a function closes over, so :mod:`.mask_pattern` can't look into one that holds
+The tracer hides a function's closure, so :mod:`.mask_pattern` can't look into one that holds
 tensors: the documents of a packed row, or where chunks begin. Such a function is called instead. A
 token that does not see the key before it begins a document or a chunk, and rows see the keys from
 there up to themselves. The device asserts that the function shows the first and the last key of
@@ -33,14 +33,14 @@ def pattern_of(
     use_vmap: bool = False,
     **_: Any,
 ) -> Pattern | None:
-    """The pattern of a mask function that is being traced, or None where it is unknown.
+    """The pattern of a mask function that is being traced, or None if it is unknown.
 
     Args:
         mask_function: transformers' description of the pattern.
         local_size: Window or chunk size of a local pattern.
         causal_skip: Whether None may stand for plain causal attention.
         skip: Whether None may stand for some mask.
-        call: What the mask is for.
+        call: The request for the mask.
         config: The model's.
         use_vmap: Whether a function of the caller's is in the mask.
     """

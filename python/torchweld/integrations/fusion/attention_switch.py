@@ -1,7 +1,7 @@
-"""What ``fuse`` does with a transformers model that is no GPT-2: it switches its attention.
+"""``fuse`` for a transformers model that is no GPT-2: it switches the attention.
 
-transformers' own ``set_attn_implementation`` does the switch, for sub-models too; here stands which
-models are refused, what is remembered for ``unfuse``, and what the report lists.
+transformers' own ``set_attn_implementation`` does the switch, for sub-models too. This module
+refuses models, keeps their state for ``unfuse`` and fills in the report.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def attention_paths(path: str, root: PreTrainedModel) -> list[str]:
 
 
 def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
-    """``(path, class name)`` of what else is an attention layer, going by its name."""
+    """``(path, class name)`` of other modules whose class name says attention."""
     prefix = f"{path}." if path else ""
     asking = {where + "." for where in attention_paths(path, root)}
     named = {
@@ -116,7 +116,7 @@ class Switch:
 
 
 def plan(model: nn.Module, report: FuseReport) -> list[Switch]:
-    """What to switch; what not to goes to the report."""
+    """Returns the switches of a model; the report lists the layers that are not switched."""
     switches = []
     for path, root in roots(model):
         asking, others = attention_paths(path, root), other_attention_layers(path, root)
@@ -136,7 +136,7 @@ def plan(model: nn.Module, report: FuseReport) -> list[Switch]:
 def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
     """Why a layer that no sample has run will not run the op, and whether it would raise.
 
-    Going by its source and head dim; None where nothing there speaks against it.
+    The source and the head dim decide; None if neither speaks against the op.
     """
     given = re.findall(r"\b(\w+)=", layer_source(type(layer)))
     for name, what in UNSERVED.items():
@@ -234,10 +234,10 @@ def restore_configs(root: nn.Module, before: dict[str, str]) -> None:
 
 
 def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
-    """The default batch of a model: two small inputs of random values, None where none is known.
+    """The default batch of a model: two small inputs of random values, None if none is known.
 
-    Tokens are padded, as their tokenizers pad them: on the left where the model generates, on the
-    right where there is an encoder.
+    Tokens are padded, as their tokenizers pad them: on the left if the model generates, on the
+    right if it has an encoder.
     """
     config, name = root.config, root.main_input_name
     encoded = bool(getattr(config, "is_encoder_decoder", False))

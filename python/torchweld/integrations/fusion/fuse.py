@@ -39,22 +39,23 @@ def fuse(
     :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). PEFT's LoRA layers add
     their adapter's product to that of the base layer, and the MLP around them keeps its gate
     (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Parameters, their
-    names, state_dict, optimizers, save_pretrained and config.json stay as they were. What can't be
-    replaced safely stays stock and is listed with the reason: a class that does not take its
-    attention from transformers' AttentionInterface, layers that choose their keys, hooks
+    names, state_dict, optimizers, save_pretrained and config.json stay as they were. A module that
+    can't be replaced safely stays stock and is listed with the reason: a class that does not take
+    its attention from transformers' AttentionInterface, layers that choose their keys, hooks
     (accelerate's offloading too), quantised layers, parameters that are sharded otherwise than by
     ``parallelize`` or ``fully_shard``, mixed dtypes, blocks of GPT-2 whose parts the model uses in
     several places, an activation without a fused form, a device that this build has no kernel for.
 
-    The report is measured: what the layers run on the sample batch counts. A layer that ran SDPA
-    there is listed with the reason, and a model of which no layer runs an op stays stock.
+    The report is measured: it lists the ops that the layers run on the sample batch. A layer that
+    ran SDPA there is listed with the reason, and a model without a layer that runs an op stays
+    stock.
 
     Args:
         model: A model of transformers or any module that contains one. It may be moved, cast,
             copied, pickled, compiled and trained afterwards.
         sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
-            arguments. By default a small random batch of what the model takes: tokens, padded on
-            one side, images or audio. Where that does not fit, the report says so.
+            arguments. By default a small random batch of the model's inputs: tokens, padded on one
+            side, images or audio. If it does not fit, the report says so.
         check: Whether to run that comparison, in eval mode without gradients: the batch whole and,
             where a decoder has a cache, in two calls and four more tokens over it. Layers with
             dropout run it once more as in training mode, and the report notes what runs there.
@@ -64,8 +65,8 @@ def fuse(
             labels it then returns a loss and no logits. Evaluation and generation stay as they
             were. A string is the op's ``keep``: "nothing" needs the least memory and a product
             more, where blocks are recomputed too; True is "auto".
-        only: What to replace: some of "attention", "norm", "mlp", "rotary", "lora". By default all.
-            (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation "mlp".)
+        only: The kinds to replace: some of "attention", "norm", "mlp", "rotary", "lora". By default
+            all. (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation "mlp".)
 
     Returns:
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.

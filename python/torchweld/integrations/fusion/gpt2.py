@@ -1,4 +1,4 @@
-"""What ``fuse`` changes in a Hugging Face GPT-2, and the reasons against it.
+"""The changes of ``fuse`` to a Hugging Face GPT-2, and the reasons against it.
 
 A GPT-2 block computes ``c_attn(ln_1(x))`` and ``act(c_fc(ln_2(x)))``, which torchweld has as one op
 each. ``fuse`` gives a block the class of :mod:`.families` that runs them: no module or parameter
@@ -125,8 +125,8 @@ def sites(
 
     Args:
         block: A block of the model.
-        used: What :func:`uses` gives.
-        gathered: What :func:`.fsdp.gathered` gives.
+        used: The result of :func:`uses`.
+        gathered: The result of :func:`.fsdp.gathered`.
     """
     if stock_class(block) is not GPT2Block:
         reason = f"the block is {_class(block)}, not transformers' GPT2Block"

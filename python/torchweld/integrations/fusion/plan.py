@@ -29,7 +29,7 @@ from torchweld.integrations.fusion.recognise.find import find_fusion
 from .probes import Probes
 from .report import FuseReport
 
-# What unknown modules are, going by their classes' names.
+# The kinds of unknown modules, by their classes' names.
 _NAMED = (
     ("norm", "norms", r"^[^_].*Norm$"),
     ("mlp", "MLPs", r"(MLP|Mlp|FFN|FeedForward|Intermediate|Dense|Experts)$"),
@@ -39,7 +39,7 @@ _NAMED = (
 def plan(
     model: nn.Module, kinds: Collection[str], probes: Probes, report: FuseReport
 ) -> list[Replacement]:
-    """Returns what to replace. What must stay stock goes to the report."""
+    """Returns the replacements in a model; the report lists the modules that must stay stock."""
     replacements: dict[nn.Module, Replacement] = {}
     gathered = fsdp.gathered(model)
     projecting: dict[nn.Module, str] = {}

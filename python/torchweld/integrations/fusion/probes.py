@@ -83,7 +83,7 @@ class Probes:
         return self.once(key, lambda: _refusal(op, _Like(device, weight.dtype), options))
 
     def once(self, key: Any, compare: Callable[[], str | None]) -> str | None:
-        """What a comparison says, which is made once for each key."""
+        """Returns the result of a comparison, which runs once for each key."""
         if key not in self._known:
             self._known[key] = compare()
         return self._known[key]

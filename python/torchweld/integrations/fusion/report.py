@@ -13,15 +13,15 @@ class FuseReport:
     Attributes:
         model: Class name of the model.
         replaced: Paths of the modules that now run torchweld ops. Each of them ran one on the
-            sample batch, unless ``ops`` says that the batch did not run it, or what does, or a
-            note says that nothing was measured.
+            sample batch, unless ``ops`` says that the batch did not run it, or which calls
+            do, or a note says that nothing was measured.
         skipped: ``(path, reason)`` of every place that was left stock or runs something else.
         max_abs_diff: Largest absolute difference of the outputs, fused against stock, on a sample
             batch; None when it was not measured.
-        compared: What was compared, for example
+        compared: The compared outputs, for example
             ``"logits (2, 16, 50257) float32, whole and over a cache"``.
         ops: Path to the fusion that runs there, for every replaced path.
-        calls: How often the whole sample batch ran each op, and what ran instead of one.
+        calls: How often the whole sample batch ran each op, and the code that ran instead of an op.
         notes: Sentences on things that a user should know, such as dropout.
 
     Example::
@@ -125,12 +125,12 @@ UNCHECKED = "check=False: no sample batch ran, so what the layers run was not me
 
 
 def list_places(places: list[tuple[str, Any]], calls: Any, report: FuseReport) -> bool:
-    """Puts places into the report by what they ran, and says whether any is replaced.
+    """Adds places to the report by the code that they ran. Returns whether any is replaced.
 
     Args:
-        places: ``(path, what recorder.record was given)``.
-        calls: What was recorded, None where nothing was.
-        report: It has ``ops`` of the places already.
+        places: ``(path, key of recorder.record)``.
+        calls: The recorded calls, or None if no batch ran.
+        report: Its ``ops`` have the places already.
     """
     found, counted = False, set()
     for where, key in places:

@@ -18,7 +18,7 @@ from .sample import Sample
 
 
 class Changes(NamedTuple):
-    """What to change in a model, and what measures it.
+    """The changes to a model, and the batch that measures them.
 
     Attributes:
         replacements: The modules to fuse.
@@ -109,7 +109,7 @@ def _restore_attention(switches: list[Switch], reason: str, report: FuseReport) 
 
 
 def _list_attention(switches: list[Switch], calls: Any, report: FuseReport) -> None:
-    """:func:`.list_places` of attention layers; where none runs the op, the switch is undone."""
+    """Lists attention layers in the report; undoes a switch if none of its layers runs the op."""
     for switch in switches:
         if not list_places(switch.known_to_run(calls, report), calls, report):
             switch.restore()

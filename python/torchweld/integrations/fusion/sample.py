@@ -56,7 +56,7 @@ class Sample:
         self.kwargs = [each for _, each in known]
 
     def try_run(self, report: FuseReport) -> list[Tensor] | None:
-        """:meth:`run` of what is stock, None and a note where the default batch does not fit."""
+        """:meth:`run` of the stock model; None and a note if the default batch does not fit."""
         name, fix = type(self.model).__name__, "pass sample= to measure what its layers run"
         if self.inside:
             report.notes.append(f"{name} must run as a whole, because fully_shard has it; {fix}")
@@ -91,7 +91,7 @@ class Sample:
         return outputs
 
     def try_over_cache(self, report: FuseReport) -> None:
-        """Runs what is stock over a cache, if it has one; a note says why it can't."""
+        """Runs the stock model over a cache, if it has one; if that fails, a note says why."""
         try:
             with recorder.recording(), self._evaluating():
                 pairs = zip(self.targets, self.kwargs, strict=True)
@@ -101,10 +101,10 @@ class Sample:
             report.notes.append(f"stock and fused were not compared over a cache ({why})")
 
     def compare(self, stock: list[Tensor], report: FuseReport) -> recorder.Calls:
-        """Runs what is fused, and puts its largest difference from what is stock into the report.
+        """Runs the fused model, and adds its largest difference from the stock one to the report.
 
         Returns:
-            What the layers ran on the whole batch.
+            The calls of the layers on the whole batch.
 
         Raises:
             RuntimeError: The fused model gave NaN or inf where the stock model did not.
@@ -144,7 +144,7 @@ class Sample:
             report.notes.append(f"in training mode: {count} x {instead}{why}")
 
     def _compare_over_cache(self, whole: float, calls: recorder.Calls, report: FuseReport) -> None:
-        """Adds to the report what is different over a cache from the ``whole`` batch."""
+        """Adds the difference over a cache to the report, and calls that only a cache makes."""
         worst = 0.0
         with recorder.recording() as cached, self._evaluating():
             for target, kwargs, (outputs, tokens) in zip(

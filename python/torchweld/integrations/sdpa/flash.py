@@ -89,7 +89,7 @@ class Flash:
         return self.results(out, lse, query, key)
 
     def backward(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """The gradient's kernel. It depends on what was saved alone, not on which forward ran."""
+        """The gradient's kernel, which the saved tensors choose, not the forward that ran."""
         given = dict(zip(self._backward_names, args, strict=False), **kwargs)
         _, query, key, value, _, lse = args[:6]
         if self.backward_refusal(**given) or not runs_on(query.device):
@@ -249,8 +249,8 @@ class Varlen(Flash):
 
     ``torch.nn.attention.varlen.varlen_attn`` and SDPA of jagged nested tensors call it with
     cumulative lengths, which the host does not read here. In torch's kernel lse of a row that sees
-    no key is inf, here -inf, so it is exchanged in both directions. Dense calls, of which SDPA's
-    flash op makes some, stay torch's.
+    no key is inf, here -inf, so it is exchanged in both directions. Dense calls, which
+    SDPA's flash op makes too, stay torch's.
     """
 
     FORWARD = "_flash_attention_forward"

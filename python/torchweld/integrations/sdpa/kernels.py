@@ -14,10 +14,10 @@ there before::
     their gradients: aten::..._backward
          -> torchweld::attention_backward, or torch's own
 
-What a graph has saved means the same to both: lse is the natural logarithm in float32, and causal
-masks are aligned at the bottom right. They differ in rows that see no key (lse is -inf here, inf
-there). So a graph that was recorded with one runs backward with the other. The overloads for fp8
-stay torch's.
+The saved tensors of a graph mean the same to both: lse is the natural logarithm in float32, and
+causal masks are aligned at the bottom right. They differ in rows that see no key (lse is -inf here,
+inf there). So a graph that was recorded with one runs backward with the other. The overloads for
+fp8 stay torch's.
 
 On Hopper torch prefers its cuDNN back end to flash, so that SDPA would never get here: flash is put
 first in torch's order for as long.
@@ -190,7 +190,7 @@ def _check_cuda() -> None:
 
 
 def use_in_sdpa(device: str = "cuda") -> SdpaHandle:
-    """`F.scaled_dot_product_attention` runs torchweld's kernels, where they can serve it.
+    """`F.scaled_dot_product_attention` runs torchweld's kernels, if they can serve the call.
 
     On CUDA torchweld's attention is registered as "torchweld" among torch's flash attention
     implementations and activated: SDPA's flash back end and `torch.nn.attention.varlen.varlen_attn`

@@ -78,7 +78,8 @@ def of(stock: type[nn.Module], known: tuple[str, ...] | None = None) -> Argument
 
     Args:
         stock: A class of modules.
-        known: What the fused forward knows, the cache as "cache"; None stands for every argument.
+        known: The arguments that the fused forward knows, the cache as "cache"; None stands for
+            every argument.
     """
     return _read(stock.forward, known)
 
@@ -106,7 +107,7 @@ def difference(stock: type[nn.Module], wanted: tuple[str, ...], exact: bool = Fa
 
     Args:
         stock: A class of modules.
-        wanted: What the fused forward needs, the cache as "cache".
+        wanted: The arguments that the fused forward needs, the cache as "cache".
         exact: Whether the stock forward must have no others and take ``**kwargs``.
     """
     found = of(stock, wanted)

@@ -117,9 +117,9 @@ def causal_loss(
         num_items_in_batch: The sum of the losses is divided by it; None: their mean.
         ignore_index: Labels without a loss.
         shift_labels: ``(batch, seqlen)`` labels of the next positions, in place of ``labels``.
-        keep: Of the op: what its forward stores.
-        options: Of the op: what the model does to the logits.
-        **kwargs: What transformers ignores too.
+        keep: The op's option ``keep``.
+        options: The op's options for the model's changes to the logits.
+        **kwargs: Ignored, as transformers does.
     """
     target = labels if shift_labels is None else shift_labels
     op = sharded_loss if has_classes(head) else _library.ops.linear_cross_entropy
@@ -144,14 +144,14 @@ def causal_loss(
 
 
 def set_keep(model: nn.Module, keep: str) -> None:
-    """Sets what the fused losses of a model store."""
+    """Sets the option ``keep`` of a model's fused losses."""
     for module in model.modules():
         if isinstance(module, FusedCausalLM):
             vars(module)[KEEP] = keep
 
 
 def keep_of(model: nn.Module) -> str:
-    """What the fused loss of a model stores."""
+    """Returns the option ``keep`` of a model's fused loss."""
     return getattr(model, KEEP, "auto")
 
 

@@ -1,6 +1,6 @@
 """The decoder families of transformers whose modules ``fuse`` replaces: one table.
 
-A row of :data:`FAMILIES` says in what a family differs from Llama. :data:`FUSIONS` is made of it:
+A row of :data:`FAMILIES` says how a family differs from Llama. :data:`FUSIONS` is made of it:
 for each class of transformers the :class:`.FusedModule` that computes the same with torchweld's
 ops. ``fuse`` gives a module the class :func:`fused_class`, which has both as its parents, so
 ``isinstance``, parameters, state_dict and hooks see no difference.
@@ -27,14 +27,14 @@ class Family(NamedTuple):
     Attributes:
         prefix: Of its classes: ``LlamaMLP`` has "Llama".
         eps: The norm's attribute that holds eps.
-        weight_offset: What the norm adds to its weight.
+        weight_offset: The number that the norm adds to its weight.
         packed: Whether gate and up, and query, key and value, are one linear layer each.
         activation: The MLP's attribute that holds the activation.
-        head_norm: What of query and key is normalised: "head", "row" (all heads at once) or None.
+        head_norm: The rows of query and key that are normalised: "head", "row" (all heads) or None.
         interleaved: Whether rotary pairs are neighbours; only half of a table counts then.
-        options: What an attention layer hands its attention function beside Llama's arguments.
+        options: The arguments of the attention function that Llama's layer does not pass.
         layer: The norms and dropouts of a decoder layer.
-        logits: What the head does to its logits, as options of ``linear_cross_entropy``.
+        logits: The head's changes to its logits, as options of ``linear_cross_entropy``.
     """
 
     prefix: str

@@ -24,7 +24,7 @@ from .fsdp import class_before
 
 STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
 FUSED_SITES = "_torchweld_sites"  # of a module whose class has several: those that are fused
-KEEP = "_torchweld_keep"  # of a model with a fused loss: what the loss stores
+KEEP = "_torchweld_keep"  # the option `keep` of a model's fused loss
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -33,9 +33,9 @@ class Replacement(NamedTuple):
 
     Attributes:
         where: Its path in the report.
-        key: What :func:`.recorder.record` is given for it.
+        key: The key of its calls in :func:`.recorder.record`.
         modules: The modules that get a fused class.
-        site: What of a module is fused, where its class has several.
+        site: The fused part of a module, if its class has several.
     """
 
     where: str
@@ -88,7 +88,7 @@ class FusedModule(nn.Module):
 
     @staticmethod
     def replacement(path: str, module: nn.Module, row: Any) -> Replacement:
-        """What is replaced for a stock or fused module at ``path``."""
+        """The replacement for a stock or fused module at ``path``."""
         return Replacement(path, module, (module,))
 
     @staticmethod
@@ -145,7 +145,7 @@ _replaced_once = functools.cache(_replaced)
 
 
 def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Computes what the module computed before ``fuse``."""
+    """Calls the forward that the module had before ``fuse``."""
     # NOTE: don't call super() here. Code that wrapped this forward may still call it after unfuse,
     # when the module has its stock class again.
     return stock_class(module).forward(module, *args, **kwargs)

@@ -1,12 +1,13 @@
 """A GPT-2 block that runs ``norm -> linear (-> activation)`` as one op.
 
 :class:`FusedGPT2Block` reads the parameters of its stock submodules, which stay as they are: each
-of them computes what it always did when it is called alone, and may be moved or shared. In every
-call the block asks which of its :data:`SITES` may run fused. A hook that was added after ``fuse``
+of them still works when it is called alone, and may be moved or shared. In every call the block
+asks which of its :data:`SITES` may run fused. A hook that was added after ``fuse``
 (accelerate's offloading too) or a replaced layer (LoRA) makes that site run stock.
 
 A step of generation computes so little that the GPU waits for the host. So the block also leaves
-out what changes nothing: looking its attention up, views, calls of modules that return their input.
+out work without effect: the look-up of its attention, views, calls of modules that return their
+input.
 """
 
 from __future__ import annotations
@@ -148,11 +149,11 @@ def _self_attention(
     """Self-attention by the function that the config names, and the weights where it gives them.
 
     Args:
-        attn: The attention layer, of which ``c_attn`` is done.
+        attn: The attention layer; its ``c_attn`` has run.
         qkv: ``(batch, rows, 3 * nheads * head_dim)``.
         signature: The arguments of the stock block.
-        kwargs: What the stock layer is given beside its input. Cache and mask are taken out; the
-            others go to the attention function.
+        kwargs: The stock layer's arguments beside its input. Cache and mask are removed; the others
+            go to the attention function.
 
     Returns:
         ``(batch, rows, nheads, head_dim)``, and the attention weights or None.

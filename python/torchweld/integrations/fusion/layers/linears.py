@@ -66,7 +66,7 @@ def sharded_loss(*args: Any, **options: Any) -> Tensor:
 
 
 def mesh_of(layer: nn.Module) -> Any:
-    """The mesh over which parallelize has sharded a layer, None where it is whole."""
+    """Returns the mesh over which parallelize has sharded a layer, or None if it is whole."""
     return None if type(layer) is nn.Linear else layer.weight.device_mesh
 
 
@@ -79,9 +79,9 @@ class Operands(NamedTuple):
 
 
 def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
-    """What an op computes several layers of x with.
+    """Returns the operands of an op that computes several layers of x.
 
-    None unless all layers are whole, or all are sharded alike, and all are of one dtype.
+    None unless all layers are whole, or all are sharded alike, and all have one dtype.
     """
     if _has_any_global_hook() or not all(map(untouched, layers)):
         return None
@@ -105,7 +105,7 @@ def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
 
 
 def _mesh_of_columns(layer: nn.Module) -> Any:
-    """The mesh over which a layer's columns are sharded, None where they are not."""
+    """Returns the mesh over which a layer's columns are sharded, or None if they are not."""
     return mesh_of(layer) if type(layer) in COLUMNS else None
 
 

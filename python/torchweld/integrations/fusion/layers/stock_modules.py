@@ -74,7 +74,7 @@ def implementation(config: Any) -> str | None:
     """``config._attn_implementation``.
 
     NOTE: a configuration overrides __getattribute__, in Python: the property takes the host as long
-    as an op does. torch.compile can trace it and not what is done instead.
+    as an op does. torch.compile can trace the property, but not its replacement.
     """
     if torch.compiler.is_compiling():
         return config._attn_implementation

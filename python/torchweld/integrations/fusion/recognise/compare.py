@@ -65,7 +65,7 @@ class Kind(NamedTuple):
     Attributes:
         name: With its article, for reasons.
         replica: Makes the replica of a module.
-        run: Calls a forward of a replica; returns tensors, and what else must be equal.
+        run: Calls a forward of a replica; returns tensors and other values that must be equal.
     """
 
     name: str
@@ -84,7 +84,7 @@ def difference(module: nn.Module, kind: Kind, row: Any, weight: Tensor) -> str |
     Args:
         module: A module whose class is registered with ``row``.
         kind: A kind of module.
-        row: What the fused class of the module has.
+        row: The row of the module's fused class.
         weight: A parameter of the module.
     """
     reason = strict_difference(module, kind, row)
@@ -181,7 +181,7 @@ def bare_replica(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
 
 
 def key_of(module: nn.Module) -> tuple[Any, ...]:
-    """What the forward of a module may depend on, beside its weights."""
+    """The values that the forward of a module may depend on, beside its weights."""
     stock = stock_class(module)
     children = [(name, *_values(child)) for name, child in module._modules.items()]
     return stock, stock.forward, tuple(_values(module)), *children

@@ -38,7 +38,7 @@ _NOT_GIVEN = ("dropout", "scaling", "marker")  # by options; every attention lay
 
 
 class Options(NamedTuple):
-    """What an attention layer passes to its attention function beside Llama's arguments.
+    """The arguments of an attention function that Llama's layer does not pass.
 
     Attributes:
         sources: For each keyword the attribute that it comes from: of the layer, or of its config
@@ -296,7 +296,7 @@ class RecognisedAttention(Recognised, FusedAttention):
 
 
 class RecognisedLayer(Recognised, FusedLayer):
-    """A decoder layer of another class. The comparison shows what it does with each argument."""
+    """A decoder layer of another class. The comparison covers each of its arguments."""
 
     knows = None
     comparison = compare.Kind("a decoder layer", _layer_replica, _run_layer)

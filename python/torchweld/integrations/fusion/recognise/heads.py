@@ -30,7 +30,7 @@ class Logits(NamedTuple):
     """The option of the op that changes the logits as a model does with a number of its config.
 
     Attributes:
-        option: Of the op; None where the model leaves the logits as they are.
+        option: The op's option; None if the model leaves the logits as they are.
         number: Its name in the config.
         inverse: Whether the option is 1 over the number.
     """
@@ -55,7 +55,7 @@ _CHANGES = (
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for a model by its structure, None where it has another."""
+    """Returns the fused parent and the row for a model by its structure, or None."""
     if not _has_parts_of_head(module) or difference(module) is not None:
         return None
     return choose(module, _rows, RecognisedCausalLM)

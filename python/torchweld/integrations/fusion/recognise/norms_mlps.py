@@ -69,7 +69,7 @@ class Recognised:
     """A fused module whose class is in no table: compared before it is used, pickled by its row.
 
     Attributes:
-        comparison: What it is compared as.
+        comparison: The kind of module for the comparison.
     """
 
     comparison: ClassVar[compare.Kind]
@@ -139,7 +139,7 @@ def choose(
 
 
 def is_mlp(module: nn.Module, row: MLP) -> bool:
-    """Whether a candidate computes what the fused MLP of its row does."""
+    """Whether a candidate computes the same as the fused MLP of its row."""
     # Without a gate the fused module runs the stock forward, and nothing is compared.
     gate = gate_of(module, row)
     return (
