@@ -75,7 +75,7 @@ def check_views_and_large_scores(engine, rows):
 
 
 def check_same_bits(engine, q, k, v, pads, others, **kwargs):
-    """The same bits in every run, and of the first sequence beside `others` as well."""
+    """A call gives equal bits in every run, and for the first sequence beside `others` too."""
     pads, others = (torch.tensor(p, dtype=torch.int32, device="cuda") for p in (pads, others))
     for _ in each_configuration(engine, q, k, v, pads, **kwargs):
         first = ops.attention(q, k, v, pads, **kwargs)

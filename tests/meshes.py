@@ -4,7 +4,7 @@ A module of cases has `cases(mesh)`: by name, functions of a DeviceMesh that rai
 is wrong. `said_by` starts the processes and returns what each case said, "" for nothing.
 
 The processes compute on the CPU and talk over gloo. With TORCHWELD_TEST_DISTRIBUTED=nccl each has a
-GPU and they talk over NCCL, in float32, which is what the CUDA kernels have; meshes of more
+GPU and they talk over NCCL, in float32, the dtype of the CUDA kernels; meshes of more
 processes than there are GPUs are skipped.
 """
 
@@ -113,7 +113,7 @@ def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[s
 
 
 def said_by(module: str, tmp_path_factory: Any) -> Callable[[str], dict[str, str]]:
-    """What a mesh's processes said of each case; one of pytest's workers runs them for all."""
+    """The messages of a mesh's processes by case; one of pytest's workers runs them for all."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

@@ -13,9 +13,9 @@ doubled because an accumulator may truncate:
     exp, erf, tanh, a division    evaluated once                          error FUNCTION U |size|
 
 The statistical error has sqrt(k) in place of k. A `Running` also records the way of its gradient,
-in the same arithmetic, so that `gradients` gives the gradient of a formula with its errors. What a
-formula alone would not tell, such as an exponential that is computed again from a rounded lse, is
-in the methods that have the name of a `@primitive` of reference.py.
+in the same arithmetic, so that `gradients` gives the gradient of a formula with its errors. Errors
+that the formula alone does not show, such as those of an exponential that is computed again from a
+rounded lse, are in the methods that have the name of a `@primitive` of reference.py.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Running:
         return out if self.is_saved else out.erring(error, error)
 
     def saved(self, name: str) -> Running:
-        """This result, or what the call is given in its place."""
+        """This result, or the value that the call is given in its place."""
         CALL.results[name], given = self, CALL.saved.get(name)
         if name == "sum":  # torch rounds the sum of 16-bit values in float32 once, as the op does
             self.errors = EXACT
@@ -168,7 +168,6 @@ class Running:
         return self if self.shape == shape else self.linear(lambda t: t.sum_to_size(shape), k)
 
     def mean(self, dim: int) -> Running:
-        """Of dlogits, a row shares its gradient."""
         n = max(self.shape[dim], 1)
 
         def back(g: Running) -> Running:
@@ -578,7 +577,7 @@ def product(a: Any, b: Any, shape: Sequence[int] | None = None) -> Running:
         return product(g, b.mT, x.shape) if y.dim() > 1 else g[..., None] * b
 
     def to_b(g: Running) -> Running:
-        read = a.again if isinstance(a, Running) else a  # what the backward computes again
+        read = a.again if isinstance(a, Running) else a  # a as the backward recomputes it
         return product(read.mT, g, y.shape)
 
     ways = [(a, lambda e: times(e, y.abs()), to_a),
@@ -640,7 +639,7 @@ def gradients(outputs: Sequence[Any], leaves: Sequence[Any]) -> list[Running | N
 
 
 class Call:
-    """What a formula gets in place of results that the forward saved, and its results by name."""
+    """The values in place of the results that the forward saved, and the results by name."""
 
     def __init__(self, saved: dict[str, Tensor], is_stored: bool = False, device: str = "") -> None:
         self.saved, self.is_stored, self.device, self.results = saved, is_stored, device, {}

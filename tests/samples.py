@@ -1008,7 +1008,7 @@ def requiring(op: str, args: Sequence[Any], wanted: Sequence[int] | None = None)
 
 
 def forward_backward(op, args, kwargs, dout: Tensor | None = None):
-    """The first output and the gradients of the differentiable arguments (None where absent)."""
+    """The first output and the gradients of the arguments (None if not differentiable)."""
     leaves = requiring(op, args)
     out = as_tuple(call(op)(*leaves, **kwargs))[0]
     inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]

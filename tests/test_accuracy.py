@@ -19,7 +19,7 @@ from numerics import check_promise
 from samples import F32, as_tuple, call, need_kernel, requiring, with_defaults
 from tensors import randn
 
-# What is done to the first argument of a call, whose last dim holds rows.
+# The changes to the first argument of a call; its last dim holds rows.
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda t: t,
     **{f"offset {size:g}": lambda t, size=size: t + size for size in (1e2, 1e4)},

@@ -27,7 +27,7 @@ SIZES = [
 
 
 def by_position(t):
-    """The same values as a view of a tensor (batch, seqlen, heads, columns)."""
+    """Copies t into a view of a tensor (batch, seqlen, heads, columns)."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What autograd's callers ask of every differentiable op: second derivatives, pipelines that split
+"""Uses of autograd that every differentiable op serves: second derivatives, pipelines that split
 a backward, checkpointing that stops early, batches of gradients, and no gradient that is not asked
 for.
 """

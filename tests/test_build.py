@@ -46,7 +46,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
 
 
 def run_setup(folder: Path) -> str:
-    """What setup.py says with the modules of a folder before the installed ones; it must fail."""
+    """The error of setup.py with the modules of a folder before the installed ones."""
     command = [sys.executable, "setup.py", "--version"]
     env = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)

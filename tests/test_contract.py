@@ -1,4 +1,4 @@
-"""What every op promises, checked for every overload that the dispatcher lists."""
+"""The contract of every op, checked for every overload that the dispatcher lists."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIRST = [pytest.param(SAMPLES[op][0], id=op) for op in OPS]
 
 
 def form(s: Sample) -> tuple:
-    """What tracing by Dynamo and export depends on: types of the arguments, and empty tensors."""
+    """The inputs of tracing by Dynamo and export: types of the arguments, and empty tensors."""
     args, kwargs = s.make()
     empty = any(a.numel() == 0 for a in args if isinstance(a, Tensor))
     return s.op, empty, *map(type, args), *((name, type(value)) for name, value in kwargs.items())

@@ -136,7 +136,7 @@ def test_images_of_8_columns_are_exact(device, height):
 
 
 def between_nan(x, offset: int, gap: int):
-    """The same x with NaN around its images, which begin anywhere."""
+    """Copies x to a buffer with NaN around its images, which begin anywhere."""
     batch, height, width = x.shape
     stride = height * width + gap
     storage = torch.full((batch * stride + 16,), math.nan, dtype=x.dtype, device=x.device)
@@ -289,7 +289,7 @@ def test_only_what_is_asked_for(device):
 def test_large_batches_and_images(device):
     cases = [((4, 200, 260), (3, 5))]
     if device == "cuda":
-        # Strips are whole only where there are many.
+        # Strips are whole only if there are many.
         shapes = [(4097, 8, 8), (4097, 16, 16), (64, 64, 64), (3, 1000, 1030), (4, 1000, 520)]
         cases = [(shape, (3, 5)) for shape in shapes] + [((600, 64, 64), (7, 9))]
         cases += [((1100, 64, 256), (4, 7)), ((4200, 65, 61), (3, 5))]

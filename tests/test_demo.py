@@ -305,7 +305,7 @@ def test_ctrl_c_in_a_later_part(tmp_path, capsys, prose, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_terminal_that_is_not_utf8(tmp_path, capsys, monkeypatch, encoding):
-    """What its encoding lacks is printed as ?; files and exit status are as ever."""
+    """Characters that its encoding lacks are printed as ?; files and exit status do not change."""
     path = tmp_path / "prose.txt"
     path.write_text(PROSE.replace("hares", "зайцев"), encoding="utf-8")
     printed = io.BytesIO()

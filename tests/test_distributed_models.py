@@ -1,7 +1,7 @@
 """Modules and models sharded over 2 and 4 processes: the answers of one process.
 
-The cases are in sharded_models.py (tensor parallel) and fully_sharded.py (FSDP2 and what goes with
-it); the processes are started once and run all of a file.
+The cases are in sharded_models.py (tensor parallel) and fully_sharded.py (FSDP2 alone or with
+tensor parallel); the processes are started once and run all of a file.
 """
 
 from __future__ import annotations

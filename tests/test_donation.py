@@ -98,7 +98,7 @@ def alias_of_preact(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Te
 
 
 def test_what_an_alias_in_torchscript_has_stays_as_it_was(device):
-    """It is no view that would hold its base, and no Python object holds the pre-activation."""
+    """The alias is no view that would hold its base; no Python object holds the pre-activation."""
     inputs = inputs_of("linear", device)
     out, alias = torch.jit.script(alias_of_preact)(*inputs)
     assert not alias._is_view()

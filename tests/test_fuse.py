@@ -194,7 +194,7 @@ def test_gradients_equal_stock(fused_device, pads, checkpointing):
 
 
 def test_a_cache_that_was_empty_is_not_kept_for_the_gradient(fused_device):
-    """A model fills one in training too, with copies; what it holds has a gradient all the same."""
+    """A model fills one in training too, with copies; the cached tensors still have a gradient."""
     model, stock = pair(fused_device)
     inputs = batch(fused_device)
     kept, given = set(), []
@@ -210,7 +210,7 @@ def test_a_cache_that_was_empty_is_not_kept_for_the_gradient(fused_device):
         cached = [t for layer in layers for t in (layer.keys, layer.values)]
         if each is model:
             assert not kept & {t.untyped_storage().data_ptr() for t in cached}
-        # The next tokens see what is cached.
+        # The next tokens see the cached ones.
         late = each(input_ids=inputs["input_ids"][:, :2], past_key_values=out.past_key_values)
         (out.logits.square().sum() + late.logits.square().sum()).backward()
         given.append((cached, late.logits, [p.grad for p in each.parameters()]))
@@ -458,7 +458,7 @@ def test_a_step_with_a_static_cache_compiles_in_one_graph(fused_device):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_compiled_without_a_mask_runs_the_op(fused_device, train):
-    """Also where there is no cache, and transformers would make a mask for packed sequences."""
+    """The op runs without a cache too, where transformers would make a mask for packed rows."""
     model, stock = pair(fused_device)
     model.train(train)
     ids = batch(fused_device, (0, 0))["input_ids"]
@@ -700,7 +700,7 @@ def test_replicas_of_the_attention_run_stock_too():
         assert_close(attn(norm(x))[0], want, rtol=1e-5, atol=1e-5)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def hook_it(module, kind):
@@ -1210,7 +1210,7 @@ def test_cross_attention_weights_of_an_eager_model_stay():
 
 
 def test_assisted_generation_with_attention_weights():
-    """What transformers' own test asks of a model."""
+    """The settings are those of transformers' own test."""
     settings = dict(
         max_new_tokens=6,
         do_sample=False,
@@ -1558,7 +1558,7 @@ def test_the_report_says_what_really_runs(name):
     want = {"torchweld::attention": runs, why: others}
     assert report.calls == {what: count for what, count in want.items() if count}
     assert bool(report) == (runs > 0)
-    # What runs nothing of torchweld's is stock again.
+    # A model that runs no op of torchweld is stock again.
     assert (model.config._attn_implementation == "torchweld") == (runs > 0)
     assert (report.max_abs_diff is None) == (runs == 0)
 
@@ -1638,7 +1638,7 @@ def test_a_model_that_fails_in_training_mode_says_so(monkeypatch):
     ],
 )
 def test_a_classifier_is_compared_at_its_tokens(kind, cls):
-    """It looks for the pad id, to find the last token of a sequence."""
+    """The classifier looks for the pad id, to find the last token of a sequence."""
     changes = {"is_decoder": kind != "bert", "initializer_range": 0.2}
     model = tiny_model(kind, cls, "sdpa", **changes).float().eval()
     report = fuse(model)

@@ -203,7 +203,7 @@ def test_every_activation_of_a_gated_mlp(device, name, activation, biased):
 
 @pytest.mark.parametrize("name", [*NAMES, *RECOGNISED])
 def test_saved_and_loaded(tmp_path, name):
-    """A fused model is saved as stock, and what is loaded computes the same, fused and stock."""
+    """A fused model is saved as stock, and the loaded model computes the same, fused and stock."""
     model = tiny(name).eval()
     stock = copy.deepcopy(model)
     report = fuse(model, loss=True)
@@ -342,7 +342,7 @@ def test_a_hook_after_fuse_sees_stock_values(path):
 
 @pytest.mark.parametrize("change", ["hook", "lora", "double", "quantised"])
 def test_projections_that_another_layer_makes_stay_stock(change):
-    """What is done to attention after fuse keeps the norm and the projections apart."""
+    """A change to attention after fuse keeps the norm and the projections apart."""
     model = tiny("Qwen2").eval()
     stock = copy.deepcopy(model)
     fuse(model)

@@ -72,7 +72,7 @@ def mask_of(attention_mask, q_length, kv_length, q_offset=None, **more):
 
 
 def pads_of(mask):
-    """What a mask of leftpad says."""
+    """The leftpad in a mask."""
     assert mask.shape[1:] == (1, 1, 1) and mask.dtype == torch.int32
     return mask.view(-1).tolist()
 
@@ -360,7 +360,7 @@ def test_float64_on_cuda_runs_sdpa():
 
 
 def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
-    # What transformers means by None after the prefill of a static cache.
+    # transformers passes None after the prefill of a static cache.
     qkv = views(attention_device, 4, 9)
     ours, stock = both(Layer(), qkv, None)
     assert_close(ours, stock, rtol=1e-5, atol=1e-5)
@@ -751,7 +751,7 @@ def test_a_mask_of_ones_is_no_mask_for_sdpa_on_a_gpu(kind, name, changes, device
 
 @pytest.mark.parametrize("sided", ["left", "two"])
 def test_the_dense_mask_of_a_pass_is_never_that_of_another(sided):
-    """The kept mask follows what it is made from, and is freed with it."""
+    """The kept mask follows its sources, and is freed with them."""
     pads = [torch.tensor(each, dtype=torch.int32) for each in ([0, 2], [3, 1])]
     first, second = (
         mask_numbers.leftpad_mask(each) if sided == "left" else mask_numbers.bidirectional(6 - each)

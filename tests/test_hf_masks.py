@@ -170,7 +170,7 @@ def test_numbers_of_a_bidirectional_mask(padding, q_length):
 
 
 def config_of(name="Mistral", **changes):
-    # What a config without a model is for is not known: it gets whole masks.
+    # A config without a model has an unknown use: it gets whole masks.
     assert hasattr(transformers, f"{name.removesuffix('Text')}PreTrainedModel")
     config = getattr(transformers, f"{name}Config")(**changes)
     config._attn_implementation = "torchweld"
@@ -493,7 +493,7 @@ def test_flattened_documents_equal_each_alone(attention_device, model, case):
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-30])
 def test_gradients_through_flattened_documents(attention_device, dropout):
-    """Of the op, and of SDPA, which runs where a dropout is on."""
+    """The op, and SDPA with a dropout, give the gradients of single documents."""
     changes = {"attention_dropout": dropout}
     ours, stock = pair("llama", "LlamaForCausalLM", attention_device, **changes)
     documents, packed = flattened(attention_device)
@@ -668,7 +668,7 @@ def test_cross_attention_while_generating_equals_eager(attention_device, side):
 @pytest.mark.parametrize("length", [5, 12])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_cross_attention_with_padding_equals_eager(attention_device, side, length):
-    """Every token of the decoder counts, of which there may be as many as the encoder has."""
+    """Every token of the decoder counts; the decoder may have as many as the encoder."""
     ours, stock = pair("bart", "BartForConditionalGeneration", attention_device, is_decoder=False)
     inputs = batch(attention_device, side=side)
     del inputs["position_ids"]

@@ -161,7 +161,7 @@ def test_equals_eager_or_is_refused(kind, name):
     ours.load_state_dict(stock.state_dict())
     try:
         assert_equal_to_eager(ours, stock)
-    except ValueError as error:  # what the class asks for is seen when a layer runs
+    except ValueError as error:  # the class's requests are known when a layer runs
         assert str(error).startswith('attn_implementation="torchweld" has no ')
     assert kind in ANOTHER_PATH or not fallback._warned
 

@@ -1,4 +1,4 @@
-"""Packed documents through transformers, compiled: each document gives what it gives alone."""
+"""Packed documents through transformers, compiled: each document gives its result alone."""
 
 from __future__ import annotations
 

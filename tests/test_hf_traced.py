@@ -176,7 +176,7 @@ def test_a_function_that_is_no_range_of_keys_fails_an_assertion():
     compiled = traced(mask)
     visible = torch.ones(2, 9, dtype=torch.bool)
     compiled(visible)
-    visible[1, 3] = False  # of which the rows behind see the keys on both sides
+    visible[1, 3] = False  # the rows behind it see the keys on both sides
     with pytest.raises(RuntimeError, match="the mask has a function that torchweld does not know"):
         compiled(visible)
 

@@ -66,7 +66,7 @@ def test_the_smallest_tile_is_taken_and_a_long_k_is_cut():
 
 
 def decoding(device=H200 | NO_WGMMA, **fields) -> dict[str, int] | None:
-    """The columns of the tile for few tokens that a product takes, None where it takes another."""
+    """Returns the columns of the tile if a product takes one for few tokens, or None."""
     choice = chosen("int4", device, **fields)
     return choice["columns"] if choice["engine"] == "decode" else None
 

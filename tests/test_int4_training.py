@@ -150,7 +150,7 @@ def test_a_head_is_trained_whole(task):
     ids=str,
 )
 def test_a_layer_of_codes_is_not_trained_whole(more, path):
-    """It would be copied for the adapter, and nothing of it would change."""
+    """PEFT would copy the layer for the adapter, and the copy would never change."""
     model = transformers.AutoModelForSequenceClassification.from_config(tiny_llama().config)
     torchweld.quantize_(model, Int4(GROUP, skip=()))
     text = f"modules_to_save must be float layers, but got {path}, an Int4Linear, which can't be tr"

@@ -1,4 +1,4 @@
-"""What holds for the ops along the last dim of a tensor of any rank: row_sum and softmax."""
+"""Properties of the ops along the last dim of a tensor of any rank: row_sum and softmax."""
 
 from __future__ import annotations
 

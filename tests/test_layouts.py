@@ -315,8 +315,9 @@ def calls_of(op: str) -> list[Sample]:
 
 
 def layout_of(name: str, dims: int, pick: random.Random):
-    """The order of the dims in memory, the steps and the offset of a layout, or None where a tensor
-    of so many dims has no such layout.
+    """Returns the order of the dims in memory, the steps and the offset of a layout.
+
+    None if a tensor of so many dims has no such layout.
     """
     order, steps, offset = list(range(dims)), [1] * dims, pick.choice([0, 1, 3, 8])
     if name == "offset":
@@ -340,7 +341,7 @@ def layout_of(name: str, dims: int, pick: random.Random):
 
 
 def in_layout(t: Tensor, name: str, pick: random.Random) -> Tensor | None:
-    """t's values in a layout, or None where it has none of that name. Expanded dims repeat t's
+    """t's values in a layout, or None if it has none of that name. Expanded dims repeat t's
     first element of them.
     """
     if t.dim() == 0:
@@ -406,7 +407,7 @@ def run(op: str, named: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def bounds_of(op: str, named: dict[str, Any]) -> tuple[list[Bound], list[Bound]]:
-    """The allowed errors of what `run` returns."""
+    """The allowed errors of the results of `run`."""
     named = dict(named)
     dout, dlse = named.pop(OUT, None), named.pop(LSE, None)
     schema = [a for a in call(op).default._schema.arguments if a.name in named]
@@ -449,7 +450,7 @@ def check_alike(got: list[Tensor], plain: list[Tensor], bounds, label: str, exac
 
 
 def run_alike(op: str, named: dict[str, Any]):
-    """What `run` makes of the arguments, and the bounds of another run."""
+    """The results of `run`, and the bounds of another run."""
     plain = run(op, named)
     return plain, [alike(*pair) for pair in zip(plain, bounds_of(op, named), strict=True)]
 

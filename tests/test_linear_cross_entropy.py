@@ -1,4 +1,4 @@
-"""linear_cross_entropy and linear_token_logprobs against float64, and what they refuse."""
+"""linear_cross_entropy and linear_token_logprobs against float64, and their refusals."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_bias_gradients_beside_the_weights_are_exact(size, dtype):
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_tf32_products_are_exact_in_every_configuration(size, monkeypatch):
-    """Of integers, which TF32 holds."""
+    """TF32 holds these integers exactly."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     m, n, k = size
     x, weight, bias = grid(F32, m, k), grid(F32, n, k), grid(F32, n)
@@ -161,7 +161,7 @@ def test_tf32_products_are_exact_in_every_configuration(size, monkeypatch):
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e18])
 @pytest.mark.parametrize("positive", [False, True], ids=["any sign", "positive"])
 def test_float32_is_as_accurate_as_torch(positive, scale):
-    """Of positive values sums that a tensor core cuts off would drift."""
+    """Sums of positive values would drift if a tensor core cut them off."""
     x, weight = torch.randn(512, 4096, device="cuda"), torch.randn(640, 4096, device="cuda")
     if positive:
         x, weight = x.abs(), weight.abs()

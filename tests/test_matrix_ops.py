@@ -1,4 +1,4 @@
-"""What holds for every op on a (rows, cols) matrix: outer_add, outer_mul_relu and mul_relu."""
+"""Properties of every op on a (rows, cols) matrix: outer_add, outer_mul_relu and mul_relu."""
 
 from __future__ import annotations
 

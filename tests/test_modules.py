@@ -1082,7 +1082,7 @@ def changed_attention(name: str, child: str) -> tuple[nn.Module, nn.Module]:
 
 
 class Transposed(nn.Module):
-    """The same values with other strides."""
+    """A parametrisation that changes the strides alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(0, 2).contiguous().transpose(0, 2)

@@ -193,7 +193,7 @@ def test_statistics_are_not_a_difference_of_squares(device, mean, std):
     eye = torch.eye(256, device=device)
     _, _, got_mean, rstd = call("layer_norm_linear_forward")(x, eye, eps=1e-12)
     wide = x.cpu().double()
-    # One factor of |mean| / std is what a two-pass or Welford variance in float32 may lose; a
+    # One factor of |mean| / std is the loss of a two-pass or Welford variance in float32; a
     # difference of squares loses its square.
     torch.testing.assert_close(got_mean.cpu().double(), wide.mean(-1), rtol=1e-6, atol=0.0)
     var = wide.var(-1, unbiased=False) + 1e-12

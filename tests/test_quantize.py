@@ -24,7 +24,7 @@ def layers_of(model):
 
 
 def bytes_of(model):
-    """Of parameters and buffers; those of a layer's codes are buffers."""
+    """The bytes of parameters and buffers; a layer's codes are buffers."""
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
@@ -144,7 +144,7 @@ def test_heads_of_encoders_are_left(kind, heads):
 
 
 def test_output_embeddings_of_any_name_are_left():
-    """Of a model without a base model, whose decoder has them."""
+    """The model has no base model; its decoder has the embeddings."""
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 9}
     config = transformers.BertConfig(**sizes, num_attention_heads=4, tie_word_embeddings=False)

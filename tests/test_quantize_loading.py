@@ -51,7 +51,7 @@ def test_the_layout_of_the_kernels_holds_the_weight_once(saved, device_map, monk
 
 
 class NoEvent:
-    """Of a copy that has ended when it returns."""
+    """An event of a copy that has ended when the call returns."""
 
     def synchronize(self):
         pass
@@ -216,7 +216,7 @@ def test_floats_are_quantised_as_they_are_read(floats, device_map, skip, monkeyp
 @pytest.mark.parametrize("size", ["1GB", "20KB"])
 @pytest.mark.parametrize("quantised", [True, False], ids=["codes", "floats"])
 def test_a_head_that_the_checkpoint_lacks_stays_float(tmp_path, quantised, size):
-    """It is to be trained, as for a reward model; a head that is there is quantised."""
+    """The missing head will be trained, as for a reward model; an existing head is quantised."""
     model = tiny_llama()
     if quantised:
         torchweld.quantize_(model, Int4(GROUP))

@@ -1,4 +1,4 @@
-"""The oracle itself: its bounds hold what the ops may do, and faults are outside of them."""
+"""The oracle itself: its bounds hold the errors of correct ops, and faults are outside of them."""
 
 from __future__ import annotations
 

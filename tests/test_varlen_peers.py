@@ -106,7 +106,7 @@ def assert_close_as_eager(
 
 
 def difference_terms(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> float:
-    """The size of what cancels in dq and dk: scale * dP * k, where one key is all that is seen."""
+    """The size of the terms that cancel in dq and dk for one visible key: scale * dP * k."""
     sizes = [R.up(t).norm(dim=-1).max().item() for t in (dout, v)]
     largest = max(R.up(t).abs().max().item() for t in (q, k))
     return sizes[0] * sizes[1] * largest * q.shape[-1] ** -0.5
