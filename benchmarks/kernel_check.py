@@ -75,7 +75,7 @@ def find_nvcc() -> str | None:
 
 
 def readable(symbols: list[str]) -> dict[str, str]:
-    """Demangled names by c++filt, shortened to what distinguishes kernels."""
+    """Demangled names by c++filt, cut to the tokens that distinguish kernels."""
     tool = shutil.which("c++filt")
     if tool is None or not symbols:
         return {s: s for s in symbols}
@@ -99,7 +99,7 @@ def without_arguments(name: str) -> str:
 
 
 def cuda_sources(generated: Path) -> dict[str, Path]:
-    """Names and paths of what the build compiles with nvcc; writes the instantiations."""
+    """Names and paths of the files that nvcc compiles; writes the instantiations."""
     sys.path.insert(0, str(ROOT / "csrc"))
     import instantiations
 

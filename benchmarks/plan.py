@@ -124,7 +124,7 @@ class Machine:
 
 @dataclass
 class Layout:
-    """A division of the GPUs, and what it costs on each of them."""
+    """A division of the GPUs, and its cost on each of them."""
 
     fsdp: int
     cp: int

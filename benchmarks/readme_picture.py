@@ -16,8 +16,8 @@ class Bar(NamedTuple):
     """A range of relative times.
 
     Attributes:
-        name: What is timed.
-        peer: What it is compared with.
+        name: The timed call.
+        peer: The compared call.
         ratios: The relative times of the cases, at least one.
     """
 

@@ -47,7 +47,7 @@ FAMILIES = {
     "quantise": "Quantising a model",
     "distributed": "Several GPUs",
 }
-# What may be used in torchweld's place.
+# The libraries that users may choose instead.
 RIVALS = {
     "liger": "Liger",
     "Liger": "Liger",
@@ -131,7 +131,7 @@ def _number(value: float | None) -> str:
 
 
 def _ratios(report: Report) -> dict[tuple[str, str, str], list[float]]:
-    """The ratios to what may be used instead.
+    """The ratios to the other libraries.
 
     Returns:
         {(its name, "time" or "memory", kind of case): the ratio of every case}
@@ -148,7 +148,7 @@ def _ratios(report: Report) -> dict[tuple[str, str, str], list[float]]:
 
 
 def _gains(report: Report) -> list[str]:
-    """What a user gains: a line for each name in RIVALS."""
+    """The gains of a user: a line for each name in RIVALS."""
     found: dict[str, dict[str, list[float]]] = {}
     for (name, measure, _), ratios in _ratios(report).items():
         found.setdefault(name, {}).setdefault(measure, []).extend(ratios)
@@ -200,7 +200,7 @@ def _picture_of(family: str, report: Report) -> str | None:
 
 
 def family_picture(family: str, report: Report) -> str:
-    """A bar a kind of case and what it is compared with."""
+    """A bar for each kind of case and peer."""
     bars = [
         Bar(kind + ", peak memory" * (measure == "memory"), name, ratios)
         for (name, measure, kind), ratios in sorted(_ratios(report).items(), key=_kind_first)

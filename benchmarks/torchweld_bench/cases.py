@@ -89,7 +89,7 @@ def judged(
     Args:
         ours, eager, exact: a result or several; the last in fp64.
         times: how often eager's error is allowed.
-        plus: what is allowed beyond that; None for two roundings of the largest exact result.
+        plus: the error allowed beyond that; None for two roundings of the largest exact result.
     """
     ours, eager, exact = map(_tensors, (ours, eager, exact))
     if plus is None:
@@ -194,8 +194,8 @@ def trained(
 
     Args:
         functions: "ours" and the peers.
-        operands: what they take.
-        others: what some of them take instead.
+        operands: their arguments.
+        others: the arguments of some of them instead.
         forward, backward: which are timed so.
     """
     for kind, names in (("forward", forward), ("forward and backward", backward)):

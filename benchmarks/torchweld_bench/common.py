@@ -90,7 +90,7 @@ def _leave_out(name: str, error: Exception) -> None:
 
 @cache
 def installed(module: str, name: str) -> Any:
-    """A peer's function or class. None where it can't be imported; the first call prints why."""
+    """Returns a peer's function or class, or None if it can't be imported; prints why once."""
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # a peer may raise anything while it is imported

@@ -101,7 +101,7 @@ def _blocks(shape: Shape, device: str) -> nn.ModuleList:
 
 
 def _timed(call: Callable[[], Any], device: str) -> tuple[Any, float]:
-    """What a call returns, and its microseconds with the work that it has queued on a GPU."""
+    """The result of a call, and its microseconds with the work that it has queued on a GPU."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = time.perf_counter()

@@ -27,7 +27,7 @@ class Row:
         spread_us: its quartiles.
         peers_us: medians of the peers.
         against: the peer that the ratio is taken to.
-        ratio: ours over that peer; None where the answer is wrong.
+        ratio: ours over that peer; None if the answer is wrong.
         target: the largest ratio allowed, None without a target.
         error: our largest error against fp64.
         eager_error: the same of torch's eager composition.

@@ -43,7 +43,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def eager_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """apply_rotary_pos_emb of Llama, and what Phi does around it where a part is rotated."""
+    """apply_rotary_pos_emb of Llama, and Phi's code around it if a part is rotated."""
     size = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 

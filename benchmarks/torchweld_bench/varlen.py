@@ -293,7 +293,7 @@ def rows() -> Iterator[Row | Failure]:
         ):
             yield from _rows_of(name, lengths, causal, compiled=causal)
             free()
-    # what a mask costs that hides nothing
+    # the cost of a mask that hides nothing
     yield from _rows_of("one document", [_TOKENS], True)
     free()
     yield from _step_rows()

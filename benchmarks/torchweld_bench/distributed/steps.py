@@ -297,8 +297,8 @@ def fully_sharded(setup: Setup) -> Iterator[Row]:
 def fully_sharded_pairs(setup: Setup) -> Iterator[Row]:
     """The Llama with a batch per pair of processes, which share the columns.
 
-    Over the product of what both cost by themselves: FSDP2 of as many processes as there are pairs,
-    and one pair's columns.
+    Over the product of both costs alone: FSDP2 of as many processes as pairs, and one pair's
+    columns.
     """
     sizes, batch, pairs = setup.cases.llama, setup.cases.llama_batch, setup.size // PAIR
     names = ("one", "pairs", "columns")
