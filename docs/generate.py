@@ -285,9 +285,9 @@ class Page(NamedTuple):
     Attributes:
         title: The title.
         first: The sentence below it.
-        prefix: What the names begin with.
-        groups: The names, by heading: what is used most comes first.
-        begin: What the examples begin with, after `IMPORTS`.
+        prefix: The prefix of the names.
+        groups: The names, by heading: the most used come first.
+        begin: The first lines of the examples, after `IMPORTS`.
     """
 
     title: str

@@ -96,7 +96,7 @@ def generate(
         pair: The trained models.
         tokens: The tokenizer.
         result: Filled as far as it gets.
-        tick: Called with what is being done.
+        tick: Called with the name of each step.
     """
     result.new_tokens = min(_MAX_NEW, options.context // 2)
     rows = prompts(options, tokens, result.new_tokens)

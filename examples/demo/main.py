@@ -271,7 +271,7 @@ class _Demo:
     def _compile_seconds(self) -> float:
         if self.options.device.type == "cuda":
             return _GPU_COMPILE_SECONDS
-        # What is left of the run's time: torch.compile is the one part that can be left out.
+        # The rest of the run's time: torch.compile is the one step that can be left out.
         return min(_CPU_COMPILE_SECONDS, _CPU_SECONDS - (time.monotonic() - self.begin))
 
     def _write(self) -> int:

@@ -17,7 +17,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 
 
 class _Kind(NamedTuple):
-    """What ``--model`` names.
+    """A value of ``--model``.
 
     Attributes:
         title: Its name in texts.
@@ -52,7 +52,7 @@ _KINDS = {
 
 @dataclass
 class Pair:
-    """A stock model, a fused one of equal weights, and what `torchweld.fuse` said."""
+    """A stock model, a fused one of equal weights, and the report of `torchweld.fuse`."""
 
     stock: nn.Module
     fused: nn.Module

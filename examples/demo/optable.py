@@ -90,7 +90,7 @@ def measure(
 
 
 def _measure_one(case: Case, row: Row, device: torch.device) -> dict[str, Callable]:
-    """Fills in errors and times of ours and eager; returns what was timed."""
+    """Fills in errors and times of ours and eager; returns the timed calls."""
     calls: dict[str, Callable] = {"eager": lambda: case.eager(*case.inputs)}
     try:
         ours = case.ours(*case.inputs)
@@ -117,7 +117,7 @@ def _double(case: Case) -> list[Tensor]:
 
 
 def _error(value: Any, reference: Any) -> float:
-    """Largest absolute difference; the first output counts where there are several."""
+    """Largest absolute difference; of several outputs the first counts."""
     if isinstance(value, tuple):
         value, reference = value[0], reference[0]
     return (value.double() - reference).abs().max().item()

@@ -1,4 +1,4 @@
-"""The flags of `make demo`, their defaults and what they refuse."""
+"""The flags of `make demo`, their defaults and their refusals."""
 
 from __future__ import annotations
 

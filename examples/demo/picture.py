@@ -15,7 +15,7 @@ _TEXT, _GRID = "#2b2d33", "#e4e6ea"
 
 
 def draw(results: Results) -> bytes:
-    """The picture as PNG bytes, with what has been measured so far."""
+    """The picture as PNG bytes, with the results so far."""
     import matplotlib
     from matplotlib.figure import Figure
 

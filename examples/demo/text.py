@@ -129,10 +129,10 @@ def cache_folder() -> Path:
 
 
 def train_tokenizer(text: Text, vocab: int) -> tuple[Any, str]:
-    """A byte-level BPE of the text, from the cache where it was trained before.
+    """A byte-level BPE of the text, from the cache if it was trained before.
 
     Args:
-        text: What to train on.
+        text: The training text.
         vocab: Tokens, `END` included; a small text may give fewer.
 
     Returns:
@@ -195,7 +195,7 @@ def _keep(content: str, path: Path) -> None:
 
 
 def checkpoint_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer of a Hugging Face directory, or None where it has none.
+    """The tokenizer of a Hugging Face directory, or None if it has none.
 
     Raises:
         UsageError: It has one that can't be read.

@@ -1,4 +1,4 @@
-"""The twelve puzzles: what each computes, in plain torch and by an op, at the notebook's sizes."""
+"""The twelve puzzles: each function in plain torch and by an op, at the notebook's sizes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Puzzle:
 
     Attributes:
         number: 1 to 12.
-        title: What it is about.
+        title: The name of the puzzle.
         formula: The function.
         sizes: Shape of every input, by name.
         spec_text: The function in plain torch, as a learner would read it.
         op_text: The call that solves it.
-        spec: What `spec_text` says, of the inputs in order.
-        op: What `op_text` says.
+        spec: `spec_text` as a function of the inputs in order.
+        op: `op_text` as a function.
         result: The shape of the result.
         tile: The notebook's block sizes, in the order of `tile_names`.
-        tile_names: What each number of a tile cuts.
+        tile_names: The dim that each number of a tile cuts.
     """
 
     number: int

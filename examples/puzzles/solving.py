@@ -18,13 +18,13 @@ _ALLOWED = 200 * 2.0**-23
 
 @dataclass(frozen=True)
 class Result:
-    """How one puzzle went; `str()` is what the command prints.
+    """How one puzzle went; `str()` is the text of the command.
 
     Attributes:
         number: The puzzle's.
         device: Where the op ran.
         error: The maximum absolute difference from the spec in float64.
-        match: True where that is within float32's roundings.
+        match: True if that is within float32's roundings.
     """
 
     number: int
