@@ -24,9 +24,9 @@ def name_of(path: Path) -> str:
 
 
 def imports(node: ast.AST, package: str, lazy: bool) -> Iterator[str]:
-    """What the code below a node imports, as `module.name`; `module.*` is the module itself.
+    """The imports below a node, as `module.name`; `module.*` is the module itself.
 
-    ``lazy`` counts what is under TYPE_CHECKING.
+    ``lazy`` counts imports under TYPE_CHECKING.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING" and not lazy:

@@ -81,7 +81,7 @@ def pythons() -> list[str]:
 
 
 def constraints(folder: Path, torch: str) -> Path:
-    """The pinned versions, with another torch where it is not the pinned one."""
+    """The pinned versions, with another torch if it is not the pinned one."""
     text = (ROOT / "requirements" / "constraints.txt").read_text()
     if f"torch=={torch}\n" not in text:
         text = re.sub(r"^(torch|triton|setuptools)==.*\n", "", text, flags=re.M)

@@ -1,4 +1,4 @@
-"""Fails where code, comments or pages use a private word that the field has a word for.
+"""Fails if code, comments, docstrings or pages use a private word or phrase.
 
 `make lint` runs it. docs/glossary.md has the words to use instead.
 
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import subprocess
 import sys
@@ -35,11 +36,19 @@ BANNED = {
 }
 # Words that are right at times: how often csrc may use them. The limits may only fall.
 LIMITED = {"turn|turns": 25, "line|lines": 20, "take|takes|taken": 40}
-# The openers of comments that are not understood without the previous comment.
+# The openers of comments and docstrings that are not understood without the code around them.
 OPENERS = re.compile(r"(Of|The same|That|Those|It)\b(?! (is|are) not enough)")
+# Phrases of Python comments and docstrings that hide the noun -> what to write instead.
+PHRASES = {
+    "None where": "None if",
+    "where (there|none)": "if ..., with the subject",
+    "of (which|whose|what)": "a sentence of its own",
+    "what (is|are|was|were|else)|What": "the noun: the result, the arguments, the reason",
+}
 
 PART = r"(?<![a-z])(?:{0})(?![a-z])"  # of snake_case, and of prose
 CAMEL = r"(?<=[a-z0-9])(?:{0})(?=[A-Z0-9_]|\b)|\bk(?:{0})(?=[A-Z0-9_]|\b)"
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CALLS = re.compile(r"\b(ast|os|tree|self)\.walk\(|cache lines?\b|command lines?\b")
 
 
@@ -56,7 +65,7 @@ LIMITED_FORMS = {words: forms(words) for words in LIMITED}
 
 
 def comments(path: Path, lines: list[str]) -> list[tuple[int, str]]:
-    """The first line of each comment block, by line number."""
+    """The text of each comment block and docstring, with the number of its first line."""
     mark = "#" if path.suffix == ".py" else "//"
     if path.suffix == ".md":
         return []
@@ -64,11 +73,18 @@ def comments(path: Path, lines: list[str]) -> list[tuple[int, str]]:
     for number, line in enumerate(lines, 1):
         stripped = line.strip()
         is_comment = stripped.startswith(mark) and not stripped.startswith("#!")
-        if is_comment and not before:
-            found.append((number, stripped.lstrip(mark).strip()))
-        elif not is_comment and f"  {mark} " in line:
+        text = stripped.lstrip(mark).strip()
+        if is_comment and before:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
+        elif is_comment:
+            found.append((number, text))
+        elif f"  {mark} " in line:
             found.append((number, line.rsplit(f"  {mark} ", 1)[1].strip()))
         before = is_comment
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+                found.append((node.body[0].lineno, " ".join(text.split())))
     return found
 
 
@@ -84,6 +100,9 @@ def findings(path: Path) -> list[str]:
     for number, text in comments(path, lines):
         if OPENERS.match(text):
             found.append(f"{path}:{number}: a comment begins with '{OPENERS.match(text)[0]}'")
+        for pattern, instead in PHRASES.items() if path.suffix == ".py" else ():
+            for hit in re.finditer(rf"\b(?:{pattern})\b", text):
+                found.append(f"{path}:{number}: '{hit[0]}': {instead}")
     return found
 
 
