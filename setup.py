@@ -158,7 +158,7 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / PACKAGE / "__init__.py").r
 def version():
     if not FOR_WHEEL:
         return VERSION
-    # torch's CUDA and not nvcc's: it is what pip installs beside the wheel.
+    # torch's CUDA and not nvcc's: pip installs it beside the wheel.
     cuda = "cu" + torch.version.cuda.replace(".", "") if WITH_CUDA else "cpu"
     return f"{VERSION}+torch{torch_minor()}.{cuda}"
 

@@ -1,5 +1,5 @@
 """Runs compute-sanitizer over sample calls of every op: memcheck, racecheck, initcheck, synccheck.
-And runs the calls between canaries, because memcheck does not see what TMA stores.
+And runs the calls between canaries, because memcheck does not see the stores of TMA.
 
     python benchmarks/sanitize.py [--tools memcheck,racecheck] [--ops attention,linear]
 

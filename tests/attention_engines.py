@@ -52,7 +52,7 @@ def each_configuration(engine, *args, every=False, op="attention_forward", **kwa
 
 
 def check(name, results, bounds):
-    """Every result or gradient within what its roundings allow."""
+    """Every result or gradient is within the error of its roundings."""
     for i, (got, bound) in enumerate(zip(results, bounds, strict=False)):
         check_bound(got, bound, label=f"{name} {i}", device="cuda")
 

@@ -172,7 +172,7 @@ def refused(error: type[Exception], sentence: str) -> Iterator[None]:
 
 
 def expected_skips(report: Any) -> bool:
-    """Whether what stays stock are float64 norms, and layers that transformers shards."""
+    """Whether all skipped modules are float64 norms or layers that transformers shards."""
     return all(
         any(word in reason for word in ("float64", "replaced on", "DTensor"))
         for _, reason in report.skipped

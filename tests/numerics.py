@@ -129,7 +129,7 @@ def check(
         assert out.device.type == torch.device(device).type, f"{label}: on {out.device}"
     got = out.detach().cpu().double()
     ref = bound.ref.detach().cpu().double()
-    rounded = ref.to(bound.dtype).double()  # what overflows the dtype must be inf in the result
+    rounded = ref.to(bound.dtype).double()  # an overflow of the dtype must be inf in the result
     finite = torch.isfinite(rounded)
     all_finite = bool(finite.all()) and bool(torch.isfinite(got).all())
     if not all_finite:

@@ -36,7 +36,7 @@ def gradients(dout, q, k, v, **kwargs):
 
 
 def check_call(label, dout, q, k, v, **kwargs):
-    """Result and gradients within what their roundings allow."""
+    """Result and gradients are within the error of their roundings."""
     found = gradients(dout, q, k, v, **kwargs)
     bounds = attention_bounds(q, k, v, **kwargs) + GRADIENTS["attention"](dout, q, k, v, **kwargs)
     check(label, found, bounds)

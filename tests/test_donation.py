@@ -1,4 +1,4 @@
-"""A gradient may write over what its forward kept, only where no one else holds it."""
+"""A gradient may write over the tensors that its forward kept, only where no one else holds it."""
 
 from __future__ import annotations
 

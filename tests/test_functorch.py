@@ -220,7 +220,7 @@ def test_a_tangent_is_refused_in_every_grad_mode(op, mode):
 
 @pytest.mark.parametrize(("op", "sample"), EVERY)
 def test_batched_gradients_are_those_of_a_loop(op, sample, device):
-    """The backward runs several times, and must not overwrite what forward saved."""
+    """The backward runs several times, and must not overwrite the saved tensors."""
     need_kernel(op, device)
     args, kwargs = sample.make(device)
     function, tensors = function_of(op, args, kwargs)

@@ -685,7 +685,7 @@ def test_training_with_dropout_equals_sdpa_with_one_warning():
 
 
 class Calls(TorchDispatchMode):
-    """Counts what reaches torch's dispatcher."""
+    """Counts the calls that reach torch's dispatcher."""
 
     def __init__(self):
         super().__init__()

@@ -801,7 +801,7 @@ def test_a_compiled_model_with_a_static_cache(attention_device, model):
         assert len(GRAPHS) == 1
 
 
-# ---- what takes another path
+# ---- other paths
 
 
 @pytest.mark.parametrize("case", ["holes", "4-D", "dropout"])

@@ -46,7 +46,7 @@ if RELEASE < (5, 15):
     UNBUILT["dbrx"] = "its experts have another width in this transformers"
 if RELEASE < (5, 20):
     UNBUILT["zamba"] = "its config is refused by this transformers"
-# Model types whose own SDPA attention does not give what their eager attention gives.
+# Model types whose own SDPA attention differs from their eager attention.
 UNEQUAL = ("doge", "moshi", "umt5") if RELEASE < (5, 20) else ()
 
 

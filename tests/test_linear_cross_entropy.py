@@ -126,7 +126,7 @@ def test_equals_torch(device):
 
 
 def test_loss_and_lse_are_within_two_roundings(device):
-    """Exact logits: what remains is the error of the sum of exponentials and of its logarithm."""
+    """Exact logits: the rest is the error of the sum of exponentials and of its logarithm."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (64, 4), generator=generator).to(device, F32)
     weight = torch.randint(-2, 3, (50257, 4), generator=generator).to(device, F32)

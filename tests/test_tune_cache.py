@@ -1,4 +1,4 @@
-"""The choices that tune remembers: their file, what may be wrong with it, and explain."""
+"""The choices that tune remembers: their file, its faults, and explain."""
 
 from __future__ import annotations
 

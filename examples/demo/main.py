@@ -300,7 +300,7 @@ class _Demo:
         from demo.report import print_training
 
         self.results.interrupted = True
-        self._write()  # before what may fail to be printed
+        self._write()  # before output that may fail to be printed
         print_training(self.console, self.results.training)
         _fail("interrupted; what was measured is kept", 130)
         return 130

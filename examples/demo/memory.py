@@ -21,8 +21,8 @@ def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 def peak_of_step(call: Callable[[], Any]) -> int:
     """The most bytes beyond those at the start that torch's CPU allocator had out in a call.
 
-    Counts what operators allocate in C++ too. Scratch memory that a math library keeps for itself
-    is not seen.
+    Counts the allocations of operators in C++ too. Scratch memory that a math library keeps for
+    itself is not seen.
     """
     from torch.profiler import ProfilerActivity, profile
 

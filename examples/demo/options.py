@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(args: argparse.Namespace) -> Options:
-    """Fills in the defaults of the device and refuses what can't work.
+    """Fills in the defaults of the device and refuses flags that can't work.
 
     Raises:
         UsageError: The flags contradict each other or the machine.

@@ -43,7 +43,7 @@ class MemoryCheck:
 
 
 def read_report(number: int, text: str) -> MemoryCheck:
-    """Reads what compute-sanitizer printed.
+    """Reads the output of compute-sanitizer.
 
     Raises:
         MemoryCheckError: it did not get to its summary.

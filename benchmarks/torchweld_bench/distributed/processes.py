@@ -93,7 +93,7 @@ def measured(
     """Times rounds in which every variant runs once, started together; the slowest process counts.
 
     Args:
-        variants: what to call, by name; the same in all processes.
+        variants: the functions to call, by name; the same in all processes.
         rounds: how often each is timed.
         warmup: calls of each before that.
         calls: the number of consecutive calls in one sample; the time is per call.

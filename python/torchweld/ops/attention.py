@@ -305,7 +305,7 @@ class CausalSelfAttention(nn.Module):
 
     @property
     def _plain_qkv(self) -> bool:
-        """Whether c_attn computes what `linear` computes of its parameters, and nothing looks on.
+        """Whether c_attn is a plain linear layer without hooks.
 
         NOTE: TorchScript reads it once, when the module is scripted, and compiles that branch only.
         """

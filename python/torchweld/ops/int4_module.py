@@ -305,8 +305,8 @@ class Int4Linear(nn.Module):
         """For those who ask a linear layer's weight for its shape, dtype or device.
 
         It has no memory and no values, and an op on it raises RuntimeError: use `dequantise()`.
-        Under torch.compile and torch.export it is what `dequantise()` gives, computed where the
-        values are used.
+        Under torch.compile and torch.export it is the result of `dequantise()`, computed where
+        the values are used.
         """
         if torch.compiler.is_compiling():
             return self.dequantise()

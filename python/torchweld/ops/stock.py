@@ -1,4 +1,4 @@
-"""Whether a module computes what its class defines, and nothing else.
+"""Whether a module computes the forward of its class, and nothing else.
 
 `from_torch` and `to_torch` read a module's parameters instead of calling it. That would lose
 the forward of a subclass, a hook or a parametrisation.

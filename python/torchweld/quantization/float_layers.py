@@ -73,11 +73,11 @@ def without_values(module: nn.Module, group_size: int | None) -> Int4Linear:
 
 
 def quantized(module: nn.Module, linear: nn.Linear, group: int | None, method: str) -> Int4Linear:
-    """The Int4Linear of a layer.
+    """Quantises a layer to an Int4Linear.
 
     Args:
         module: an nn.Linear or Conv1D.
-        linear: the same layer by `as_linear`.
+        linear: `module` as an nn.Linear, from `as_linear`.
     """
     if linear.weight.is_meta:
         return without_values(module, group)

@@ -160,7 +160,7 @@ class TuneResult:
 
     @classmethod
     def load(cls, path: str | Path) -> TuneResult:
-        """Reads what `save` wrote.
+        """Reads a file of `save`.
 
         Raises:
             ValueError: the file holds something else.

@@ -35,7 +35,7 @@ class CudaRounds:
     before, and starts with another variant. The timings of finished rounds are always available.
 
     Args:
-        variants: what to call, by name.
+        variants: the functions to call, by name.
         before: called with the name before each call, outside the timed region.
     """
 
@@ -120,7 +120,7 @@ def interleaved(
     """Time the variants against each other in one run, L2 flushed before each on a GPU.
 
     Args:
-        variants: what to call, by name.
+        variants: the functions to call, by name.
         device: "cpu" or "cuda".
         rounds: how often each is timed; at least 2.
         warmup: calls of each before that.

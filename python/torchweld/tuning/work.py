@@ -78,7 +78,7 @@ def difference(out: Tensor, reference: Tensor) -> float:
 
     Args:
         out: the result.
-        reference: the same shape, on any device; what overflows `out`'s dtype must be inf there.
+        reference: the same shape, on any device; inf for values that overflow `out`'s dtype.
     """
     worst = 0.0
     for a, b in zip(out.flatten().split(_CHUNK), reference.flatten().split(_CHUNK), strict=True):

@@ -67,7 +67,7 @@ def unsupported_reason(cls: type[transformers.PreTrainedModel]) -> str | None:
 
 
 def _has_sinks_or_softcap(cls: type[transformers.PreTrainedModel]) -> bool:
-    """Whether a class hands attention functions what SDPA lacks and torchweld's op has.
+    """Whether a class's attention has a feature of torchweld's op that SDPA lacks.
 
     Flash attention knows both and takes no dense masks: a class that supports it lacks SDPA for
     no other reason, and does not change masks on their way.

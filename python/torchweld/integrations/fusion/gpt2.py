@@ -43,7 +43,7 @@ def bases(model: nn.Module) -> list[tuple[str, GPT2Model]]:
 def plan(
     model: nn.Module, kinds: Collection[str], report: FuseReport
 ) -> tuple[list[Replacement], list[GPT2Switch]]:
-    """Returns what to replace and the models to switch; what must stay goes to the report."""
+    """Returns the replacements and the models to switch; the report lists the modules that stay."""
     probes, used, gathered = Probes(), uses(model), fsdp.gathered(model)
     replacements, switches = [], []
     for path, base in bases(model):

@@ -1,4 +1,4 @@
-"""Changes a model, measures on the sample batch what its layers run, and lists it in the report."""
+"""Changes a model, runs the sample batch, and lists in the report the ops that its layers run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fuse(
                 switches = []
                 calls = runner.compare(stock, report) if replacements else None
     except BaseException:
-        gpt2.unfuse(model)  # what an earlier call has fused too
+        gpt2.unfuse(model)  # the replacements of an earlier call too
         for switch in switches:
             switch.restore()
         for replacement in replacements:

@@ -49,7 +49,7 @@ def flash_first(order: list[int]) -> list[int]:
 
 
 class Kernels:
-    """Kernels in torch's dispatcher, until `remove`; what torch's registry holds.
+    """Kernels in torch's dispatcher until `remove`; torch's registry holds this object.
 
     Args:
         key: the dispatch key whose kernels are replaced.
@@ -199,8 +199,8 @@ def use_in_sdpa(device: str = "cuda") -> SdpaHandle:
     `torch.nn.attention.bias.causal_lower_right`; of `varlen_attn` every window, and jagged nested
     tensors. Calls with dropout and dense rows that see no key run torch's own flash kernel. Calls
     that flash can't take stay with torch's other back ends: float32, an `attn_mask`, `is_causal`
-    with unequal lengths, head dims above 256 or that differ between key and value. So does what
-    `sdpa_kernel` gives to another back end.
+    with unequal lengths, head dims above 256 or that differ between key and value. So do calls
+    that `sdpa_kernel` gives to another back end.
 
     torch's order of back ends, in which cuDNN comes first on Hopper, has flash first for as long,
     for calls with dropout too; an order that is set afterwards stays. A graph is compiled for the

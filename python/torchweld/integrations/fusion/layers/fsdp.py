@@ -20,7 +20,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without what fully_shard made of it."""
+    """The class of a module before fully_shard changed it."""
     return type(module).__bases__[1] if is_fully_sharded(module) else type(module)
 
 
