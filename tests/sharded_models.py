@@ -178,8 +178,8 @@ class GlooBuffer:
         self.mine = torch.full((dist.get_world_size(), *shape), torch.nan, dtype=dtype)
         return self.mine
 
-    def send(self, part: Tensor, to: int) -> None:
-        self.sent.append((dist.isend(part, to), part))
+    def send(self, shard: Tensor, to: int) -> None:
+        self.sent.append((dist.isend(shard, to), shard))
 
     def wait(self, of: int) -> None:
         dist.recv(self.mine[of], of)

@@ -30,7 +30,7 @@ from samples import BF16, F32, F64, SAMPLES
 if library.build_facts().get("cuda") is None:
     pytest.skip("a CPU-only build explains no CUDA kernel", allow_module_level=True)
 
-# Torch's ops compute what Hopper's kernels don't take, and no sample has their 16-byte rows.
+# Torch's ops compute calls that Hopper's kernels don't take, and no sample has their 16-byte rows.
 BY_TORCH = {f"linear_cross_entropy_exponentials_{end}" for end in ("forward", "backward")}
 ALL = [pytest.param(s, id=s.id) for op in SAMPLES if op not in BY_TORCH for s in SAMPLES[op]]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to explain for")
@@ -358,7 +358,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="an observe
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("of", ALL)
 def test_a_dry_run_tells_what_runs(of, dtype):
-    from torchweld.tuning.parts import observe
+    from torchweld.tuning.observe import observe
 
     args, kwargs = of.make("cuda", dtype)
     _, seen = observe(lambda: getattr(ops, of.op)(*args, **kwargs))
@@ -379,7 +379,7 @@ def test_a_dry_run_on_a_gpu_launches_and_allocates_nothing():
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with pytest.warns(UserWarning, match="CUDA Graph is empty"), torch.cuda.graph(graph):
-        # The capture itself has allocated what torch's random numbers need.
+        # The capture itself has allocated the state of torch's random numbers.
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         for op, args, kwargs in calls:
             torchweld.explain(op, *args, **kwargs)
@@ -388,7 +388,7 @@ def test_a_dry_run_on_a_gpu_launches_and_allocates_nothing():
 
 @needs_gpu
 def test_the_facts_of_the_gpu():
-    from torchweld.tuning.parts import observe
+    from torchweld.tuning.observe import observe
 
     _, (record,) = observe(lambda: ops.softmax(torch.randn(3, 5, device="cuda")))
     facts = named("softmax", record["problem"])

@@ -642,26 +642,26 @@ def test_fusing_twice_replaces_nothing_and_says_so():
 def test_copies_are_fused_and_independent(fused_device, how):
     model, stock = pair(fused_device)
     if how == "deepcopy":
-        twin = copy.deepcopy(model)
+        copied = copy.deepcopy(model)
     elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
+        copied = pickle.loads(pickle.dumps(model))
     else:
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        twin = torch.load(file, weights_only=False)
+        copied = torch.load(file, weights_only=False)
     inputs = batch(fused_device, (0, 0))
     want = logits(model, **inputs)
-    assert torch.equal(logits(twin, **inputs), want)
-    assert not {id(module) for module in twin.modules()} & {id(each) for each in model.modules()}
-    for block in twin.transformer.h:
+    assert torch.equal(logits(copied, **inputs), want)
+    assert not {id(module) for module in copied.modules()} & {id(each) for each in model.modules()}
+    for block in copied.transformer.h:
         assert gpt2_block.fused_sites(block) == BOTH
     with torch.no_grad():
-        for block in twin.transformer.h:
+        for block in copied.transformer.h:
             block.ln_2.weight.mul_(2)
-    assert not torch.allclose(logits(twin, **inputs), want)
+    assert not torch.allclose(logits(copied, **inputs), want)
     assert torch.equal(logits(model, **inputs), want)
-    assert set(unfuse(twin)) == places()
+    assert set(unfuse(copied)) == places()
     assert torch.equal(logits(model, **inputs), want)
 
 
@@ -1034,8 +1034,8 @@ def test_a_transformers_that_is_too_old_is_one_sentence(monkeypatch, version, go
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
     sentence = f"needs transformers 5.4 or newer, but (there is |got ){got}; install it with `pip"
-    for asker, call in (("fuse", lambda: fuse(gpt2())), ("integrations", register_attention)):
-        with pytest.raises(ImportError, match=f"torchweld.{asker} {sentence}"):
+    for caller, call in (("fuse", lambda: fuse(gpt2())), ("integrations", register_attention)):
+        with pytest.raises(ImportError, match=f"torchweld.{caller} {sentence}"):
             call()
 
 

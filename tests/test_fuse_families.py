@@ -242,7 +242,7 @@ def test_unfuse_copies_and_files(tmp_path, name):
     model = tiny(name)
     stock = copy.deepcopy(model)
     report = fuse(model, loss=True)
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -256,7 +256,7 @@ def test_unfuse_copies_and_files(tmp_path, name):
     stock_loss = step(stock.train(), inputs)[0]
     again = fuse(model, loss=True)
     assert again.replaced == [] and {why for _, why in again.skipped} == {"fused already"}
-    for each in (model, twin, loaded):
+    for each in (model, copied, loaded):
         assert torch.equal(step(each.train(), inputs)[0], want)
         assert sorted(unfuse(each)) == sorted(report.replaced) and unfuse(each) == []
         assert {type(m) for m in each.modules()} == {type(m) for m in stock.modules()}

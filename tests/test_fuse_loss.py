@@ -167,8 +167,8 @@ def test_a_loss_of_another_name_is_refused():
 
 def test_unfuse_copies_and_files(tmp_path):
     model, stock = pair()
-    twin = copy.deepcopy(model)
-    assert type(twin) is families.FusedGPT2LMHeadModel
+    copied = copy.deepcopy(model)
+    assert type(copied) is families.FusedGPT2LMHeadModel
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

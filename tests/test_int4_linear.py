@@ -20,7 +20,7 @@ from strategies import dtype_names, layouts, seeds, strided, values
 from tensors import need_dtype, randn
 from torchweld.nn import Int4Linear
 from torchweld.ops.int4_weight import portable_from_repacked
-from torchweld.tuning.parts import observe
+from torchweld.tuning.observe import observe
 
 ops = torch.ops.torchweld
 

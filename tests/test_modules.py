@@ -388,16 +388,16 @@ def test_compiles_in_one_graph(case, device):
 def test_copies_and_repr(case):
     _, ours = case.pair("cpu")
     x = case.x("cpu")
-    twin = copy.deepcopy(ours)
-    assert_same_bits(twin(x), ours(x))
+    copied = copy.deepcopy(ours)
+    assert_same_bits(copied(x), ours(x))
     places = {p.data_ptr() for p in ours.parameters()}
-    assert not places & {p.data_ptr() for p in twin.parameters()}
+    assert not places & {p.data_ptr() for p in copied.parameters()}
     text = repr(ours)
     assert text.startswith(type(ours).__name__ + "(")
     for part in case.mentions:
         assert part in text, f"{part!r} is not in {text!r}"
-    assert {p.dtype for p in twin.double().parameters()} <= {torch.float64}
-    torch.testing.assert_close(twin(x.double()).float(), ours(x), rtol=2e-6, atol=2e-6)
+    assert {p.dtype for p in copied.double().parameters()} <= {torch.float64}
+    torch.testing.assert_close(copied(x.double()).float(), ours(x), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", BACK)
@@ -548,9 +548,9 @@ def test_fold_is_frozen_and_equal(activation):
     # A gradient flows to x, and a later change of the module does not reach the fold.
     leaf = x.clone().requires_grad_()
     folded(leaf).sum().backward()
-    twin = x.clone().requires_grad_()
-    module(twin).sum().backward()
-    torch.testing.assert_close(leaf.grad, twin.grad, rtol=1e-4, atol=1e-5)
+    copied = x.clone().requires_grad_()
+    module(copied).sum().backward()
+    torch.testing.assert_close(leaf.grad, copied.grad, rtol=1e-4, atol=1e-5)
     before = folded(x)
     with torch.no_grad():
         module.weight.zero_()
@@ -703,7 +703,7 @@ class ClippedRMSNorm(nn.Module):
 
 
 class ShiftedRMSNorm(ClippedRMSNorm):
-    """Computes what LlamaRMSNorm computes until its second parameter is trained."""
+    """Computes the same as LlamaRMSNorm until its second parameter is trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -905,7 +905,7 @@ WITH_WEIGHT = ("LayerNormLinear", "RMSNormLinear", "GatedLinear")
 @pytest.mark.parametrize("change", PARAMETRISED)
 @pytest.mark.parametrize("name", WITH_WEIGHT)
 def test_a_parametrised_module_says_what_it_cannot(name, change):
-    """forward computes with the weight in force; what needs the parameter itself is refused."""
+    """forward reads the weight in force; functions that need the parameter itself are refused."""
     module = getattr(torchweld.nn, name)(6, 5)
     stock = module.to_torch()
     module = PARAMETRISED[change][0](module)

@@ -12,7 +12,7 @@ from numerics import assert_equal, assert_same_bits
 from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes, need_kernel
 from tensors import randn
-from torchweld.tuning.parts import observe
+from torchweld.tuning.observe import observe
 
 softmax = torch.ops.torchweld.softmax
 softmax_backward = torch.ops.torchweld.softmax_backward

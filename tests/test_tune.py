@@ -24,7 +24,7 @@ from choices_helpers import (  # noqa: F401
 from commands import run_command
 from samples import BF16, F16, F32, sample
 from torchweld.tuning import TuneResult, cache, search, work
-from torchweld.tuning.parts import observe, parts_of
+from torchweld.tuning.observe import kernel_choices, observe
 from torchweld.tuning.progress import Progress
 
 TILES = ("256x128", "128x128", "128x64", "64x64")  # of the engine on mma.sync, in their order
@@ -92,7 +92,7 @@ class FakeRounds:
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """search.tune on CPU tensors, as if they were on a GPU; returns what sets its behaviour."""
+    """search.tune on CPU tensors, as if they were on a GPU. Returns its set-up function."""
 
     def fake_observe(call):
         out = call()
@@ -500,7 +500,7 @@ SMALL_IMAGES = {
 def test_every_legal_configuration_is_right(op, dtype):
     make = (CALLS | SMALL_IMAGES)[op]
     args = on_gpu(make(dtype))
-    parts = parts_of(observe(lambda: getattr(ops, op.split()[0])(*args))[1])
+    parts = kernel_choices(observe(lambda: getattr(ops, op.split()[0])(*args))[1])
     result = torchweld.tune(op.split()[0], *args, rounds=2)
     refused = {
         row["choice"]

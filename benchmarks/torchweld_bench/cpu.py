@@ -26,7 +26,7 @@ from torchweld_bench.cases import (
     timed,
 )
 from torchweld_bench.common import dtype_text, padded_conv2d
-from torchweld_bench.models import stepper, twin
+from torchweld_bench.models import copy_of, stepper
 from torchweld_bench.results import Row
 from torchweld_bench.rotary import eager_rotary
 
@@ -217,7 +217,7 @@ def _llama_rows() -> Iterator[Row]:
         stock = transformers.LlamaForCausalLM._from_config(
             config, attn_implementation="sdpa", dtype=dtype
         ).train()
-        fused = twin(stock)
+        fused = copy_of(stock)
         torchweld.fuse(fused, check=False, loss=True)
         optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-5, fused=True)
         steps = {

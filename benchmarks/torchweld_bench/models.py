@@ -79,7 +79,7 @@ _ADAPTED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "all layers":
 _RANK = 16
 
 
-def twin(model: nn.Module) -> nn.Module:
+def copy_of(model: nn.Module) -> nn.Module:
     """A copy of the modules of a model, with the same parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
@@ -151,15 +151,15 @@ def _variants(case: _Case) -> dict[str, Callable[[], Tensor]]:
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     tokens = torch.randint(config.vocab_size, (case.batch, case.seqlen), device="cuda")
 
-    ours = twin(stock)
+    ours = copy_of(stock)
     torchweld.fuse(ours, check=False, loss=True)
     steps = {"ours": stepper(ours, optimizer, tokens), _STOCK: stepper(stock, optimizer, tokens)}
     if not case.recomputed:
-        compiled = twin(stock)
+        compiled = copy_of(stock)
         for layer in compiled.model.layers:
             layer.compile()
         steps[_COMPILED] = stepper(compiled, optimizer, tokens)
-    patched = None if case.lora else _liger(twin(stock), case.family)
+    patched = None if case.lora else _liger(copy_of(stock), case.family)
     if patched is not None:
         steps[_LIGER] = stepper(patched[0], optimizer, tokens, patched[1])
     return steps

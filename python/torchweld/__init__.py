@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"  # defined before the imports, because they read it
 
 from torchweld import _flops, _functorch, nn
+from torchweld._lazy_import import lazy as _lazy
 from torchweld._library import is_available, unavailable_reason
 from torchweld._on_import import when_imported as _when_imported
-from torchweld._start import lazy as _lazy
 from torchweld.distributed import rules as _sharding_rules
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info

@@ -180,22 +180,22 @@ def _function(op: str) -> type[torch.autograd.Function]:
             ctx.mark_non_differentiable(*kept)
             ctx.set_materialize_grads(False)
             ctx.tensors = [n for n, v in zip(names, inputs, strict=True) if _is(v)] + results
-            ctx.others = {n: v for n, v in zip(names, inputs, strict=True) if not _is(v)}
+            ctx.constants = {n: v for n, v in zip(names, inputs, strict=True) if not _is(v)}
             ctx.shape = inputs[0].shape
             if backward_op is None:
                 return
             ctx.save_for_backward(*[v for v in inputs if _is(v)], *outputs)
 
         @staticmethod
-        def backward(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Any, ...]:
-            dsecond = others[0] if second is not None else None
+        def backward(ctx: Any, dy: Tensor | None, *more: Any) -> tuple[Any, ...]:
+            dsecond = more[0] if second is not None else None
             if dy is None and dsecond is None:
                 return (None,) * len(names)
             if backward_op is None:
                 return (_GRADIENTS[op](dy, ctx.shape), *[None] * (len(names) - 1))
             wanted = dict(zip(names, ctx.needs_input_grad, strict=True))
             values = dict(zip(reversed(ctx.tensors), reversed(ctx.saved_tensors), strict=True))
-            values.update(ctx.others)
+            values.update(ctx.constants)
             if second is not None:
                 values[second] = dsecond
                 if dsecond is None and second in required:
@@ -255,7 +255,8 @@ def _front(op: str) -> Callable[..., Any]:
     """The kernel for torch.func: the op's results alone, cast as autocast would."""
     function = _function(op)
     schema = _op(op)._schema
-    # <op>_forward lacks the arguments that only choose what <op> saves for its backward.
+    # <op>_forward lacks the arguments that only choose the tensors that <op> saves for its
+    # backward.
     forward = _op(op + "_forward" if _exists(op + "_forward") else op)
     names = [a.name for a in forward._schema.arguments]
     casts = {

@@ -296,7 +296,7 @@ def _mixed(given: dict[str, Any]) -> str | None:
 
 
 def describe(value: Any) -> str:
-    """What an error says that it got: a short value, or the name of a function or a type."""
+    """The text of a value in an error: a short value, or the name of a function or a type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (bool, int, float, str)):

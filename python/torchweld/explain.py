@@ -35,11 +35,11 @@ class Explanation:
     Attributes:
         op: the op's name.
         call: the tensors, as text.
-        kernel: what runs.
+        kernel: the kernel that runs.
         tile: the kernel's configuration, {} if it has none; if the call has several parts, for
             example `dx` and `dweight`, one configuration per part.
         why: one sentence.
-        source: what chose the tile: "heuristic", "tuned" (remembered by torchweld.tune) or
+        source: the origin of the tile: "heuristic", "tuned" (remembered by torchweld.tune) or
             "forced"; "" if there is nothing to choose.
         gpu: the GPU that this holds for, "" on the CPU.
         rejected: (candidate, reason) of the candidates that were tried before.
@@ -121,8 +121,8 @@ def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     try:
         overload.redispatch(cuda, *map(_meta, args), **values)
     finally:
-        seen = library.ops._end_observing()
-    return [json.loads(text) for text in seen]
+        records = library.ops._end_observing()
+    return [json.loads(text) for text in records]
 
 
 def _sizes(record: dict[str, Any]) -> str:
@@ -213,8 +213,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     tensors = tensors_of((*args, *kwargs.values()))
     if not tensors:
         raise ValueError(f"explain: {op} must be given its tensors, but got none")
-    others = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
-    explanation = Explanation(op, ", ".join([_describe(t) for t in tensors] + others), kernel="")
+    options = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
+    explanation = Explanation(op, ", ".join([_describe(t) for t in tensors] + options), kernel="")
     explanation.parallel = _parallel(op, sharded)
     device = tensors[0].device
     lacking = not has_cuda_kernel(op)

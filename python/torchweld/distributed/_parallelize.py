@@ -80,7 +80,7 @@ def _gathered() -> ParallelStyle:
     return linears.gathered_columns(_PlainResult(ColwiseParallel(output_layouts=Replicate())))
 
 
-# For each style name in a tp_plan of transformers, and for those of _plan, what implements it.
+# The styles by their names in a tp_plan of transformers or in _plan.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": linears.columns,
     "rowwise": linears.rows,
@@ -187,8 +187,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
         parallelize_module(root, mesh, styles, src_data_rank=src_data_rank)
         for path in local_heads:
             packed.set_heads((attn for _, attn in _matching(root, path)), mesh.size())
-        for (first, name), *others in tied:
-            for module, other in others:
+        for (first, name), *aliases in tied:
+            for module, other in aliases:
                 module.register_parameter(other, first._parameters[name])
     return model
 

@@ -129,15 +129,15 @@ def scattered(mesh: DeviceMesh, dim: int, t: Tensor) -> Tensor:
     if size == 1:
         return t
     if torch.compiler.is_compiling() or slabs > _MAX_SLABS:
-        parts = t.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
-        part = collectives.reduce_scatter_tensor(parts.contiguous(), "sum", 0, (mesh, 0))
-        return collectives.wait_tensor(part)
-    part = t.new_empty([*t.shape[:dim], t.shape[dim] // size, *t.shape[dim + 1 :]])
+        shards = t.unflatten(dim, (size, -1)).movedim(dim, 0).flatten(0, 1)
+        shard = collectives.reduce_scatter_tensor(shards.contiguous(), "sum", 0, (mesh, 0))
+        return collectives.wait_tensor(shard)
+    shard = t.new_empty([*t.shape[:dim], t.shape[dim] // size, *t.shape[dim + 1 :]])
     if slabs == 1:
-        dist.reduce_scatter_tensor(part.view(-1), t.view(-1), group=mesh.get_group())
+        dist.reduce_scatter_tensor(shard.view(-1), t.view(-1), group=mesh.get_group())
     elif t.numel():
-        mesh.get_group().reduce_scatter_tensor_coalesced(_slabs(part, dim), _slabs(t, dim)).wait()
-    return part
+        mesh.get_group().reduce_scatter_tensor_coalesced(_slabs(shard, dim), _slabs(t, dim)).wait()
+    return shard
 
 
 class _GatherFromSpRegion(torch.autograd.Function):
@@ -153,7 +153,7 @@ class _GatherFromSpRegion(torch.autograd.Function):
 
 
 def gather_from_sp_region(mesh: DeviceMesh, dim: int, x: Tensor) -> Tensor:
-    """All-gathers x along `dim`, where all processes have parts of the same size; backward
+    """All-gathers x along `dim`, where all processes have shards of the same size; backward
     reduce-scatters the gradient.
     """
     return x if mesh.size() == 1 else _GatherFromSpRegion.apply(mesh, dim, x)

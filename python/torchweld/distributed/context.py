@@ -223,11 +223,11 @@ def _all_gather(
     # The keys passed to the op end at the last token of the chunk. Therefore the bottom-right
     # aligned causal mask is right for the rows of the chunk.
     out = []
-    for chunk, part in ((rank, slice(0, half)), (2 * size - 1 - rank, slice(half, None))):
+    for chunk, rows in ((rank, slice(0, half)), (2 * size - 1 - rank, slice(half, None))):
         end = (chunk + 1) * half
-        start = None if mask.key_start is None else mask.key_start[:, part].contiguous()
+        start = None if mask.key_start is None else mask.key_start[:, rows].contiguous()
         one = ops.attention(
-            query[:, :, part],
+            query[:, :, rows],
             key[:, :, :end],
             value[:, :, :end],
             mask.leftpad,
@@ -333,8 +333,8 @@ def context_parallel(
     Raises:
         RuntimeError: no attention followed, torch.distributed is not initialised, or it is inside
             of another one.
-        ValueError: an unknown method; inside: what a model asks for and is not served, such as a
-            cache of earlier tokens, attention dropout or packed documents, without falling back.
+        ValueError: an unknown method; inside: a model asks for a feature that is not served, such
+            as a cache of earlier tokens, attention dropout or packed documents.
 
     Example::
 

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from torchweld.integrations.fusion.layers.fused_module import STOCK
 
-_PARTS = 3  # the number of parts of c_attn: query, key and value
+_PROJECTIONS = 3  # of c_attn: query, key and value
 
 
 class ShardedConv1D(Conv1D):
@@ -38,8 +38,8 @@ class ShardedConv1D(Conv1D):
         if shards:
             bias = local_part(bias)
         else:
-            parts = whole.view(_PARTS, mesh.size(), -1)
-            bias = parts[:, mesh.get_local_rank()].flatten()
+            biases = whole.view(_PROJECTIONS, mesh.size(), -1)
+            bias = biases[:, mesh.get_local_rank()].flatten()
         return x, local_weight(weight), bias, *shared
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
     # again along its only dim, and FSDP2 would lose the order, so this bias is replicated.
     # Replicated parameters stay plain tensors, because optimizers need less time for them.
     placements = {
-        "attn.c_attn": {"weight": _StridedShard(1, split_factor=_PARTS), "bias": None},
+        "attn.c_attn": {"weight": _StridedShard(1, split_factor=_PROJECTIONS), "bias": None},
         "attn.c_proj": {"weight": Shard(0), "bias": None},
         "mlp.c_fc": {"weight": Shard(1), "bias": Shard(0)},
         "mlp.c_proj": {"weight": Shard(0), "bias": None},

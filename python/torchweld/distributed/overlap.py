@@ -62,15 +62,15 @@ class _SymmetricBuffer:
         self._handle.barrier(channel=0)
         return self._slots_of(self.rank, shape, dtype)
 
-    def send(self, part: Tensor, to: int) -> None:
-        """Copies a contiguous part to a process on a side stream, and signals its arrival."""
-        slot = self._slots_of(to, list(part.shape), part.dtype)[self.rank]
+    def send(self, shard: Tensor, to: int) -> None:
+        """Copies a contiguous shard to a process on a side stream, and signals its arrival."""
+        slot = self._slots_of(to, list(shard.shape), shard.dtype)[self.rank]
         with self.on_side_stream(sending=True):
-            slot.copy_(part)
+            slot.copy_(shard)
             self._handle.put_signal(to, channel=self._SENT)
 
     def wait(self, of: int) -> None:
-        """The current stream waits for the part of a process."""
+        """The current stream waits for the shard of a process."""
         self._handle.wait_signal(of, channel=self._SENT)
 
     def on_side_stream(self, sending: bool) -> AbstractContextManager[None]:
@@ -169,14 +169,14 @@ def supports_overlap(
     # limit, that of graphs.
     if x.shape[:dim].numel() > _MAX_SEQUENCES or products < _MIN_PRODUCTS_OF_GRAPHS:
         return False
-    part = rows * (x.shape[-1] if gathers else columns) * x.element_size()
-    if _symmetric_buffer(mesh, size * part) is None:
+    shard_bytes = rows * (x.shape[-1] if gathers else columns) * x.element_size()
+    if _symmetric_buffer(mesh, size * shard_bytes) is None:
         return False
     return products >= _MIN_PRODUCTS or torch.cuda.is_current_stream_capturing()
 
 
-def _parts(t: Tensor, dim: int, count: int) -> list[Tensor]:
-    """A contiguous tensor's equal parts along `dim`, as matrices `(sequences, rows, columns)`."""
+def _shards(t: Tensor, dim: int, count: int) -> list[Tensor]:
+    """A contiguous tensor's equal shards along `dim`, as matrices `(sequences, rows, columns)`."""
     matrices = t.view(t.shape[:dim].numel(), t.shape[dim:-1].numel(), t.shape[-1])
     return list(matrices.chunk(count, 1))
 
@@ -209,12 +209,12 @@ def gathered_linear(
     y = x.new_empty([*shape[:-1], weight.shape[0]])
     preact = torch.empty_like(y) if keeps_preact else None
     xs, ys, preacts = (
-        [None] * size if t is None else _parts(t, dim, size) for t in (whole, y, preact)
+        [None] * size if t is None else _shards(t, dim, size) for t in (whole, y, preact)
     )
-    (mine,) = _parts(x.contiguous(), dim, 1)
+    (mine,) = _shards(x.contiguous(), dim, 1)
 
-    def multiply(part: Tensor, rank: int) -> None:
-        ops._linear_part(part, weight, bias, ys[rank], preacts[rank], activation=activation)
+    def multiply(shard: Tensor, rank: int) -> None:
+        ops._linear_part(shard, weight, bias, ys[rank], preacts[rank], activation=activation)
 
     # NOTE: a local copy that starts during a matmul waits until the matmul leaves SMs free, so x is
     # copied first.
@@ -254,18 +254,18 @@ def scattered_linear(
         The sum, and the result of `meanwhile`.
     """
     size, columns = mesh.size(), weight.shape[0]
-    parts, shape = _parts(x.contiguous(), dim, size), [*x.shape[:-1], columns]
+    shards, shape = _shards(x.contiguous(), dim, size), [*x.shape[:-1], columns]
     shape[dim] //= size
-    of_part = [*parts[0].shape[:2], columns]
+    shard_shape = [*shards[0].shape[:2], columns]
     y = x.new_empty(shape)
     buffer = _symmetric_buffer(mesh, size * y.numel() * y.element_size())
-    every = weight.t().expand(len(parts[0]), -1, -1)
+    every = weight.t().expand(len(shards[0]), -1, -1)
     with _used(buffer):
-        terms, sent = buffer.slots(of_part, x.dtype), []
+        terms, sent = buffer.slots(shard_shape, x.dtype), []
         for to, _ in _peers(buffer.rank, size):
-            sent.append(torch.bmm(parts[to], every))
+            sent.append(torch.bmm(shards[to], every))
             buffer.send(sent[-1], to)
-        mine = parts[buffer.rank]
+        mine = shards[buffer.rank]
         if bias is None:
             torch.bmm(mine, every, out=terms[buffer.rank])
         else:
@@ -275,7 +275,7 @@ def scattered_linear(
             buffer.wait(of)
     # NOTE: torch.sum of two terms takes three times as long as torch.add.
     if size == 2:
-        torch.add(*terms, out=y.view(of_part))
+        torch.add(*terms, out=y.view(shard_shape))
     else:
-        torch.sum(terms, 0, out=y.view(of_part))
+        torch.sum(terms, 0, out=y.view(shard_shape))
     return y, other

@@ -38,11 +38,11 @@ class _GatheredLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        parts, keeps = _parts(weight, bias), activation not in ("none", "relu")
-        whole, y, preact = _gathered_linear(mesh, dim, x, *parts, activation, True, keeps)
+        local, keeps = _local_parameters(weight, bias), activation not in ("none", "relu")
+        whole, y, preact = _gathered_linear(mesh, dim, x, *local, activation, True, keeps)
         ctx.mesh, ctx.dim, ctx.activation = mesh, dim, activation
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
-        ctx.save_for_backward(whole, parts[0], y if activation == "relu" else preact)
+        ctx.save_for_backward(whole, local[0], y if activation == "relu" else preact)
         return y
 
     @staticmethod
@@ -77,9 +77,9 @@ class _ScatteredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
-        parts = _parts(weight, bias)
-        ctx.save_for_backward(x, parts[0])
-        return _scattered_linear(mesh, dim, x, *parts)
+        local = _local_parameters(weight, bias)
+        ctx.save_for_backward(x, local[0])
+        return _scattered_linear(mesh, dim, x, *local)
 
     @staticmethod
     @once_outside_autocast
@@ -112,7 +112,7 @@ def _bias_gradient(dy: Tensor, wanted: bool) -> Tensor | None:
     return ops._activation_backward(dy, sums=True)[1]
 
 
-def _parts(*parameters: Tensor | None) -> list[Tensor | None]:
+def _local_parameters(*parameters: Tensor | None) -> list[Tensor | None]:
     return [None if p is None else as_in_autocast(local_of(p)) for p in parameters]
 
 
@@ -171,7 +171,7 @@ def gathered_linear(
 
     Args:
         mesh: one dim.
-        dim: of x, from 0 on, along which each process has an equal part; not the last.
+        dim: of x, from 0 on, along which each process has an equal shard; not the last.
         x: `(..., K)`, this process's tokens.
         weight, bias: `(N, K)` and `(N,)`, this process's columns; plain, or parameters that are
             DTensors.
@@ -183,7 +183,9 @@ def gathered_linear(
     """
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
-        return _gathered_linear(mesh, dim, x, *_parts(weight, bias), activation, False, False)[1]
+        return _gathered_linear(
+            mesh, dim, x, *_local_parameters(weight, bias), activation, False, False
+        )[1]
     return _GatheredLinear.apply(
         mesh, dim, activation, x, function_input(weight), function_input(bias)
     )
@@ -197,7 +199,7 @@ def scattered_linear(
 
     Args:
         mesh: one dim.
-        dim: of the result, from 0 on, along which each process gets an equal part; not the last.
+        dim: of the result, from 0 on, along which each process gets an equal shard; not the last.
         x: `(..., K)`, all tokens, this process's columns.
         weight: `(N, K)`, this process's columns; plain, or a parameter that is a DTensor.
         bias: `(N,)`, the same in all processes; plain, or a parameter that is a DTensor.
@@ -218,5 +220,5 @@ def scattered_linear(
         )
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
-        return _scattered_linear(mesh, dim, x, *_parts(weight, bias))
+        return _scattered_linear(mesh, dim, x, *_local_parameters(weight, bias))
     return _ScatteredLinear.apply(mesh, dim, x, function_input(weight), function_input(bias))

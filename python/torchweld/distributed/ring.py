@@ -25,7 +25,7 @@ def _send_recv_kv(t: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Steps:
-    """The steps of a ring: which rows of query see which keys of the step."""
+    """The rows of query and the keys that meet in each step of a ring."""
 
     def __init__(self, query: Tensor, mask: Mask, group: dist.ProcessGroup) -> None:
         self.size, self.rank, self.half = group.size(), group.rank(), query.shape[2] // 2
@@ -63,14 +63,14 @@ class _Steps:
         return rows, keys, more
 
 
-def _combine(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def _combine(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor) -> None:
     """Combines partial results by lse, in place in out and lse; rows may be empty in both."""
-    total = torch.logaddexp(lse, part_lse)
+    total = torch.logaddexp(lse, step_lse)
     here, there = (
         (each - total).exp().masked_fill(total == float("-inf"), 0)[..., None]
-        for each in (lse, part_lse)
+        for each in (lse, step_lse)
     )
-    out.copy_(out * here + part * there)
+    out.copy_(out * here + step_out * there)
     lse.copy_(total)
 
 
@@ -92,13 +92,13 @@ class _Ring(torch.autograd.Function):
             there = _send_recv_kv(here, group) if step + 1 < steps.size else here
             k, v = _split_kv(here, key, value)
             rows, keys, more = steps.of(step)
-            part, part_lse = ops.attention_forward(
+            step_out, step_lse = ops.attention_forward(
                 query[:, :, rows], k[:, :, keys], v[:, :, keys], None, **more
             )
             if out is None:
-                out, lse = part.to(part_lse.dtype), part_lse
+                out, lse = step_out.to(step_lse.dtype), step_lse
             else:
-                _combine(out[:, :, rows], lse[:, :, rows], part, part_lse)
+                _combine(out[:, :, rows], lse[:, :, rows], step_out, step_lse)
             here = collectives.wait_tensor(there)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)

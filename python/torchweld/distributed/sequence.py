@@ -71,8 +71,8 @@ def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
             f"shard_sequence: the tokens must be a multiple of {chunks} (two chunks a process), "
             f"but got {t.shape[dim]}; pad the sequences"
         )
-    parts = t.chunk(chunks, dim)
-    return torch.cat([parts[group.rank()], parts[chunks - 1 - group.rank()]], dim)
+    every = t.chunk(chunks, dim)
+    return torch.cat([every[group.rank()], every[chunks - 1 - group.rank()]], dim)
 
 
 def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:

@@ -64,11 +64,11 @@ def full_tensor(t: DTensor) -> Tensor:
             raise ValueError(_sharded_twice(t))
         return whole
     for placement, size in zip(t.placements, mesh.shape, strict=True):
-        parts = size * getattr(placement, "split_factor", 1)
+        count = size * getattr(placement, "split_factor", 1)
         dim = getattr(placement, "dim", None)
-        if dim is not None and t.shape[dim] % parts:
+        if dim is not None and t.shape[dim] % count:
             raise ValueError(
-                f"full_tensor: dim {dim} of t must be a multiple of its {parts} parts, but got "
+                f"full_tensor: dim {dim} of t must be a multiple of its {count} parts, but got "
                 f"{t.shape[dim]}"
             )
     whole = t.detach().to_local()
@@ -77,10 +77,10 @@ def full_tensor(t: DTensor) -> Tensor:
         if isinstance(placement, Partial):
             dist.all_reduce(whole := whole.clone(), group=group)
         elif not isinstance(placement, Replicate):
-            parts = [torch.empty_like(whole) for _ in range(mesh.shape[dim])]
-            dist.all_gather(parts, whole.contiguous(), group=group)
+            shards = [torch.empty_like(whole) for _ in range(mesh.shape[dim])]
+            dist.all_gather(shards, whole.contiguous(), group=group)
             split = getattr(placement, "split_factor", 1)
-            chunks = [part.chunk(split, placement.dim) for part in parts]
+            chunks = [shard.chunk(split, placement.dim) for shard in shards]
             whole = torch.cat([p for row in zip(*chunks, strict=True) for p in row], placement.dim)
     return whole
 

@@ -56,10 +56,10 @@ class _VocabParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        parts = [None if t is None else as_in_autocast(local_of(t)) for t in (weight, bias)]
+        local = [None if t is None else as_in_autocast(local_of(t)) for t in (weight, bias)]
         smooths = terms.label_smoothing != 0
         local_loss, local_lse, y, factor, mean = ops.linear_cross_entropy_exponentials_forward(
-            x, parts[0], targets.local, parts[1], reduction="none", ignore_index=IGNORED,
+            x, local[0], targets.local, local[1], reduction="none", ignore_index=IGNORED,
             **options, keep=keep, mean=smooths,
         )  # fmt: skip
         sent = torch.stack([local_loss, local_lse] + [mean] * smooths)
@@ -79,7 +79,7 @@ class _VocabParallel(torch.autograd.Function):
         ctx.mesh, ctx.targets, ctx.reduction = mesh, targets, reduction
         ctx.terms, ctx.options = terms, options
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
-        ctx.save_for_backward(x, *parts, lse.masked_fill(targets.ignored, 0), y, factor)
+        ctx.save_for_backward(x, *local, lse.masked_fill(targets.ignored, 0), y, factor)
         return _reduced(loss, targets.ignored, reduction)
 
     @staticmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchweld._start import lazy
+from torchweld._lazy_import import lazy
 
 if TYPE_CHECKING:
     from torchweld.quantization.quantizer import TorchweldInt4Config as TorchweldInt4Config

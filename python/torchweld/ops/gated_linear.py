@@ -182,9 +182,9 @@ class GatedLinear(nn.Module):
         reset_as_torch(self._as_torch())
 
     @torch.jit.unused
-    def _load_from_state_dict(self, state_dict, prefix, *others):
+    def _load_from_state_dict(self, state_dict, prefix, *args):
         rename_gated_linear(state_dict, prefix, self.gate, self.interleaved)
-        nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
     @classmethod
     def from_torch(

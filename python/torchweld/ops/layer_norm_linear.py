@@ -13,7 +13,7 @@ from torchweld.ops.folded_layer_norm_linear import (
     row_sums,
 )
 from torchweld.ops.linear import activation_module
-from torchweld.ops.norm_linear import NormLinear, parts_of
+from torchweld.ops.norm_linear import NormLinear, split_norm_linear
 from torchweld.ops.stock import refuse_other, text_of
 
 
@@ -116,7 +116,7 @@ class LayerNormLinear(NormLinear):
             ValueError: other parts; one of a subclass, or with hooks or a parametrisation.
         """
         owner = "LayerNormLinear.from_torch"
-        norm, linear, name = parts_of(module, "LayerNorm", owner)
+        norm, linear, name = split_norm_linear(module, "LayerNorm", owner)
         shape = (linear.in_features,)
         if not isinstance(norm, nn.LayerNorm) or tuple(norm.normalized_shape) != shape:
             raise ValueError(
@@ -168,8 +168,8 @@ class LayerNormLinear(NormLinear):
         )
 
     def extra_repr(self) -> str:
-        parts = f"ln_affine={self.ln_weight is not None}, ln_bias={self.ln_bias is not None}"
-        return f"{super().extra_repr()}, {parts}"
+        affine = f"ln_affine={self.ln_weight is not None}, ln_bias={self.ln_bias is not None}"
+        return f"{super().extra_repr()}, {affine}"
 
 
 class FoldedLayerNormLinear(nn.Module):

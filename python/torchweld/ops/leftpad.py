@@ -58,11 +58,11 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
     wrong = (tokens[:, :-1] & ~tokens[:, 1:]).any(1) | strange
     if check and is_readable(tokens):
         rows = wrong.nonzero().flatten().tolist()
-        others = strange.nonzero().flatten().tolist() if rows else []
-        if others:
+        odd = strange.nonzero().flatten().tolist() if rows else []
+        if odd:
             raise ValueError(
                 "leftpad_from_mask: attention_mask must be 1 at tokens and 0 at padding, but got "
-                f"other values in {_rows(others)}; use attention_mask != 0 where they are tokens"
+                f"other values in {_rows(odd)}; use attention_mask != 0 where they are tokens"
             )
         if rows:
             raise ValueError(

@@ -56,9 +56,9 @@ class NormLinear(nn.Module):
         reset_as_torch(self._as_torch())
 
     @torch.jit.unused
-    def _load_from_state_dict(self, state_dict, prefix, *others):
+    def _load_from_state_dict(self, state_dict, prefix, *args):
         rename_norm_linear(state_dict, prefix, self._norm_names)
-        nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
     def to_torch(self) -> nn.Sequential:
         """`nn.Sequential(norm, Linear, activation)` that shares the parameters.
@@ -88,7 +88,7 @@ class NormLinear(nn.Module):
         )
 
 
-def parts_of(module: nn.Module, norm: str, owner: str) -> tuple[nn.Module, nn.Linear, str]:
+def split_norm_linear(module: nn.Module, norm: str, owner: str) -> tuple[nn.Module, nn.Linear, str]:
     """The norm, the linear layer and the activation's name of the argument of `from_torch`.
 
     Raises:
@@ -97,8 +97,8 @@ def parts_of(module: nn.Module, norm: str, owner: str) -> tuple[nn.Module, nn.Li
     """
     expected = f"nn.Sequential({norm}((K,)), Linear(K, N)[, activation])"
     refuse_other(owner, "module", expected, module, nn.Sequential)
-    parts = list(module)
-    if len(parts) not in (2, 3) or not isinstance(parts[1], nn.Linear):
+    modules = list(module)
+    if len(modules) not in (2, 3) or not isinstance(modules[1], nn.Linear):
         raise ValueError(f"{owner}: module must be {expected}, but got {text_of(module)}")
-    refuse_other(owner, "module[1]", "nn.Linear", parts[1], nn.Linear)
-    return parts[0], parts[1], activation_name(parts[2] if len(parts) == 3 else None, owner)
+    refuse_other(owner, "module[1]", "nn.Linear", modules[1], nn.Linear)
+    return modules[0], modules[1], activation_name(modules[2] if len(modules) == 3 else None, owner)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchweld._library import ops
 from torchweld._refusals import readable_errors
 from torchweld._types import Activation
-from torchweld.ops.norm_linear import NormLinear, parts_of
+from torchweld.ops.norm_linear import NormLinear, split_norm_linear
 from torchweld.ops.stock import refuse_other, text_of
 
 
@@ -107,7 +107,7 @@ class RMSNormLinear(NormLinear):
         and its many kin). Those round the normalised row to its dtype before the weight; here it
         is rounded once.
 
-        The eps of an `nn.RMSNorm` with `eps=None` becomes a number: what torch takes in the
+        The eps of an `nn.RMSNorm` with `eps=None` becomes a number: torch's default in the
         module's dtype, which is float32's machine epsilon in 16 bits too.
 
         Raises:
@@ -115,7 +115,7 @@ class RMSNormLinear(NormLinear):
                 RMSNorm of another formula, for example Gemma's, which scales by 1 + weight.
         """
         owner = "RMSNormLinear.from_torch"
-        norm, linear, name = parts_of(module, "RMSNorm", owner)
+        norm, linear, name = split_norm_linear(module, "RMSNorm", owner)
         eps = _eps_of(norm, linear, owner)
         if eps is None:
             raise ValueError(

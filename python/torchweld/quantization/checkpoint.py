@@ -131,8 +131,8 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
         return "qweight", lambda _, tensors: Int4Linear.from_awq(**tensors, group_size=size)
     if method == "gptq":
         dynamic = settings.get("dynamic") or {}  # layers to skip begin with "-:"
-        others = {key: value for key, value in dynamic.items() if not key.startswith("-:")}
-        _expect({**settings, "dynamic": others}, bits=(4,), dynamic=({},))
+        quantised = {key: value for key, value in dynamic.items() if not key.startswith("-:")}
+        _expect({**settings, "dynamic": quantised}, bits=(4,), dynamic=({},))
         _expect(settings, checkpoint_format=("gptq", "gptq_v2", None))
         return "qweight", lambda _, tensors: _from_gptq(settings, tensors)
     if method == "compressed-tensors":

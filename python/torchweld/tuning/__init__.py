@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchweld._start import lazy
+from torchweld._lazy_import import lazy
 
 if TYPE_CHECKING:
     from torchweld.tuning.result import TuneResult

@@ -14,7 +14,7 @@ from torchweld._refusals import unknown_op
 from torchweld.explain import tensors_of
 from torchweld.info import ops_of_library
 from torchweld.tuning import cache
-from torchweld.tuning.parts import Part, observe, parts_of, tables
+from torchweld.tuning.observe import KernelChoice, kernel_choices, observe, tables
 from torchweld.tuning.progress import Progress
 from torchweld.tuning.result import Row, TuneResult, empty_row
 from torchweld.tuning.work import Answers, bytes_of, flops, sum_length
@@ -60,47 +60,47 @@ class Search:
         self._call = call
         self._rounds = rounds
         self._progress = progress
-        self._forced: list[Part] = []
+        self._forced: list[KernelChoice] = []
         self._bytes = 0
         self._flops: float | None = None
 
-    def force(self, part: Part, choice: str) -> None:
+    def force(self, kernel: KernelChoice, choice: str) -> None:
         """Forces a choice for the following calls; "" ends that."""
-        library.ops._force_choice(part.family, part.numbers, choice)
+        library.ops._force_choice(kernel.family, kernel.numbers, choice)
 
     def run(
-        self, parts: list[Part], answers: Answers, moved: int, configs: list[dict] | None
+        self, kernels: list[KernelChoice], answers: Answers, moved: int, configs: list[dict] | None
     ) -> None:
-        """Search the parts one by one, each with the best of those before."""
+        """Search the kernels one by one, each with the best of those before."""
         self._bytes = moved
-        work = [w for w in (flops(p.family, p.problem) for p in parts) if w is not None]
+        work = [w for w in (flops(p.family, p.problem) for p in kernels) if w is not None]
         self._flops = sum(work) if work else None
-        rows = [self._rows(i, part, configs) for i, part in enumerate(parts)]
-        for of_part in rows:
-            self.result.rows += of_part
-            runnable = sum(not row["reason"] for row in of_part)
+        rows = [self._rows(i, kernel, configs) for i, kernel in enumerate(kernels)]
+        for of_kernel in rows:
+            self.result.rows += of_kernel
+            runnable = sum(not row["reason"] for row in of_kernel)
             self._progress.plan(runnable * (1 + self._rounds))
         try:
-            for i, part in enumerate(parts):
-                self._forced.append(part)
-                self._search(part, [row for row in rows[i] if not row["reason"]], answers)
+            for i, kernel in enumerate(kernels):
+                self._forced.append(kernel)
+                self._search(kernel, [row for row in rows[i] if not row["reason"]], answers)
                 best = self.result.best_of_part(i)
-                self.force(part, best["choice"] if best else "")
+                self.force(kernel, best["choice"] if best else "")
         finally:
-            for part in self._forced:
-                self.force(part, "")
+            for kernel in self._forced:
+                self.force(kernel, "")
 
-    def _rows(self, index: int, part: Part, configs: list[dict] | None) -> list[Row]:
+    def _rows(self, index: int, kernel: KernelChoice, configs: list[dict] | None) -> list[Row]:
         """A row for each configuration; an unsupported one has its reason."""
         rows = []
-        for found in tables().candidates(part.family, part.numbers):
-            own = found["choice"] == part.choice
+        for found in tables().candidates(kernel.family, kernel.numbers):
+            own = found["choice"] == kernel.choice
             row = empty_row(
                 part=index,
-                problem=part.text(),
-                family=part.family,
+                problem=kernel.text(),
+                family=kernel.family,
                 choice=found["choice"],
-                source=part.source if own else "",
+                source=kernel.source if own else "",
                 **found["columns"],
             )
             row["reason"] = found["refusal"]
@@ -115,20 +115,22 @@ class Search:
             if not match:
                 missing = {key: value for key, value in config.items() if key in rows[0]}
                 row = {**dict.fromkeys(rows[0]), **missing, "part": index, "reason": "not built"}
-                wanted.append({**row, "problem": part.text(), "family": part.family, "source": ""})
+                wanted.append(
+                    {**row, "problem": kernel.text(), "family": kernel.family, "source": ""}
+                )
         return wanted
 
-    def _search(self, part: Part, rows: list[Row], answers: Answers) -> None:
+    def _search(self, kernel: KernelChoice, rows: list[Row], answers: Answers) -> None:
         from torchweld.tuning.timer import CudaRounds
 
         right: dict[str, Row] = {}
         fastest = float("inf")
         for index, row in enumerate(rows):
-            if not self._check(part, row, answers):
+            if not self._check(kernel, row, answers):
                 self._progress.step(1 + self._rounds)
                 continue
             once = CudaRounds(
-                {"once": self._call}, lambda _, row=row: self.force(part, row["choice"])
+                {"once": self._call}, lambda _, row=row: self.force(kernel, row["choice"])
             )
             once.run()
             self._time(row, once.timings()["once"])
@@ -141,7 +143,7 @@ class Search:
         if not right:
             return
         timer = CudaRounds(
-            dict.fromkeys(right, self._call), lambda name: self.force(part, right[name]["choice"])
+            dict.fromkeys(right, self._call), lambda name: self.force(kernel, right[name]["choice"])
         )
         try:
             for _ in range(self._rounds):
@@ -151,12 +153,12 @@ class Search:
             for name, timing in timer.timings().items():
                 self._time(right[name], timing)
 
-    def _check(self, part: Part, row: Row, answers: Answers) -> bool:
+    def _check(self, kernel: KernelChoice, row: Row, answers: Answers) -> bool:
         """Runs a configuration once, checks its answer and stores both in the row."""
         try:
-            self.force(part, row["choice"])
+            self.force(kernel, row["choice"])
             with _fresh_memory_is_nan():
-                outputs, seen = observe(self._call)
+                outputs, records = observe(self._call)
             row["error"], row["reason"] = answers.judge(outputs)
         except torch.OutOfMemoryError:
             row["reason"] = "out of GPU memory"
@@ -166,12 +168,10 @@ class Search:
                 raise _GpuStoppedError(row["reason"]) from error
         if row["reason"]:
             return False
-        kernels = [
-            k for r in seen for k in r["kernels"] if r["problem"] == part.numbers and r["kernels"]
-        ]
-        if kernels:
-            row["registers"] = max(k[0] for k in kernels)
-            row["shared_bytes"] = max(k[1] for k in kernels)
+        launches = [k for r in records if r["problem"] == kernel.numbers for k in r["kernels"]]
+        if launches:
+            row["registers"] = max(k[0] for k in launches)
+            row["shared_bytes"] = max(k[1] for k in launches)
         return True
 
     def _time(self, row: Row, timing: Any) -> None:
@@ -202,12 +202,12 @@ def _checked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     return tensors
 
 
-def _checked_configs(configs: Any, parts: list[Part]) -> list[dict[str, Any]] | None:
+def _checked_configs(configs: Any, kernels: list[KernelChoice]) -> list[dict[str, Any]] | None:
     if configs is None:
         return None
     columns: dict[str, None] = {"choice": None}
-    for part in parts:
-        for found in tables().candidates(part.family, part.numbers):
+    for kernel in kernels:
+        for found in tables().candidates(kernel.family, kernel.numbers):
             columns.update(dict.fromkeys(found["columns"]))
     checked = [dict(config) for config in configs]
     unknown = [key for config in checked for key in config if key not in columns]
@@ -272,11 +272,11 @@ def tune(
     floats = [t for t in tensors if t.is_floating_point()] or tensors
     if rounds < 1:
         raise ValueError(f"tune: rounds must be at least 1, but got {rounds}")
-    others = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
+    options = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]
     shapes = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors]
     result = TuneResult(
         op,
-        ", ".join(shapes + others),
+        ", ".join(shapes + options),
         dtype=str(floats[0].dtype).removeprefix("torch."),
         version=cache.version(),
         gpu=_gpu_name(tensors[0]),
@@ -289,9 +289,9 @@ def tune(
         return result
     function = getattr(library.ops, op)
     with torch.no_grad(), torch.cuda.device_of(tensors[0]):
-        parts = _tune(result, function, args, kwargs, tensors, configs, rounds, progress)
-        if remember and parts:
-            _remember(result, parts)
+        kernels = _tune(result, function, args, kwargs, tensors, configs, rounds, progress)
+        if remember and kernels:
+            _remember(result, kernels)
     return result
 
 
@@ -304,30 +304,30 @@ def _tune(
     configs: Sequence[dict[str, int]] | None,
     rounds: int,
     progress: bool | None,
-) -> list[Part]:
+) -> list[KernelChoice]:
     """Fills the result; returns the kernels that were searched."""
 
     def call() -> Any:
         return function(*args, **kwargs)
 
     bar = Progress(f"tune {result.op}", progress)
-    parts: list[Part] = []
+    kernels: list[KernelChoice] = []
     try:
-        outputs, seen = observe(call)
-        parts = parts_of(seen)
-        if not parts:
+        outputs, records = observe(call)
+        kernels = kernel_choices(records)
+        if not kernels:
             result.note = (
                 f"torchweld.tune: {result.op} has one configuration for these arguments, which "
                 "their sizes give, so there is nothing to tune"
             )
-            return parts
-        wanted = _checked_configs(configs, parts)
-        work = sum(flops(p.family, p.problem) or 0.0 for p in parts)
-        longest = max(sum_length(p.family, p.problem) for p in parts)
+            return kernels
+        wanted = _checked_configs(configs, kernels)
+        work = sum(flops(p.family, p.problem) or 0.0 for p in kernels)
+        longest = max(sum_length(p.family, p.problem) for p in kernels)
         answers = Answers(function, args, kwargs, outputs, work, longest)
         result.against = answers.against
         moved = bytes_of([*tensors, *outputs])
-        Search(result, call, rounds, bar).run(parts, answers, moved, wanted)
+        Search(result, call, rounds, bar).run(kernels, answers, moved, wanted)
     except KeyboardInterrupt:
         result.interrupted = True
         result.note = "interrupted: what had not run by then has no time"
@@ -340,15 +340,15 @@ def _tune(
     for row in result.rows:
         if row["us"] is None and not row["reason"]:
             row["reason"] = "not timed: the search was interrupted"
-    return parts
+    return kernels
 
 
-def _remember(result: TuneResult, parts: list[Part]) -> None:
+def _remember(result: TuneResult, kernels: list[KernelChoice]) -> None:
     if result.interrupted:
         result.note += "; nothing was remembered"
         return
     entries = []
-    for i, part in enumerate(parts):
+    for i, kernel in enumerate(kernels):
         best = result.best_of_part(i)
         if best is None:
             continue
@@ -357,8 +357,8 @@ def _remember(result: TuneResult, parts: list[Part]) -> None:
                 result.op,
                 result.gpu,
                 result.dtype,
-                part.family,
-                part.numbers,
+                kernel.family,
+                kernel.numbers,
                 best["choice"],
                 best["us"],
             )

@@ -108,7 +108,7 @@ def ranges(key_end: Tensor, key_start: Tensor) -> Tensor:
     """The causal mask of key_end ``(batch,)`` and key_start ``(batch, rows)``.
 
     In memory the batch comes last: of a step with one query, which waits for the host, layers then
-    take both parts without a copy.
+    take both without a copy.
     """
     both = torch.cat([key_end[None], key_start.t()]).to(torch.int32)
     return both.view(*both.shape, 1, 1).transpose(0, 1)
@@ -122,8 +122,8 @@ def bidirectional(key_end: Tensor, first: Tensor | None = None, window: int = 0)
         first: ``(batch,)``, the first key, or None for 0.
         window: Keys that a query sees to each side, its own counted; 0 for all.
     """
-    parts = [key_end] if first is None else [key_end, first]
-    both = torch.stack(parts).to(torch.int32).view(torch.uint32)
+    bounds = [key_end] if first is None else [key_end, first]
+    both = torch.stack(bounds).to(torch.int32).view(torch.uint32)
     return both.view(*both.shape, 1, 1).transpose(0, 1).expand(-1, -1, 1 + window, -1)
 
 
@@ -148,8 +148,8 @@ def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], 
         return make()
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
-    others = (WeakIdRef(each) if isinstance(each, Tensor) else each for each in made_for)
-    made_for = mask._version, torch.is_inference_mode_enabled(), *others
+    keys = (WeakIdRef(each) if isinstance(each, Tensor) else each for each in made_for)
+    made_for = mask._version, torch.is_inference_mode_enabled(), *keys
     kept = vars(mask).get(name)
     if kept is None or kept[0] != made_for:
         kept = made_for, make()
@@ -171,11 +171,11 @@ def _split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
     if mask.device != device:
         mask = mask.to(device)
     if mask.dtype == torch.uint32:
-        parts = mask[:, :, 0, 0].view(torch.int32).unbind(1)
+        bounds = mask[:, :, 0, 0].view(torch.int32).unbind(1)
         # A leftpad would hide queries too, which a cross attention has of another sequence.
-        start = None if len(parts) == 1 else parts[1][:, None].expand(-1, seqlen_q)
+        start = None if len(bounds) == 1 else bounds[1][:, None].expand(-1, seqlen_q)
         window = mask.shape[2] - 1 or None
-        return Numbers(causal=False, key_start=start, key_end=parts[0], window=window)
+        return Numbers(causal=False, key_start=start, key_end=bounds[0], window=window)
     if mask.shape[1] == 1:
         given = None if torch.compiler.is_compiling() else getattr(mask, "torchweld_leftpad", None)
         return Numbers(causal=True, leftpad=mask.view(-1) if given is None else given)

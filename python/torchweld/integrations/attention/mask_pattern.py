@@ -72,11 +72,11 @@ def of(mask_function: Callable) -> Pattern | None:
         return Pattern(causal=True)
     if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
         return Pattern(causal=False)
-    parts = _parts(mask_function)
-    if parts is None:
+    operands = _operands(mask_function)
+    if operands is None:
         return None
-    for part, rest in (parts, parts[::-1]):
-        name, numbers = _closure(part)
+    for operand, rest in (operands, operands[::-1]):
+        name, numbers = _closure(operand)
         if name == "documents":
             return _packed(rest, numbers["packed_sequence_mask"])
         base = of(rest)
@@ -129,11 +129,11 @@ def is_combined(mask_function: Callable) -> bool:
     return getattr(mask_function, "__code__", None) is _AND
 
 
-def _parts(mask_function: Callable) -> tuple[Callable, Callable] | None:
+def _operands(mask_function: Callable) -> tuple[Callable, Callable] | None:
     """The two functions that it is the ``and`` of, or None."""
     name, numbers = _closure(mask_function)
-    parts = numbers["mask_functions"] if name == "and" else ()
-    return parts if len(parts) == 2 else None
+    operands = numbers["mask_functions"] if name == "and" else ()
+    return operands if len(operands) == 2 else None
 
 
 def _closure(function: Callable) -> tuple[str | None, dict[str, Any]]:

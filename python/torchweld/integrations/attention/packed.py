@@ -114,9 +114,9 @@ def _start_of_pass(module: nn.Module, query: Tensor, ends: Tensor, ends_k: Tenso
     """The first keys ``(batch, seqlen_q)``, computed once in a forward pass."""
     global _last
     if torch.compiler.is_compiling() or not all(map(is_tracked, (ends, ends_k))):
-        return _start(query, ends, ends_k)
+        return _document_starts(query, ends, ends_k)
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _start(query, ends, ends_k)
+        return _document_starts(query, ends, ends_k)
     last = _last  # another thread may set it meanwhile
     batch, _, seqlen_q, _ = query.shape
     versions = ends._version, ends_k._version
@@ -130,13 +130,13 @@ def _start_of_pass(module: nn.Module, query: Tensor, ends: Tensor, ends_k: Tenso
     ):
         last.layers.add(module)
         return last.start
-    start = _start(query, ends, ends_k)
+    start = _document_starts(query, ends, ends_k)
     layers = weakref.WeakSet([module])
     _last = _Pass(weakref.ref(ends), weakref.ref(ends_k), made_for, start, layers)
     return start
 
 
-def _start(query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
+def _document_starts(query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
     batch, _, seqlen_q, _ = query.shape
     same = ends is ends_k
     ends, ends_k = ends.to(query.device), ends_k.to(query.device)

@@ -57,18 +57,18 @@ def attention_paths(path: str, root: PreTrainedModel) -> list[str]:
 def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
     """``(path, class name)`` of other modules whose class name says attention."""
     prefix = f"{path}." if path else ""
-    asking = {where + "." for where in attention_paths(path, root)}
+    switchable = {where + "." for where in attention_paths(path, root)}
     named = {
         f"{prefix}{name}.": type(module).__name__
         for name, module in root.named_modules()
         if name and re.search(r"Attention(V\d+)?$", type(module).__name__)
     }
-    everything = asking | named.keys()
+    everything = switchable | named.keys()
     return [
         (where[:-1], name)
         for where, name in named.items()
         if not any(other != where and other.startswith(where) for other in everything)
-        and not any(where.startswith(other) for other in asking)
+        and not any(where.startswith(other) for other in switchable)
     ]
 
 
@@ -119,16 +119,16 @@ def plan(model: nn.Module, report: FuseReport) -> list[Switch]:
     """Returns the switches of a model; the report lists the layers that are not switched."""
     switches = []
     for path, root in roots(model):
-        asking, others = attention_paths(path, root), other_attention_layers(path, root)
+        switchable, unswitchable = attention_paths(path, root), other_attention_layers(path, root)
         reason = config_refusal(root.config) or _class_refusal(root) or own_refusal(root)
-        if reason is None and not asking:
+        if reason is None and not switchable:
             reason = "none of its layers takes its attention from transformers' AttentionInterface"
         if reason is None:
             switches.append(Switch(path, root))
             what = "does not take its attention from transformers' AttentionInterface"
-            report.skipped.extend((where, f"{name} {what}") for where, name in others)
+            report.skipped.extend((where, f"{name} {what}") for where, name in unswitchable)
             continue
-        paths = asking + [where for where, _ in others]
+        paths = switchable + [where for where, _ in unswitchable]
         report.skipped.extend((where, reason) for where in paths or [path or "the model"])
     return switches
 
@@ -207,7 +207,7 @@ def switch(root: PreTrainedModel) -> None:
 
 
 def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
-    """Moves the layers of :func:`own_configs` alone; returns what :func:`restore_configs` needs."""
+    """Moves the layers of :func:`own_configs` alone. Returns their state for `restore_configs`."""
     own = {path: layer.config for path, layer, _ in own_configs(root)}
     before = {path: config._attn_implementation for path, config in own.items()}
     for config in own.values():

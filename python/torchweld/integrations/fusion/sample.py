@@ -34,7 +34,7 @@ class Sample:
     def __init__(self, model: nn.Module, models: list[Any], sample: Any, batch_of: Any) -> None:
         self.model = model
         self.given, self.inside = sample is not None, False
-        # For each target what `over_cache` gave before anything was fused.
+        # For each target the result of `over_cache` before anything was fused.
         self.cached: list[tuple[list[Tensor], Tensor | None]] = []
         if self.given:
             if not isinstance(sample, Tensor) and not hasattr(sample, "keys"):
@@ -118,7 +118,7 @@ class Sample:
         return calls
 
     def _list_training(self, calls: recorder.Calls, report: FuseReport) -> None:
-        """Adds to the report what runs instead of the ops where layers drop, in training mode."""
+        """Adds to the report the code that layers with dropout run in training mode."""
         dropouts = _dropouts(self.model)
         if not dropouts:
             return
@@ -153,10 +153,10 @@ class Sample:
                 worst = max(worst, _difference(outputs, over_cache(target, kwargs, tokens)[0]))
         report.max_abs_diff = max(whole, worst)
         report.compared += ", whole and over a cache"
-        known, others = (
+        of_whole, of_cached = (
             {call for ran in each.values() for call in ran if call} for each in (calls, cached)
         )
-        report.notes.extend(f"over a cache {call}" for call in sorted(others - known))
+        report.notes.extend(f"over a cache {call}" for call in sorted(of_cached - of_whole))
         stock = [out for outputs, _ in self.cached for out in outputs]
         rounding = max(1e-3, *(10 * torch.finfo(out.dtype).eps for out in stock))
         if worst > 4 * whole + rounding * max(out.abs().max().item() for out in stock):

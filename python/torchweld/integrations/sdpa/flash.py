@@ -2,7 +2,7 @@
 
 The dispatcher calls :meth:`Flash.forward` and :meth:`Flash.backward` with the arguments that aten's
 schema names. A call that ``refusal`` finds something against runs torch's own kernel with the same
-arguments, so what torch's op refuses raises the error that it always did.
+arguments, so a call that torch's op refuses raises torch's error.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Flash:
         cum_seq_k: Tensor | None = None,
         window_size_left: int | None = None,
         window_size_right: int | None = None,
-        **others: Any,
+        **more: Any,
     ) -> str | None:
         """The reason why a call runs torch's own kernel, or None if torchweld's serves it.
 
@@ -125,7 +125,7 @@ class Flash:
             return "dropout_p is above 0"
         if return_debug_mask:
             return "return_debug_mask is set"
-        for name, other in others.items():
+        for name, other in more.items():
             if other is not None and name not in _UNUSED:
                 return f"{name} is given"
         if query.is_nested or key.is_nested or value.is_nested:

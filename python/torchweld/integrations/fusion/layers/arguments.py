@@ -61,8 +61,8 @@ class Arguments:
     def unknown_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """The first argument of a call that the fused forward does not know."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        others = (n for n, default in self.unknown.items() if given.get(n, default) is not default)
-        return next(others, None)
+        unknown = (n for n, default in self.unknown.items() if given.get(n, default) is not default)
+        return next(unknown, None)
 
     def update(
         self, cache: Any, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]

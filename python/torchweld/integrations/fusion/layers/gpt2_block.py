@@ -68,7 +68,7 @@ ATTENTION = Site("norm", "attn.c_attn", "ln_1", "attn", GPT2Attention, "c_attn")
 MLP = Site("mlp", "mlp", "ln_2", "mlp", GPT2MLP, "c_fc", "act")
 SITES = (ATTENTION, MLP)
 LINEARS = (Conv1D, ShardedConv1D)
-_ENCODED = ("encoder_hidden_states", "encoder_attention_mask")  # what crossattention attends to
+_ENCODED = ("encoder_hidden_states", "encoder_attention_mask")  # of crossattention
 
 
 def _record(module: nn.Module, output: Any) -> None:
@@ -162,10 +162,10 @@ def _self_attention(
     batch, rows, _ = qkv.shape
     # 3 x (batch, nheads, rows, head_dim)
     if rows == 1:  # one view fewer than below
-        parts = qkv.view(batch, 3, -1, 1, attn.head_dim).unbind(1)
+        packed = qkv.view(batch, 3, -1, 1, attn.head_dim).unbind(1)
     else:
-        parts = qkv.view(batch, rows, 3, -1, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-    query, key, value = parts
+        packed = qkv.view(batch, rows, 3, -1, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    query, key, value = packed
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if cache is not None:
@@ -210,20 +210,20 @@ class FusedGPT2Block(FusedModule):
         if given is None:
             return stock_forward(self, *args, **kwargs)
         encoded = {name: given.pop(name, None) for name in _ENCODED}
-        crosses, parts = encoded["encoder_hidden_states"] is not None, self._modules
-        if crosses and "crossattention" not in parts:
+        crosses, modules = encoded["encoder_hidden_states"] is not None, self._modules
+        if crosses and "crossattention" not in modules:
             return stock_forward(self, *args, **kwargs)
 
         x, signature = given.pop("hidden_states"), getattr(self, ARGUMENTS)
         if crosses:
             encoded |= {name: given.get(name) for name in (signature.cache, "attention_mask")}
-        ln_1, attn, ln_2, mlp = parts["ln_1"], parts["attn"], parts["ln_2"], parts["mlp"]
+        ln_1, attn, ln_2, mlp = modules["ln_1"], modules["attn"], modules["ln_2"], modules["mlp"]
         if ATTENTION in fused:
             x = x + _fused_attention(ln_1, attn, x, signature, given)
         else:
             x = x + attn(ln_1(x), **given)[0]
         if crosses:
-            x = x + parts["crossattention"](parts["ln_cross_attn"](x), **encoded)[0]
+            x = x + modules["crossattention"](modules["ln_cross_attn"](x), **encoded)[0]
         return x + (_fused_mlp(ln_2, mlp, x) if MLP in fused else mlp(ln_2(x)))
 
 
@@ -235,23 +235,23 @@ def _fused_attention(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """``attn(ln_1(x))[0]``, with ln_1 inside c_attn."""
-    parts = attn._modules
-    qkv = norm_linear(x, ln_1, parts["c_attn"], "none")
+    modules = attn._modules
+    qkv = norm_linear(x, ln_1, modules["c_attn"], "none")
     if recorder.calls is not None:
-        recorder.record(parts["c_attn"])
-    _record(parts["c_attn"], qkv)
+        recorder.record(modules["c_attn"])
+    _record(modules["c_attn"], qkv)
     out, weights = _self_attention(attn, qkv, signature, kwargs)
-    out = _drop(parts["resid_dropout"], project(parts["c_proj"], out, 2))
+    out = _drop(modules["resid_dropout"], project(modules["c_proj"], out, 2))
     _record(attn, (out, weights))
     return out
 
 
 def _fused_mlp(ln_2: nn.LayerNorm, mlp: GPT2MLP, x: Tensor) -> Tensor:
     """``mlp(ln_2(x))``, with ln_2 and the activation inside c_fc."""
-    parts = mlp._modules
-    hidden = norm_linear(x, ln_2, parts["c_fc"], activation_name(parts["act"]))
+    modules = mlp._modules
+    hidden = norm_linear(x, ln_2, modules["c_fc"], activation_name(modules["act"]))
     if recorder.calls is not None:
         recorder.record(mlp)
-    out = _drop(parts["dropout"], project(parts["c_proj"], hidden))
+    out = _drop(modules["dropout"], project(modules["c_proj"], hidden))
     _record(mlp, out)
     return out

@@ -87,9 +87,9 @@ def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
         return None
     mesh, kinds = None, {*map(type, layers)}
     if kinds != _WHOLE:
-        mesh, *others = map(_mesh_of_columns, layers)
+        mesh, *meshes = map(_mesh_of_columns, layers)
         # Unless FSDP2 has gathered a sharded weight, its mesh has one dim more.
-        if mesh is None or any(other != mesh for other in others) or mesh.ndim > 1:
+        if mesh is None or any(other != mesh for other in meshes) or mesh.ndim > 1:
             return None
     weights, biases = map(list, zip(*map(weight_and_bias, layers), strict=True))
     if mesh is None:

@@ -66,17 +66,17 @@ def find(module: nn.Module) -> Fusion | None:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    return _has_parts_of_attention(module) and difference(module) is None
+    return _has_children_of_attention(module) and difference(module) is None
 
 
 def difference(module: nn.Module) -> str | None:
     """How a module with the parts of an attention layer differs from one in its arguments."""
-    if not _has_parts_of_attention(module):
+    if not _has_children_of_attention(module):
         return None
     return arguments.difference(stock_class(module), FusedAttention.knows, exact=True)
 
 
-def _has_parts_of_attention(module: nn.Module) -> bool:
+def _has_children_of_attention(module: nn.Module) -> bool:
     children = set(module._modules)
     norms = children & set(_HEAD_NORMS)
     if children != {*_PROJECTIONS, "o_proj", *norms} or len(norms) not in (0, 2):
@@ -164,7 +164,11 @@ ALL_ATTENTION_FUNCTIONS.register(_RECORDER, _record)
 
 
 class _Cache:
-    """Changes keys and values, so that the order of rotary embedding and cache shows."""
+    """A fake cache that changes keys and values.
+
+    A layer that calls it before the rotary embedding gives another result than one that calls it
+    after.
+    """
 
     def __init__(self, facts: list[Any]) -> None:
         self.facts = facts

@@ -56,19 +56,19 @@ _CHANGES = (
 
 def find(module: nn.Module) -> Fusion | None:
     """Returns the fused parent and the row for a model by its structure, or None."""
-    if not _has_parts_of_head(module) or difference(module) is not None:
+    if not _has_children_of_head(module) or difference(module) is not None:
         return None
     return choose(module, _rows, RecognisedCausalLM)
 
 
 def difference(module: nn.Module) -> str | None:
     """How a module with the parts of a language model differs from one in its arguments."""
-    if not _has_parts_of_head(module):
+    if not _has_children_of_head(module):
         return None
     return arguments.difference(stock_class(module), FusedCausalLM.knows, exact=True)
 
 
-def _has_parts_of_head(module: nn.Module) -> bool:
+def _has_children_of_head(module: nn.Module) -> bool:
     if set(module._modules) != {"model", "lm_head"} or module._parameters or module._buffers:
         return False
     config = getattr(module, "config", None)

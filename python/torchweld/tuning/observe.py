@@ -1,4 +1,4 @@
-"""The parts of a call: its kernels that have several configurations, and their choices."""
+"""The kernels of a call that have several configurations, and their choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweld.explain import _DEVICE_FIELDS, tensors_of
 
 
 @dataclass
-class Part:
+class KernelChoice:
     """A kernel of the call that has several configurations."""
 
     family: str
@@ -38,20 +38,20 @@ def observe(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]
     try:
         outputs = tensors_of(call())
     finally:
-        seen = [json.loads(text) for text in library.ops._end_observing()]
+        records = [json.loads(text) for text in library.ops._end_observing()]
     # A record without a family holds the launches before the first choice.
-    return outputs, [record for record in seen if record["family"]]
+    return outputs, [record for record in records if record["family"]]
 
 
-def parts_of(seen: list[dict[str, Any]]) -> list[Part]:
+def kernel_choices(records: list[dict[str, Any]]) -> list[KernelChoice]:
     """The kernels of an observed call, one of each shape class."""
     _C = tables()
     fields = _C.families()
-    found: dict[tuple[str, tuple[int, ...]], Part] = {}
-    for record in seen:
+    found: dict[tuple[str, tuple[int, ...]], KernelChoice] = {}
+    for record in records:
         family, numbers = record["family"], record["problem"]
         problem = dict(zip(fields[family], numbers, strict=True))
         key = family, tuple(_C.shape_class(family, numbers))
-        part = Part(family, numbers, problem, record["choice"], record["source"])
-        found.setdefault(key, part)
+        kernel = KernelChoice(family, numbers, problem, record["choice"], record["source"])
+        found.setdefault(key, kernel)
     return list(found.values())
