@@ -46,8 +46,8 @@ inline int64_t onednn_chains(const Tensor& x) {
   return std::max<int64_t>(1, divide_up(x.size(1), kMaxChain));
 }
 
-// Whether torch's float32 matmul runs at full speed. On an Intel CPU it takes 0.2 to 0.9 of
-// oneDNN's time. On an AMD CPU, where MKL uses narrower vectors, it takes twice oneDNN's time.
+// Whether torch's float32 matmul runs at full speed. Its time on an Intel CPU is 0.2 to 0.9 of
+// oneDNN's. On an AMD CPU, where MKL uses narrower vectors, its time is twice oneDNN's.
 inline bool has_fast_mkl() {
 #ifdef TW_SIMD_TARGETS
   static const bool is_intel = [] {

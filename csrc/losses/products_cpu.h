@@ -12,8 +12,8 @@
 
 #include <array>
 
-#include "core/parallel.h"
 #include "core/matmul_cpu.h"
+#include "core/parallel.h"
 
 namespace torchweld {
 
@@ -28,7 +28,7 @@ void logits_into_cpu(const Tensor& z, const Tensor& x, const Tensor& weight) {
     const int64_t first = task * kColumns, columns = std::min(kColumns, n - first);
     const RightOperand<E> block(weight.narrow(0, first, columns).t());
     tiled_matmul(view_of<T>(z).from(0, first), const_view_of<E>(x), block.view(), rows, columns,
-                whole_pairs<E>(k), /*add=*/false);
+                 whole_pairs<E>(k), /*add=*/false);
     release_tiles<E>();
   });
 }
@@ -65,8 +65,8 @@ Tensor dx_cpu(const Tensor& dz, const Tensor& weight, const at::TensorOptions& o
     for (int64_t first = begin; first < end; first += kBlock) {
       const int64_t size = std::min(kBlock, end - first);
       const RightOperand<E> block(weight.narrow(0, first, size).narrow(1, column, columns));
-      tiled_matmul(view_of<T>(sum), const_view_of<E>(dz).from(0, first), block.view(), rows, columns,
-                  whole_pairs<E>(size), /*add=*/first > begin);
+      tiled_matmul(view_of<T>(sum), const_view_of<E>(dz).from(0, first), block.view(), rows,
+                   columns, whole_pairs<E>(size), /*add=*/first > begin);
     }
     release_tiles<E>();
   });
@@ -111,7 +111,7 @@ class ParameterGradients {
       const Tensor out =
           in_place ? dweight_sum_.narrow(0, first, columns) : at::empty({columns, k}, options_);
       tiled_matmul(view_of<T>(out), const_view_of<E>(block), right.view(), columns, k,
-                  whole_pairs<E>(rows), /*add=*/added_ > 0);
+                   whole_pairs<E>(rows), /*add=*/added_ > 0);
       release_tiles<E>();
       if (!in_place) dweight_.narrow(0, first, columns).copy_(out);
     });

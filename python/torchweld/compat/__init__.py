@@ -4,6 +4,6 @@
 torchweld` imports neither module.
 """
 
-from torchweld._start import lazy
+from torchweld._lazy_import import lazy
 
 __getattr__, __dir__ = lazy(__name__, {"flash_attn": "flash_attn", "xformers": "xformers"})

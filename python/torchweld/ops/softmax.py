@@ -56,7 +56,7 @@ class Softmax(nn.Module):
     def __init__(self, dim: int = -1) -> None:
         super().__init__()
         require()
-        if dim is None:  # of which torch guesses one
+        if dim is None:  # torch would guess a dim
             raise ValueError("Softmax: dim must be an int, but got None")
         self.dim = dim
 
