@@ -11,6 +11,8 @@ ARGS ?=
 # Processes of the test suite; each may need some GB. Slow tests are neighbours in the suite, so a
 # process that has finished its share takes tests from the others (worksteal).
 WORKERS ?= 2
+# The releases of torch that a release has wheels for.
+TORCHES ?= 2.11.0 2.13.0 2.15.0
 
 PIP_FLAGS = --quiet --no-input --disable-pip-version-check --constraint requirements/constraints.txt
 UV_FLAGS = --quiet --compile-bytecode --constraint requirements/constraints.txt
@@ -36,7 +38,7 @@ BARE = $(VENV)/.python
 PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel index bench kernel-check gpu-check sanitize clean distclean current-python current-docs FORCE
+.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel index release-check bench kernel-check gpu-check sanitize clean distclean current-python current-docs FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -52,6 +54,7 @@ help:
 	@echo "make docs          the documentation, into docs/_build/html"
 	@echo "make wheel         a wheel into dist/, checked in an empty environment"
 	@echo "make index         an index of the wheels in dist/, for pip and for TORCHWELD_INDEX"
+	@echo "make release-check wheels for TORCHES=\"$(TORCHES)\", each checked, and their index"
 	@echo "make bench         a family of benchmarks (ARGS=\"rows\"), or one call"
 	@echo "make plan          how to divide GPUs over a model (ARGS=\"--model llama-3.1-8b --gpus 64\")"
 	@echo "make kernel-check  registers, spills and build time of every kernel; needs nvcc, no GPU"
@@ -121,7 +124,14 @@ wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
 	@$(or $(PYTHON),$(RUN)) tools/wheel.py \
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH))
 
-index: $(VENV)/.python
+index: $(BARE)
+	@$(RUN) tools/index.py dist
+
+# A wheel for each torch, each checked in an empty environment, and their index.
+release-check: $(BARE)
+	@for torch in $(TORCHES); do \
+	  $(or $(PYTHON),$(RUN)) tools/wheel.py --torch $$torch $(if $(PYTHON),--python $(PYTHON)) || exit 1; \
+	done
 	@$(RUN) tools/index.py dist
 
 bench: $(SETUP)

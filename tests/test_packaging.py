@@ -321,3 +321,14 @@ def test_pip_downloads_from_the_index_of_a_torch(address, tmp_path):
 def test_an_index_of_no_wheels_is_refused(tmp_path, capsys):
     assert tool("index").main([str(tmp_path)]) == 1
     assert "has no wheel of torchweld; use make wheel" in capsys.readouterr().err
+
+
+def test_workflows_run_commands_that_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    commands = set(re.findall(r"\bmake ([a-z-]+)(?= PYTHON|\n)", text))
+    assert commands and commands <= set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    files = set(re.findall(r"(?:run: |python3 )(\S+/\S+)", text))
+    assert files and all((ROOT / name).is_file() for name in files)
+    (torches,) = re.findall(r"torch: \[(.+)\]", text)
+    assert re.search(r"^TORCHES \?= (.+)$", makefile, re.M)[1].split() == torches.split(", ")

@@ -5,26 +5,34 @@
 
 The wheel has torchweld/_C, which explain and tune need, for every Python from 3.10 on that is found
 on PATH or under pyenv. It is built from an unpacked sdist, so that a file missing from the sdist
-fails here. It is written to dist/ and then installed into an empty environment, where the README's
-example must run. Everything else is in build/wheel/, which keeps the objects, so a second build is
-short.
+fails here. It is written to dist/ and then installed from an index into an empty environment, where
+tools/smoke.py and the README's example must run. Everything else is in build/wheel/, which keeps
+the objects, so a second build is short.
 """
 
 from __future__ import annotations
 
 import argparse
 import email
+import functools
+import http.server
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import threading
+import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
+import index  # noqa: E402
+
 import kernel_check  # noqa: E402
 
 MAX_WHEEL_BYTES = 30 * 10**6
@@ -179,17 +187,47 @@ def check_introspection(wheel: Path, folder: Path) -> None:
     say(f"explain and tune work with Python {', '.join(checked)}")
 
 
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a server of a folder."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
-    """Runs the README's Python in an empty environment, with nothing of the sources in sight."""
+    """Installs the wheel from its index into an empty environment, and runs the README there.
+
+    tools/smoke.py runs there, too. Nothing of the sources is in sight.
+    """
     say("installing it into an empty environment")
     empty = environment(folder / "empty", python)
-    run(empty, *PIP, "install", f"{wheel}[hf]", "-c", constraints(folder, torch))
-    example = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
+    pinned = constraints(folder, torch)
+    run(empty, *PIP, "install", f"torch=={torch}", "transformers", "-c", pinned)
+    index.lay_out(wheel.parent)
+    version = metadata(wheel)["Version"]
+    start = time.monotonic()
+    with served(wheel.parent) as address:
+        simple = f"{address}/{version.partition('+')[2]}/"
+        options = ("--no-deps", "--no-cache-dir", "--index-url", simple)
+        run(empty, *PIP, "install", *options, f"torchweld=={version}")
     place = folder / "place"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
+    shutil.copy(ROOT / "tools" / "smoke.py", place)
+    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    print(run(empty, "smoke.py", cwd=place, **env))
+    say(f"from pip install to the end of tools/smoke.py: {time.monotonic() - start:.0f} s")
+    example = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
     (place / "example.py").write_text(example)
-    run(empty, "example.py", cwd=place, HF_HUB_OFFLINE="1", PYTHONPATH="")
+    run(empty, "example.py", cwd=place, **env)
     installed = run(empty, "-c", "import torchweld; print(torchweld.__file__)", cwd=place)
     if not Path(installed).is_relative_to(folder / "empty"):
         sys.exit(f"wheel: the example ran with {installed}, not with the wheel")
@@ -197,16 +235,10 @@ def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
     say("the README's example runs")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", help="default: the Python that runs this")
-    parser.add_argument("--torch", help="a version; default: the one installed")
-    args = parser.parse_args(argv)
-    python = builder(args)
-    version, torch = run(python, "-c", FACTS).split()
-    folder = ROOT / "build" / "wheel" / f"python{version}-torch{torch}"
+def build(python: str, torch: str, folder: Path) -> Path:
+    """Builds a wheel from an sdist. Returns its path in dist/."""
     source = unpacked_sdist(python, folder)
-    say(f"building for torch {torch} with Python {version} (5 to 15 minutes the first time)")
+    say(f"building for torch {torch} (5 to 15 minutes the first time)")
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
     flags = ("--no-build-isolation", "--no-deps", "--wheel-dir", made)
@@ -223,6 +255,19 @@ def main(argv: list[str] | None = None) -> int:
     kept = ROOT / "dist" / wheel.name
     kept.parent.mkdir(exist_ok=True)
     shutil.copy(wheel, kept)
+    return kept
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", help="default: the Python that runs this")
+    parser.add_argument("--torch", help="a version; default: the one installed")
+    parser.add_argument("--wheel", type=Path, help="check this wheel of dist/ and build none")
+    args = parser.parse_args(argv)
+    python = builder(args)
+    version, torch = run(python, "-c", FACTS).split()
+    folder = ROOT / "build" / "wheel" / f"python{version}-torch{torch}"
+    kept = args.wheel.resolve() if args.wheel else build(python, torch, folder)
     check_metadata(kept, torch)
     check_introspection(kept, folder)
     check_installed(kept, python, torch, folder)
