@@ -89,7 +89,8 @@ def test_what_is_built_requires_the_torch_it_was_built_for(tmp_path, local):
 
 
 def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
+    path = ROOT / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_tool", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -206,6 +207,7 @@ def test_issue_templates_are_forms():
         assert all(part["attributes"]["label"] for part in form["body"])
 
 
+backend = tool("backend/torchweld_backend")
 CUDA = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu"
 OURS = f"{torchweld.__version__}+torch{MINOR}.{CUDA}"
 
@@ -238,16 +240,12 @@ def test_an_installation_takes_the_wheel_of_its_torch(
 ):
     index = request.getfixturevalue("address") if from_server else str(wheels)
     monkeypatch.setenv("TORCHWELD_INDEX", index)
-    backend = tool("backend")
     name = backend.prepare_metadata_for_build_wheel(str(tmp_path))
     assert f"Version: {OURS}\n" in (tmp_path / name / "METADATA").read_text()
     wheel = backend.build_wheel(str(tmp_path))
     assert wheel.startswith(f"torchweld-{OURS}-py3-none-")
     assert (tmp_path / wheel).read_bytes() == (wheels / wheel).read_bytes()
     assert capsys.readouterr().err.endswith(f"torchweld: taking {wheel} from {index}\n")
-
-
-tool_backend = tool("backend")
 
 
 def without_index(wheels, monkeypatch):
@@ -264,7 +262,7 @@ def with_a_newer_glibc(wheels, monkeypatch):
 
 
 def without_torch(wheels, monkeypatch):
-    monkeypatch.setattr(tool_backend, "distributions", lambda **_: [])
+    monkeypatch.setattr(backend, "distributions", lambda **_: [])
 
 
 def with_a_dead_address(wheels, monkeypatch):
@@ -287,9 +285,9 @@ def test_without_a_wheel_an_installation_says_why_it_builds(
 ):
     monkeypatch.setenv("TORCHWELD_INDEX", str(wheels))
     built = []
-    monkeypatch.setattr(tool_backend.build_meta, "build_wheel", lambda *a: built.append(a) or "new")
+    monkeypatch.setattr(backend.build_meta, "build_wheel", lambda *a: built.append(a) or "new")
     change(wheels, monkeypatch)
-    assert tool_backend.build_wheel(str(tmp_path)) == "new" and len(built) == 1
+    assert backend.build_wheel(str(tmp_path)) == "new" and len(built) == 1
     said = capsys.readouterr().err
     assert re.fullmatch(f"torchweld: building from the sources, because {reason}\n", said), said
 
@@ -299,8 +297,8 @@ def test_a_wheel_with_another_hash_is_not_taken(wheels, address, tmp_path, monke
     (wheel,) = wheels.glob(f"torchweld-{OURS}-*")
     wheel.write_bytes(wheel.read_bytes() + b"more")
     monkeypatch.setenv("TORCHWELD_INDEX", address)
-    monkeypatch.setattr(tool_backend.build_meta, "build_wheel", lambda *a: "new")
-    assert tool_backend.build_wheel(str(tmp_path)) == "new"
+    monkeypatch.setattr(backend.build_meta, "build_wheel", lambda *a: "new")
+    assert backend.build_wheel(str(tmp_path)) == "new"
     assert "its SHA-256 is not " in capsys.readouterr().err
 
 

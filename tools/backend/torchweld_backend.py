@@ -4,6 +4,8 @@ TORCHWELD_INDEX names a folder of wheels, or the address of a page with links to
 makes both). If it has the wheel of this version, the installed torch and its CUDA, `pip install`
 takes that wheel, in seconds and without a compiler. Otherwise it builds from the sources and says
 why. `pip install -v` shows these lines.
+
+NOTE: pip puts this folder on sys.path, so it holds nothing else; tools/wheel.py would hide wheel.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from setuptools.build_meta import (  # noqa: F401
     prepare_metadata_for_build_editable,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 _SECONDS = 60
 
 
