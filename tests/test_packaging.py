@@ -240,6 +240,7 @@ def test_an_installation_takes_the_wheel_of_its_torch(
 ):
     index = request.getfixturevalue("address") if from_server else str(wheels)
     monkeypatch.setenv("TORCHWELD_INDEX", index)
+    assert backend.get_requires_for_build_wheel() == []
     name = backend.prepare_metadata_for_build_wheel(str(tmp_path))
     assert f"Version: {OURS}\n" in (tmp_path / name / "METADATA").read_text()
     wheel = backend.build_wheel(str(tmp_path))

@@ -29,7 +29,6 @@ from setuptools.build_meta import (  # noqa: F401
     build_sdist,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
-    get_requires_for_build_wheel,
     prepare_metadata_for_build_editable,
 )
 
@@ -93,31 +92,47 @@ def _fetch(source: str, to: Path) -> None:
         raise OSError(f"its SHA-256 is not {digest}")
 
 
-def _wheel(folder: Path) -> Path | None:
-    """Returns the built wheel, copied into a folder, or None if torchweld must be built."""
+def _find() -> tuple[str, str] | str:
+    """The name and the source of the built wheel, or the reason why torchweld must be built."""
     index = os.environ.get("TORCHWELD_INDEX")
     if not index:
-        _say("building from the sources, because TORCHWELD_INDEX names no index of wheels")
-        return None
+        return "TORCHWELD_INDEX names no index of wheels"
     package = (ROOT / "python" / "torchweld" / "__init__.py").read_text()
     version = re.search(r'^__version__ = "(.+)"', package, re.M)[1]
     torch = _tag_of_torch()
     if torch is None:
-        _say("building from the sources, because torch is not installed here")
-        return None
+        return "torch is not installed here"
     start = f"torchweld-{version}+{torch}-"
     try:
-        links = _links(index)
-        for name in filter(_runs_here, links):
-            if name.startswith(start):
-                _fetch(links[name], folder / name)
-                _say(f"taking {name} from {index}")
-                return folder / name
+        for name, source in _links(index).items():
+            if name.startswith(start) and _runs_here(name):
+                return name, source
     except OSError as error:
-        _say(f"building from the sources, because {index} can't be read ({error})")
-        return None
-    _say(f"building from the sources, because {index} has no {start}... for this machine")
+        return f"{index} can't be read ({error})"
+    return f"{index} has no {start}... for this machine"
+
+
+def _wheel(folder: Path) -> Path | None:
+    """Returns the built wheel, copied into a folder, or None if torchweld must be built."""
+    found = _find()
+    if isinstance(found, tuple):
+        name, source = found
+        try:
+            _fetch(source, folder / name)
+        except OSError as error:
+            found = f"{name} can't be taken ({error})"
+        else:
+            _say(f"taking {name} from {os.environ['TORCHWELD_INDEX']}")
+            return folder / name
+    _say(f"building from the sources, because {found}")
     return None
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    """Returns the packages that build_wheel needs: none for a wheel that is built already."""
+    if isinstance(_find(), tuple):
+        return []
+    return build_meta.get_requires_for_build_wheel(config_settings)
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
