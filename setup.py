@@ -1,7 +1,8 @@
 """Build torchweld against the torch that is installed.
 
 Two libraries come out: `torchweld/_ops`, the operators (no Python symbols, so that C++ programs can
-load it), and `torchweld/_C`, the pybind11 module for introspection. csrc/ is globbed: adding an op
+load it), and `torchweld/_C`, the pybind11 module for introspection. The ops' C++ functions are
+written into `torchweld/include`. csrc/ is globbed: adding an op
 needs no edit here.
 
 Two kinds of files are written into build/generated and compiled from there. The instantiations that
@@ -35,7 +36,6 @@ if sys.version_info < (3, 10):  # noqa: UP036  (pip reads requires-python after 
 
 import setuptools
 from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 # The first that reads pyproject.toml's `license`. Environments of Python 3.10 and 3.11 start with
@@ -68,6 +68,8 @@ if [int(number) for number in torch.__version__.split(".")[:2]] < [*map(int, TOR
     sys.exit(
         f"torchweld: torch must be {TORCH} or later, but got {torch.__version__}; use {INSTALL}"
     )
+
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402  (older ones lack it)
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("python") / "torchweld"
@@ -228,6 +230,11 @@ class BuildExt(cpp_extension.BuildExtension):
         super().run()
         for python in filter(None, os.environ.get("TORCHWELD_PYTHONS", "").split(os.pathsep)):
             self.build_introspection(python)
+        if self.extensions:
+            library = Path(self.get_ext_fullpath(OPS))
+            header = library.parent / "include" / "torchweld" / "ops.h"
+            code = ROOT / "csrc" / "ops_header.py"
+            subprocess.run([sys.executable, code, library, header], check=True)
         say(f"built in {time.monotonic() - start:.0f} s")
 
     def build_introspection(self, python):
@@ -336,5 +343,7 @@ setup(
     install_requires=requirements(),
     ext_modules=extensions(),
     cmdclass={"bdist_wheel": BdistWheel, "build_ext": BuildExt, "build_py": BuildPy},
-    package_data={"torchweld": ["py.typed", "_build.json"]},
+    package_data={
+        "torchweld": ["py.typed", "_build.json", "cmake/*.cmake", "include/torchweld/*.h"]
+    },
 )

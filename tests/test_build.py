@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 import torchweld._library as library
+from commands import build_cpp_programs
 from torchweld.info import ops_of_library
 
 PACKAGE = Path(torchweld.__file__).parent
@@ -341,10 +342,7 @@ def test_explain_where_there_is_no_cuda_kernel(monkeypatch):
         assert explanation.why.endswith(" threads") == (where == "meta")
 
 
-def test_cpp_program_runs_a_scripted_module_and_trains(tmp_path):
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake was not found")
-
+def test_cpp_programs_run_a_scripted_module_and_train(tmp_path):
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -362,23 +360,40 @@ def test_cpp_program_runs_a_scripted_module_and_trains(tmp_path):
     net = Net().eval().requires_grad_(False)
     net.expected = net(net.example)
     torch.jit.script(net).save(str(tmp_path / "net.pt"))
-    build = tmp_path / "build"
-    torch_root = Path(torch.__file__).parent
-    for command in (
-        ["cmake", "-S", ROOT / "tests" / "cpp", "-B", build, f"-DTORCH_ROOT={torch_root}"],
-        ["cmake", "--build", build, "--target", "run_scripted"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    build = build_cpp_programs(tmp_path, "run_scripted", "train")
     # How a matmul is cut into sums depends on the number of threads, and so do its last bits.
     done = subprocess.run(
-        [build / "run_scripted", ops_library(), tmp_path / "net.pt"],
+        [build / "run_scripted", tmp_path / "net.pt"],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "same bits as Python, one step trained\n"
+    done = subprocess.run([build / "train"], capture_output=True, text=True, check=True)
+    losses = [float(loss) for loss in done.stdout.split()]
+    assert len(losses) == 20 and losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+
+
+def test_the_cpp_functions_are_those_of_the_library(tmp_path):
+    header = PACKAGE / "include" / "torchweld" / "ops.h"
+    made = tmp_path / "ops.h"
+    code = ROOT / "csrc" / "ops_header.py"
+    subprocess.run([sys.executable, code, ops_library(), made], check=True)
+    assert made.read_text() == header.read_text()
+    names = set(re.findall(r"^inline \S.* (\w+)\(", header.read_text(), re.M))
+    python = {name for name in torchweld.__all__ if name in ops_of_library()}
+    assert python <= names and not [name for name in names if name.endswith("_backward")]
+
+
+def test_cmake_says_where_torch_must_be(tmp_path):
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake was not found")
+    command = ["cmake", "-S", ROOT / "tests" / "cpp", "-B", tmp_path, "-DTORCH_ROOT=/missing"]
+    command.append(f"-Dtorchweld_DIR={PACKAGE / 'cmake'}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "ATen.h is not there; set TORCH_ROOT" in " ".join(done.stderr.split())
 
 
 def age(paths: list[Path]) -> None:

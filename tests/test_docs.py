@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import torchweld
+from commands import build_cpp_programs
 from samples import PUBLIC
 from torchweld._library import build_facts
 from torchweld.info import ops_of_library
@@ -160,17 +161,9 @@ def test_few_blocks_are_marked():
 
 def test_export_page_makes_what_its_cpp_program_runs(tmp_path):
     run(plain_blocks("export.md"), tmp_path)
-    if shutil.which("cmake") is None:
-        pytest.skip("cmake was not found")
-    torch_root = Path(torch.__file__).parent
-    for command in (
-        ["cmake", "-S", ROOT / "tests" / "cpp", "-B", "build", f"-DTORCH_ROOT={torch_root}"],
-        ["cmake", "--build", "build", "--target", "run_exported"],
-    ):
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    build = build_cpp_programs(tmp_path, "run_exported")
     done = subprocess.run(
-        ["build/run_exported", next(TORCHWELD.glob("_ops*.so")), "net.pt2", "net_example.pt"],
+        [build / "run_exported", "net.pt2", "net_example.pt"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

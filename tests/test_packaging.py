@@ -42,7 +42,8 @@ def files_below(*folders: str) -> set[str]:
     """The sources below some folders: what git would keep."""
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
     kept = {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
-    return {name for name in kept if not name.endswith((".so", ".pyc", "_build.json"))}
+    built = (".so", ".pyc", "_build.json", "include/torchweld/ops.h")
+    return {name for name in kept if not name.endswith(built)}
 
 
 def test_sdist_holds_what_the_build_and_the_suite_need(tmp_path):

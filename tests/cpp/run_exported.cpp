@@ -1,10 +1,9 @@
 // Runs a package of AOTInductor that calls torchweld's operators, without Python.
 //
-//   run_exported OPS_LIBRARY PACKAGE EXAMPLE
+//   run_exported PACKAGE EXAMPLE
 //
 // EXAMPLE is a file that torch.save has written. It holds a list of two tensors: an input, and the
 // result that Python computes from this input.
-#include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
@@ -24,16 +23,12 @@ c10::List<c10::IValue> read_list(const char* path) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::cerr << "usage: run_exported OPS_LIBRARY PACKAGE EXAMPLE\n";
+  if (argc != 3) {
+    std::cerr << "usage: run_exported PACKAGE EXAMPLE\n";
     return 2;
   }
-  if (dlopen(argv[1], RTLD_NOW | RTLD_GLOBAL) == nullptr) {
-    std::cerr << dlerror() << "\n";
-    return 2;
-  }
-  torch::inductor::AOTIModelPackageLoader model(argv[2]);
-  const auto example = read_list(argv[3]);
+  torch::inductor::AOTIModelPackageLoader model(argv[1]);
+  const auto example = read_list(argv[2]);
   const at::Tensor x = example.get(0).toTensor(), expected = example.get(1).toTensor();
   const std::vector<at::Tensor> out = model.run({x});
   if (!out[0].allclose(expected)) {
