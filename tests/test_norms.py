@@ -334,6 +334,18 @@ def test_the_module_of_an_offset(device):
 
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_module_without_a_weight_refuses_rows_of_another_width(name, scripted):
+    module = getattr(torchweld.nn, name)(8, elementwise_affine=False)
+    if scripted:
+        module = torch.jit.script(module)
+    assert module(torch.ones(3, 8)).shape == (3, 8)
+    for shape in ((3, 4), ()):
+        with pytest.raises(Exception, match=r"_norm: x must be \(\.\.\., 8\), but got \["):
+            module(torch.ones(shape))
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_a_module_over_two_dims_is_refused(name):
     stock, ours = getattr(torch.nn, name)((4, 8)), getattr(torchweld.nn, name)
     with pytest.raises(ValueError, match=f"{name}.from_torch: module.normalized_shape must be one"):

@@ -250,6 +250,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The shape and dtype of `x`."""
+        if self.weight is None:
+            _check_width("rms_norm", x, self.normalized_shape)
         return torch.ops.torchweld.rms_norm(
             x, self.weight, eps=self.eps, weight_offset=self.weight_offset
         )
@@ -340,11 +342,19 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The shape and dtype of `x`."""
+        if self.weight is None:
+            _check_width("layer_norm", x, self.normalized_shape)
         return torch.ops.torchweld.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}"
         return f"{text}, elementwise_affine={self.weight is not None}, bias={self.bias is not None}"
+
+
+def _check_width(op: str, x: Tensor, n: int) -> None:
+    """Raises RuntimeError if a module without a weight gets rows that are not n wide."""
+    if x.dim() == 0 or x.size(-1) != n:
+        raise RuntimeError(f"torchweld::{op}: x must be (..., {n}), but got {list(x.shape)}")
 
 
 def _last_size(argument: str, normalized_shape: int | Sequence[int]) -> int:
