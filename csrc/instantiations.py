@@ -57,6 +57,13 @@ def each(**values) -> list[dict[str, object]]:
 
 TABLE = [
     Family(
+        "norm_forward_$contents",
+        "norm/forward.cuh",
+        "template void launch_norm_of<$T>(const NormParams&, cudaStream_t);",
+        each(contents=("float16",), dtype=("float16",))
+        + each(contents=("other",), dtype=("float32", "bfloat16")),
+    ),
+    Family(
         "gemm_sync_$contents",
         "gemm/sync/kernel.cuh",
         "template void launch_sync_size<GemmMath::$kDtype, SyncSize::k$size>("
@@ -279,6 +286,7 @@ CUDA_GROUPS = {
     "rows": (
         "pointwise/activation_backward.cu",
         "pointwise/gate_backward.cu",
+        "norm/forward.cu",
         "norm/backward.cu",
         "norm/vectors_backward.cu",
         "ops/rotary/kernels.cu",

@@ -9,7 +9,7 @@ namespace torchweld {
 
 // Normalises the values of a row. first_mean is the rounded mean, and `rest` is its rounding error.
 // normalise() subtracts both from x, so the error does not grow with |mean| / std (see
-// norm/forward.cu).
+// norm/forward.cuh).
 struct RowNormaliser {
   float first_mean, rest, rstd;
 

@@ -103,6 +103,9 @@ struct NormVectorsBackwardParams {
 
 // Launches the forward kernel. rows and n must be at least 1.
 void launch_norm(const NormParams& params, cudaStream_t stream);
+// launch_norm calls this function for x's element type. csrc/instantiations.py lists the types.
+template <typename T>
+void launch_norm_of(const NormParams& params, cudaStream_t stream);
 
 // Chooses the kernels that compute the gradients on the current device.
 NormBackwardPlan plan_norm_backward(const NormBackwardParams& params);

@@ -108,7 +108,7 @@ inline A median(A a, A b, A c) {
 
 // The statistics of a row. The mean is first_mean + rest. Callers must first subtract first_mean
 // from x and then subtract `rest`, so that the error does not grow with |mean| / std (see
-// norm/forward.cu).
+// norm/forward.cuh).
 template <typename A>
 struct CpuStatistics {
   A first_mean = 0, rest = 0, rstd = 0;
