@@ -30,9 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
-import index  # noqa: E402
-
+sys.path.insert(0, str(ROOT / "benchmarks"))
 import kernel_check  # noqa: E402
 
 MAX_WHEEL_BYTES = 30 * 10**6
@@ -207,6 +205,9 @@ def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
 
     tools/smoke.py runs there, too. Nothing of the sources is in sight.
     """
+    # A script finds the files beside it. On the path of another process this file would hide wheel.
+    import index
+
     say("installing it into an empty environment")
     empty = environment(folder / "empty", python)
     pinned = constraints(folder, torch)
