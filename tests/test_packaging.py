@@ -11,10 +11,7 @@ import re
 import subprocess
 import sys
 import tarfile
-import threading
 import zipfile
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
@@ -225,13 +222,10 @@ def wheels(tmp_path):
 
 
 @pytest.fixture
-def address(wheels):
+def address(wheels, wheel_tool):
     """The address of a server of that folder."""
-    handler = partial(SimpleHTTPRequestHandler, directory=str(wheels))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with wheel_tool.served(wheels) as root:
+        yield f"{root}/"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="wheels are for Linux")
@@ -267,6 +261,10 @@ def without_torch(wheels, monkeypatch):
     monkeypatch.setattr(backend, "distributions", lambda **_: [])
 
 
+def with_a_missing_folder(wheels, monkeypatch):
+    monkeypatch.setenv("TORCHWELD_INDEX", "missing")
+
+
 def with_a_dead_address(wheels, monkeypatch):
     monkeypatch.setenv("TORCHWELD_INDEX", "http://127.0.0.1:9/")
 
@@ -279,6 +277,7 @@ def with_a_dead_address(wheels, monkeypatch):
         (without_wheel, rf"\S+ has no torchweld-{re.escape(OURS)}-\.\.\. for this machine"),
         (with_a_newer_glibc, r"\S+ has no torchweld-\S+-\.\.\. for this machine"),
         (without_torch, "torch is not installed here"),
+        (with_a_missing_folder, r"missing can't be read \(unknown url type: 'missing'\)"),
         (with_a_dead_address, r"http://127.0.0.1:9/ can't be read \(.*refused.*\)"),
     ],
 )

@@ -107,7 +107,7 @@ def _find() -> tuple[str, str] | str:
         for name, source in _links(index).items():
             if name.startswith(start) and _runs_here(name):
                 return name, source
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: neither a folder nor an address
         return f"{index} can't be read ({error})"
     return f"{index} has no {start}... for this machine"
 
