@@ -117,9 +117,8 @@ void release_tiles() {
 
 // Computes c (m, n) = a (m, k) @ b (k, n), or c += a @ b if `add` is true. b is a MatrixView or a
 // PairedView.
-// NOTE: only few different tile sizes are used, because oneDNN compiles a kernel for each size. kK
-// is only 256 for two reasons: a longer chain of fp32 additions has a larger error, and a tile of b
-// must fit in the cache.
+// NOTE: kK is only 256 for two reasons: a longer chain of fp32 additions has a larger error, and a
+// tile of b must fit in the cache.
 template <typename T, typename E, typename B>
 void tiled_matmul(MatrixView<T> c, MatrixView<const E> a, const B& b, int64_t m, int64_t n,
                   int64_t k, bool add) {
