@@ -122,6 +122,23 @@ TABLE = [
         + each(contents=("float32",), dtype=("float32",), tile=("kBf16x3Cooperative128x128",)),
     ),
     Family(
+        "gemm_grouped_$contents",
+        "gemm/sm90/grouped.cuh",
+        "template void sm90::launch_grouped_tile<GemmMath::$kDtype, sm90::$tile>("
+        "const sm90::KernelParams&, cudaStream_t);",
+        each(
+            contents=("pingpong",),
+            dtype=SIXTEEN_BIT,
+            tile=("kPingPong128x128Cluster2",),
+        )
+        + each(
+            contents=("cooperative",),
+            dtype=SIXTEEN_BIT,
+            tile=("kCooperative128x256Cluster2", "kPingPong64x64"),
+        )
+        + each(contents=("swap_ab",), dtype=SIXTEEN_BIT, tile=("kSwapAb128x32", "kSwapAb128x64")),
+    ),
+    Family(
         "gemm_rows_$dtype",
         "gemm/rows/kernel.cuh",
         "template void launch_rows_tiles<GemmMath::$kDtype>(const GemmParams&, cudaStream_t);",

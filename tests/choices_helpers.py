@@ -39,7 +39,7 @@ _HEADS |= dict(causal=0, padded=0, bfloat16=1, window=0, packed=0, softcap=0)
 _USUAL = {
     "matmul": dict(
         m=1024, n=2048, k=2048, batch=1, gated=0, pointwise=0, math=1, a_k_major=1, b_k_major=1,
-        normed=0,
+        normed=0, grouped=0,
     ),
     "softmax": dict(
         n=1024, elem_size=4, aligned=1, backward=0, tiled=1, in_phase=1, rows=64, masked=0,

@@ -71,6 +71,46 @@ def test_splits_cover_k_once_and_none_is_empty(math):
         assert choice["tile"].endswith(f" /{splits}") or (splits == 1 and "/" not in choice["tile"])
 
 
+@pytest.mark.parametrize("gpu", [H200, SMALL], ids=["h200", "small"])
+@pytest.mark.parametrize("math", MATHS)
+def test_every_grouped_product_has_a_tile_without_splits(math, gpu):
+    for rows, n, k in SHAPES:
+        for groups in (1, 8, 300):
+            fields = dict(batch=groups, math=MATHS[math])
+            for b_k_major in (0, 1):
+                of_rows = chosen("matmul", gpu, m=rows, n=n, k=k, grouped=1, b_k_major=b_k_major,
+                                 **fields)  # fmt: skip
+                assert of_rows["refusal"] == "" and of_rows["columns"]["splits"] == 1
+            of_k = chosen("matmul", gpu, m=n, n=k, k=rows, grouped=2, a_k_major=0, b_k_major=0,
+                          **fields)  # fmt: skip
+            assert of_k["refusal"] == "" and of_k["columns"]["splits"] == 1
+
+
+def test_reasons_of_a_grouped_product():
+    rows = problem("matmul", grouped=1, batch=8)
+    assert "few rows has no groups" in refusal(
+        "matmul", problem("matmul", m=8, grouped=1), "rows 16x16"
+    )
+    for choice in ("sync 128x64", "sm90 128x96"):
+        assert "no kernel for a grouped product" in refusal("matmul", rows, choice)
+    for choice in ("sync 64x64", "sm90 64x64 ping-pong"):
+        assert refusal("matmul", rows, choice) == ""
+        column_major = problem("matmul", grouped=1, batch=8, a_k_major=0)
+        assert "groups of rows need" in refusal("matmul", column_major, choice)
+        of_k = problem("matmul", grouped=2, batch=8)
+        assert "groups of K need" in refusal("matmul", of_k, choice)
+        split = choice + (" /2" if choice.startswith("sync") else " stream-K")
+        with pytest.raises(ValueError, match="no configuration"):
+            refusal("matmul", rows, split)
+
+
+def test_few_rows_of_a_group_have_small_tiles():
+    few = chosen("matmul", m=64, n=1536, k=2048, grouped=1, batch=64)
+    assert few["tile"].endswith("swap_ab")
+    many = chosen("matmul", m=65536, n=1536, k=2048, grouped=1, batch=64)
+    assert many["columns"]["block_m"] * many["columns"]["block_n"] >= 128 * 128
+
+
 def test_small_products_with_a_long_k_are_split():
     assert chosen("matmul", m=64, n=4096, k=4096)["columns"]["splits"] != 1
     assert chosen("matmul", NO_WGMMA, m=64, n=4096, k=4096)["columns"]["splits"] > 1

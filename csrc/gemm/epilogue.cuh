@@ -63,8 +63,9 @@ __device__ __forceinline__ void store_every_other(T* g_to, int columns, const fl
   }
 }
 
-// Runs the epilogue for columns [column, column + 8) of y. `column` must be less than p.n.
-template <typename T>
+// Runs the epilogue for columns [column, column + 8) of y. `column` must be less than p.n. If
+// kBiasOfBatch is true, every batch has a bias of its own, as in a product with groups of rows.
+template <typename T, bool kBiasOfBatch = false>
 class GroupWriter {
   static constexpr bool kExact = sizeof(T) == 4;
 
@@ -115,6 +116,7 @@ class GroupWriter {
   __device__ __forceinline__ void add_bias(float (&v)[kGroups][kGroup], int64_t at) const {
     const GemmEpilogue& e = p_.epilogue;
     if (e.bias == nullptr) return;
+    if constexpr (kBiasOfBatch) at += batch_ * (e.gated ? 2 * p_.n : p_.n);
     float bias[kGroup];
     if (e.bias_fp32) {
       load_values(bias, static_cast<const float*>(e.bias) + at);

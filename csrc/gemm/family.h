@@ -12,7 +12,7 @@ struct GemmFamily {
   static constexpr Field kFields[] = {
       {"m", 1, kMaxSize},  {"n", 1, kMaxSize},  {"k", 0, kMaxSize}, {"batch", 1, kMaxSize},
       {"gated", 0, 1},     {"pointwise", 0, 1}, {"math", 0, 3},     {"a_k_major", 0, 1},
-      {"b_k_major", 0, 1}, {"normed", 0, 1}};
+      {"b_k_major", 0, 1}, {"normed", 0, 1},    {"grouped", 0, 2}};
   static constexpr const char* kEngines[] = {"sync", "sm90", "rows"};
   static constexpr bool kFirstLegal = false;
 
@@ -29,12 +29,22 @@ struct GemmFamily {
             static_cast<int64_t>(p.math),
             p.a_k_major,
             p.b_k_major,
-            p.normed};
+            p.normed,
+            static_cast<int64_t>(p.grouped)};
   }
   static GemmProblem decode_fields(const Encoded& x) {
-    return {
-        x[0],      x[1],      x[2],      x[3], x[4] != 0, x[5] != 0, static_cast<GemmMath>(x[6]),
-        x[7] != 0, x[8] != 0, x[9] != 0, {}};
+    return {x[0],
+            x[1],
+            x[2],
+            x[3],
+            x[4] != 0,
+            x[5] != 0,
+            static_cast<GemmMath>(x[6]),
+            x[7] != 0,
+            x[8] != 0,
+            x[9] != 0,
+            {},
+            static_cast<Grouped>(x[10])};
   }
   static Encoded shape_class(Encoded x) {
     x[0] = size_class(x[0]);

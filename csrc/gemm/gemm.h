@@ -75,6 +75,25 @@ struct GemmNorm {
   float* rstd = nullptr;
 };
 
+// A group's tile of rows in a grouped product (Grouped::kRows): the rows of y from first_row on.
+// The group ends before end_row. `group` is -1 if there is no such tile.
+struct alignas(16) GroupTile {
+  int group, first_row, end_row, unused;
+};
+
+// The groups of a grouped product. Group g has the rows, or the columns along K, from ends[g - 1]
+// (0 for the first group) to ends[g] - 1. The ends ascend, and the last one is at most the number
+// of rows. They lie in the memory of the GPU, so the host never waits for them.
+struct GemmGroups {
+  Grouped dim = Grouped::kNone;
+  int count = 0;
+  const int* ends = nullptr;  // shape (count,)
+  // If `dim` is kRows: memory for max_group_tiles() tiles. Unless it has the tiles of an earlier
+  // product with as many rows per tile, launch_gemm fills it.
+  GroupTile* tiles = nullptr;
+  bool has_tiles = false;
+};
+
 struct GemmParams {
   int64_t m, n, k, batch;  // n is the number of columns of y; if gated, b has 2n rows
   GemmOperand a, b;
@@ -96,7 +115,19 @@ struct GemmParams {
   // If not null, K is the concatenation of these segments, and `a` and `b` above are the operands
   // of the first segment. The GemmSegments struct lies in host memory.
   const GemmSegments* segments = nullptr;
+  // If there are groups of rows: m is the number of rows of all groups and of the rows behind them,
+  // b has a batch of one matrix per group, the bias has the shape (groups, N), and a, y and `batch`
+  // have no batch. If K has groups: k is the number of columns of all groups and y has a batch of
+  // one matrix per group.
+  GemmGroups groups = {};
 };
+
+// The largest number of GroupTiles of a grouped product, for tiles of tile_rows rows.
+constexpr int64_t max_group_tiles(int64_t rows, int64_t groups, int64_t tile_rows) {
+  return rows / tile_rows + (groups < rows ? groups : rows);
+}
+// The number of rows of y of a GroupTile for the chosen tile.
+int64_t group_tile_rows(const GemmChoice& choice);
 
 // Returns the number of bytes of scratch memory that the chosen engine needs for copies of operands
 // in another format. Returns 0 if the engine reads all operands in place.

@@ -1,6 +1,8 @@
 // The launcher of the matmul engines, and the kernel that sums split-K partials.
 #include "core/launch.h"
 #include "device/dispatch.cuh"
+#include "device/scan.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/rows/launch.h"
 #include "gemm/sm90/launch.h"
@@ -76,7 +78,58 @@ void launch_rows_gemm(const GemmParams& p, cudaStream_t stream) {
   launch_rows_tiles<GemmMath::kBFloat16>(p, stream);
 }
 
+constexpr int kMapThreads = 1024;
+
+// Writes the tiles of all groups of rows, one group after the other. The tiles behind the last one
+// get group -1. Every block counts the tiles of all groups and writes kMapThreads tiles.
+__global__ void __launch_bounds__(kMapThreads)
+    group_tiles_kernel(const GemmGroups groups, int tile_rows, int tiles) {
+  extern __shared__ int s_first[];  // the first tile of each group
+  __shared__ int s_warps[kMapThreads / 32];
+  griddep_launch_dependents();
+  griddep_wait();
+  const int all = block_scan(
+      groups.count, s_warps,
+      [&](int group) {
+        const int rows = groups.ends[group] - (group == 0 ? 0 : groups.ends[group - 1]);
+        return (rows + tile_rows - 1) / tile_rows;
+      },
+      [&](int group, int, int before) { s_first[group] = before; });
+  __syncthreads();
+  const int tile = int(blockIdx.x) * kMapThreads + int(threadIdx.x);
+  if (tile >= tiles) return;
+  int4 to = make_int4(-1, 0, 0, 0);
+  if (tile < all) {
+    int low = 0, high = groups.count - 1;  // the group with the tile is the last one that starts
+    while (low < high) {                   // at or before it
+      const int middle = (low + high + 1) / 2;
+      if (s_first[middle] <= tile) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    const int start = low == 0 ? 0 : groups.ends[low - 1];
+    to = make_int4(low, start + (tile - s_first[low]) * tile_rows, groups.ends[low], 0);
+  }
+  reinterpret_cast<int4*>(groups.tiles)[tile] = to;
+}
+
+void launch_group_tiles(const GemmParams& p, cudaStream_t stream) {
+  const auto rows = static_cast<int>(group_tile_rows(p.choice));
+  const auto tiles = static_cast<int>(max_group_tiles(p.m, p.groups.count, rows));
+  Grid grid((tiles + kMapThreads - 1) / kMapThreads, kMapThreads,
+            p.groups.count * static_cast<int>(sizeof(int)));
+  grid.overlaps = true;
+  launch_kernel(group_tiles_kernel, grid, stream, p.groups, rows, tiles);
+}
+
 }  // namespace
+
+int64_t group_tile_rows(const GemmChoice& choice) {
+  if (choice.engine == GemmEngine::kSync) return kSyncTiles[choice.tile].block_m;
+  return sm90::kTiles[choice.tile].group_rows();
+}
 
 void launch_gemm_sum(const GemmParams& p, cudaStream_t stream) {
   dispatch_dtype(p.dtype, [&](auto element) { launch_split_sum<decltype(element)>(p, stream); });
@@ -87,6 +140,7 @@ int64_t gemm_written_bytes(const GemmParams& p) {
 }
 
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
+  if (p.groups.dim == Grouped::kRows && !p.groups.has_tiles) launch_group_tiles(p, stream);
   switch (p.choice.engine) {
     case GemmEngine::kSync:
       launch_sync_gemm(p, stream);

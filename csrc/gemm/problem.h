@@ -27,6 +27,10 @@ constexpr int gemm_elem_size(GemmMath math) {
 // bits or 32 elements of fp32.
 inline constexpr int kKBlockBytes = 128;
 
+// The dim of a grouped product that is divided into groups. kRows: each group has rows of a and y
+// and a matrix b of its own. kK: each group has columns of a and b (K) and a matrix y of its own.
+enum class Grouped : int8_t { kNone, kRows, kK };
+
 struct GemmProblem {
   int64_t m, n, k, batch;  // n is the number of columns of y; if gated, b has 2n rows
   bool gated, pointwise;   // pointwise: whether the epilogue has a gate or an activation
@@ -36,12 +40,26 @@ struct GemmProblem {
   bool a_k_major, b_k_major;
   bool normed;  // whether the rows of a are normalised before the product
   DeviceFacts device;
+  Grouped grouped = Grouped::kNone;  // if grouped, `batch` is the number of groups
 
   // The number of rows of b. In a gated product, b has two halves of n rows each.
   constexpr int64_t width() const { return gated ? 2 * n : n; }
   constexpr int block_k() const { return kKBlockBytes / gemm_elem_size(math); }
   constexpr int64_t k_blocks() const {
     return k <= block_k() ? 1 : (k + block_k() - 1) / block_k();
+  }
+  // Returns a product without groups with about the same time, if the rows are divided evenly among
+  // the groups. tile_rows is the number of rows of a tile.
+  constexpr GemmProblem without_groups(int64_t tile_rows) const {
+    GemmProblem p = *this;
+    p.grouped = Grouped::kNone;
+    if (grouped == Grouped::kRows) {
+      const int64_t groups = batch < m ? batch : m, rows = m / groups;
+      p.m = groups * ((rows + tile_rows - 1) / tile_rows * tile_rows);
+      p.batch = 1;
+    }
+    if (grouped == Grouped::kK) p.k = (k + batch - 1) / batch;
+    return p;
   }
 };
 
@@ -51,6 +69,8 @@ struct GemmProblem {
 inline constexpr int kGemmSplits[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32};
 inline constexpr int kStreamK = 0;
 
+inline constexpr const char* kGroupedLayout =
+    "groups of rows need a K-major first operand, and groups of K need MN-major operands";
 inline constexpr const char* kNoNorm = "only the engine for few rows supports a norm in front";
 
 }  // namespace torchweld

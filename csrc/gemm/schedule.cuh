@@ -50,6 +50,68 @@ struct WorkTile {
     tile_m = band * grid.band_tiles + in_band - n * height.divisor();
     tile_n = n;
   }
+  __device__ __forceinline__ WorkTile(const GemmParams&, const GemmSchedule& grid, uint32_t item)
+      : WorkTile(grid, item) {}
+
+  static constexpr bool kGrouped = false;
+  __device__ __forceinline__ bool exists() const { return true; }
+  // Whether the CTAs of a cluster have the same rows and different columns. Otherwise they have
+  // different rows and the same columns.
+  static constexpr bool kClusterOfColumns = false;
+  // Return the first row and the first column of a CTA's part of the tile. A cluster of `ctas` CTAs
+  // computes the tile, and each CTA computes `rows` rows or `columns` columns.
+  __device__ __forceinline__ int64_t first_row_of(int ctas, int rank, int rows) const {
+    return (tile_m * ctas + rank) * rows;
+  }
+  __device__ __forceinline__ int64_t first_column_of(int, int, int columns) const {
+    return tile_n * columns;
+  }
+  __device__ __forceinline__ int64_t rows_end(const GemmParams& p) const { return p.m; }
+  // The columns along K that the work item multiplies.
+  __device__ __forceinline__ int64_t k_begin(const GemmParams& p) const {
+    return split * p.choice.k_split;
+  }
+  __device__ __forceinline__ int64_t k_end(const GemmParams& p) const {
+    return min(p.k, (split + 1) * p.choice.k_split);
+  }
+};
+
+// A work item of a product with groups of rows. `batch` is the group. If kSwapAb is true, the rows
+// are those of wgmma's operand B (a swap_ab tile).
+template <bool kSwapAb = false>
+struct GroupedRowsWork : WorkTile {
+  int first_row, end_row;
+
+  static constexpr bool kGrouped = true, kClusterOfColumns = !kSwapAb;
+  __device__ __forceinline__ GroupedRowsWork(const GemmParams& p, const GemmSchedule& grid,
+                                             uint32_t item)
+      : WorkTile(grid, item) {
+    const int4 tile = *reinterpret_cast<const int4*>(p.groups.tiles + (kSwapAb ? tile_n : tile_m));
+    batch = tile.x;
+    first_row = tile.y;
+    end_row = tile.z;
+  }
+  __device__ __forceinline__ bool exists() const { return batch >= 0; }
+  __device__ __forceinline__ int64_t first_row_of(int ctas, int rank, int rows) const {
+    return kSwapAb ? WorkTile::first_row_of(ctas, rank, rows) : first_row;
+  }
+  __device__ __forceinline__ int64_t first_column_of(int ctas, int rank, int columns) const {
+    return kSwapAb ? first_row : (tile_n * ctas + rank) * columns;
+  }
+  __device__ __forceinline__ int64_t rows_end(const GemmParams&) const { return end_row; }
+};
+
+// A work item of a product with groups of K. `batch` is the group.
+struct GroupedKWork : WorkTile {
+  int first_k, end_k;
+
+  __device__ __forceinline__ GroupedKWork(const GemmParams& p, const GemmSchedule& grid,
+                                          uint32_t item)
+      : WorkTile(grid, item),
+        first_k(batch == 0 ? 0 : p.groups.ends[batch - 1]),
+        end_k(p.groups.ends[batch]) {}
+  __device__ __forceinline__ int64_t k_begin(const GemmParams&) const { return first_k; }
+  __device__ __forceinline__ int64_t k_end(const GemmParams&) const { return end_k; }
 };
 
 }  // namespace torchweld

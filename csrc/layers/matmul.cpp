@@ -188,10 +188,12 @@ struct Segments {
 };
 
 // Launches the product of matmul_into for a row-major y. If `segments` is given, K is the
-// concatenation of all segments, and a and b are the operands of the first segment.
+// concatenation of all segments, and a and b are the operands of the first segment. If `groups` is
+// given, the product is that of grouped_matmul_into.
 bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
                     const MatmulEpilogue& epilogue, const MatmulNorm* norm,
-                    const Segments* segments = nullptr);
+                    const Segments* segments = nullptr, MatmulGroups* groups = nullptr,
+                    Grouped dim = Grouped::kNone);
 
 }  // namespace
 
@@ -218,6 +220,22 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   return launch_product(y, a, b, epilogue, norm);
 }
 
+void grouped_matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, MatmulGroups& groups,
+                         Grouped dim, const MatmulEpilogue& epilogue) {
+  if (y.empty()) return;
+  if (y.columns > 1 && y.column_stride != 1) {
+    // A gradient of a weight may be column-major. Then its transpose is computed.
+    if (dim == Grouped::kK && (y.rows == 1 || y.row_stride == 1)) {
+      return grouped_matmul_into(y.t(), b, a, groups, dim);
+    }
+    const Tensor dense = at::empty({y.batch, y.rows, y.columns}, y.tensor.options());
+    grouped_matmul_into(dim == Grouped::kK ? dense : dense.squeeze(0), a, b, groups, dim, epilogue);
+    y.view().copy_(dense);
+    return;
+  }
+  launch_product(y, a, b, epilogue, nullptr, nullptr, &groups, dim);
+}
+
 void matmul_sum_into(const Matrix& y, at::TensorList a, at::TensorList b) {
   if (y.empty()) return;
   const Segments segments = {a, b};
@@ -234,7 +252,7 @@ namespace {
 
 bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
                     const MatmulEpilogue& epilogue, const MatmulNorm* norm,
-                    const Segments* segments) {
+                    const Segments* segments, MatmulGroups* groups, Grouped dim) {
   const int64_t batch = y.batch, m = y.rows, n = y.columns;
   const Tensor& out = y.tensor;
   const Operand in_a(a), in_b(b, in_a.k_major);
@@ -245,7 +263,7 @@ bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
   p.k = segments != nullptr ? segments->k() : a.columns;
   p.batch = batch;
   p.a = in_a.params(batch);
-  p.b = in_b.params(batch);
+  p.b = in_b.params(std::max(batch, b.batch));
   p.y = out.mutable_data_ptr();
   p.y_row_stride = y.row_stride;
   p.y_batch_stride = y.batch_stride;
@@ -277,14 +295,15 @@ bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
   const GemmProblem problem{m,
                             n,
                             p.k,
-                            batch,
+                            groups != nullptr ? groups->ends.numel() : batch,
                             epilogue.gated,
                             epilogue.gated || epilogue.activation != Activation::kNone,
                             gemm_math(p.dtype, p.tf32),
                             p.a.k_stride == 1,
                             p.b.k_stride == 1,
                             norm != nullptr,
-                            device_facts()};
+                            device_facts(),
+                            dim};
   p.choice = pick<GemmFamily>(problem);
   TORCH_CHECK(p.choice.splits >= 0,
               "torchweld: no tile of the matmul engine supports a product of ", m, " x ", n, " x ",
@@ -301,6 +320,22 @@ bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
     p.b = Operand(Matrix(whole_b).t()).params(1);
   }
   Tensor workspace, flags, written, dbias_partials;
+  if (groups != nullptr) {
+    p.groups.dim = dim;
+    p.groups.count = static_cast<int>(groups->ends.numel());
+    p.groups.ends = const_data<int>(groups->ends);
+  }
+  if (dim == Grouped::kRows) {
+    const int64_t tile_rows = group_tile_rows(p.choice);
+    p.groups.has_tiles = groups->tile_rows == tile_rows;
+    if (!p.groups.has_tiles) {
+      constexpr int64_t kInts = sizeof(GroupTile) / sizeof(int);
+      const int64_t tiles = max_group_tiles(m, p.groups.count, tile_rows);
+      groups->tiles = at::empty({tiles * kInts}, out.options().dtype(at::kInt));
+      groups->tile_rows = tile_rows;
+    }
+    p.groups.tiles = mutable_data<GroupTile>(groups->tiles);
+  }
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = p.choice.splits == kStreamK ? cached_floats(floats, out)
                                             : at::empty({floats}, out.options().dtype(at::kFloat));

@@ -5,6 +5,7 @@
 
 #include "core/activation_kind.h"
 #include "core/check.h"
+#include "gemm/problem.h"
 
 namespace torchweld {
 
@@ -122,6 +123,25 @@ bool matmul_supports_norm(const Matrix& a, const Matrix& b);
 // kernels compute these sums, and only the kernels for the layout of a weight gradient.
 bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b,
                  const MatmulEpilogue& epilogue = {}, const MatmulNorm* norm = nullptr);
+
+// The groups of grouped products. ends (E,) is int32 on the GPU: group e has the rows from
+// ends[e - 1] (0 for the first group) to ends[e] - 1. The ends ascend and are at most R.
+struct MatmulGroups {
+  Tensor ends;
+  // The list of tiles that the last product with groups of rows has written, and their rows.
+  Tensor tiles = {};
+  int64_t tile_rows = 0;
+};
+
+// Computes a grouped product.
+//   kRows: y (R, N), a (R, K), b (E, N, K): y[r] = epilogue(a[r] @ b[e].T) for row r of group e.
+//   The
+//          bias is (E, N). Rows behind the last group are not written.
+//   kK:    y (E, M, N), a (M, R), b (N, R): y[e] = the product over the columns of group e. There
+//          is no epilogue. a and b must be column-major, and their memory must be padded
+//          (zero_padded) or their columns be multiples of 16 bytes.
+void grouped_matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, MatmulGroups& groups,
+                         Grouped dim, const MatmulEpilogue& epilogue = {});
 
 // Computes y (M, N) = the sum of a[i] @ b[i] over all i, with a[i] (M, K_i) and b[i] (K_i, N). The
 // sum is computed as one product whose K is concatenated. Hopper's 16-bit kernels read up to

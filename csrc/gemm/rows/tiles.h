@@ -41,6 +41,7 @@ inline Refusal rows_refusal(const GemmProblem& p, const RowsTile& tile, int spli
   if (gemm_elem_size(p.math) != 2) return "the engine for few rows needs 16-bit operands";
   if (p.m > RowsTile::kRows) return {"M is more than {}", RowsTile::kRows};
   if (p.batch > 1) return "the engine for few rows has no batch";
+  if (p.grouped != Grouped::kNone) return "the engine for few rows has no groups";
   if (!p.a_k_major) return "the engine for few rows needs a K-major first operand";
   if (splits != 1) return "the engine for few rows splits K within a block";
   if (p.normed && (p.k == 0 || p.k % 8 != 0)) {

@@ -2,6 +2,8 @@
 // of 16 rows in shared memory. TMA copies the boxes to global memory.
 #pragma once
 
+#include <type_traits>
+
 #include "device/features.cuh"
 #include "device/sm90/stmatrix.cuh"
 #include "device/sm90/tma.cuh"
@@ -14,7 +16,7 @@ namespace torchweld::sm90 {
 // A box is divided into groups of 8 columns. With t = lane % 4 and g = lane / 4, a thread holds
 // columns 2t and 2t + 1 of every group, in rows g and g + 8 of the box. In group j its values are
 // v[4 j] and v[4 j + 1] in row g, and v[4 j + 2] and v[4 j + 3] in row g + 8.
-template <typename T, int kTile, bool kGated>
+template <typename T, int kTile, bool kGated, class Work = WorkTile>
 class BoxStore {
  public:
   static constexpr Tile kT = kTiles[kTile];
@@ -48,9 +50,14 @@ class BoxStore {
   static constexpr int results(bool preact) { return 1 + (preact ? (kGated ? 2 : 1) : 0); }
 
   // The start of a warp's part of the tile in y. In a Box: the start of the box in `y` or `preact`.
-  struct Place {
+  struct Dense {
     int row, column, batch;
   };
+  // In a product with groups of rows, the rows of the group end before rows_end.
+  struct InGroup {
+    int row, column, batch, rows_end;
+  };
+  using Place = std::conditional_t<Work::kGrouped, InGroup, Dense>;
   struct Box : Place {
     int right;  // 1 for the right half of a gated product, else 0
     bool preact;
@@ -59,9 +66,9 @@ class BoxStore {
   __device__ __forceinline__ Box box_of(const Place& place, int result) const {
     constexpr int kResults = results(kPreact);
     const int at = result / kResults, kind = result % kResults;
-    Box box = {{place.row + at / kAcross * 64, place.column + at % kAcross * kColumns, place.batch},
-               kGated && kind == 1,
-               kind < kResults - 1};
+    Box box = {place, kGated && kind == 1, kind < kResults - 1};
+    box.row += at / kAcross * 64;
+    box.column += at % kAcross * kColumns;
     if (box.preact && stores_pairs()) {
       box.column = 2 * box.column + box.right * kColumns;
       box.right = 0;
@@ -76,13 +83,18 @@ class BoxStore {
   }
 
   // Returns the row and the column of y at which this warp's part of the tile starts.
-  static __device__ __forceinline__ Place place_of(const WorkTile& work, int rank) {
+  static __device__ __forceinline__ Place place_of(const Work& work, int rank) {
     const int warpgroup = fresh_thread() / 128 - 1;
     // The first row of the warpgroup in the tile.
     const int first_row = kT.pingpong ? 0 : warpgroup * 64 * kT.wgmma_m_tiles();
-    return {(int(work.tile_m) * kT.cluster + rank) * kT.block_m + first_row +
-                fresh_thread() % 128 / 32 * 16,
-            int(work.tile_n) * kTileColumns, int(work.batch)};
+    const int row = int(work.first_row_of(kT.cluster, rank, kT.block_m)) + first_row +
+                    fresh_thread() % 128 / 32 * 16;
+    const int column = int(work.first_column_of(kT.cluster, rank, kTileColumns));
+    if constexpr (Work::kGrouped) {
+      return {row, column, 0, work.end_row};
+    } else {
+      return {row, column, int(work.batch)};
+    }
   }
 
   // Issues the TMA store of the previous box of this tile, if there is a previous box. Returns the
@@ -138,7 +150,9 @@ class BoxStore {
   __device__ __forceinline__ void send(const Box& box, int slot) const {
     async_fence();
     __syncwarp();
-    if (box.preact ? p_.stores_preact : p_.stores_y) {
+    bool whole = true;
+    if constexpr (Work::kGrouped) whole = box.row + 16 <= box.rows_end;
+    if (whole && (box.preact ? p_.stores_preact : p_.stores_y)) {
       if (lane_ == 0) {
         tma_store(box.preact ? p_.preact : p_.y, box_at(slot), box.column, box.row, box.right,
                   box.batch);
@@ -225,7 +239,7 @@ class BoxStore {
   }
 
   // Stores a box element by element. TMA can't store a result whose rows don't start on 16-byte
-  // boundaries.
+  // boundaries, and it would store the rows of a box that belong to the next group.
   __device__ __forceinline__ void store_rows(const Box& box, uint32_t s_box) const {
     const GemmParams& p = p_.gemm;
     T* g_to = static_cast<T*>(p.y) + box.batch * p.y_batch_stride + box.column;
@@ -239,7 +253,11 @@ class BoxStore {
     constexpr int kChunkElems = 16 / sizeof(T);
 #pragma unroll 1
     for (int row = 0; row < 16; ++row) {
-      if (box.row + row >= p.m) break;
+      if constexpr (Work::kGrouped) {
+        if (box.row + row >= box.rows_end) break;
+      } else {
+        if (box.row + row >= p.m) break;
+      }
 #pragma unroll
       for (int c = 0; c < kColumns; c += 32) {
         const int at = c + lane_;

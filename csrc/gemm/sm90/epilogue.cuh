@@ -17,9 +17,9 @@ namespace torchweld::sm90 {
 
 #if TW_HAS_WGMMA
 // The bias of a warpgroup's tile. In a gated tile this is the bias of both halves.
-template <typename T, int kTile, bool kGated>
+template <typename T, int kTile, bool kGated, class Work = WorkTile>
 class TileBias {
-  using Store = BoxStore<T, kTile, kGated>;
+  using Store = BoxStore<T, kTile, kGated, Work>;
   static constexpr Tile kT = kTiles[kTile];
   static constexpr int kBiases = (kT.block_n + 127) / 128;  // the number of bias values per thread
   static constexpr int kTileColumns = Store::kTileColumns;
@@ -32,10 +32,10 @@ class TileBias {
   __device__ __forceinline__ bool given() const { return p_.epilogue.bias != nullptr; }
 
   // Loads the bias of the tile into registers while the mainloop runs.
-  __device__ __forceinline__ void fetch(const WorkTile& work) {
+  __device__ __forceinline__ void fetch(const Work& work, int rank = 0) {
     const GemmEpilogue& e = p_.epilogue;
     const int thread = threadIdx.x % 128;
-    const int64_t tile_column = work.tile_n * kTileColumns;
+    const int64_t tile_column = work.first_column_of(kT.cluster, rank, kTileColumns);
 #pragma unroll
     for (int i = 0; i < kBiases; ++i) {
       const int at = i * 128 + thread;
@@ -43,9 +43,10 @@ class TileBias {
       const int64_t column = tile_column + (right ? at - kTileColumns : at);
       bias_[i] = 0;
       if (at < kT.block_n && column < p_.n) {
-        const int64_t from = !kGated         ? column
-                             : e.interleaved ? 2 * column + right
-                                             : column + (right ? p_.n : 0);
+        int64_t from = !kGated         ? column
+                       : e.interleaved ? 2 * column + right
+                                       : column + (right ? p_.n : 0);
+        if constexpr (Work::kGrouped) from += work.batch * (kGated ? 2 * p_.n : p_.n);
         // NOTE: bias_ holds the loaded bits. A conversion to fp32 here would wait for the load.
         bias_[i] = e.bias_fp32 || sizeof(T) == 4 ? static_cast<const uint32_t*>(e.bias)[from]
                                                  : static_cast<const uint16_t*>(e.bias)[from];
@@ -94,9 +95,9 @@ class TileBias {
   uint32_t bias_[kBiases];  // the bits of the bias, as loaded from memory
 };
 
-template <typename T, int kTile, bool kGated_>
+template <typename T, int kTile, bool kGated_, class Work = WorkTile>
 class BoxEpilogue {
-  using Store = BoxStore<T, kTile, kGated_>;
+  using Store = BoxStore<T, kTile, kGated_, Work>;
   using Values = typename Store::Values;
   using Place = typename Store::Place;
 
@@ -108,12 +109,12 @@ class BoxEpilogue {
       : e_(p.gemm.epilogue), bias_(p.gemm, s_bias), store_(p, s_staging, warpgroup) {}
 
   // Starts the loads that the epilogue of the tile needs. `ends` is whether this CTA runs it.
-  __device__ __forceinline__ void fetch(const WorkTile& work, int, bool ends) {
-    if (bias_.given() && ends) bias_.fetch(work);
+  __device__ __forceinline__ void fetch(const Work& work, int rank, bool ends) {
+    if (bias_.given() && ends) bias_.fetch(work, rank);
   }
 
   // Stores the results of the tile. `rank` is the rank of the CTA in its cluster.
-  __device__ __forceinline__ void finish(Sums& acc, const WorkTile& work, int rank, int warpgroup) {
+  __device__ __forceinline__ void finish(Sums& acc, const Work& work, int rank, int warpgroup) {
     if (bias_.given()) bias_.share(warpgroup);
     const Place place = Store::place_of(work, rank);
     auto& sums = reinterpret_cast<typename Store::Flat&>(acc);
@@ -199,7 +200,7 @@ class BoxEpilogue {
   }
 
   const GemmEpilogue& e_;
-  TileBias<T, kTile, kGated_> bias_;
+  TileBias<T, kTile, kGated_, Work> bias_;
   Store store_;
 };
 #endif

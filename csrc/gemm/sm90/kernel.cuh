@@ -44,9 +44,9 @@ struct Shared {
 
 #if TW_HAS_WGMMA
 // Issues the TMA loads of one k-block of both operands into a stage.
-template <class Config>
+template <class Config, class Work>
 __device__ __forceinline__ void load_stages(const KernelParams& p, uint32_t s_stage,
-                                            uint64_t* s_full, const WorkTile& work, int rank, int k,
+                                            uint64_t* s_full, const Work& work, int rank, int k,
                                             int a_term, int b_term) {
   constexpr Tile kT = Config::kT;
   constexpr int kRowElems = Config::kSwizzleRowElems, kCluster = kT.cluster;
@@ -88,8 +88,13 @@ __device__ __forceinline__ void load_stages(const KernelParams& p, uint32_t s_st
   // A gated swap_ab tile has kRowsA rows of the left half of b, and the same rows of the right
   // half.
   constexpr int kRowsA = kT.block_m / Config::kHalvesA;
-  const int row = (int(work.tile_m) * kCluster + rank) * kRowsA;
-  if constexpr (Config::kAKMajor) {
+  const int row = int(work.first_row_of(kCluster, rank, kRowsA));
+  constexpr bool kSharesA = Work::kClusterOfColumns && kCluster > 1;
+  if constexpr (kSharesA) {
+    static_assert(Config::kAKMajor && Config::kHalvesA == 1);
+    constexpr int kRows = kT.block_m / kCluster;
+    load_shared(s_stage + rank * kRows * kKBlockBytes, *map_a, k, row + rank * kRows, 0, a_batch);
+  } else if constexpr (Config::kAKMajor) {
 #pragma unroll
     for (int half = 0; half < Config::kHalvesA; ++half) {
       load(s_stage + half * kRowsA * kKBlockBytes, *map_a, k, row,
@@ -105,38 +110,55 @@ __device__ __forceinline__ void load_stages(const KernelParams& p, uint32_t s_st
   }
   constexpr int kHalves = Config::kHalvesB, kColumns = kT.block_n / kHalves;
   const uint32_t s_b = s_stage + kT.block_m * kKBlockBytes;
-  const int column = int(work.tile_n) * kColumns;
+  const int column = int(work.first_column_of(kCluster, rank, kColumns));
+  // The number of CTAs that share b. Each loads every kSharing-th box, for all of them.
+  constexpr int kSharing = kSharesA ? 1 : kCluster;
+  const int own = kSharesA ? 0 : rank;
+  const auto load_b = [&](uint32_t s_to, const TensorMap& map, int x, int y, int z, int w) {
+    kSharesA ? load(s_to, map, x, y, z, w) : load_shared(s_to, map, x, y, z, w);
+  };
   if constexpr (Config::kBKMajor) {
-    constexpr int kBoxes = kHalves > kCluster ? kHalves : kCluster;
+    constexpr int kBoxes = kHalves > kSharing ? kHalves : kSharing;
     constexpr int kRows = kT.block_n / kBoxes;
 #pragma unroll
-    for (int i = 0; i < kBoxes / kCluster; ++i) {
-      const int box = i * kCluster + rank, first = box * kRows;
-      load_shared(s_b + first * kKBlockBytes, *map_b, k, column + first % kColumns,
-                  kHalves == 1 ? b_term : b_term * kHalves + b_half(first / kColumns), b_batch);
+    for (int i = 0; i < kBoxes / kSharing; ++i) {
+      const int box = i * kSharing + own, first = box * kRows;
+      load_b(s_b + first * kKBlockBytes, *map_b, k, column + first % kColumns,
+             kHalves == 1 ? b_term : b_term * kHalves + b_half(first / kColumns), b_batch);
     }
   } else {
 #pragma unroll
     for (int i = 0; i < kT.block_n / kRowElems; ++i) {
-      if (kCluster > 1 && i % kCluster != rank) continue;
+      if (kSharing > 1 && i % kSharing != own) continue;
       const int first = i * kRowElems;
-      load_shared(s_b + i * Config::kLeadingBytes, *map_b, column + first % kColumns,
-                  kSwapAb ? k : b_k, kSwapAb ? 0 : b_half(first / kColumns), b_batch);
+      load_b(s_b + i * Config::kLeadingBytes, *map_b, column + first % kColumns, kSwapAb ? k : b_k,
+             kSwapAb ? 0 : b_half(first / kColumns), b_batch);
     }
   }
 }
 
-template <class Config>
-using TileSchedulerOf = TileScheduler<Config::kT.cluster, Config::kT.swap_ab()>;
+// The scheduler of a kernel and the class that describes its work tiles. `Params` is KernelParams
+// or a class that derives from it. A derived class may specialise this struct.
+template <class Config, class Params>
+struct ScheduleOf {
+  using Scheduler = TileScheduler<Config::kT.cluster, Config::kT.swap_ab()>;
+  using Work = WorkTile;
+  // Whether the first tile depends on memory that an earlier kernel writes.
+  static constexpr bool kReadsMemory = false;
+};
+template <class Config, class Params>
+using SchedulerOf = typename ScheduleOf<Config, Params>::Scheduler;
+template <class Config, class Params>
+using WorkOfKernel = typename ScheduleOf<Config, Params>::Work;
 
 // The code of the producer. The scheduler is at its first tile, which `work` describes.
-template <class Config>
-__device__ __forceinline__ void produce(const KernelParams& p, Shared<Config>& s, int rank,
-                                        TileSchedulerOf<Config>& scheduler, WorkTile work) {
+template <class Config, class Params>
+__device__ __forceinline__ void produce(const Params& p, Shared<Config>& s, int rank,
+                                        SchedulerOf<Config, Params>& scheduler,
+                                        WorkOfKernel<Config, Params> work) {
   PipelineState<Config::kT.stages> at;
   while (true) {
-    const auto load_k_blocks = [&](int first, int k_blocks, int a_term, int b_term) {
-      int k = first * Config::kBlockK;
+    const auto load_k_blocks = [&](int k, int k_blocks, int a_term, int b_term) {
       for (int k_block = 0; k_block < k_blocks; ++k_block, k += Config::kBlockK) {
         uint64_t* s_full = s.pipeline.acquire(at, Config::kT.stage_bytes());
         load_stages<Config>(p, shared_address(s.stages[at.stage]), s_full, work, rank, k, a_term,
@@ -149,14 +171,15 @@ __device__ __forceinline__ void produce(const KernelParams& p, Shared<Config>& s
         const int first = scheduler.first_k_block + done,
                   k_blocks = min(kTermKBlocks, scheduler.k_blocks - done);
         for (int pair = 0; pair < kTermPairs; ++pair) {
-          load_k_blocks(first, k_blocks, kTermOfA >> 2 * pair & 3, kTermOfB >> 2 * pair & 3);
+          load_k_blocks(first * Config::kBlockK, k_blocks, kTermOfA >> 2 * pair & 3,
+                        kTermOfB >> 2 * pair & 3);
         }
       }
     } else {
-      load_k_blocks(scheduler.first_k_block, scheduler.k_blocks, 0, 0);
+      load_k_blocks(scheduler.template first_k<Config::kBlockK>(), scheduler.k_blocks, 0, 0);
     }
     if (!scheduler.next()) return;
-    work = WorkTile(p.schedule, scheduler.tile);
+    work = WorkOfKernel<Config, Params>(p.gemm, p.schedule, scheduler.tile);
   }
 }
 
@@ -180,9 +203,8 @@ struct ThreadSums : DbiasSums<Config> {
 
 // Adds up the sums of the CTAs that compute parts of the K of this tile. Returns whether this CTA
 // runs the epilogue. If not, the CTA has stored its sums as a partial.
-template <class Config, class Sums, class Epilogue>
-__device__ __forceinline__ bool reduce_tile(const KernelParams& p,
-                                            const TileSchedulerOf<Config>& scheduler,
+template <class Config, class Scheduler, class Sums, class Epilogue>
+__device__ __forceinline__ bool reduce_tile(const KernelParams& p, const Scheduler& scheduler,
                                             ThreadSums<Config, Sums>& all, Epilogue& epilogue,
                                             int rank, int warpgroup) {
   constexpr Tile kT = Config::kT;
@@ -239,7 +261,7 @@ __device__ __forceinline__ void consume(const Params& p, Shared<Config>& s, int 
     if (kT.pingpong) named_barrier_arrive(kWarpSchedulerWg0 + other, Tile::kConsumerThreads);
   };
   Epilogue epilogue(p, s.staging, s.bias[warpgroup], warpgroup);
-  TileSchedulerOf<Config> scheduler(p.stream_k);
+  SchedulerOf<Config, Params> scheduler(p);
   ThreadSums<Config, typename Epilogue::Sums> all;
   Mainloop<Config> mainloop(s.stages[0], first_row);
   if (warpgroup == 1) let_other_issue(0);  // warpgroup 0 issues its first wgmmas first
@@ -248,7 +270,8 @@ __device__ __forceinline__ void consume(const Params& p, Shared<Config>& s, int 
       mainloop.skip(scheduler.k_blocks);
       continue;
     }
-    WorkTile work(p.schedule, scheduler.tile);
+    using Work = WorkOfKernel<Config, Params>;
+    Work work(p.gemm, p.schedule, scheduler.tile);
     epilogue.fetch(work, rank, scheduler.ends());
     if (kT.pingpong) {
       named_barrier_wait(kWarpSchedulerWg0 + warpgroup, Tile::kConsumerThreads);
@@ -258,7 +281,7 @@ __device__ __forceinline__ void consume(const Params& p, Shared<Config>& s, int 
     // tile is computed again after the mainloop.
     constexpr int kFewAccumulators = 64;
     if (sizeof(all.acc) > kFewAccumulators * sizeof(float)) {
-      work = WorkTile(p.schedule, scheduler.tile);
+      work = Work(p.gemm, p.schedule, scheduler.tile);
     }
     if (!reduce_tile(p, scheduler, all, epilogue, rank, warpgroup)) continue;
     if constexpr (Config::kDbias) all.store(p.gemm, work, rank, first_row);
@@ -297,11 +320,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_kernel(const __grid_co
   }
   // The first work tile depends only on the parameters, so it is computed before the wait for
   // earlier kernels.
-  TileSchedulerOf<Config> scheduler(p.stream_k);
-  scheduler.next();
-  const WorkTile work(p.schedule, scheduler.tile);
+  using Schedule = ScheduleOf<Config, Params>;
+  typename Schedule::Scheduler scheduler(p);
+  if constexpr (Schedule::kReadsMemory) griddep_wait();
+  const bool works = scheduler.next();
+  const typename Schedule::Work work(p.gemm, p.schedule, scheduler.tile);
   griddep_launch_dependents();
-  griddep_wait();
+  if constexpr (!Schedule::kReadsMemory) griddep_wait();
   int rank = 0;
   if constexpr (kT.cluster > 1) {
     cluster_arrive();
@@ -312,7 +337,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_kernel(const __grid_co
   }
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0 && elect_one()) produce(p, s, rank, scheduler, work);
+    if (warp == 0 && (!Schedule::kReadsMemory || works) && elect_one()) {
+      produce(p, s, rank, scheduler, work);
+    }
     __syncwarp();
     if (kT.swap_ab() && p.stream_k.split_cluster > 1) {
       cluster_arrive();

@@ -21,6 +21,7 @@ struct Maps {
   const GemmParams& p;
   const Tile& tile;
   GemmMath math;
+  int64_t result_batch;
 
   int block_k() const { return k_block_size(math); }  // the number of elements along K in a k-block
 
@@ -28,7 +29,7 @@ struct Maps {
   // o.half_stride; each matrix has `rows` rows (M or N) and `k` columns.
   TensorBox operand(const GemmOperand& o, int64_t rows, int halves, int box_rows, int64_t k) const {
     const bool k_major = o.k_stride == 1;
-    const int64_t batch = o.batch_stride == 0 ? 1 : p.batch;
+    const int64_t batch = o.batch_stride == 0 ? 1 : std::max<int64_t>(p.batch, p.groups.count);
     TensorBox box = {o.data, elem_bytes(math)};
     box.bfloat16 = math != GemmMath::kFloat16;
     box.tf32 = math == GemmMath::kTf32;
@@ -56,7 +57,7 @@ struct Maps {
     TensorBox box = {data, elem};
     box.bfloat16 = math == GemmMath::kBFloat16;
     box.swizzle = box_columns * elem;
-    const int64_t sizes[] = {columns, p.m, halves, p.batch};
+    const int64_t sizes[] = {columns, p.m, halves, result_batch};
     const int64_t strides[] = {1, row_stride, columns, batch_stride};
     const int boxes[] = {box_columns, 16, 1, 1};
     for (int i = 0; i < 4; ++i) {
@@ -85,14 +86,23 @@ KernelParams kernel_params(const GemmParams& p, cudaStream_t cuda_stream) {
   const GemmEpilogue& e = p.epilogue;
   const int halves = e.gated ? 2 : 1;
   const GemmMath math = gemm_math(p.dtype, p.tf32);
-  const Maps maps = {p, tile, math};
+  // If K has groups, y has a batch of one matrix per group.
+  const int64_t batch = p.groups.dim == Grouped::kK ? p.groups.count : p.batch;
+  const Maps maps = {p, tile, math, batch};
   // In a swap_ab tile, b is operand A of wgmma.
   const bool swap_ab = tile.swap_ab();
-  const int64_t tiles_m = tile.tiles_m(p.m, halves * p.n),
-                tiles_n = tile.tiles_n(p.m, halves * p.n), tiles = tiles_m * tiles_n * p.batch;
+  const bool grouped_rows = p.groups.dim == Grouped::kRows;
+  // In a product with groups of rows, the CTAs of a cluster compute different columns.
+  const int cluster_m = grouped_rows ? 1 : tile.cluster, cluster_n = tile.cluster / cluster_m;
+  const int64_t group_tiles = max_group_tiles(p.m, p.groups.count, tile.group_rows());
+  const int64_t tiles_m = grouped_rows && !swap_ab ? group_tiles : tile.tiles_m(p.m, halves * p.n),
+                tiles_n = grouped_rows && swap_ab
+                              ? group_tiles
+                              : divide_up(tile.tiles_n(p.m, halves * p.n), cluster_n),
+                tiles = tiles_m * tiles_n * batch;
   // The number of rows of y that a cluster computes at a time. In a swap_ab tile, it is the number
   // of columns of y.
-  const int block_m = tile.block_m / (swap_ab ? halves : 1) * tile.cluster;
+  const int block_m = tile.block_m / (swap_ab ? halves : 1) * cluster_m;
   const int64_t band = std::min(tiles_m, std::max<int64_t>(1, kBandRows / block_m));
   const int64_t k_blocks = divide_up(p.k, maps.block_k());
   const StreamKPlan stream =
@@ -110,7 +120,7 @@ KernelParams kernel_params(const GemmParams& p, cudaStream_t cuda_stream) {
                          (swap_ab ? p.a : p.b).batch_stride != 0,
                          p.b.half_stride < 0 && !writes_b,
                          k_halves ? static_cast<int>(p.b.k_half) : INT_MAX,
-                         GemmSchedule(tiles_m, tiles_n, 1, p.batch, band),
+                         GemmSchedule(tiles_m, tiles_n, 1, batch, band),
                          StreamKSchedule(uint32_t(tiles), k_blocks, stream),
                          {},
                          p};
@@ -118,8 +128,8 @@ KernelParams kernel_params(const GemmParams& p, cudaStream_t cuda_stream) {
     params.partials = {p.workspace, {p.flags, next_launch_number()}};
   }
   const bool pairs = e.gated && e.interleaved;
-  const int parts = swap_ab ? halves : std::max(halves, tile.cluster);
-  const int box_a = swap_ab ? tile.block_n : tile.block_m;
+  const int parts = swap_ab ? halves : std::max(halves, cluster_m);
+  const int box_a = swap_ab ? tile.block_n : tile.block_m / cluster_n;
   const int box_b = (swap_ab ? tile.block_m : tile.block_n) / parts;
   const int terms = bf16x3_terms(math);
   const WrittenOperands w =
@@ -166,7 +176,11 @@ void launch_gemm_tile(const GemmParams& p, cudaStream_t cuda_stream) {
   dispatch_index<kTileCount>(p.choice.tile, [&](auto tile) {
     dispatch_index<kMaths>(math, [&](auto index) {
       constexpr auto kMath = static_cast<GemmMath>(index.value);
-      if constexpr (kTiles[tile.value].supports_dtype(kMath)) {
+      if (p.groups.dim != Grouped::kNone) {
+        if constexpr (kTiles[tile.value].supports_groups(kMath)) {
+          launch_grouped_tile<kMath, tile.value>(params, cuda_stream);
+        }
+      } else if constexpr (kTiles[tile.value].supports_dtype(kMath)) {
         launch_tile<kMath, tile.value>(params, cuda_stream);
       }
     });

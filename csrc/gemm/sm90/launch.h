@@ -34,4 +34,8 @@ WrittenOperands write_operands(const GemmParams& params, cudaStream_t stream);
 template <GemmMath kMath, int kTile>
 void launch_tile(const KernelParams& params, cudaStream_t stream);
 
+// As launch_tile, for a grouped product.
+template <GemmMath kMath, int kTile>
+void launch_grouped_tile(const KernelParams& params, cudaStream_t stream);
+
 }  // namespace torchweld::sm90

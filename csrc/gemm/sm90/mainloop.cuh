@@ -96,16 +96,23 @@ struct DbiasSums {
 template <class Config>
 struct DbiasSums<Config, false> {};
 
+struct NoPreparation {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
 // Computes acc = (scale_d ? acc : 0) + a @ b^T over k_blocks k-blocks, for the rows of one
 // warpgroup. s_a and s_b are the addresses of the warpgroup's operands in stage 0. If kDbias is
 // true, also adds the sum of each row of a to `dbias`. In this case s_ones is the address of the
-// matrix of ones. Calls `issued` when all wgmmas have been issued.
-template <class Config, bool kDbias = false, class Sums, class Release, class Issued>
+// matrix of ones. Calls `issued` when all wgmmas have been issued. If `prepare` is given, calls it
+// with a k-block and its stage before the k-block is multiplied.
+template <class Config, bool kDbias = false, class Sums, class Release, class Issued,
+          class Prepare = NoPreparation>
 __device__ __forceinline__ void mainloop(Sums& acc, PipelineBarriers<Config::kT.stages>& pipeline,
                                          PipelineState<Config::kT.stages>& at, uint32_t s_a,
                                          uint32_t s_b, int k_blocks, const Release& release,
                                          const Issued& issued, bool scale_d = false,
-                                         DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0) {
+                                         DbiasSums<Config>* dbias = nullptr, uint32_t s_ones = 0,
+                                         const Prepare& prepare = {}) {
   constexpr Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
@@ -119,6 +126,7 @@ __device__ __forceinline__ void mainloop(Sums& acc, PipelineBarriers<Config::kT.
   int before = 0;
   for (int k_block = 0; k_block < k_blocks; ++k_block) {
     pipeline.wait(at);
+    prepare(k_block, at.stage);
     const uint32_t stage = at.stage * kT.stage_bytes();
     const uint64_t a = descriptor(Config::kAKMajor, s_a + stage);
     const uint64_t b = descriptor(Config::kBKMajor, s_b + stage);
@@ -250,7 +258,8 @@ struct Mainloop {
       dbias_mainloop<Config>(p, scheduler, all.acc, all, s.pipeline, at, s_a, s_b,
                              shared_address(s.bias), release, issued);
     } else {
-      mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued);
+      mainloop<Config>(all.acc, s.pipeline, at, s_a, s_b, scheduler.k_blocks, release, issued,
+                       /*scale_d=*/false, nullptr, 0, scheduler.preparation(s));
     }
   }
 };

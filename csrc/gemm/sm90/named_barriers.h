@@ -9,7 +9,8 @@ enum NamedBarrier : int {
   kWarpgroupWg0 = 1,      // barriers 1 and 2: each synchronises one warpgroup
   kWarpSchedulerWg0 = 3,  // barriers 3, 4: warpgroup 0 or 1 may issue its wgmmas (ping-pong)
   kSwapAbRightFull = 3,   // the right halves of gated results are in shared memory
-  kSwapAbRightEmpty = 4   // the warpgroup of the left halves has read the right halves
+  kSwapAbRightEmpty = 4,  // the warpgroup of the left halves has read the right halves
+  kWarpgroupsBoth = 5     // synchronises both warpgroups (grouped products)
 };
 
 }  // namespace torchweld::sm90

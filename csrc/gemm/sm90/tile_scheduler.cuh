@@ -38,8 +38,9 @@ class TileScheduler {
   uint32_t tile;
   int first_k_block, k_blocks;  // the range of k-blocks of `tile` that this worker computes
 
-  explicit __device__ __forceinline__ TileScheduler(const StreamKSchedule& stream_k)
-      : stream_k_(stream_k), end_(begin(stream_k, worker() + 1)), next_(worker()) {}
+  template <class Params>
+  explicit __device__ __forceinline__ TileScheduler(const Params& p)
+      : stream_k_(p.stream_k), end_(begin(p.stream_k, worker() + 1)), next_(worker()) {}
 
   // NOTE: the index of the worker is a function, not a data member. Every use computes it again,
   // because registers are scarce.
@@ -76,6 +77,17 @@ class TileScheduler {
     k_blocks = int(end_ - from);
     end_ = from;
     return true;
+  }
+
+  template <int kBlockK>
+  __device__ __forceinline__ int first_k() const {
+    return first_k_block * kBlockK;
+  }
+
+  // What a consumer does with a k-block in shared memory before it multiplies it: nothing.
+  template <class Shared>
+  __device__ __forceinline__ auto preparation(Shared&) const {
+    return [](int, int) {};
   }
 
   // Whether the current range of k-blocks includes the last k-block of the tile. If it does, this

@@ -128,6 +128,14 @@ struct Tile {
     if (gated && !a_k_major) return "a gated product needs a K-major first operand";
     return nullptr;
   }
+  // The number of rows of a tile in a product with groups of rows.
+  constexpr int group_rows() const { return swap_ab() ? block_n : block_m; }
+  // Whether there are kernels of this tile for grouped products.
+  constexpr bool supports_groups(GemmMath math) const {
+    return gemm_elem_size(math) == 2 &&
+           (index == kPingPong128x128Cluster2 || index == kCooperative128x256Cluster2 ||
+            index == kPingPong64x64 || swap_ab());
+  }
   // Whether this tile has kernels that also compute the sum of each row of a. Such kernels exist
   // only for the layout of a weight gradient, dy^T @ x. In that product these sums are the gradient
   // of the bias.
@@ -228,6 +236,13 @@ inline Refusal tile_refusal(const GemmProblem& p, const Tile& tile, bool streams
   }
   if (p.normed) return kNoNorm;
   if (p.k == 0) return "there is nothing to multiply";
+  if (p.grouped != Grouped::kNone) {
+    if (!tile.supports_groups(p.math)) return "the tile has no kernel for a grouped product";
+    if (streams) return "the tiles of a grouped product are not split";
+    if (p.grouped == Grouped::kRows ? !p.a_k_major : p.a_k_major || p.b_k_major) {
+      return kGroupedLayout;
+    }
+  }
   if (p.m > kMaxSize || p.width() > kMaxSize || p.k > kMaxSize || p.batch > kMaxSize) {
     return {"no tensor map has more than {} elements in a dimension", kMaxSize};
   }
@@ -245,7 +260,8 @@ inline Refusal tile_refusal(const GemmProblem& p, const Tile& tile, bool streams
 
 // Estimates the time of the busiest SM, over all its rounds. The estimate leaves out the launch and
 // the first loads, because they take the same time in every engine.
-inline double tile_seconds(const GemmProblem& p, const Tile& tile, bool streams) {
+inline double tile_seconds(const GemmProblem& given, const Tile& tile, bool streams) {
+  const GemmProblem p = given.without_groups(tile.group_rows());
   const double k_blocks = static_cast<double>(count_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = k_blocks * tile.k_block_us + beside_us;

@@ -36,9 +36,9 @@ __device__ __forceinline__ void store_split(const GemmParams& p, const WorkTile&
 
 // Writes the accumulators of a warp to y, through the epilogue. If K is split, writes them to the
 // split-K workspace instead. The accumulators pass through shared memory, 16 rows at a time.
-template <GemmMath kMath, int kTile, int kM, int kN>
+template <GemmMath kMath, int kTile, int kM, int kN, class Work>
 __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams& p,
-                                       const WorkTile& work, float* s_staging) {
+                                       const Work& work, float* s_staging) {
   using T = ElementOf<kMath>;
   constexpr SyncTile kT = kSyncTiles[kTile];
   constexpr int kColumns = kT.warp_n();
@@ -56,12 +56,12 @@ __device__ __forceinline__ void finish(float (&acc)[kM][kN][4], const GemmParams
   const int column_in = gated ? lane % (kLanes / 2) * kGroup : lane % kLanes * kGroup;
   const int row_step = (gated ? 64 : 32) / kLanes;
   const int first = gated ? column_in * 2 : column_in;
-  const int64_t first_row = work.tile_m * kT.block_m + warp_m * kT.warp_m() + row_in;
+  const int64_t first_row = work.first_row_of(1, 0, kT.block_m) + warp_m * kT.warp_m() + row_in;
   const int64_t column =
       (work.tile_n * kT.block_n + warp_n * kColumns) / (gated ? 2 : 1) + column_in;
   const bool there = column < p.n;
-  int rows_left = there ? int(min(int64_t{kT.warp_m()}, p.m - first_row)) : 0;
-  const GroupWriter<T> writer(p, work.batch, there ? column : 0);
+  int rows_left = there ? int(min(int64_t{kT.warp_m()}, work.rows_end(p) - first_row)) : 0;
+  const GroupWriter<T, Work::kGrouped> writer(p, work.batch, there ? column : 0);
 
 #pragma unroll 1
   for (int i = 0; i < kM; ++i) {

@@ -136,9 +136,9 @@ class OperandLoader {
   static constexpr bool kPairs = kAKMajor && !kBKMajor;
 
  public:
-  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work)
-      : OperandLoader(p, work, work.split * p.choice.k_split,
-                      min(p.k, (work.split + 1) * p.choice.k_split), fresh_thread()) {}
+  template <class Work>
+  __device__ __forceinline__ OperandLoader(const GemmParams& p, const Work& work)
+      : OperandLoader(p, work, work.k_begin(p), work.k_end(p), fresh_thread()) {}
 
   __device__ __forceinline__ int k_blocks() const { return k_blocks_; }
 
@@ -164,12 +164,14 @@ class OperandLoader {
   }
 
  private:
-  __device__ __forceinline__ OperandLoader(const GemmParams& p, const WorkTile& work,
-                                           int64_t k_begin, int64_t k_end, int thread)
+  template <class Work>
+  __device__ __forceinline__ OperandLoader(const GemmParams& p, const Work& work, int64_t k_begin,
+                                           int64_t k_end, int thread)
       : p_(&p),
         k_blocks_((int(k_end - k_begin) + kBlockK - 1) / kBlockK),
         k_blocks_to_half_(int(p.b.k_half - k_begin) / kBlockK),
-        a_(source(p, p.a, work, work.tile_m * kT.block_m, p.m, false), k_begin, k_end, thread),
+        a_(source(p, p.a, work, work.first_row_of(1, 0, kT.block_m), work.rows_end(p), false),
+           k_begin, k_end, thread),
         b_(source(p, p.b, work, work.tile_n * (p.epilogue.gated ? kT.block_n / 2 : kT.block_n), p.n,
                   p.epilogue.gated),
            k_begin, k_end, thread) {
@@ -292,7 +294,8 @@ __device__ __forceinline__ float main_loop(float (&acc)[kM][kN][4],
   return check;
 }
 
-template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
+// `Work` is the class of the work tiles. A block skips the tiles that do not exist.
+template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, class Work>
 __global__ void __launch_bounds__(kSyncTiles[kTile].threads(), kSyncTiles[kTile].blocks_per_sm)
     sync_gemm_kernel(const __grid_constant__ GemmParams p, const GemmSchedule grid) {
   constexpr SyncTile kT = kSyncTiles[kTile];
@@ -302,40 +305,52 @@ __global__ void __launch_bounds__(kSyncTiles[kTile].threads(), kSyncTiles[kTile]
   const uint32_t s_base = shared_address(s_ring);
   float acc[kT.warp_m() / 16][kT.warp_n() / 8][4];
   uint32_t item = blockIdx.x;
-  Loader loader(p, WorkTile(grid, item));
+  const auto skip = [&] {
+    if constexpr (Work::kGrouped) {
+      while (item < grid.items && !Work(p, grid, item).exists()) item += gridDim.x;
+    }
+  };
+  skip();
+  if (Work::kGrouped && item >= grid.items) return;
+  Loader loader(p, Work(p, grid, item));
   loader.start(s_base);
   while (true) {
     const float check = main_loop<kMath, kTile, kAKMajor, kBKMajor, false>(acc, loader, s_base);
     if constexpr (kMath == GemmMath::kFloat32) {
       if (__syncthreads_or(isnan(check))) {
-        loader = Loader(p, WorkTile(grid, item));
+        loader = Loader(p, Work(p, grid, item));
         loader.start(s_base);
         main_loop<kMath, kTile, kAKMajor, kBKMajor, true>(acc, loader, s_base);
       }
     }
+    uint32_t done = item;
     item += gridDim.x;
+    skip();
     if (item < grid.items) {
-      loader = Loader(p, WorkTile(grid, item));
+      loader = Loader(p, Work(p, grid, item));
       loader.start(s_base);
     }
+    if constexpr (!Work::kGrouped) done = item - gridDim.x;  // needs no register meanwhile
     float* s_staging = reinterpret_cast<float*>(s_ring + (kT.stages - 1) * kT.stage_bytes());
-    finish<kMath, kTile>(acc, p, WorkTile(grid, item - gridDim.x), s_staging);
+    finish<kMath, kTile>(acc, p, Work(p, grid, done), s_staging);
     if (item >= grid.items) break;
   }
 }
 
-template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor>
+template <GemmMath kMath, int kTile, bool kAKMajor, bool kBKMajor, class Work = WorkTile>
 void launch_sync_kernel(const GemmParams& p, cudaStream_t stream) {
   constexpr SyncTile kT = kSyncTiles[kTile];
-  const auto kernel = sync_gemm_kernel<kMath, kTile, kAKMajor, kBKMajor>;
+  const auto kernel = sync_gemm_kernel<kMath, kTile, kAKMajor, kBKMajor, Work>;
   const int64_t width = p.epilogue.gated ? 2 * p.n : p.n;
-  const int64_t tiles_m = (p.m + kT.block_m - 1) / kT.block_m;
+  const int64_t tiles_m = Work::kGrouped ? max_group_tiles(p.m, p.groups.count, kT.block_m)
+                                         : (p.m + kT.block_m - 1) / kT.block_m;
   // NOTE: a gated tile has block_n / 2 columns of each half, so ceil(2n / block_n) tiles cover the
   // n columns of y.
   const int64_t tiles_n = (width + kT.block_n - 1) / kT.block_n;
   const int64_t at_once = int64_t{kT.blocks_per_sm} * device_facts().sms;
   const int64_t band_tiles = std::min(tiles_m, int64_t{kBandRows / kT.block_m});
-  const GemmSchedule grid(tiles_m, tiles_n, p.choice.splits, p.batch, band_tiles);
+  const int64_t batch = p.groups.dim == Grouped::kK ? p.groups.count : p.batch;
+  const GemmSchedule grid(tiles_m, tiles_n, p.choice.splits, batch, band_tiles);
   // NOTE: the GPU runs at_once blocks at the same time; these blocks are one round. If the work
   // items fill only a few rounds, every item gets a block of its own, because the block scheduler
   // of the GPU then balances the last round better. Otherwise the blocks are persistent.
@@ -354,12 +369,27 @@ void launch_sync_tile(const GemmParams& p, cudaStream_t stream) {
   launch_sync_kernel<kMath, kTile, false, false>(p, stream);
 }
 
+template <GemmMath kMath, int kTile>
+void launch_sync_grouped(const GemmParams& p, cudaStream_t stream) {
+  if (p.groups.dim == Grouped::kK) {
+    launch_sync_kernel<kMath, kTile, false, false, GroupedKWork>(p, stream);
+  } else if (p.b.k_stride == 1) {
+    launch_sync_kernel<kMath, kTile, true, true, GroupedRowsWork<>>(p, stream);
+  } else {
+    launch_sync_kernel<kMath, kTile, true, false, GroupedRowsWork<>>(p, stream);
+  }
+}
+
 template <GemmMath kMath, SyncSize kSize>
 void launch_sync_size(const GemmParams& p, cudaStream_t stream) {
   dispatch_index<kSyncTileCount>(p.choice.tile, [&](auto tile) {
     constexpr SyncTile kT = kSyncTiles[tile.value];
     if constexpr (kT.supports_dtype(kMath) && kT.size() == kSize) {
-      launch_sync_tile<kMath, tile.value>(p, stream);
+      if (p.groups.dim == Grouped::kNone) {
+        launch_sync_tile<kMath, tile.value>(p, stream);
+      } else if constexpr (kT.supports_groups()) {
+        launch_sync_grouped<kMath, tile.value>(p, stream);
+      }
     }
   });
 }

@@ -30,6 +30,8 @@ struct SyncTile {
   constexpr bool supports_dtype(GemmMath math) const {
     return fp32 == (math == GemmMath::kFloat32);
   }
+  // Whether there are kernels of this tile for grouped products.
+  constexpr bool supports_groups() const { return block_m == block_n; }
   constexpr SyncSize size() const {
     const int area = block_m * block_n * (fp32 ? 2 : 1);
     return area >= 32768 ? SyncSize::kLarge : area >= 16384 ? SyncSize::kMedium : SyncSize::kSmall;
@@ -67,6 +69,13 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
     return too_much_shared_memory(tile.shared_bytes(), p.device.shared_limit);
   }
   if (p.normed) return kNoNorm;
+  if (p.grouped != Grouped::kNone) {
+    if (!tile.supports_groups()) return "the tile has no kernel for a grouped product";
+    if (splits > 1) return "the tiles of a grouped product are not split";
+    if (p.grouped == Grouped::kRows ? !p.a_k_major : p.a_k_major || p.b_k_major) {
+      return kGroupedLayout;
+    }
+  }
   const int64_t all = p.k_blocks(), split = (all + splits - 1) / splits;
   if ((splits - 1) * split >= all) {
     return {"K has {} k-blocks, which leaves one of {} splits empty", all, splits};
@@ -80,7 +89,8 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
 
 // Estimates the time of the kernel: the time of the tensor cores of the busiest SM, plus the time
 // to write and read the split-K partials.
-inline double sync_seconds(const GemmProblem& p, const SyncTile& tile, int splits) {
+inline double sync_seconds(const GemmProblem& given, const SyncTile& tile, int splits) {
+  const GemmProblem p = given.without_groups(tile.block_m);
   constexpr double kMacsPerSecond = 0.9e12;  // the throughput of one SM, with 16-bit operands
   constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
   const double slower = p.math == GemmMath::kFloat32 ? 4.2 : p.math == GemmMath::kTf32 ? 1.2 : 1;
