@@ -47,6 +47,7 @@ _CALLS = {
     "gated_linear": (_MKN, "M,K N+N,K"),
     "gated_linear_pair": (_MKN, "M,K N,K N,K"),
     "gated_mlp": (_MKN, "M,K N,K N,K K,N"),
+    "experts": ("T,H,I,E,k", "T,H E,I+I,H E,H,I T,k:int64 T,k"),
     "int4_linear": (_MKN, "M,K N,words:int32 N,groups N,words_of_zeros:int32"),
     **dict.fromkeys(("linear_cross_entropy", "linear_token_logprobs"), (_MKN, "M,K N,K M:int64")),
     "fold_layer_norm": ("N,K", "N,K"),

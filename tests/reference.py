@@ -12,6 +12,7 @@ error analysis of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -420,6 +421,87 @@ def gated_mlp(
     return affine(rounded(act), down, down_bias)
 
 
+@primitive
+def mapped(t: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """f(t), where f is linear with the coefficients 0 and 1."""
+    return f(t)
+
+
+@primitive
+def clamped(t: Tensor, low: float, high: float) -> Tensor:
+    return t.clamp(low, high)
+
+
+# The activation of each gate of experts.
+EXPERT_GATES = {
+    "swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu", "relu": "relu",
+    "relu_squared": "relu", "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh",
+}  # fmt: skip
+
+
+def expert_act(z, gate, limit=None, alpha=None, interleaved=False):
+    if "glu" not in gate:
+        act = activate(z, EXPERT_GATES[gate])
+        return act * act if gate == "relu_squared" else act
+    g, u = halves(z, interleaved)
+    if limit is not None:
+        g, u = clamped(g, -float("inf"), limit), clamped(u, -limit, limit)
+    if alpha is None:
+        return activate(g, EXPERT_GATES[gate]) * u
+    return g * activate(g * alpha, "sigmoid") * (u + 1.0)
+
+
+def expert_routes(index: Tensor, experts: int) -> list[Tensor]:
+    """The routes, t * k + j, of each expert."""
+    return [(index.flatten() == e).nonzero()[:, 0] for e in range(experts)]
+
+
+@primitive
+def concatenated(first: Tensor, others: Sequence[Tensor]) -> Tensor:
+    return torch.cat([first, *others])
+
+
+def each_expert(rows, weights, biases, routes):
+    """The product of each expert with its rows."""
+    ends = [0, *itertools.accumulate(map(len, routes))]
+    parts = [
+        affine(rows[first:end], weights[e], None if biases is None else biases[e])
+        for e, (first, end) in enumerate(itertools.pairwise(ends))
+        if end > first
+    ]
+    return concatenated(parts[0], parts[1:])
+
+
+def expert_z(x, gate_up, index, gate_up_bias=None, transposed=False):
+    """The first products, one expert after the other; at the end zeros for routes without one."""
+    gate_up = gate_up.mT if transposed else gate_up
+    routes = expert_routes(index, gate_up.shape[0])
+    order = torch.cat(routes)
+    left = index.numel() - len(order)
+    z = each_expert(x[order // index.shape[1]], gate_up, gate_up_bias, routes)
+    return mapped(z, lambda t: torch.cat([t, t.new_zeros(left, t.shape[1])]))
+
+
+def experts(
+    x, gate_up, down, index, weight, gate_up_bias=None, down_bias=None, *, gate="swiglu",
+    limit=None, alpha=None, interleaved=False, transposed=False,
+):  # fmt: skip
+    routes = expert_routes(index, gate_up.shape[0])
+    order, (tokens, k) = torch.cat(routes), index.shape
+    if len(order) == 0:
+        return mapped(x, lambda t: t * 0.0)
+    z = saved(expert_z(x, gate_up, index, gate_up_bias, transposed), "z")
+    act = expert_act(rounded(z)[: len(order)], gate, limit, alpha, interleaved)
+    down = down.mT if transposed else down
+    results = rounded(each_expert(rounded(act), down, down_bias, routes))
+
+    def to_routes(t):
+        return t.new_zeros(tokens * k, t.shape[1]).index_copy(0, order, t)
+
+    terms = mapped(results, to_routes) * weight.reshape(tokens * k, 1)
+    return mapped(terms, lambda t: t.reshape(tokens, k, -1).sum(1))
+
+
 def bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
@@ -783,6 +865,24 @@ def eager_gated_mlp(
     return F.linear(act, down, down_bias)
 
 
+def eager_experts(
+    x, gate_up, down, index, weight, gate_up_bias=None, down_bias=None, *, gate, limit, alpha,
+    interleaved, transposed,
+) -> Tensor:  # fmt: skip
+    """transformers' loop over the experts."""
+    if transposed:
+        gate_up, down = gate_up.mT, down.mT
+    y = torch.zeros_like(x)
+    for e, routes in enumerate(expert_routes(index, gate_up.shape[0])):
+        tokens = routes // index.shape[1]
+        z = F.linear(x[tokens], gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
+        act = expert_act(z, gate, limit, alpha, interleaved)
+        rows = F.linear(act, down[e], None if down_bias is None else down_bias[e])
+        rows = rows * weight.flatten()[routes, None]
+        y = y.index_add(0, tokens, rows.to(y.dtype))
+    return y
+
+
 def eager_gate(left: Tensor, right: Tensor, gate: str) -> Tensor:
     return {
         "sigmoid_tanh": lambda: left.sigmoid() * right.tanh(),
@@ -887,6 +987,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "gated_linear": eager_gated_linear,
     "gated_linear_pair": eager_gated_linear_pair,
     "gated_mlp": eager_gated_mlp,
+    "experts": eager_experts,
     "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": lambda x: x.sum(-1),
     "conv2d": eager_conv2d,

@@ -249,6 +249,18 @@ GATED = [Arg("left", anchor=True, rank="min", blame=("right",)), Arg("right", si
 PAIR_OF_MLP = [Arg("left", sized=(0, 1), blame=("right", "down")), PAIR[1]]
 DOWN = Arg("down", sized=(0, 1), blame=("down_bias", "dy"))
 DOWN_BIAS = Arg("down_bias", sized=(0,))
+EXPERTS = [
+    Arg("x", anchor=True, sized=(0, 1), blame=("index", "gate_up")),
+    Arg("gate_up", sized=(0, 1, 2), blame=("down",)),
+    Arg("down", sized=(0, 1, 2)),
+    Arg("weight", sized=(0, 1)),
+]
+EXPERT_BIASES = [Arg("gate_up_bias", sized=(0, 1)), Arg("down_bias", sized=(0, 1))]
+EXPERT_GATE = {
+    "gate": (*NOT_A_NAME, "GEGLU", "geglu ", "geglu", "relu"),
+    "limit": (*NOT_FINITE, 0.0, -1.0),
+    "alpha": NOT_FINITE,
+}
 PAIR_BIASES = [Arg("left_bias", sized=(0,)), Arg("right_bias", sized=(0,))]
 
 COS_SIN = [Arg("cos", rank="", sized=(0, 1, 2)), Arg("sin", sized=(0, 1, 2))]
@@ -501,6 +513,20 @@ SPECS: dict[str, Spec] = {
     },
     "gated_mlp_backward": Spec(
         "plain", [DY, X, *PAIR_OF_MLP, DOWN, Arg("z", rank="", sized=(0, 1))], GATE
+    ),
+    **{
+        op: Spec("bias", [*EXPERTS, *EXPERT_BIASES], EXPERT_GATE)
+        for op in ("experts", "experts_forward")
+    },
+    "experts_backward": Spec(
+        "bias",
+        [
+            Arg("dy", sized=(0, 1)),
+            *EXPERTS,
+            Arg("z", sized=(0, 1)),
+            EXPERT_BIASES[1],
+        ],
+        EXPERT_GATE,
     ),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",

@@ -343,17 +343,34 @@ class Running:
         out = self.function(softcap * t, slope.plus(2 * FUNCTION, 1.0))
         return out.plus(2, slope.value * self.value.abs()).plus(FUNCTION, softcap * t.abs())
 
+    def near(self, *limits: float) -> Tensor:
+        """1 where an error, or an underflow, may move a value to the other side of a limit."""
+        z, worst = self.value, torch.as_tensor(self.errors[0])
+        reach = worst + UNIT[self.dtype] * z.abs() + TINY[self.dtype]
+        reach = reach.clamp(min=torch.finfo(acc_dtype(self.dtype)).tiny)
+        found = [(z - limit).abs() <= reach for limit in limits]
+        return (torch.stack(found).any(0) & (worst > 0)).double()
+
+    def clamped(self, low: float, high: float) -> Running:
+        inside = ((self.value >= low) & (self.value <= high)).double()
+        jump = self.near(low, high)
+        slope = Running(inside, self.dtype).erring(jump, jump, jump)
+        return self.function(self.value.clamp(low, high), slope, inside + jump * (1 - inside))
+
+    def concatenated(self, others: Sequence[Running]) -> Running:
+        return Running.cat([self, *others])
+
+    def mapped(self, f: Callable[[Tensor], Tensor]) -> Running:
+        return self.linear(f)
+
     def activate(self, activation: str) -> Running:
         if activation == "none":
             return self
         z, unit = self.value, UNIT[self.dtype]
         value = R.activate(z, activation)
         first, second = derivatives(lambda t: R.activate(t, activation), z)
-        if activation == "relu":  # an error, or an underflow, may change the sign of z
-            worst = torch.as_tensor(self.errors[0])
-            near = z.abs() <= worst + unit * z.abs() + TINY[self.dtype]
-            near = near | (z.abs() < torch.finfo(acc_dtype(self.dtype)).tiny)
-            jump = ((worst > 0) & near).double()
+        if activation == "relu":
+            jump = self.near(0.0)
             slope = Running(first, self.dtype).erring(jump, jump, jump)
             return self.function(value, slope, first + jump * (1 - first))
         bend = second.abs() + unit * z.abs()
@@ -737,6 +754,8 @@ def zeros_for(name: str, inputs: dict[str, Any], dout: Tensor) -> Tensor:
     if not name.endswith("bias"):
         return torch.zeros_like(dout)
     weight = inputs[name.removesuffix("bias").rstrip("_") or "weight"]
+    if weight is not None and weight.dim() == 3:  # of experts
+        return weight.new_zeros(weight.shape[0], inputs["z"].shape[1])
     is_matrix = weight is not None and weight.dim() == 2
     return weight.new_zeros(weight.shape[0]) if is_matrix else dout.new_zeros(dout.shape[-1])
 
@@ -758,7 +777,9 @@ def backward(op: str) -> Callable[..., list[Bound]]:
             missing = a.name == "bias" or (a.name.endswith("_bias") and a.name not in inputs)
             needed = missing and a.name in wanted or not a.has_default_value()
             if inputs.get(a.name) is None and needed:
-                inputs[a.name] = zeros_for(a.name, inputs, named.get(f"d{a.name}_out", dout))
+                inputs[a.name] = zeros_for(
+                    a.name, {**named, **inputs}, named.get(f"d{a.name}_out", dout)
+                )
         inputs = {a.name: inputs[a.name] for a in arguments if a.name in inputs}
         if named.get("dentropy") is not None:
             inputs["entropy"] = True

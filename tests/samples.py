@@ -404,6 +404,33 @@ def pair_call(lead, n, k, biases=(True, True), mask=None, **kwargs) -> Callable[
     return build
 
 
+def experts_call(
+    tokens, h, n, experts, k, biases=False, mask=None, **kwargs
+) -> Callable[[Maker], Call]:
+    """A call of experts; with a mask the call of the backward op."""
+
+    def build(m: Maker) -> Call:
+        width = 2 * n if "glu" in kwargs.get("gate", "swiglu") else n
+        x, weight = m.randn(tokens, h), m.randn(tokens, k)
+        gate_up, down = m.randn(experts, width, h, std=h**-0.5), m.randn(experts, h, n)
+        if kwargs.get("transposed"):
+            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+        scores = torch.rand(tokens, experts, generator=m.generator)
+        index = scores.topk(k).indices.to(m.device)
+        vectors = [m.randn(experts, width), m.randn(experts, h)] if biases else []
+        args = [x, gate_up, down, index, weight]
+        if mask is None:
+            return [*args, *vectors], kwargs
+        given = map(R.up, (x, gate_up, index, vectors[0] if vectors else None))
+        z = R.expert_z(*given, kwargs.get("transposed", False)) if tokens else m.randn(0, width)
+        return [m.randn(tokens, h), *args, m.saved(z), *vectors[1:]], {
+            **kwargs,
+            "output_mask": mask,
+        }
+
+    return build
+
+
 def mlp_call(
     lead, n, k, p, biases=(True, True, True), mask=None, **kwargs
 ) -> Callable[[Maker], Call]:
@@ -950,6 +977,26 @@ def _listed() -> dict[str, list[Sample]]:
         add("gated_mlp", **{name: mlp_call(*sizes, **options)})
         add("gated_mlp_forward", **{name: mlp_call(*sizes, **options)})
         add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=mask)})
+    expert_calls = {
+        "plain": ((4, 3, 2, 3, 2), {}, [True] * 6),
+        "bias": ((5, 2, 3, 2, 1), {"biases": True, "alpha": 1.7, "limit": 1.5}, [True] * 6),
+        "interleaved": (
+            (3, 2, 2, 4, 2),
+            {"interleaved": True, "transposed": True, "biases": True, "gate": "geglu"},
+            [True, False, True, True, False, True],
+        ),
+        "bare": (
+            (3, 4, 1, 2, 2), {"gate": "relu_squared"}, [False, True, False, False, True, False]
+        ),
+        "one_token": (
+            (1, 3, 2, 5, 3), {"gate": "geglu_tanh"}, [True, False, False, True, False, False]
+        ),
+        "empty": ((0, 3, 2, 2, 2), {}, [True] * 6),
+    }  # fmt: skip
+    for name, (sizes, options, mask) in expert_calls.items():
+        add("experts", **{name: experts_call(*sizes, **options)})
+        add("experts_forward", **{name: experts_call(*sizes, **options)})
+        add("experts_backward", **{name: experts_call(*sizes, **options, mask=mask)})
     return samples
 
 

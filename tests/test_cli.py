@@ -74,6 +74,7 @@ def test_info_json(capsys):
         ("gated_linear", "0,16,32"),
         ("gated_linear_pair", "8,16,32"),
         ("gated_mlp", "8,16,32"),
+        ("experts", "6,16,24,4,2"),
         ("gated_activation", "2,3,5"),
         ("rms_norm", "2,3,5"),
         ("layer_norm", "7"),

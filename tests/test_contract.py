@@ -78,6 +78,14 @@ MLP = (
     "Tensor x, Tensor left, Tensor right, Tensor down, Tensor? left_bias=None, "
     'Tensor? right_bias=None, Tensor? down_bias=None, *, str gate="swiglu"'
 )
+EXPERTS = (
+    "Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor weight, "
+    "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, "
+)
+EXPERT_GATES = (
+    'str gate="swiglu", float? limit=None, float? alpha=None, bool interleaved=False, '
+    "bool transposed=False"
+)
 LOGITS = "Tensor logits, Tensor target, " + LOSS[LOSS.index("*") :]
 # The contract with users: names, order and defaults.
 SCHEMAS = [
@@ -188,6 +196,12 @@ SCHEMAS = [
     '*, str gate="swiglu", bool[7] output_mask) -> '
     "(Tensor dx, Tensor dleft, Tensor dright, Tensor ddown, Tensor dleft_bias, "
     "Tensor dright_bias, Tensor ddown_bias)",
+    f"experts({EXPERTS}{EXPERT_GATES}) -> Tensor",
+    f"experts_forward({EXPERTS}{EXPERT_GATES}) -> (Tensor y, Tensor z)",
+    "experts_backward(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor "
+    f"weight, Tensor z, Tensor? down_bias=None, *, {EXPERT_GATES}, bool[6] output_mask) -> "
+    "(Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweight, Tensor dgate_up_bias, "
+    "Tensor ddown_bias)",
     f"cross_entropy({LOGITS}) -> Tensor",
     f"cross_entropy_forward({LOGITS}) -> (Tensor loss, Tensor max, Tensor log_sum)",
     "cross_entropy_backward(Tensor dloss, "

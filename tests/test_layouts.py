@@ -86,6 +86,7 @@ GRADIENT_OF = {
     "gated_linear_forward": "gated_linear",
     "gated_linear_pair_forward": "gated_linear_pair",
     "gated_mlp_forward": "gated_mlp",
+    "experts_forward": "experts",
     "rms_norm_forward": "rms_norm",
     "layer_norm_forward": "layer_norm",
 }

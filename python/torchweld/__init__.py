@@ -20,6 +20,7 @@ from torchweld.ops.bmm import bmm
 from torchweld.ops.causal_softmax import causal_softmax
 from torchweld.ops.conv2d import conv2d
 from torchweld.ops.cross_entropy import cross_entropy
+from torchweld.ops.experts import experts
 from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
 from torchweld.ops.gated_activation import gated_activation
 from torchweld.ops.gated_linear import gated_linear, gated_linear_pair
@@ -92,6 +93,7 @@ __all__ = [
     "folded_layer_norm_linear",
     "fuse",
     "gated_activation",
+    "experts",
     "gated_linear",
     "gated_linear_pair",
     "gated_mlp",

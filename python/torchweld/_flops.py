@@ -78,6 +78,27 @@ def _gated_mlp_backward(
     return branches * _linear(x, left) + (wants_dact + output_mask[3]) * 2 * prod(dy) * down[1]
 
 
+def _experts(
+    x: _Shape, gate_up: _Shape, down: _Shape, index: _Shape, *args: Any, **kwargs: Any
+) -> int:
+    return 2 * prod(index) * (prod(gate_up[1:]) + prod(down[1:]))
+
+
+def _experts_backward(
+    dy: _Shape,
+    x: _Shape,
+    gate_up: _Shape,
+    down: _Shape,
+    index: _Shape,
+    *args: Any,
+    output_mask: Sequence[bool],
+    **kwargs: Any,
+) -> int:
+    wants_dact = any((*output_mask[:2], *output_mask[3:5]))
+    of_gate_up = (output_mask[0] + output_mask[1]) * prod(gate_up[1:])
+    return 2 * prod(index) * (of_gate_up + (wants_dact + output_mask[2]) * prod(down[1:]))
+
+
 def _folded_backward(
     dy: _Shape, x: _Shape, weight: _Shape, *args: Any, activation: str = "none", **kwargs: Any
 ) -> int:
@@ -169,6 +190,7 @@ _FORMULAS: dict[str, _Formulas] = {
     "linear_cross_entropy_gradients": (_loss_gradients, None),
     "linear_cross_entropy_exponentials": (_linear, _exponentials_backward),
     "linear_token_logprobs": (_linear, _loss_backward),
+    "experts": (_experts, _experts_backward),
     "bmm": (_bmm, _bmm_backward),
     "softmax_matmul": (_softmax_matmul, _softmax_matmul_backward),
     "attention": (_attention, _attention_backward),

@@ -6,5 +6,8 @@ from typing import Literal
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 Gate = Literal["sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"]
+ExpertGate = Literal[
+    "swiglu", "geglu", "geglu_tanh", "reglu", "relu", "relu_squared", "silu", "gelu", "gelu_tanh"
+]
 Reduction = Literal["none", "mean", "sum"]
 Keep = Literal["auto", "exponentials", "gradients", "nothing"]

@@ -1,4 +1,4 @@
-"""Sharding rules of gated_activation, gated_linear_pair and gated_mlp; see rules.py."""
+"""Sharding rules of gated_activation, gated_linear_pair, gated_mlp and experts; see rules.py."""
 
 from __future__ import annotations
 
@@ -53,7 +53,34 @@ def _gated_mlp(call: Call) -> list[Row]:
     return [*rows, columns]
 
 
+def _experts(call: Call) -> list[Row]:
+    """A row that shards the tokens, and one that shards the hidden columns I."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    weights = ("gate_up", "down", "gate_up_bias", "down_bias")
+    tokens = {
+        **all_of(("x", "index", "weight", "dy", "dx", "dweight", "result", "y", "z"), shard(0)),
+        **all_of(["d" + name for name in weights], partial()),
+    }
+    if call.has("down_bias"):
+        return [tokens]  # a term of the result has no bias
+    gated, transposed = "glu" in call.values["gate"], call.values["transposed"]
+    interleaved = call.values["interleaved"] or not gated
+
+    def halves(dim: int):
+        return shard(dim) if interleaved else _StridedShard(dim, split_factor=2)
+
+    columns = {
+        **all_of(("gate_up", "dgate_up"), halves(2 if transposed else 1)),
+        **all_of(("gate_up_bias", "dgate_up_bias", "z"), halves(1)),
+        **all_of(("down", "ddown"), shard(1 if transposed else 2)),
+        **all_of(("dx", "dweight", "result", "y"), partial()),
+    }
+    return [tokens, columns]
+
+
 PAIR_RULES: dict[str, Rule] = {
+    "experts": _experts,
     "gated_activation": _gated_activation,
     "gated_linear_pair": _gated_linear_pair,
     "gated_mlp": _gated_mlp,
