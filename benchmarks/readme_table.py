@@ -34,6 +34,7 @@ FAMILIES = {
     "losses": "The head of a language model and its loss",
     "rotary": "Rotary position embedding",
     "gated_pair": "Two weights and their gate",
+    "experts": "Layers of experts",
     "projections": "Several weights of one norm",
     "gpt2": "GPT-2 124M training",
     "curves": "Shares of the roofline",

@@ -20,6 +20,7 @@ FAMILIES = {
     "losses": "cuda",
     "rotary": "cuda",
     "gated_pair": "cuda",
+    "experts": "cuda",
     "projections": "cuda",
     "norms": "cuda",
     "attention": "cuda",
