@@ -1,6 +1,7 @@
 """Doors into other libraries: Hugging Face attention, ``fuse`` for existing models, torch's SDPA.
 
-``attention`` is what transformers calls by the name "torchweld". ``fusion`` is ``fuse``: its steps
+``attention`` is what transformers calls by the name "torchweld", and ``experts`` registers the name
+for mixtures of experts. ``fusion`` is ``fuse``: its steps
 are in ``fusion.run``, the fused forwards and the table of families in ``fusion.layers``, and the
 recognition of other classes in ``fusion.recognise``. ``sdpa`` has the kernels under torch's own
 attention. Nothing here imports transformers until one of the names below is used.
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torchweld.quantization.quantizer import register_quantizer as register_quantizer
 
     from .attention.register import register_attention as register_attention
+    from .experts import register_experts as register_experts
     from .fusion.fuse import fuse as fuse
     from .fusion.fuse import unfuse as unfuse
     from .fusion.report import FuseReport as FuseReport
@@ -28,6 +30,7 @@ __all__ = [
     "TorchweldInt4Config",
     "fuse",
     "register_attention",
+    "register_experts",
     "register_lora",
     "register_quantizer",
     "unfuse",
@@ -42,6 +45,7 @@ __getattr__, __dir__ = lazy(
         "FuseReport": "fusion.report",
         "TorchweldInt4Config": ".quantization.quantizer",
         "register_attention": "attention.register",
+        "register_experts": "experts",
         "register_lora": "peft_lora",
         "register_quantizer": ".quantization.quantizer",
         "use_in_sdpa": "sdpa.kernels",

@@ -17,7 +17,7 @@ from .linears import copied, has_rows, local, mesh_of, operands, own, why_called
 from .stock_modules import activation_name, hooked
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
-_GATES = {
+GATES = {
     "silu": ("swiglu", True),
     "gelu": ("geglu", False),
     "gelu_tanh": ("geglu_tanh", False),
@@ -121,7 +121,7 @@ def fuses_down(mlp: nn.Module, gate: nn.Module) -> bool:
 
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
     """The gate of an MLP: its name, and whether gate_proj is its left argument."""
-    return _GATES.get(activation_name(mlp._modules.get(row.activation)))
+    return GATES.get(activation_name(mlp._modules.get(row.activation)))
 
 
 def _is_gated_linear(mlp: nn.Module, row: MLP) -> bool:
