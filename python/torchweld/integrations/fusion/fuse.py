@@ -14,7 +14,7 @@ from torchweld.integrations.version import check_version
 from .probes import Probes
 from .report import WITH_LABELS, FuseReport
 
-KINDS = ("attention", "norm", "mlp", "rotary", "lora")
+KINDS = ("attention", "norm", "mlp", "experts", "rotary", "lora")
 _KEEPS = ("auto", "exponentials", "gradients", "nothing")  # of linear_cross_entropy
 
 
@@ -29,19 +29,19 @@ def fuse(
     """Rewires a Hugging Face model in place to run torchweld's ops.
 
     Of every model it switches the attention (``attn_implementation="torchweld"``) and replaces the
-    RMSNorms, gated MLPs, rotary embeddings and residual additions that it recognises by their
-    modules, if a small random copy of the module computes the same results and gradients. Of Llama,
-    Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo-2, SmolLM3, Granite and GLM-4 it replaces the
-    norms (:func:`torchweld.rms_norm`, with the residual's sum :func:`torchweld.add_rms_norm`, with
-    query, key and value :func:`torchweld.rms_norm_linears`), the rotary embedding
-    (:func:`torchweld.rotary`) and the MLP's products and gate (:func:`torchweld.gated_mlp`); of
-    GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc -> mlp.act`` (both
-    :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). PEFT's LoRA layers add
-    their adapter's product to that of the base layer, and the MLP around them keeps its gate
-    (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Parameters, their
-    names, state_dict, optimizers, save_pretrained and config.json stay as they were. A module that
-    can't be replaced safely stays stock and is listed with the reason: a class that does not take
-    its attention from transformers' AttentionInterface, layers that choose their keys, hooks
+    RMSNorms, gated MLPs, experts of mixtures, rotary embeddings and residual additions that it
+    recognises by their modules, if a small random copy of the module computes the same results and
+    gradients. Of Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo-2, SmolLM3, Granite and
+    GLM-4 it replaces the norms (:func:`torchweld.rms_norm`, with the residual's sum
+    :func:`torchweld.add_rms_norm`, with query, key and value :func:`torchweld.rms_norm_linears`),
+    the rotary embedding (:func:`torchweld.rotary`) and the MLP's products and gate
+    (:func:`torchweld.gated_mlp`); of GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc ->
+    mlp.act`` (both :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). PEFT's
+    LoRA layers add their adapter's product to that of the base layer, and the MLP around them keeps
+    its gate (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Parameters,
+    their names, state_dict, optimizers, save_pretrained and config.json stay as they were. A module
+    that can't be replaced safely stays stock and is listed with the reason: a class that does not
+    take its attention from transformers' AttentionInterface, layers that choose their keys, hooks
     (accelerate's offloading too), quantised layers, parameters that are sharded otherwise than by
     ``parallelize`` or ``fully_shard``, mixed dtypes, blocks of GPT-2 whose parts the model uses in
     several places, an activation without a fused form, a device that this build has no kernel for.
@@ -65,8 +65,9 @@ def fuse(
             labels it then returns a loss and no logits. Evaluation and generation stay as they
             were. A string is the op's ``keep``: "nothing" needs the least memory and a product
             more, where blocks are recomputed too; True is "auto".
-        only: The kinds to replace: some of "attention", "norm", "mlp", "rotary", "lora". By default
-            all. (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation "mlp".)
+        only: The kinds to replace: some of "attention", "norm", "mlp", "experts", "rotary", "lora".
+            By default all. (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation
+            "mlp".)
 
     Returns:
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.

@@ -32,7 +32,8 @@ from .report import FuseReport
 # The kinds of unknown modules, by their classes' names.
 _NAMED = (
     ("norm", "norms", r"^[^_].*Norm$"),
-    ("mlp", "MLPs", r"(MLP|Mlp|FFN|FeedForward|Intermediate|Dense|Experts)$"),
+    ("mlp", "MLPs", r"(MLP|Mlp|FFN|FeedForward|Intermediate|Dense)$"),
+    ("experts", "experts", r"Experts$"),
 )
 
 

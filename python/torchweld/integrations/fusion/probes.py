@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweld import _library
+from torchweld.ops.experts import experts
 
 
 class _Like:
@@ -32,6 +33,21 @@ def _gated_linear(ops: Any, zeros: _Like, gate: str, packed: bool) -> Tensor:
 def _rotary(ops: Any, zeros: _Like) -> Tensor:
     x, table = zeros(1, 1, 2, 8), zeros.fixed(2, 8)
     return ops.rotary(x, x, table, table)[0]
+
+
+def _experts(ops: Any, zeros: _Like, gate: str, limit: float | None, alpha: float | None) -> Tensor:
+    index = zeros.fixed(2, 1, dtype=torch.int64)
+    gate_up = zeros(1, 16 if "glu" in gate else 8, 8)
+    return experts(
+        zeros(2, 8),
+        gate_up,
+        zeros(1, 8, 8),
+        index,
+        zeros(2, 1),
+        gate=gate,
+        limit=limit,
+        alpha=alpha,
+    )
 
 
 def _attention(ops: Any, zeros: _Like, head_dim: int) -> Tensor:
@@ -58,6 +74,7 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
         zeros(2, 8), zeros(2, 8), zeros.fixed(2, dtype=torch.int64)
     ),
     "attention": _attention,
+    "experts": _experts,
 }
 
 

@@ -1,4 +1,4 @@
-"""The experts of transformers' mixtures on torchweld's op, by name.
+"""The experts of transformers' mixtures on torchweld's op, by name or in a fused module.
 
 A class under ``use_experts_implementation`` keeps the weights of its experts in one tensor each and
 has its gate in ``_apply_gate``. That function runs on numbers of all magnitudes, and only a gate of
@@ -11,7 +11,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,18 @@ from transformers import activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from torchweld.integrations import recorder
-from torchweld.integrations.attention.fallback import warn_once
+from torchweld.integrations.attention.fallback import NAME, warn_once
+from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.experts import experts
 
-from .fused_module import parameter_refusal, plain_tensors, stock_class
+from .fused_module import (
+    FusedModule,
+    instance_refusal,
+    parameter_refusal,
+    plain_tensors,
+    stock_class,
+    stock_forward,
+)
 from .mlp import GATES
 from .stock_modules import activation_name, hooked
 
@@ -42,6 +50,8 @@ _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 # Rows of all magnitudes, so that no clamp stays unseen.
 _MAGNITUDES = (1e-2, 1.0, 10.0, 1e3, 1e6)
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes of torch's grouped_mm
+# The implementations that fuse replaces. The others were chosen for their kernels.
+_REPLACED = (None, "eager", "grouped_mm", "batched_mm")
 
 
 class Gate(NamedTuple):
@@ -233,3 +243,40 @@ def experts_forward(
     else:
         stock, name = stock_class(self).forward.__wrapped__, "the model's eager loop"
     return _run(self, stock, name, hidden_states, top_k_index, top_k_weights)
+
+
+class FusedExperts(FusedModule):
+    """The experts of a mixture as :func:`torchweld.experts`; the router stays as it is."""
+
+    kind = "experts"
+
+    @staticmethod
+    def label(module: nn.Module, row: Any) -> str:
+        first, down, *_ = parameters_of(module)
+        return f"experts ({first} -> {gate_of(module).gate} -> {down})"
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Any) -> str | None:
+        gate, implementation = gate_of(module), module.config._experts_implementation
+        if implementation == NAME:
+            return "fused already"
+        if implementation not in _REPLACED:
+            return (
+                f'experts_implementation="{implementation}" was chosen; '
+                'call model.set_experts_implementation("grouped_mm") first'
+            )
+        return gate if isinstance(gate, str) else instance_refusal(module)
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: Any) -> dict[str, Tensor | None]:
+        return parameters_of(module)
+
+    @staticmethod
+    def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
+        gate = gate_of(module)
+        return probes.refusal("experts", weight, gate.gate, gate.limit, gate.alpha)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 3 or kwargs:
+            return stock_forward(self, *args, **kwargs)
+        return _run(self, stock_forward, "the stock forward", *args)

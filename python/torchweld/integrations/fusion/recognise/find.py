@@ -8,14 +8,14 @@ from torchweld.integrations.fusion.layers import decoder, mlp
 from torchweld.integrations.fusion.layers.families import Fusion
 from torchweld.integrations.fusion.layers.fused_module import is_fused
 
-from . import decoder_layers, heads, norms_mlps
+from . import decoder_layers, experts, heads, norms_mlps
 
 
 def find_fusion(module: nn.Module) -> Fusion | None:
     """The fused parent and the row of a module; its structure counts where no table has it."""
     found = norms_mlps.known(module)
     if found is None and not is_fused(module):
-        found = decoder_layers.find(module) or heads.find(module)
+        found = decoder_layers.find(module) or heads.find(module) or experts.find(module)
     return found
 
 
