@@ -149,6 +149,7 @@ MORE: dict[str, dict[str, Any]] = {
         "n_recurrent_layers": 1,
         "n_output_layers": 0,
     },
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": FULL},
     "glm4_moe_lite": MLA,
