@@ -362,15 +362,16 @@ mesh = init_device_mesh("cpu", (1,))
         "`torchweld.fuse` and `torchweld.unfuse` are these functions under a shorter name.",
         "torchweld.integrations.",
         {
-            "Models": "fuse FuseReport unfuse register_attention",
+            "Models": "fuse FuseReport unfuse register_attention register_experts",
             "SDPA": "use_in_sdpa",
             "4-bit models": "TorchweldInt4Config register_quantizer register_lora",
         },
         """\
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCausalLM
 
 sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))
+mixture = OlmoeForCausalLM(OlmoeConfig(vocab_size=100, num_experts=8, **sizes))
 tokens = torch.randint(0, 100, (2, 16))
 """,
     ),
