@@ -489,6 +489,67 @@ def test_the_name_for_a_whole_model():
     assert not report and {why for _, why in report.skipped} == {"fused already"}
 
 
+@pytest.mark.parametrize("kind", ["gpt_oss", "granitemoe", "mixtral", "qwen3_moe"])
+def test_the_fused_loss_of_a_mixture_has_the_loss_of_its_router(kind):
+    model = mixture(kind, output_router_logits=True).train()
+    if not paths_of(model):
+        pytest.skip("this transformers gives the experts another class")
+    stock = copy.deepcopy(model)
+    # NOTE: once a model has run, transformers' hooks for router_logits can't be pickled.
+    report = fuse(model, loss=True, check=False)
+    assert report.ops["lm_head"].startswith("linear_cross_entropy (lm_head -> loss)"), report
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    padded = labelled("cpu")
+    whole = {"input_ids": padded["input_ids"], "labels": padded["input_ids"]}
+    for each in (model, torch.load(file, weights_only=False)):
+        for given in (padded, whole, {**padded, "num_items_in_batch": 7}):
+            for router in (None, False):
+                with Calls() as calls:
+                    out = each(**given, output_router_logits=router)
+                assert any("linear_cross_entropy" in name for name in calls.names)
+                want = stock(**given, output_router_logits=router)
+                assert out.logits is None and type(out) is type(want)
+                assert (out.aux_loss is None) == (out.router_logits is None) == (router is False)
+                assert_close(out.loss, want.loss, rtol=1e-5, atol=1e-5)
+                if router is None:
+                    assert_close(out.aux_loss, want.aux_loss)
+                if router is None and given is whole:  # padding attends to arbitrary keys
+                    assert_close(out.router_logits, want.router_logits, rtol=1e-4, atol=1e-5)
+        want_grads = step(stock, padded)[1]
+        for key, grad in step(each, padded)[1].items():
+            if want_grads[key] is not None:
+                want_grad = want_grads[key]
+                assert_close(grad, want_grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
+
+
+def test_a_mixture_with_its_loss_compiles_in_one_graph():
+    model = mixture("mixtral", output_router_logits=True).train()
+    fuse(model, loss=True)
+    inputs = labelled("cpu")
+    want = model(**inputs)
+    out = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs)
+    assert out.logits is None
+    assert_close((out.loss, out.aux_loss), (want.loss, want.aux_loss), rtol=1e-5, atol=1e-5)
+
+
+def test_a_router_loss_of_another_model_stays_stock():
+    model = mixture("mixtral", output_router_logits=True)
+    stock = type(model)
+
+    def forward(self, *args, **kwargs):
+        out = stock.forward(self, *args, **kwargs)
+        out.loss = out.loss if out.aux_loss is None else out.loss + out.aux_loss
+        return out
+
+    forward.__signature__ = inspect.signature(stock.forward)
+    names = {"forward": forward, "__module__": stock.__module__}
+    model.__class__ = type("OtherForCausalLM", (stock,), names)
+    reason = dict(fuse(model, loss=True).skipped)["lm_head"]
+    assert reason.endswith("has the parts of a head and its loss and computes something else")
+
+
 @pytest.mark.parametrize("fused_first", [False, True])
 def test_lora_on_the_weights_of_experts(fused_first):
     peft = pytest.importorskip("peft")

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
 )
 from transformers.utils import ModelOutput
 
@@ -46,20 +47,30 @@ class Head(NamedTuple):
         options: Given the model's config, returns the options of the op that change the logits.
         base: The name of the base model.
         output: The class of its outputs.
+        router_loss: The function of a mixture's model that balances the load of its experts.
+        router_factor: The attribute of the model by which that loss is multiplied.
     """
 
     options: Callable[[Any], dict[str, Any]]
     base: str = "model"
     output: type[ModelOutput] = CausalLMOutputWithPast
+    router_loss: Callable[..., Tensor] | None = None
+    router_factor: str = ""
 
 
 GPT2_HEAD = Head(lambda config: {}, "transformer", CausalLMOutputWithCrossAttentions)
 # For each class of outputs: the names of those that are the base model's.
 RESULTS = {
     output: [
-        each.name for each in dataclasses.fields(output) if each.name not in ("loss", "logits")
+        each.name
+        for each in dataclasses.fields(output)
+        if each.name not in ("loss", "logits", "aux_loss")
     ]
-    for output in (CausalLMOutputWithPast, CausalLMOutputWithCrossAttentions)
+    for output in (
+        CausalLMOutputWithPast,
+        CausalLMOutputWithCrossAttentions,
+        MoeCausalLMOutputWithPast,
+    )
 }
 
 
@@ -197,6 +208,8 @@ class FusedCausalLM(FusedModule):
         if not returns_loss_alone(self, labels, to_keep, given.get("return_dict")):
             return stock_forward(self, *args, **kwargs)
         row: Head = getattr(self, ROW)
+        if row.router_loss is not None and given.get("output_router_logits") is None:
+            given["output_router_logits"] = self.config.output_router_logits
         outputs = getattr(self, row.base)(**given)
         names = getattr(self, ARGUMENTS).names
         loss = causal_loss(
@@ -208,7 +221,18 @@ class FusedCausalLM(FusedModule):
             options=row.options(self.config),
         )
         results = {name: getattr(outputs, name) for name in RESULTS[row.output]}
+        if row.router_loss is not None and given["output_router_logits"]:
+            per_token, mask = self.num_experts_per_tok, given.get("attention_mask")
+            aux = row.router_loss(outputs.router_logits, self.num_experts, per_token, mask)
+            loss = loss + getattr(self, row.router_factor) * aux.to(loss.device)
+            results["aux_loss"] = aux
         return row.output(loss=loss, **results)
+
+
+class FusedMixtureLM(FusedCausalLM):
+    """A mixture's ``...ForCausalLM``, which adds the loss of its router to that of the tokens."""
+
+    knows = (*FusedCausalLM.knows, "output_router_logits")
 
 
 class FusedGPT2LMHead(FusedCausalLM):

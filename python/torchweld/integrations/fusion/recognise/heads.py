@@ -7,16 +7,27 @@ of Llama's. Its replica has a stub as its base model, whose result is random.
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
 
 from torchweld.integrations.fusion.layers import arguments
-from torchweld.integrations.fusion.layers.causal_lm import RESULTS, FusedCausalLM, Head
+from torchweld.integrations.fusion.layers.causal_lm import (
+    RESULTS,
+    FusedCausalLM,
+    FusedMixtureLM,
+    Head,
+)
 from torchweld.integrations.fusion.layers.families import Fusion
-from torchweld.integrations.fusion.layers.fused_module import stock_class
+from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare
@@ -24,6 +35,8 @@ from .norms_mlps import Recognised, choose, fused_replica
 
 _CLASSES = 20  # of a replica
 _RESULTS = RESULTS[CausalLMOutputWithPast]
+# The attributes by which models multiply the loss of their routers.
+_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class Logits(NamedTuple):
@@ -58,14 +71,22 @@ def find(module: nn.Module) -> Fusion | None:
     """Returns the fused parent and the row for a model by its structure, or None."""
     if not _has_children_of_head(module) or difference(module) is not None:
         return None
-    return choose(module, _rows, RecognisedCausalLM)
+    return choose(module, _rows, RecognisedMixtureLM if _is_mixture(module) else RecognisedCausalLM)
 
 
 def difference(module: nn.Module) -> str | None:
     """How a module with the parts of a language model differs from one in its arguments."""
     if not _has_children_of_head(module):
         return None
-    return arguments.difference(stock_class(module), FusedCausalLM.knows, exact=True)
+    knows = FusedMixtureLM.knows if _is_mixture(module) else FusedCausalLM.knows
+    stock = stock_class(module)
+    if "use_cache" not in arguments.of(stock).names:  # it goes to the base model by **kwargs
+        knows = tuple(name for name in knows if name != "use_cache")
+    return arguments.difference(stock, knows, exact=True)
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    return "output_router_logits" in arguments.of(stock_class(module)).names
 
 
 def _has_children_of_head(module: nn.Module) -> bool:
@@ -77,21 +98,31 @@ def _has_children_of_head(module: nn.Module) -> bool:
 
 def _rows(module: nn.Module) -> list[Head]:
     """The rows that a model may have."""
-    rows = [Head(each) for each in _CHANGES if hasattr(module.config, each.number)]
-    return [*rows, Head(Logits())]
+    changes = [each for each in _CHANGES if hasattr(module.config, each.number)]
+    rows = [Head(each) for each in (*changes, Logits())]
+    if not _is_mixture(module):
+        return rows
+    loss = getattr(sys.modules[stock_class(module).__module__], "load_balancing_loss_func", None)
+    factor = next((name for name in _FACTORS if hasattr(module, name)), "")
+    mixture = {"router_loss": loss, "router_factor": factor, "output": MoeCausalLMOutputWithPast}
+    return [row._replace(**mixture) for row in rows]
 
 
 class _Base(nn.Module):
-    """Takes the place of the base model; its last hidden state is given."""
+    """Takes the place of the base model; its last hidden state and its router are given."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, router: Tensor | None) -> None:
         super().__init__()
-        self.hidden, self.facts = hidden, []
+        self.hidden, self.router, self.facts = hidden, router, []
 
     def forward(self, input_ids: Tensor, **given: Any) -> BaseModelOutputWithPast:
         texts = {name: str(value) for name, value in given.items() if value is not None}
         self.facts.append((str(input_ids), texts))
-        return BaseModelOutputWithPast(self.hidden, *_RESULTS)
+        if self.router is None:
+            return BaseModelOutputWithPast(self.hidden, *_RESULTS)
+        routed = (self.hidden.flatten(0, 1) @ self.router,)
+        routed = routed if given["output_router_logits"] else None
+        return MoeModelOutputWithPast(self.hidden, *_RESULTS, routed)
 
 
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
@@ -106,6 +137,9 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
             # A factor of 1 would hide whether it multiplies or divides.
             for owner in (replica.config, *([replica] if name in vars(module) else [])):
                 setattr(owner, name, 1.5 * value)
+    if _is_mixture(module):
+        setattr(replica, getattr(replica, ROW).router_factor, 1.5)  # not lost in the tokens' loss
+        replica.config.output_router_logits = True
     replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
     return replica
 
@@ -117,13 +151,21 @@ def _run(
     labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator, device="cpu")
     labels[0, 1] = -100
     labels = labels.to(x.device)
-    module.model = _Base(x)
+    mixture, mask, calls = _is_mixture(module), "attention_mask", [{}, {"num_items_in_batch": 5}]
+    calls.append({"shift_labels": labels.flip(0)})
+    if mixture:
+        mask = (labels != labels[1, 1]).long()
+        calls.append({"output_router_logits": False})
+    module.model = _Base(x, random(compare.WIDTH, module.num_experts) if mixture else None)
     cache = arguments.of(stock_class(module)).cache
-    given = {name: name for name in ("attention_mask", "position_ids", cache)}
-    for options in ({}, {"num_items_in_batch": 5}, {"shift_labels": labels.flip(0)}):
+    given = {"attention_mask": mask, "position_ids": "position_ids", cache: cache}
+    for options in calls:
         out = forward(module, labels, labels=labels, use_cache=False, marker=7, **given, **options)
         facts.append((type(out), [out[name] for name in _RESULTS], [*options]))
         tensors.extend(compare.with_gradients(module, out.loss, x, random))
+        if mixture:
+            facts.append((out.aux_loss is None, out.router_logits is None))
+            tensors.extend(filter(torch.is_tensor, (out.aux_loss, *(out.router_logits or ()))))
     return tensors, facts + module.model.facts
 
 
@@ -135,3 +177,7 @@ class RecognisedCausalLM(Recognised, FusedCausalLM):
     @classmethod
     def probe(cls, module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
         return super().probe(module, row, module.lm_head.weight, probes)
+
+
+class RecognisedMixtureLM(RecognisedCausalLM, FusedMixtureLM):
+    """A mixture's language model, with its router's loss."""
