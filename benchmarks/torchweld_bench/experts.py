@@ -158,11 +158,12 @@ def _generation(t: int, h: int, n: int, experts: int, k: int) -> Iterator[Row]:
 
 def rows() -> Iterator[Row]:
     """Every case of the family, measured lazily."""
+    for t in _GENERATION:
+        free()
+        torch.manual_seed(0)
+        yield from _generation(t, *_SIZES[0][1:])
     for size in _SIZES:
         torch._dynamo.reset()
         free()
         torch.manual_seed(0)
         yield from _of_size(*size)
-    for t in _GENERATION:
-        free()
-        yield from _generation(t, *_SIZES[0][1:])
