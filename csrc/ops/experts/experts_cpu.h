@@ -5,15 +5,18 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "core/parallel.h"
+#include "core/simd_cpu.h"
 #include "layers/linear_cpu.h"
+#include "layers/swiglu_cpu.h"
 #include "ops/experts/experts.h"
 
 namespace torchweld::experts_op {
@@ -62,83 +65,92 @@ struct CpuRoutes {
   }
 };
 
-// Calls body(row) for rows of n values on all threads.
-template <typename Body>
-void for_each_row(int64_t rows, int64_t n, const Body& body) {
-  constexpr int64_t kTaskCells = 16384;
-  const int64_t at_once = std::max<int64_t>(1, kTaskCells / std::max<int64_t>(1, n));
-  parallel_tasks(divide_up(rows, at_once), [&](int64_t task) {
-    for (int64_t row = task * at_once; row < std::min(rows, (task + 1) * at_once); ++row) body(row);
-  });
-}
-
 // f(x) and its derivative.
-template <typename A>
-std::pair<A, A> activate_expert(ExpertActivation activation, A x, A slope) {
-  switch (activation) {
-    case ExpertActivation::kSilu: {
-      const A s = 1 / (1 + std::exp(-slope * x));
-      return {x * s, s * (1 + slope * x * (1 - s))};
-    }
-    case ExpertActivation::kGelu: {
-      const A cdf = A(0.5) * (1 + std::erf(x * A(0.70710678118654752440)));
-      return {x * cdf, cdf + x * std::exp(A(-0.5) * x * x) * A(0.39894228040143267794)};
-    }
-    case ExpertActivation::kGeluTanh: {
-      const A kBeta = A(0.79788456080286535588), kCubic = A(0.044715);
-      const A t = std::tanh(kBeta * (x + kCubic * x * x * x));
-      return {A(0.5) * x * (1 + t),
-              A(0.5) * (1 + t) + A(0.5) * x * (1 - t * t) * kBeta * (1 + 3 * kCubic * x * x)};
-    }
-    case ExpertActivation::kRelu:
-      return {x < 0 ? 0 : x, x <= 0 ? 0 : 1};
-    default: {
-      const A positive = x < 0 ? 0 : x;
+template <ExpertActivation kActivation, typename A>
+inline std::pair<A, A> activate_expert(A x, A slope) {
+  if constexpr (kActivation == ExpertActivation::kSilu) {
+    const A s = 1 / (1 + exp_in_vectors(-slope * x));
+    return {x * s, s * (1 + slope * x * (1 - s))};
+  } else if constexpr (kActivation == ExpertActivation::kGelu) {
+    const A cdf = A(0.5) * (1 + std::erf(x * A(0.70710678118654752440)));
+    return {x * cdf, cdf + x * exp_in_vectors(A(-0.5) * x * x) * A(0.39894228040143267794)};
+  } else if constexpr (kActivation == ExpertActivation::kGeluTanh) {
+    // tanh(u) = 2 s - 1 with s = 1 / (1 + exp(-2 u)). If exp(-2 u) < 1, exp(-2 u) * s is 1 - s with
+    // all its digits.
+    constexpr A kTwice = A(1.59576912160573071176), kCubic = A(0.044715);
+    const A e = exp_in_vectors(-kTwice * (x + kCubic * x * x * x)), s = 1 / (1 + e);
+    const A rest = e < 1 ? e * s : 1 - s;
+    return {x * s, s + x * s * rest * kTwice * (1 + 3 * kCubic * x * x)};
+  } else {
+    const A positive = x < 0 ? A(0) : x;
+    if constexpr (kActivation == ExpertActivation::kReluSquared) {
       return {positive * positive, 2 * positive};
     }
+    return {positive, x <= 0 ? A(0) : A(1)};
   }
 }
 
 // The value of act, and its derivatives with respect to g and u.
-template <typename A>
+template <ExpertActivation kActivation, typename A>
 struct CpuGateResult {
   A act, of_g, of_u;
   CpuGateResult(A g, A u, const ExpertGate& gate) {
     const A limit = A(gate.limit);
     const bool g_free = !(g > limit), u_free = !(std::abs(u) > limit);
     const auto [value, slope] =
-        activate_expert<A>(gate.activation, g_free ? g : limit, A(gate.slope));
-    const A factor = gate.gated ? (u_free ? u : std::copysign(limit, u)) + A(gate.shift) : A(1);
+        activate_expert<kActivation>(g_free ? g : limit, static_cast<A>(gate.slope));
+    const A clamped = u_free ? u : u < 0 ? -limit : limit;
+    const A factor = gate.gated ? clamped + A(gate.shift) : A(1);
     act = value * factor;
     of_g = g_free ? slope * factor : A(0);
     of_u = u_free ? value : A(0);
   }
 };
 
-// The columns of g and u of value c in a row of z.
-struct GateColumns {
-  int64_t g, u;
-  GateColumns(const ExpertGate& gate, int64_t n, int64_t c)
-      : g(gate.gated && gate.interleaved ? 2 * c : c),
-        u(!gate.gated        ? c
-          : gate.interleaved ? 2 * c + 1
-                             : n + c) {}
-};
+// Calls body(activation, step, u_offset): the activation, the distance between two values of g in a
+// row of z, and the distance from g to u. The first two are compile-time constants.
+template <typename Body>
+void with_gate(const ExpertGate& gate, int64_t n, const Body& body) {
+  const auto with_activation = [&](auto step, int64_t u_offset) {
+    const auto with = [&](auto kind) { body(kind, step, u_offset); };
+    switch (gate.activation) {
+      case ExpertActivation::kSilu:
+        return with(std::integral_constant<ExpertActivation, ExpertActivation::kSilu>());
+      case ExpertActivation::kGelu:
+        return with(std::integral_constant<ExpertActivation, ExpertActivation::kGelu>());
+      case ExpertActivation::kGeluTanh:
+        return with(std::integral_constant<ExpertActivation, ExpertActivation::kGeluTanh>());
+      case ExpertActivation::kRelu:
+        return with(std::integral_constant<ExpertActivation, ExpertActivation::kRelu>());
+      case ExpertActivation::kReluSquared:
+        return with(std::integral_constant<ExpertActivation, ExpertActivation::kReluSquared>());
+    }
+  };
+  if (gate.gated && gate.interleaved) {
+    with_activation(std::integral_constant<int, 2>(), 1);
+  } else {
+    with_activation(std::integral_constant<int, 1>(), gate.gated ? n : 0);
+  }
+}
 
 // Returns act (rows, n) of z (rows, width).
 inline Tensor gate_cpu(const Tensor& z, int64_t n, const ExpertGate& gate) {
   const Tensor act = at::empty({z.size(0), n}, z.options());
+  const int64_t width = z.size(1);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
     using A = at::opmath_type<scalar_t>;
-    const scalar_t* from = z.const_data_ptr<scalar_t>();
-    scalar_t* to = act.mutable_data_ptr<scalar_t>();
-    for_each_row(z.size(0), n, [&](int64_t row) {
-      for (int64_t c = 0; c < n; ++c) {
-        const GateColumns at{gate, n, c};
-        const scalar_t* values = from + row * z.size(1);
-        const A g = values[at.g], u = values[at.u];
-        to[row * n + c] = static_cast<scalar_t>(CpuGateResult<A>(g, u, gate).act);
-      }
+    const scalar_t* const from = z.const_data_ptr<scalar_t>();
+    scalar_t* const to = act.mutable_data_ptr<scalar_t>();
+    with_gate(gate, n, [&](auto kind, auto step, int64_t u_offset) {
+      for_each_row(z.size(0), n, [&](int64_t row) {
+        const scalar_t* __restrict__ g = from + row * width;
+        scalar_t* __restrict__ out = to + row * n;
+        for (int64_t c = 0; c < n; ++c) {
+          const A left = static_cast<A>(g[c * step]),
+                  right = static_cast<A>(g[c * step + u_offset]);
+          out[c] = round_to<scalar_t>(CpuGateResult<kind.value, A>(left, right, gate).act);
+        }
+      });
     });
   });
   return act;
@@ -150,35 +162,56 @@ inline Tensor weights_of_rows(const Tensor& weight, const CpuRoutes& routes) {
 }
 
 // Computes dz (rows, width), the weighted act, and the weights' gradients (rows,). dact (rows, n)
-// is the gradient of act without the weight; if it is undefined, only act is computed. dact becomes
-// act.
+// is the gradient of act without the weight; if it is undefined, only act is computed.
 inline void gate_backward_cpu(const Tensor& dz, const Tensor& act, const Tensor& dweights,
                               const Tensor& z, const Tensor& dact, const Tensor& weights,
                               const ExpertGate& gate) {
   const int64_t n = act.size(1), width = z.size(1);
+  const Tensor no_gradient = dact.defined() ? dact : at::zeros_like(act);
+  const Tensor unused = dz.defined() ? dz : at::empty_like(z);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, z.scalar_type(), "experts", [&] {
     using A = at::opmath_type<scalar_t>;
-    const scalar_t* g_z = z.const_data_ptr<scalar_t>();
-    const scalar_t* g_dact = dact.defined() ? dact.const_data_ptr<scalar_t>() : nullptr;
-    const A* g_weights = weights.const_data_ptr<A>();
-    scalar_t* to_dz = dz.defined() ? dz.mutable_data_ptr<scalar_t>() : nullptr;
-    scalar_t* to_act = act.mutable_data_ptr<scalar_t>();
-    A* to_dweights = dweights.mutable_data_ptr<A>();
-    for_each_row(z.size(0), n, [&](int64_t row) {
-      const A weight = g_weights[row];
-      A dweight = 0;
-      for (int64_t c = 0; c < n; ++c) {
-        const GateColumns at{gate, n, c};
-        const scalar_t* values = g_z + row * width;
-        const A g = values[at.g], u = values[at.u], d = g_dact ? A(g_dact[row * n + c]) : A(0);
-        const CpuGateResult<A> result(g, u, gate);
-        dweight += d * result.act;
-        to_act[row * n + c] = static_cast<scalar_t>(weight * result.act);
-        if (to_dz == nullptr) continue;
-        to_dz[row * width + at.g] = static_cast<scalar_t>(weight * d * result.of_g);
-        if (gate.gated) to_dz[row * width + at.u] = static_cast<scalar_t>(weight * d * result.of_u);
-      }
-      to_dweights[row] = dweight;
+    const scalar_t* const from_z = z.const_data_ptr<scalar_t>();
+    const scalar_t* const from_dact = no_gradient.const_data_ptr<scalar_t>();
+    const A* const factors = weights.const_data_ptr<A>();
+    scalar_t* const to_dz = unused.mutable_data_ptr<scalar_t>();
+    scalar_t* const to_act = act.mutable_data_ptr<scalar_t>();
+    A* const to_dweights = dweights.mutable_data_ptr<A>();
+    with_gate(gate, n, [&](auto kind, auto step, int64_t u_offset) {
+      for_each_row(z.size(0), n, [&](int64_t row) {
+        constexpr int64_t kBlock = 256;
+        const scalar_t* __restrict__ g = from_z + row * width;
+        const scalar_t* __restrict__ grad = from_dact + row * n;
+        scalar_t* __restrict__ dg = to_dz + row * width;
+        scalar_t* __restrict__ out = to_act + row * n;
+        const A weight = factors[row];
+        A dweight = 0;
+        for (int64_t first = 0; first < n; first += kBlock) {
+          const int64_t count = std::min(kBlock, n - first);
+          A values[kBlock], of_g[kBlock], of_u[kBlock];
+          for (int64_t i = 0; i < count; ++i) {
+            const int64_t c = first + i;
+            const A left = static_cast<A>(g[c * step]),
+                    right = static_cast<A>(g[c * step + u_offset]);
+            const CpuGateResult<kind.value, A> result(left, right, gate);
+            const A d = weight * static_cast<A>(grad[c]);
+            values[i] = result.act;
+            of_g[i] = d * result.of_g;
+            of_u[i] = d * result.of_u;
+          }
+          for (int64_t i = 0; i < count; ++i) {
+            out[first + i] = round_to<scalar_t>(weight * values[i]);
+            dg[(first + i) * step] = round_to<scalar_t>(of_g[i]);
+          }
+          if (gate.gated) {
+            for (int64_t i = 0; i < count; ++i) {
+              dg[(first + i) * step + u_offset] = round_to<scalar_t>(of_u[i]);
+            }
+          }
+          dweight += dot<A>(grad + first, values, count);
+        }
+        to_dweights[row] = dweight;
+      });
     });
   });
 }
@@ -205,10 +238,10 @@ inline void sum_routes_cpu(const Tensor& y, const Tensor& from, const Tensor& we
           if (row < 0) continue;
           const A factor = factors ? factors[t * k + j] : A(1);
           const scalar_t* values = rows + row * n + first;
-          for (int64_t c = 0; c < count; ++c) sums[c] += factor * A(values[c]);
+          for (int64_t c = 0; c < count; ++c) sums[c] += factor * static_cast<A>(values[c]);
         }
         for (int64_t c = 0; c < count; ++c) {
-          to[t * n + first + c] = static_cast<scalar_t>(sums[c]);
+          to[t * n + first + c] = round_to<scalar_t>(sums[c]);
         }
       }
     });
