@@ -35,6 +35,7 @@ from samples import (
     causal_call,
     conv2d_call,
     cross_entropy_backward_call,
+    experts_call,
     exponentials_backward_call,
     fold_call,
     folded_call,
@@ -192,6 +193,15 @@ def _builds() -> dict[str, dict[str, Build]]:
         for end in ("", "_forward"):
             add("gated_mlp" + end, **{name: mlp_call(*sizes, **options)})
         add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=[True] * 7)})
+    for name, sizes, options in (
+        ("plain", (4, 8, 4, 3, 2), {}),
+        ("bias", (4, 4, 8, 2, 1), {"biases": True, "alpha": 1.7, "limit": 1.5}),
+        ("interleaved", (5, 4, 8, 2, 2), {"interleaved": True, "transposed": True}),
+        ("bare", (3, 4, 8, 2, 2), {"gate": "relu_squared"}),
+    ):
+        for end in ("", "_forward"):
+            add("experts" + end, **{name: experts_call(*sizes, **options)})
+        add("experts_backward", **{name: experts_call(*sizes, **options, mask=[True] * 6)})
     for op in ("rms_norm_linears", "layer_norm_linears"):
         for name, sizes, biased in (("plain", (lead, (8, 4, 4), 8), True),
                                     ("one", (uneven, (5,), 4), False)):  # fmt: skip

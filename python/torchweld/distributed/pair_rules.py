@@ -54,29 +54,29 @@ def _gated_mlp(call: Call) -> list[Row]:
 
 
 def _experts(call: Call) -> list[Row]:
-    """A row that shards the tokens, and one that shards the hidden columns I."""
+    """A row that shards the hidden columns I of all experts.
+
+    Tokens can't be sharded: z has the order of the experts of all tokens, which is not that of one
+    shard after the other.
+    """
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    weights = ("gate_up", "down", "gate_up_bias", "down_bias")
-    tokens = {
-        **all_of(("x", "index", "weight", "dy", "dx", "dweight", "result", "y", "z"), shard(0)),
-        **all_of(["d" + name for name in weights], partial()),
-    }
     if call.has("down_bias"):
-        return [tokens]  # a term of the result has no bias
-    gated, transposed = "glu" in call.values["gate"], call.values["transposed"]
-    interleaved = call.values["interleaved"] or not gated
+        return []  # a term of the result has no bias
+    transposed = call.values["transposed"]
+    halves = "glu" in call.values["gate"] and not call.values["interleaved"]
 
-    def halves(dim: int):
-        return shard(dim) if interleaved else _StridedShard(dim, split_factor=2)
+    def cut(dim: int):
+        return _StridedShard(dim, split_factor=2) if halves else shard(dim)
 
-    columns = {
-        **all_of(("gate_up", "dgate_up"), halves(2 if transposed else 1)),
-        **all_of(("gate_up_bias", "dgate_up_bias", "z"), halves(1)),
-        **all_of(("down", "ddown"), shard(1 if transposed else 2)),
-        **all_of(("dx", "dweight", "result", "y"), partial()),
-    }
-    return [tokens, columns]
+    return [
+        {
+            **all_of(("gate_up", "dgate_up"), cut(2 if transposed else 1)),
+            **all_of(("gate_up_bias", "dgate_up_bias", "z"), cut(1)),
+            **all_of(("down", "ddown"), shard(1 if transposed else 2)),
+            **all_of(("dx", "dweight", "result", "y"), partial()),
+        }
+    ]
 
 
 PAIR_RULES: dict[str, Rule] = {

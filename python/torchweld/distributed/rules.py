@@ -242,6 +242,9 @@ def _divided(call: Call) -> tuple[str, int, int] | None:
             1,
             call.shape("key")[1],
         )  # a shard must contain all query heads of its key heads
+    if call.has("down") and call.has("gate_up"):
+        dim = 1 if call.values["transposed"] else 2
+        return "down", dim, call.shape("down")[dim]  # a shard must have whole pairs of z's halves
     if "interleaved" in call.values and call.has("weight"):
         return (
             "weight",
