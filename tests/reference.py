@@ -457,19 +457,19 @@ def expert_routes(index: Tensor, experts: int) -> list[Tensor]:
 
 
 @primitive
-def concatenated(first: Tensor, others: Sequence[Tensor]) -> Tensor:
-    return torch.cat([first, *others])
+def grouped(rows: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
+    """The rows of group e, which end before ends[e], times weights[e].T."""
+    groups = enumerate(itertools.pairwise([0, *ends]))
+    return torch.cat([rows[first:end] @ weights[e].T for e, (first, end) in groups])
 
 
 def each_expert(rows, weights, biases, routes):
     """The product of each expert with its rows."""
-    ends = [0, *itertools.accumulate(map(len, routes))]
-    parts = [
-        affine(rows[first:end], weights[e], None if biases is None else biases[e])
-        for e, (first, end) in enumerate(itertools.pairwise(ends))
-        if end > first
-    ]
-    return concatenated(parts[0], parts[1:])
+    z = grouped(rows, weights, list(itertools.accumulate(map(len, routes))))
+    if biases is None:
+        return z
+    owners = [torch.full_like(r, e) for e, r in enumerate(routes)]
+    return z + biases[torch.cat(owners)]
 
 
 def expert_z(x, gate_up, index, gate_up_bias=None, transposed=False):
@@ -488,8 +488,6 @@ def experts(
 ):  # fmt: skip
     routes = expert_routes(index, gate_up.shape[0])
     order, (tokens, k) = torch.cat(routes), index.shape
-    if len(order) == 0:
-        return mapped(x, lambda t: t * 0.0)
     z = saved(expert_z(x, gate_up, index, gate_up_bias, transposed), "z")
     act = expert_act(rounded(z)[: len(order)], gate, limit, alpha, interleaved)
     down = down.mT if transposed else down
@@ -499,7 +497,7 @@ def experts(
         return t.new_zeros(tokens * k, t.shape[1]).index_copy(0, order, t)
 
     terms = mapped(results, to_routes) * weight.reshape(tokens * k, 1)
-    return mapped(terms, lambda t: t.reshape(tokens, k, -1).sum(1))
+    return mapped(terms, lambda t: t.unflatten(0, (tokens, k)).sum(1))
 
 
 def bmm(a: Tensor, b: Tensor) -> Tensor:

@@ -117,13 +117,16 @@ class Running:
         self.errors = [total(a, b) for a, b in zip(self.errors, (*more, *EXACT), strict=False)]
         return self
 
-    def plus(self, k: float, size: Any) -> Running:
+    def plus(self, k: float | Tensor, size: Any) -> Running:
         """Adds the error of a sum of k terms of this size in total."""
         unit = TRUNCATING * UNIT[acc_dtype(self.dtype)]
         if self.dtype == torch.float64:
             unit *= 4  # the reference is computed in float64 too, with errors of its own
-        k = max(float(k), 1.0) if k else 0.0
         size = torch.as_tensor(size, dtype=torch.float64) * unit
+        if isinstance(k, Tensor):
+            k = k.double()
+            return self.erring(k * size, k.sqrt() * size)
+        k = max(float(k), 1.0) if k else 0.0
         return self.erring(k * size, math.sqrt(k) * size) if k else self
 
     def rounded(self, gradient: bool = True, size: Tensor | None = None) -> Running:
@@ -357,8 +360,15 @@ class Running:
         slope = Running(inside, self.dtype).erring(jump, jump, jump)
         return self.function(self.value.clamp(low, high), slope, inside + jump * (1 - inside))
 
-    def concatenated(self, others: Sequence[Running]) -> Running:
-        return Running.cat([self, *others])
+    def grouped(self, weights: Any, ends: Sequence[int]) -> Running:
+        """The sum of each row is over the columns."""
+        x, w = self.value, value_of(weights)
+        ways = [
+            (self, lambda e: R.grouped(e, w.abs(), ends), lambda g: g.grouped(weights.mT, ends)),
+            (weights, lambda e: R.grouped(x.abs(), e, ends), lambda g: outer(g, self, ends)),
+        ]
+        out = Running(R.grouped(x, w, ends), self.dtype, *ways)
+        return out.plus(x.shape[-1], R.grouped(x.abs(), w.abs(), ends))
 
     def mapped(self, f: Callable[[Tensor], Tensor]) -> Running:
         return self.linear(f)
@@ -605,6 +615,19 @@ def product(a: Any, b: Any, shape: Sequence[int] | None = None) -> Running:
     return out.plus(k, size if shape is None else size.sum_to_size(shape))
 
 
+def outer(g: Running, x: Running, ends: Sequence[int]) -> Running:
+    """g.T @ x of each group, a sum over its rows."""
+
+    def of(t: Tensor, u: Tensor) -> Tensor:
+        pairs = itertools.pairwise([0, *ends])
+        return torch.stack([t[first:end].T @ u[first:end] for first, end in pairs])
+
+    a, b = g.value, x.value
+    ways = [(g, lambda e: of(e, b.abs()), None), (x, lambda e: of(a.abs(), e), None)]
+    rows = torch.tensor([end - first for first, end in itertools.pairwise([0, *ends])])
+    return Running(of(a, b), g.dtype, *ways).plus(rows[:, None, None], of(a.abs(), b.abs()))
+
+
 def difference(p: Running, factor: Tensor, size: Tensor, k: float) -> Running:
     """p * factor, which is a sum of k terms and of this size before they cancel."""
     out = Running(p.value * factor, p.dtype, (p, lambda e: e * size, None))
@@ -755,7 +778,8 @@ def zeros_for(name: str, inputs: dict[str, Any], dout: Tensor) -> Tensor:
         return torch.zeros_like(dout)
     weight = inputs[name.removesuffix("bias").rstrip("_") or "weight"]
     if weight is not None and weight.dim() == 3:  # of experts
-        return weight.new_zeros(weight.shape[0], inputs["z"].shape[1])
+        columns = inputs["z"].shape[1] if name == "gate_up_bias" else dout.shape[1]
+        return weight.new_zeros(weight.shape[0], columns)
     is_matrix = weight is not None and weight.dim() == 2
     return weight.new_zeros(weight.shape[0]) if is_matrix else dout.new_zeros(dout.shape[-1])
 

@@ -422,7 +422,7 @@ def experts_call(
         if mask is None:
             return [*args, *vectors], kwargs
         given = map(R.up, (x, gate_up, index, vectors[0] if vectors else None))
-        z = R.expert_z(*given, kwargs.get("transposed", False)) if tokens else m.randn(0, width)
+        z = R.expert_z(*given, kwargs.get("transposed", False))
         return [m.randn(tokens, h), *args, m.saved(z), *vectors[1:]], {
             **kwargs,
             "output_mask": mask,
@@ -978,7 +978,7 @@ def _listed() -> dict[str, list[Sample]]:
         add("gated_mlp_forward", **{name: mlp_call(*sizes, **options)})
         add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=mask)})
     expert_calls = {
-        "plain": ((4, 3, 2, 3, 2), {}, [True] * 6),
+        "plain": ((5, 3, 2, 3, 2), {}, [True] * 6),
         "bias": ((5, 2, 3, 2, 1), {"biases": True, "alpha": 1.7, "limit": 1.5}, [True] * 6),
         "interleaved": (
             (3, 2, 2, 4, 2),

@@ -557,6 +557,8 @@ def test_compile_with_dynamic_shapes(op, device):
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "gated_activation":  # both operands have one shape
                 args[1] = torch.cat([args[1]] * (i + 1))
+            if op == "experts":  # the experts of each token
+                args[3:5] = [torch.cat([a] * (i + 1)) for a in args[3:5]]
             if op == "mul_relu":  # a value a row
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "rotary":  # k and the tables have q's positions
