@@ -39,10 +39,15 @@ class BoxStore {
                  (warpgroup * 4 + threadIdx.x % 128 / 32) * kT.boxes * kBoxBytes),
         lane_(threadIdx.x % 32) {}
 
+  // NOTE: the epilogue of a gated grouped product has no register for the lane.
+  __device__ __forceinline__ int lane() const {
+    return Work::kGrouped ? fresh_thread() % 32 : lane_;
+  }
+
   // Waits until TMA has written all boxes to global memory. Every warp must call this function
   // before the CTA ends.
   __device__ __forceinline__ void wait() const {
-    if (lane_ == 0) tma_wait_all();
+    if (lane() == 0) tma_wait_all();
   }
 
   // The number of boxes that are stored for 16 rows and kColumns columns of y: one box of y and, if
@@ -55,7 +60,8 @@ class BoxStore {
   };
   // In a product with groups of rows, the rows of the group end before rows_end.
   struct InGroup {
-    int row, column, batch, rows_end;
+    int row, column, rows_end;
+    static constexpr int batch = 0;
   };
   using Place = std::conditional_t<Work::kGrouped, InGroup, Dense>;
   struct Box : Place {
@@ -91,7 +97,7 @@ class BoxStore {
                     fresh_thread() % 128 / 32 * 16;
     const int column = int(work.first_column_of(kT.cluster, rank, kTileColumns));
     if constexpr (Work::kGrouped) {
-      return {row, column, 0, work.end_row};
+      return {row, column, work.end_row};
     } else {
       return {row, column, int(work.batch)};
     }
@@ -143,7 +149,7 @@ class BoxStore {
   // Frees slots: waits until TMA has read all boxes except the last kPending boxes.
   template <int kPending>
   __device__ __forceinline__ void wait_for_slots() const {
-    if (lane_ == 0) tma_wait_read<kPending>();
+    if (lane() == 0) tma_wait_read<kPending>();
     __syncwarp();
   }
 
@@ -153,14 +159,14 @@ class BoxStore {
     bool whole = true;
     if constexpr (Work::kGrouped) whole = box.row + 16 <= box.rows_end;
     if (whole && (box.preact ? p_.stores_preact : p_.stores_y)) {
-      if (lane_ == 0) {
+      if (lane() == 0) {
         tma_store(box.preact ? p_.preact : p_.y, box_at(slot), box.column, box.row, box.right,
                   box.batch);
       }
     } else {
       store_rows(box, box_at(slot));
     }
-    if (lane_ == 0) tma_commit();
+    if (lane() == 0) tma_commit();
   }
 
   __device__ __forceinline__ uint32_t box_at(int slot) const { return s_boxes_ + slot * kBoxBytes; }
@@ -174,16 +180,16 @@ class BoxStore {
   __device__ __forceinline__ void stage(const Values& v, int slot) const {
     const uint32_t s_box = box_at(slot);
     if constexpr (sizeof(T) == 2) {
-      const int row = lane_ % 16;
+      const int row = lane() % 16;
 #pragma unroll
       for (int j = 0; j < kGroups; j += 2) {
         const uint32_t r[4] = {
             pack_pair<T>(v[4 * j], v[4 * j + 1]), pack_pair<T>(v[4 * j + 2], v[4 * j + 3]),
             pack_pair<T>(v[4 * j + 4], v[4 * j + 5]), pack_pair<T>(v[4 * j + 6], v[4 * j + 7])};
-        store_matrix_4(s_box + row * kBoxRowBytes + (chunk_of(row, j + lane_ / 16) << 4), r);
+        store_matrix_4(s_box + row * kBoxRowBytes + (chunk_of(row, j + lane() / 16) << 4), r);
       }
     } else {
-      const int row = lane_ / 4, t = lane_ % 4;
+      const int row = lane() / 4, t = lane() % 4;
 #pragma unroll
       for (int j = 0; j < kGroups; ++j) {
         const int in = (chunk_of(row, j * 2 + t / 2) << 4) + t % 2 * 8;
@@ -199,7 +205,7 @@ class BoxStore {
   __device__ __forceinline__ void stage_pairs(const Values& left, const Values& right,
                                               int slot) const {
     const uint32_t s_box = box_at(slot);
-    const int row = lane_ / 4, t = lane_ % 4;
+    const int row = lane() / 4, t = lane() % 4;
 #pragma unroll
     for (int j = 0; j < kGroups / 2; ++j) {
       const float* l = left + 4 * (kFirst + j);
@@ -260,7 +266,7 @@ class BoxStore {
       }
 #pragma unroll
       for (int c = 0; c < kColumns; c += 32) {
-        const int at = c + lane_;
+        const int at = c + lane();
         if (box.column + at < columns) {
           const uint32_t s_from = s_box + row * kBoxRowBytes +
                                   (chunk_of(row, at / kChunkElems) << 4) +

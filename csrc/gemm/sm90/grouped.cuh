@@ -32,21 +32,21 @@ class GroupedTileScheduler {
   static constexpr int kBlockK = Config::kBlockK;
 
  public:
-  uint32_t tile = 0;
+  uint32_t tile;
   int first_k_block = 0, k_blocks = 0;
 
   explicit __device__ __forceinline__ GroupedTileScheduler(const KernelParams& p)
-      : p_(p), next_(worker()) {}
+      : tile(worker() - p.stream_k.workers), p_(p) {}
 
   static __device__ __forceinline__ uint32_t worker() { return blockIdx.x / Config::kT.cluster; }
 
   // Advances to the next tile of this worker. Returns false if there is none.
   __device__ __forceinline__ bool next() {
-    for (; next_ < p_.stream_k.tiles; next_ += p_.stream_k.workers) {
-      const Work work(p_.gemm, p_.schedule, next_);
+    while (true) {
+      tile += p_.stream_k.workers;
+      if (tile >= p_.stream_k.tiles) return false;
+      const Work work(p_.gemm, p_.schedule, tile);
       if (!work.exists()) continue;
-      tile = next_;
-      next_ += p_.stream_k.workers;
       if constexpr (kDim == Grouped::kK) {
         first_k_ = work.first_k;
         const int rows = work.end_k - work.first_k;
@@ -57,7 +57,6 @@ class GroupedTileScheduler {
       }
       return true;
     }
-    return false;
   }
 
   template <int>
@@ -105,7 +104,6 @@ class GroupedTileScheduler {
   }
 
   const KernelParams& p_;
-  uint32_t next_;
   int first_k_ = 0, rows_of_last_ = kBlockK;
 };
 

@@ -324,7 +324,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) gemm_kernel(const __grid_co
   typename Schedule::Scheduler scheduler(p);
   if constexpr (Schedule::kReadsMemory) griddep_wait();
   const bool works = scheduler.next();
-  const typename Schedule::Work work(p.gemm, p.schedule, scheduler.tile);
+  const uint32_t first_tile = Schedule::kReadsMemory && !works ? 0 : scheduler.tile;
+  const typename Schedule::Work work(p.gemm, p.schedule, first_tile);
   griddep_launch_dependents();
   if constexpr (!Schedule::kReadsMemory) griddep_wait();
   int rank = 0;
