@@ -158,7 +158,7 @@ def test_every_class_equals_its_eager_forward(path, name):
         assert ran == [GROUPED + REFUSED[name] if name in REFUSED else None]
         with Calls() as calls:
             got = run(module, *given)
-        assert calls.names["torchweld::experts"] == (name not in REFUSED)
+        assert calls.names["torchweld::experts_forward"] == (name not in REFUSED)
         for ours, want in zip(got, eager(module, *given), strict=True):
             # Sums of at most 64 products, added in another order.
             rounding = 64 * torch.finfo(want.dtype).eps * want.abs().max().item()
@@ -430,7 +430,7 @@ def test_a_fused_mixture_trains_and_generates_as_stock(kind):
         inputs["output_router_logits"] = True
     with Calls() as calls:
         loss, grads = step(model.train(), inputs)
-    assert calls.names["torchweld::experts"] == len(paths)
+    assert calls.names["torchweld::experts_forward"] == len(paths)
     want, want_grads = step(stock.train(), inputs)
     assert_close(loss, want, rtol=1e-5, atol=1e-5)
     for key, grad in grads.items():
@@ -480,7 +480,7 @@ def test_the_name_for_a_whole_model():
         pytest.skip(f"this transformers knows no registered names: {error}")
     with Calls() as calls:
         loss, grads = step(model.train(), labelled("cpu"))
-    assert calls.names["torchweld::experts"] == len(paths_of(model))
+    assert calls.names["torchweld::experts_forward"] == len(paths_of(model))
     want, want_grads = step(stock.train(), labelled("cpu"))
     assert_close(loss, want)
     for key, grad in grads.items():
@@ -566,7 +566,7 @@ def test_lora_on_the_weights_of_experts(fused_first):
     assert len(unfuse(stock)) == 2
     with Calls() as calls:
         loss, grads = step(model.train(), labelled("cpu"))
-    assert calls.names["torchweld::experts"] == 2
+    assert calls.names["torchweld::experts_forward"] == 2
     want, want_grads = step(stock.train(), labelled("cpu"))
     assert_close(loss, want, rtol=1e-5, atol=1e-5)
     adapters = [key for key in grads if "lora" in key and "experts" in key]
@@ -661,5 +661,5 @@ def test_compiled_experts_are_one_op(kind, fused):
         assert_close(compiled(*given), module(*given))
     for graph in graphs:
         ops = [each for each in graph if each.startswith("torchweld")]
-        assert ops == ["torchweld.experts.default"]
+        assert ops == ["torchweld.experts"]
         assert not any("mm" in each for each in graph)
