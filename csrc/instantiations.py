@@ -64,11 +64,19 @@ TABLE = [
         + each(contents=("other",), dtype=("float32", "bfloat16")),
     ),
     Family(
+        "norm_backward_rows_$dtype",
+        "norm/backward_rows.cuh",
+        "template void launch_norm_backward_rows_of<$T>("
+        "const NormBackwardParams&, const NormBackwardPlan&, cudaStream_t);",
+        each(dtype=("float32", *SIXTEEN_BIT)),
+    ),
+    Family(
         "gemm_sync_$contents",
         "gemm/sync/kernel.cuh",
         "template void launch_sync_size<GemmMath::$kDtype, SyncSize::k$size>("
         "const GemmParams&, cudaStream_t);",
-        each(contents=("16bit_small",), dtype=SIXTEEN_BIT, size=("Small",))
+        each(contents=("float16_small",), dtype=("float16",), size=("Small",))
+        + each(contents=("bfloat16_small",), dtype=("bfloat16",), size=("Small",))
         + each(contents=("float16",), dtype=("float16",), size=("Large", "Medium"))
         + each(contents=("bfloat16",), dtype=("bfloat16",), size=("Large", "Medium"))
         + each(contents=("tf32_large",), dtype=("tf32",), size=("Large",))
@@ -179,7 +187,7 @@ TABLE = [
     ),
     # `tile` counts in kAttentionBackwardSm90Tiles.
     Family(
-        "attention_backward_sm90",
+        "attention_backward_sm90_$dtype",
         "attention/sm90/bwd_kernel.cuh",
         "template void launch_attention_backward_sm90_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"

@@ -1,6 +1,6 @@
 // Computes the gradients of LayerNorm and RMSNorm on CUDA. This file chooses the kernels. It also
 // contains one kernel, which computes dx for two kinds of rows: rows that are too long for the
-// kernel in backward_rows.cu, and rows that are not aligned.
+// kernel in backward_rows.cuh, and rows that are not aligned.
 #include "core/device.h"
 #include "norm/norm.h"
 #include "norm/norm_rows.cuh"
@@ -122,7 +122,9 @@ NormBackwardPlan plan_norm_backward(const NormBackwardParams& p) {
 void launch_norm_backward(const NormBackwardParams& p, cudaStream_t stream) {
   const NormBackwardPlan plan = plan_norm_backward(p);
   if (plan.tile >= 0) {
-    launch_norm_backward_rows(p, plan, stream);
+    dispatch_dtype(p.dtype, [&](auto element) {
+      launch_norm_backward_rows_of<decltype(element)>(p, plan, stream);
+    });
   } else {
     // NOTE: dscale and dshift are computed before dx, because dx may overwrite dy.
     if (p.partials != nullptr) {

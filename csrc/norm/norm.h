@@ -111,11 +111,12 @@ void launch_norm_of(const NormParams& params, cudaStream_t stream);
 NormBackwardPlan plan_norm_backward(const NormBackwardParams& params);
 void launch_norm_backward(const NormBackwardParams& params, cudaStream_t stream);
 // launch_norm_backward calls the functions below. If a row fits in a tile, it calls
-// launch_norm_backward_rows, which computes all gradients. Otherwise it calls
+// launch_norm_backward_rows_of, which computes all gradients. Otherwise it calls
 // launch_norm_backward_stream, which computes dx, and launch_norm_vectors_backward, which computes
 // dscale and dshift.
-void launch_norm_backward_rows(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                               cudaStream_t stream);
+template <typename T>
+void launch_norm_backward_rows_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                                  cudaStream_t stream);
 void launch_norm_backward_stream(const NormBackwardParams& params, cudaStream_t stream);
 void launch_norm_vectors_backward(const NormVectorsBackwardParams& params, cudaStream_t stream);
 

@@ -13,6 +13,8 @@
 // cp.async prefetches the next rows into a ring of stages in shared memory. A thread reads only
 // data that it has copied itself, so the copies need no barrier. The only barrier per row is for
 // the reduction of the two sums over the row.
+#pragma once
+
 #include "core/device.h"
 #include "device/mma_sync.cuh"
 #include "device/sm90/dependent_launch.cuh"
@@ -21,7 +23,6 @@
 #include "pointwise/column_pass.cuh"
 
 namespace torchweld {
-namespace {
 
 template <typename T_, typename V_, int kTile_, bool kCentred_>
 struct BackwardConfig {
@@ -246,29 +247,23 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinBlocks) void norm_bac
   if (sums_rows) store_sums<Config>(p, reinterpret_cast<float*>(s_ring), r_sums);
 }
 
-}  // namespace
-
-void launch_norm_backward_rows(const NormBackwardParams& p, const NormBackwardPlan& plan,
-                               cudaStream_t stream) {
-  dispatch_dtype(p.dtype, [&](auto element) {
-    using T = decltype(element);
-    const Grid grid(plan.blocks, 0, plan.shared_bytes);
-    const auto run = [&](auto config) {
-      using Config = decltype(config);
-      Grid with_threads = grid;
-      with_threads.threads = Config::kThreads;
-      launch_kernel(norm_backward_rows_kernel<Config>, with_threads, stream, p, plan.stages);
-      if (p.partials == nullptr) return;
-      launch_add_partials<typename Config::V>(p.partials, plan.blocks, Config::kSums, p.n,
-                                              {{p.dscale, p.dshift}, 1}, stream,
-                                              device_facts().clusters);
-    };
-    dispatch_index<kNumNormBackwardTiles>(plan.tile, [&](auto tile) {
-      dispatch_vectors<T>(p.vector_dtype, [&](auto vector) {
-        using V = decltype(vector);
-        p.mean != nullptr ? run(BackwardConfig<T, V, tile.value, true>())
-                          : run(BackwardConfig<T, V, tile.value, false>());
-      });
+template <typename T>
+void launch_norm_backward_rows_of(const NormBackwardParams& p, const NormBackwardPlan& plan,
+                                  cudaStream_t stream) {
+  const auto run = [&](auto config) {
+    using Config = decltype(config);
+    launch_kernel(norm_backward_rows_kernel<Config>,
+                  {plan.blocks, Config::kThreads, plan.shared_bytes}, stream, p, plan.stages);
+    if (p.partials == nullptr) return;
+    launch_add_partials<typename Config::V>(p.partials, plan.blocks, Config::kSums, p.n,
+                                            {{p.dscale, p.dshift}, 1}, stream,
+                                            device_facts().clusters);
+  };
+  dispatch_index<kNumNormBackwardTiles>(plan.tile, [&](auto tile) {
+    dispatch_vectors<T>(p.vector_dtype, [&](auto vector) {
+      using V = decltype(vector);
+      p.mean != nullptr ? run(BackwardConfig<T, V, tile.value, true>())
+                        : run(BackwardConfig<T, V, tile.value, false>());
     });
   });
 }
