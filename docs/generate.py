@@ -317,7 +317,7 @@ PAGES = {
             "Rotary embedding": "rotary",
             "Norms": "rms_norm add_rms_norm layer_norm add_layer_norm",
             "Linear layers": "linear gated_mlp experts gated_linear gated_linear_pair "
-            "gated_activation bmm",
+            "grouped_linear grouped_gated_linear gated_activation bmm",
             "Norms with linear layers": "rms_norm_linear rms_norm_linears layer_norm_linear "
             "layer_norm_linears fold_layer_norm folded_layer_norm_linear",
             "Losses": "linear_cross_entropy cross_entropy linear_token_logprobs",

@@ -48,6 +48,8 @@ _CALLS = {
     "gated_linear_pair": (_MKN, "M,K N,K N,K"),
     "gated_mlp": (_MKN, "M,K N,K N,K K,N"),
     "experts": ("T,H,I,E,k", "T,H E,I+I,H E,H,I T,k:int64 T,k"),
+    "grouped_linear": ("R,K,N,E", "R,K E,N,K E:int64"),
+    "grouped_gated_linear": ("R,K,N,E", "R,K E,N+N,K E:int64"),
     "int4_linear": (_MKN, "M,K N,words:int32 N,groups N,words_of_zeros:int32"),
     **dict.fromkeys(("linear_cross_entropy", "linear_token_logprobs"), (_MKN, "M,K N,K M:int64")),
     "fold_layer_norm": ("N,K", "N,K"),

@@ -41,6 +41,7 @@ from samples import (
     folded_call,
     gate_call,
     gated_backward_call,
+    grouped_call,
     int4_codes_call,
     int4_unpack_call,
     layer_backward_call,
@@ -202,6 +203,14 @@ def _builds() -> dict[str, dict[str, Build]]:
         for end in ("", "_forward"):
             add("experts" + end, **{name: experts_call(*sizes, **options)})
         add("experts_backward", **{name: experts_call(*sizes, **options, mask=[True] * 6)})
+    for name, options in (("plain", {"activation": "gelu"}), ("bare", {"activation": "none"}),
+                          ("halves", {"gate": "swiglu"}),
+                          ("pairs", {"gate": "geglu", "interleaved": True})):  # fmt: skip
+        op = "grouped_gated_linear" if "gate" in options else "grouped_linear"
+        sizes = (5, 4, 3, (2, 2, 4))
+        for end in ("", "_forward"):
+            add(op + end, **{name: grouped_call(*sizes, **options)})
+        add(op + "_backward", **{name: grouped_call(*sizes, **options, mask=[True] * 3)})
     for op in ("rms_norm_linears", "layer_norm_linears"):
         for name, sizes, biased in (("plain", (lead, (8, 4, 4), 8), True),
                                     ("one", (uneven, (5,), 4), False)):  # fmt: skip

@@ -463,13 +463,38 @@ def grouped(rows: Tensor, weights: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.cat([rows[first:end] @ weights[e].T for e, (first, end) in groups])
 
 
-def each_expert(rows, weights, biases, routes):
-    """The product of each expert with its rows."""
-    z = grouped(rows, weights, list(itertools.accumulate(map(len, routes))))
+def with_zeros(t: Tensor, rows: int) -> Tensor:
+    """t with rows of zeros behind it."""
+    return mapped(t, lambda t: torch.cat([t, t.new_zeros(rows, t.shape[1])]))
+
+
+def each_group(rows, weights, biases, sizes):
+    """The product of each group with its rows."""
+    z = grouped(rows, weights, list(itertools.accumulate(sizes)))
     if biases is None:
         return z
-    owners = [torch.full_like(r, e) for e, r in enumerate(routes)]
-    return z + biases[torch.cat(owners)]
+    return z + biases[torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))]
+
+
+def group_sizes(offsets: Tensor, rows: int) -> list[int]:
+    ends = [0, *itertools.accumulate(offsets.clamp(0, rows).tolist(), max)]
+    return [end - first for first, end in itertools.pairwise(ends)]
+
+
+def grouped_z(x, weight, offsets, bias=None):
+    rows = x.shape[0]
+    sizes = group_sizes(offsets, rows)
+    z = each_group(x[torch.arange(sum(sizes))], weight, bias, sizes)
+    return with_zeros(z, rows - sum(sizes))
+
+
+def grouped_linear(x, weight, offsets, bias=None, *, activation="none"):
+    return activated(grouped_z(x, weight, offsets, bias), activation)
+
+
+def grouped_gated_linear(x, weight, offsets, bias=None, *, gate="swiglu", interleaved=False):
+    z = rounded(saved(grouped_z(x, weight, offsets, bias), "z"))
+    return gated(*halves(z, interleaved), gate)
 
 
 def expert_z(x, gate_up, index, gate_up_bias=None, transposed=False):
@@ -478,8 +503,9 @@ def expert_z(x, gate_up, index, gate_up_bias=None, transposed=False):
     routes = expert_routes(index, gate_up.shape[0])
     order = torch.cat(routes)
     left = index.numel() - len(order)
-    z = each_expert(x[order // index.shape[1]], gate_up, gate_up_bias, routes)
-    return mapped(z, lambda t: torch.cat([t, t.new_zeros(left, t.shape[1])]))
+    sizes = list(map(len, routes))
+    z = each_group(x[order // index.shape[1]], gate_up, gate_up_bias, sizes)
+    return with_zeros(z, left)
 
 
 def experts(
@@ -491,7 +517,7 @@ def experts(
     z = saved(expert_z(x, gate_up, index, gate_up_bias, transposed), "z")
     act = expert_act(rounded(z)[: len(order)], gate, limit, alpha, interleaved)
     down = down.mT if transposed else down
-    results = rounded(each_expert(rounded(act), down, down_bias, routes))
+    results = rounded(each_group(rounded(act), down, down_bias, list(map(len, routes))))
 
     def to_routes(t):
         return t.new_zeros(tokens * k, t.shape[1]).index_copy(0, order, t)
@@ -863,6 +889,21 @@ def eager_gated_mlp(
     return F.linear(act, down, down_bias)
 
 
+def eager_grouped_linear(x, weight, offsets, bias=None, *, activation) -> Tensor:
+    rows = x.split([*(sizes := group_sizes(offsets, len(x))), len(x) - sum(sizes)])
+    biases = [None] * len(sizes) if bias is None else bias
+    groups = zip(rows, weight, biases, strict=False)
+    z = [eager_activate(F.linear(*group), activation) for group in groups]
+    return torch.cat([*z, x.new_zeros(len(rows[-1]), weight.shape[1])])
+
+
+def eager_grouped_gated_linear(
+    x, weight, offsets, bias=None, *, gate, interleaved
+) -> Tensor:  # fmt: skip
+    z = eager_grouped_linear(x, weight, offsets, bias, activation="none")
+    return eager_gate(*halves(z, interleaved), gate)
+
+
 def eager_experts(
     x, gate_up, down, index, weight, gate_up_bias=None, down_bias=None, *, gate, limit, alpha,
     interleaved, transposed,
@@ -986,6 +1027,8 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "gated_linear_pair": eager_gated_linear_pair,
     "gated_mlp": eager_gated_mlp,
     "experts": eager_experts,
+    "grouped_linear": eager_grouped_linear,
+    "grouped_gated_linear": eager_grouped_gated_linear,
     "rotary": lambda *args, **kwargs: rotary(*args, **kwargs)[0],
     "row_sum": lambda x: x.sum(-1),
     "conv2d": eager_conv2d,

@@ -261,6 +261,7 @@ EXPERT_GATE = {
     "limit": (*NOT_FINITE, 0.0, -1.0),
     "alpha": NOT_FINITE,
 }
+GROUPS = [Arg("x", anchor=True, sized=(1,), blame=("weight",)), Arg("weight", sized=(2,))]
 PAIR_BIASES = [Arg("left_bias", sized=(0,)), Arg("right_bias", sized=(0,))]
 
 COS_SIN = [Arg("cos", rank="", sized=(0, 1, 2)), Arg("sin", sized=(0, 1, 2))]
@@ -527,6 +528,17 @@ SPECS: dict[str, Spec] = {
             EXPERT_BIASES[1],
         ],
         EXPERT_GATE,
+    ),
+    **{
+        op + end: Spec("bias", [*GROUPS, Arg("bias", sized=(0, 1))], names)
+        for op, names in (("grouped_linear", ACTIVATION), ("grouped_gated_linear", GATE))
+        for end in ("", "_forward")
+    },
+    "grouped_linear_backward": Spec(
+        "bias", [Arg("dy", sized=(0, 1)), *GROUPS, Arg("preact", sized=(0, 1))], ACTIVATION
+    ),
+    "grouped_gated_linear_backward": Spec(
+        "bias", [Arg("dy", sized=(0, 1)), *GROUPS, Arg("z", sized=(0, 1))], GATE
     ),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",

@@ -156,10 +156,15 @@ class Running:
 
     # Sums and products
 
-    def linear(self, f: Callable[[Tensor], Tensor], k: float = 0) -> Running:
+    def linear(self, f: Callable[[Tensor], Tensor], k: float | Tensor = 0) -> Running:
         """A map with the coefficients 0 and 1; each result is a sum of k values unless k is 0."""
-        way = (self, f, lambda g: g.linear(transposed(f, self.value)))
-        return Running(f(self.value), self.dtype, way).plus(k, f(self.value.abs()))
+
+        def back(g: Running) -> Running:
+            to_input = transposed(f, self.value)
+            additions = (to_input(torch.ones_like(g.value)) - 1).clamp(min=0)  # f may repeat values
+            return g.linear(to_input, additions)
+
+        return Running(f(self.value), self.dtype, (self, f, back)).plus(k, f(self.value.abs()))
 
     def sum(self, *dims: int, keepdim: bool = False) -> Running:
         dims = dims or tuple(range(self.dim()))
@@ -778,8 +783,8 @@ def zeros_for(name: str, inputs: dict[str, Any], dout: Tensor) -> Tensor:
         return torch.zeros_like(dout)
     weight = inputs[name.removesuffix("bias").rstrip("_") or "weight"]
     if weight is not None and weight.dim() == 3:  # of experts
-        columns = inputs["z"].shape[1] if name == "gate_up_bias" else dout.shape[1]
-        return weight.new_zeros(weight.shape[0], columns)
+        source = {"bias": weight, "gate_up_bias": inputs.get("z")}.get(name, dout)
+        return weight.new_zeros(weight.shape[0], source.shape[1])
     is_matrix = weight is not None and weight.dim() == 2
     return weight.new_zeros(weight.shape[0]) if is_matrix else dout.new_zeros(dout.shape[-1])
 

@@ -431,6 +431,28 @@ def experts_call(
     return build
 
 
+def grouped_call(rows, n, k, ends, bias=True, mask=None, **kwargs) -> Callable[[Maker], Call]:
+    """A call of grouped_linear or grouped_gated_linear; with a mask that of the backward op."""
+
+    def build(m: Maker) -> Call:
+        width = 2 * n if "gate" in kwargs else n
+        x, weight = m.randn(rows, k), m.randn(len(ends), width, k, std=max(k, 1) ** -0.5)
+        offsets = torch.tensor(ends, dtype=torch.int32, device=m.device)
+        vectors = [m.randn(len(ends), width)] if bias else []
+        if mask is None:
+            return [x, weight, offsets, *vectors], kwargs
+        z = R.grouped_z(*map(R.up, (x, weight, offsets, *vectors)))
+        activation = kwargs.get("activation", "")
+        saved = R.activate(z, "relu") if activation == "relu" else z
+        args = [m.randn(rows, n), x, weight, offsets]
+        return args if activation == "none" else [*args, m.saved(saved)], {
+            **kwargs,
+            "output_mask": mask,
+        }
+
+    return build
+
+
 def mlp_call(
     lead, n, k, p, biases=(True, True, True), mask=None, **kwargs
 ) -> Callable[[Maker], Call]:
@@ -993,6 +1015,27 @@ def _listed() -> dict[str, list[Sample]]:
         ),
         "empty": ((0, 3, 2, 2, 2), {}, [True] * 6),
     }  # fmt: skip
+    groups = {
+        "plain": ((7, 3, 5, (2, 2, 6)), {}),
+        "beyond": ((7, 4, 8, (-1, 4, 3, 9)), {}),  # the offsets are clamped
+        "no_bias": ((5, 2, 3, (5, 5)), {"bias": False}),
+        "bias": ((4, 2, 4, (1, 3)), {}),
+        "empty": ((0, 3, 2, (0, 0)), {}),
+    }
+    kinds = (
+        ("grouped_linear", "activation", ("none", "silu", "gelu", "relu", "gelu_tanh")),
+        ("grouped_gated_linear", "gate", R.GATES),
+    )
+    for op, option, values in kinds:
+        for (name, (sizes, options)), value, mask in zip(
+            groups.items(), values, (*masks, [True] * 3), strict=True
+        ):
+            options = {**options, option: value}
+            if option == "gate":
+                options["interleaved"] = name != "plain"
+            for end in ("", "_forward"):
+                add(op + end, **{name: grouped_call(*sizes, **options)})
+            add(op + "_backward", **{name: grouped_call(*sizes, **options, mask=mask)})
     for name, (sizes, options, mask) in expert_calls.items():
         add("experts", **{name: experts_call(*sizes, **options)})
         add("experts_forward", **{name: experts_call(*sizes, **options)})

@@ -75,6 +75,8 @@ def test_info_json(capsys):
         ("gated_linear_pair", "8,16,32"),
         ("gated_mlp", "8,16,32"),
         ("experts", "6,16,24,4,2"),
+        ("grouped_linear", "6,16,24,4"),
+        ("grouped_gated_linear", "6,16,24,4"),
         ("gated_activation", "2,3,5"),
         ("rms_norm", "2,3,5"),
         ("layer_norm", "7"),

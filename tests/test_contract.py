@@ -82,6 +82,8 @@ EXPERTS = (
     "Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor weight, "
     "Tensor? gate_up_bias=None, Tensor? down_bias=None, *, "
 )
+GROUPS = "Tensor x, Tensor weight, Tensor offsets, Tensor? bias=None, *"
+GROUPED_GATE = 'str gate="swiglu", bool interleaved=False'
 EXPERT_GATES = (
     'str gate="swiglu", float? limit=None, float? alpha=None, bool interleaved=False, '
     "bool transposed=False"
@@ -202,6 +204,15 @@ SCHEMAS = [
     f"weight, Tensor z, Tensor? down_bias=None, *, {EXPERT_GATES}, bool[6] output_mask) -> "
     "(Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweight, Tensor dgate_up_bias, "
     "Tensor ddown_bias)",
+    f'grouped_linear({GROUPS}, str activation="none") -> Tensor',
+    f'grouped_linear_forward({GROUPS}, str activation="none") -> (Tensor y, Tensor preact)',
+    "grouped_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor offsets, Tensor? "
+    'preact=None, *, str activation="none", bool[3] output_mask) -> '
+    "(Tensor dx, Tensor dweight, Tensor dbias)",
+    f"grouped_gated_linear({GROUPS}, {GROUPED_GATE}) -> Tensor",
+    f"grouped_gated_linear_forward({GROUPS}, {GROUPED_GATE}) -> (Tensor y, Tensor z)",
+    "grouped_gated_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor offsets, Tensor z, "
+    f"*, {GROUPED_GATE}, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     f"cross_entropy({LOGITS}) -> Tensor",
     f"cross_entropy_forward({LOGITS}) -> (Tensor loss, Tensor max, Tensor log_sum)",
     "cross_entropy_backward(Tensor dloss, "

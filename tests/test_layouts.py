@@ -87,6 +87,8 @@ GRADIENT_OF = {
     "gated_linear_pair_forward": "gated_linear_pair",
     "gated_mlp_forward": "gated_mlp",
     "experts_forward": "experts",
+    "grouped_linear_forward": "grouped_linear",
+    "grouped_gated_linear_forward": "grouped_gated_linear",
     "rms_norm_forward": "rms_norm",
     "layer_norm_forward": "layer_norm",
 }

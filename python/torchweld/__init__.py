@@ -25,6 +25,7 @@ from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer
 from torchweld.ops.gated_activation import gated_activation
 from torchweld.ops.gated_linear import gated_linear, gated_linear_pair
 from torchweld.ops.gated_mlp import gated_mlp
+from torchweld.ops.grouped_linear import grouped_gated_linear, grouped_linear
 from torchweld.ops.int4_linear import (
     int4_linear,
     int4_linear_repacked,
@@ -97,6 +98,8 @@ __all__ = [
     "gated_linear",
     "gated_linear_pair",
     "gated_mlp",
+    "grouped_gated_linear",
+    "grouped_linear",
     "info",
     "int4_linear",
     "int4_linear_repacked",

@@ -99,6 +99,14 @@ def _experts_backward(
     return 2 * prod(index) * (of_gate_up + (wants_dact + output_mask[2]) * prod(down[1:]))
 
 
+def _grouped(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
+    return _linear(x, weight[1:])
+
+
+def _grouped_backward(dy: _Shape, x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
+    return _linear_backward(dy, x, weight[1:], *args, **kwargs)
+
+
 def _folded_backward(
     dy: _Shape, x: _Shape, weight: _Shape, *args: Any, activation: str = "none", **kwargs: Any
 ) -> int:
@@ -191,6 +199,7 @@ _FORMULAS: dict[str, _Formulas] = {
     "linear_cross_entropy_exponentials": (_linear, _exponentials_backward),
     "linear_token_logprobs": (_linear, _loss_backward),
     "experts": (_experts, _experts_backward),
+    **dict.fromkeys(("grouped_linear", "grouped_gated_linear"), (_grouped, _grouped_backward)),
     "bmm": (_bmm, _bmm_backward),
     "softmax_matmul": (_softmax_matmul, _softmax_matmul_backward),
     "attention": (_attention, _attention_backward),

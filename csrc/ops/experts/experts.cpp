@@ -29,7 +29,7 @@
 #include "ops/experts/experts_cpu.h"
 
 #ifdef TORCHWELD_CUDA
-#include "layers/norm_linear.h"
+#include "ops/experts/experts_cuda.h"
 #endif
 
 namespace torchweld::experts_op {
@@ -135,6 +135,8 @@ Form experts_checks(const char* op, const Tensor& x, const Tensor& gate_up, cons
   const Form form = check_weights(op, x, gate_up, down, index, weight, gate, limit, alpha,
                                   interleaved, transposed);
   const auto e = gate_up.sym_size(0);
+  TW_CHECK(!x.is_cuda() || e <= kMaxExperts, op, "gate_up must have at most ", kMaxExperts,
+           " experts on a GPU, but got ", e);
   check_bias(op, "gate_up_bias", gate_up_bias, e, gate_up.sym_size(transposed ? 2 : 1), "(E, 2I)",
              x);
   check_bias(op, "down_bias", down_bias, e, x.sym_size(1), "(E, H)", x);
@@ -194,39 +196,21 @@ TW_OP(experts_backward);
 // Whether the caller requests a gradient that depends on dz.
 bool wants_dz(const Wanted& wanted) { return wanted[0] || wanted[1] || wanted[4]; }
 
-// Computes y and z. z may be undefined; the function may assign another tensor to it.
-void experts_cpu_into(const Tensor& y, const Tensor& z, const Tensor& x, const Tensor& gate_up,
-                      const Tensor& down, const Tensor& index, const Tensor& weight,
-                      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-                      const ExpertGate& gate) {
-  const CpuRoutes routes(index, gate_up.size(0));
-  const int64_t rows = routes.rows(), n = down.size(2);
-  const auto product = [&](const Tensor& a, const Tensor& weights, const OptionalTensor& bias,
-                           const Tensor& to) {
-    routes.for_each_expert([&](int64_t e, int64_t begin, int64_t count) {
-      Tensor result = to.narrow(0, begin, count);
-      const Tensor place = result;
-      linear_into(result, a.narrow(0, begin, count), weights.select(0, e),
-                  is_given(bias) ? OptionalTensor(bias->select(0, e)) : std::nullopt);
-      if (!result.is_same(place)) place.copy_(result);
-    });
-  };
-  product(x.index_select(0, routes.tokens), gate_up, gate_up_bias, z);
-  const Tensor results = at::empty({rows, x.size(1)}, x.options());
-  product(gate_cpu(z.narrow(0, 0, rows), n, gate), down, down_bias, results);
-  sum_routes_cpu(y, results, weight, routes, index.size(1));
-}
-
 Forward forward_cpu(const char* op, const Tensor& x, const Tensor& gate_up, const Tensor& down,
                     const Tensor& index, const Tensor& weight, const OptionalTensor& gate_up_bias,
                     const OptionalTensor& down_bias, c10::string_view gate, Number limit,
                     Number alpha, bool interleaved, bool transposed) {
   const Form form = experts_checks(op, x, gate_up, down, index, weight, gate_up_bias, down_bias,
                                    gate, limit, alpha, interleaved, transposed);
-  const Tensor y = at::empty(x.sizes(), x.options());
-  const Tensor up = form.of(gate_up);
-  const Tensor z = at::empty({index.numel(), up.size(1)}, x.options());
-  experts_cpu_into(y, z, x, up, form.of(down), index, weight, gate_up_bias, down_bias, form.gate);
+  const Tensor up = form.of(gate_up), second = form.of(down);
+  const CpuRoutes routes(index, up.size(0));
+  const Tensor y = at::empty(x.sizes(), x.options()),
+               z = at::empty({index.numel(), up.size(1)}, x.options()),
+               results = at::empty({routes.rows(), x.size(1)}, x.options());
+  linear_of_groups(z, x.index_select(0, routes.tokens), up, gate_up_bias, routes);
+  const Tensor act = gate_cpu(z.narrow(0, 0, routes.rows()), second.size(2), form.gate);
+  linear_of_groups(results, act, second, down_bias, routes);
+  sum_routes_cpu(y, results, weight, routes, index.size(1));
   return {y, z};
 }
 
@@ -263,26 +247,8 @@ Grads experts_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& gate
                weights = weights_of_rows(weight, routes);
   const bool needs_dz = wants_dz(output_mask), needs_dact = needs_dz || output_mask[3];
   const auto empty_rows = [&](int64_t columns) { return at::empty({rows, columns}, x.options()); };
-  // Computes the products of all experts: `to` gets a slice of rows for each of them.
-  const auto product = [&](const Tensor& to, const Tensor& a, const Tensor& b) {
-    routes.for_each_expert([&](int64_t e, int64_t begin, int64_t count) {
-      Tensor result = to.narrow(0, begin, count);
-      const Tensor place = result;
-      matmul_into_cpu(result, a.narrow(0, begin, count), b.select(0, e));
-      if (!result.is_same(place)) place.copy_(result);
-    });
-  };
-  const auto weight_grad = [&](const Tensor& to, const Tensor& a, const Tensor& b) {
-    to.zero_();
-    routes.for_each_expert([&](int64_t e, int64_t begin, int64_t count) {
-      const Tensor place = to.select(0, e);
-      Tensor result = place;
-      matmul_into_cpu(result, a.narrow(0, begin, count).t(), b.narrow(0, begin, count));
-      if (!result.is_same(place)) place.copy_(result);
-    });
-  };
   Tensor dact;
-  if (needs_dact) product(dact = empty_rows(n), in_dy, second);
+  if (needs_dact) matmul_of_groups(dact = empty_rows(n), in_dy, second, routes);
   const Tensor dz = needs_dz ? empty_rows(up.size(1)) : Tensor(), act = empty_rows(n),
                dweights = at::empty({rows}, weights.options());
   if (needs_dact || output_mask[2]) {
@@ -290,14 +256,16 @@ Grads experts_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& gate
   }
   if (output_mask[0]) {
     const Tensor dx_rows = empty_rows(x.size(1));
-    product(dx_rows, dz, up);
+    matmul_of_groups(dx_rows, dz, up, routes);
     sum_routes_cpu(dx, dx_rows, {}, routes, index.size(1));
   }
-  if (output_mask[1]) weight_grad(form.of(dgate_up), dz, x.index_select(0, routes.tokens));
-  if (output_mask[2]) weight_grad(form.of(ddown), in_dy, act);
+  if (output_mask[1]) {
+    weight_grad_of_groups(form.of(dgate_up), dz, x.index_select(0, routes.tokens), routes);
+  }
+  if (output_mask[2]) weight_grad_of_groups(form.of(ddown), in_dy, act, routes);
   if (output_mask[3]) {
     if (is_given(down_bias)) {
-      routes.for_each_expert([&](int64_t e, int64_t begin, int64_t count) {
+      routes.for_each([&](int64_t e, int64_t begin, int64_t count) {
         const auto acc = dweights.scalar_type();
         dweights.narrow(0, begin, count)
             .add_(at::mm(in_dy.narrow(0, begin, count).to(acc),
@@ -308,80 +276,12 @@ Grads experts_backward_cpu(const Tensor& dy, const Tensor& x, const Tensor& gate
     dweight.zero_();
     dweight.view({-1}).index_put_({routes.order}, dweights.to(dweight.scalar_type()));
   }
-  if (output_mask[4]) sum_of_experts_cpu(dup_bias, dz, routes);
-  if (output_mask[5]) sum_of_experts_cpu(ddown_bias, in_dy, routes, weights);
+  if (output_mask[4]) sum_of_groups(dup_bias, dz, routes);
+  if (output_mask[5]) sum_of_groups(ddown_bias, in_dy, routes, weights);
   return {dx, dgate_up, ddown, dweight, dup_bias, ddown_bias};
 }
 
 #ifdef TORCHWELD_CUDA
-// The sorted routes of a call, in the memory of the GPU.
-class CudaRoutes {
- public:
-  CudaRoutes(const char* op, const Tensor& index, int64_t experts) : index_(index.contiguous()) {
-    constexpr int64_t kMaxRoutes = (int64_t{1} << 31) - kRouteChunk;
-    const int64_t count = index.numel();
-    TW_CHECK(experts <= kMaxExperts, op, "gate_up must have at most ", kMaxExperts,
-             " experts on a GPU, but got ", experts);
-    TW_CHECK(count <= kMaxRoutes, op, "index must have at most ", kMaxRoutes,
-             " elements on a GPU, but got ", describe(index));
-    const int64_t counts = divide_up(count, kRouteChunk) * experts;
-    memory_ = at::empty({experts + 2 * count + counts}, index.options().dtype(at::kInt));
-    int* at = mutable_data<int>(memory_);
-    routes_ = {index.size(0),
-               static_cast<int>(index.size(1)),
-               static_cast<int>(experts),
-               const_data<void>(index_),
-               index.scalar_type() == at::kLong,
-               at,
-               at + experts,
-               at + experts + count};
-    launch_expert_routes(routes_, at + experts + 2 * count, current_stream());
-  }
-
-  operator const ExpertRoutes&() const { return routes_; }
-  // The experts as groups of products.
-  MatmulGroups groups() const { return {memory_.narrow(0, 0, routes_.experts)}; }
-  int64_t count() const { return routes_.count(); }
-
- private:
-  Tensor index_, memory_;
-  ExpertRoutes routes_;
-};
-
-RouteRows route_rows(const Tensor& t) {
-  return t.defined() ? RouteRows{mutable_data<void>(t), t.size(1), t.stride(0)} : RouteRows{};
-}
-
-// Allocates a matrix (routes, n) whose rows start on 16-byte boundaries.
-Tensor empty_route_rows(const ExpertRoutes& routes, int64_t n, const Tensor& like) {
-  return empty_matrix(routes.count(), n, like);
-}
-
-// A matrix that a kernel of ops/experts has padded with zeros.
-Matrix padded(const Tensor& rows) {
-  Matrix matrix(rows);
-  matrix.zero_padded = true;
-  return matrix;
-}
-
-Tensor gather_tokens(const Tensor& x, const CudaRoutes& routes) {
-  const Rows in(x);
-  const Tensor to = empty_route_rows(routes, in.n, x);
-  if (in.n > 0) {
-    launch_gather_tokens(route_rows(to), const_data<void>(in.tensor), in.row_stride, routes,
-                         dtype_of(x), current_stream());
-  }
-  return to;
-}
-
-void sum_routes(const Tensor& y, const Tensor& from, const Tensor& weight,
-                const CudaRoutes& routes) {
-  launch_sum_routes(mutable_data<void>(y), route_rows(from),
-                    weight.defined() ? const_data<void>(weight) : nullptr,
-                    weight.defined() && weight.scalar_type() == at::kFloat, routes, dtype_of(y),
-                    current_stream());
-}
-
 // Whether a call has nothing to multiply, so that every result is zero.
 bool is_empty(const Tensor& x, const Tensor& gate_up, const Tensor& index) {
   return index.numel() == 0 || gate_up.size(0) == 0 || x.size(1) == 0;
@@ -455,15 +355,6 @@ Forward experts_forward_cuda(const Tensor& x, const Tensor& gate_up, const Tenso
   experts_into(op, y, z, x, form.of(gate_up), form.of(down), index, weight, gate_up_bias, down_bias,
                form.gate);
   return {y, z};
-}
-
-void sum_of_experts(const Tensor& to, const Tensor& from, const Tensor& weight,
-                    const CudaRoutes& routes) {
-  if (to.numel() == 0) return;
-  launch_sum_of_experts(mutable_data<void>(to), route_rows(from),
-                        weight.defined() ? const_data<void>(weight) : nullptr,
-                        weight.defined() && weight.scalar_type() == at::kFloat, routes,
-                        dtype_of(from), current_stream());
 }
 
 Grads experts_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& gate_up,

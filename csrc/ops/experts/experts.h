@@ -42,9 +42,10 @@ struct ExpertRoutes {
   int64_t count() const { return tokens * k; }
 };
 
+constexpr int kMaxExperts = 8192;  // on a GPU
+
 #ifdef TORCHWELD_CUDA
 constexpr int kRouteChunk = 2048;  // the number of routes that a block sorts
-constexpr int kMaxExperts = 8192;
 
 // Sorts the routes by expert. Routes of one expert keep their order. `counts` is scratch memory for
 // one int per expert and chunk of kRouteChunk routes.
@@ -87,9 +88,14 @@ void launch_expert_gate_backward(const ExpertGateBackward& p, const ExpertRoutes
                                  DType dtype, cudaStream_t stream);
 
 // Computes to[e] = the sum of the rows of expert e, each times its route's weight. A weight of
-// nullptr stands for ones. `to` is (experts, n) and contiguous.
+// nullptr stands for ones: then `routes` needs only the number of experts and the ends of their
+// rows. `to` is (experts, n) and contiguous.
 void launch_sum_of_experts(void* to, const RouteRows& from, const void* weight, bool weight_fp32,
                            const ExpertRoutes& routes, DType dtype, cudaStream_t stream);
+
+// Sets the rows behind those of the last expert to zero. `count` is the number of rows of `to`.
+void launch_clear_rows_behind(const RouteRows& to, int64_t count, const ExpertRoutes& routes,
+                              DType dtype, cudaStream_t stream);
 #endif
 
 }  // namespace torchweld

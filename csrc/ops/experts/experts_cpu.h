@@ -1,5 +1,5 @@
-// A layer of experts on the CPU. The rows of an expert are adjacent (experts.h), so every product
-// is a matmul of a slice.
+// Groups of rows and layers of experts on the CPU. The rows of a group are adjacent, so every
+// product is a matmul of a slice.
 #pragma once
 
 #include <ATen/Dispatch.h>
@@ -19,48 +19,110 @@
 #include "layers/swiglu_cpu.h"
 #include "ops/experts/experts.h"
 
-namespace torchweld::experts_op {
+namespace torchweld {
 
-// The sorted routes of a call.
-struct CpuRoutes {
+// The rows of a group are adjacent. The ends ascend; group e has the rows from ends[e - 1] (0 for
+// the first group) to ends[e] - 1.
+struct CpuGroups {
+  std::vector<int64_t> ends;
+
+  int64_t rows() const { return ends.empty() ? 0 : ends.back(); }
+  int64_t begin(int64_t e) const { return e == 0 ? 0 : ends[e - 1]; }
+
+  // Calls body(e, begin, count) for every group that has rows.
+  template <typename Body>
+  void for_each(const Body& body) const {
+    for (int64_t e = 0; e < static_cast<int64_t>(ends.size()); ++e) {
+      if (const int64_t count = ends[e] - begin(e); count > 0) body(e, begin(e), count);
+    }
+  }
+};
+
+// Calls compute(result) with a view. compute() may assign another tensor to it, which is copied to
+// the view.
+template <typename Compute>
+void compute_into(const Tensor& place, const Compute& compute) {
+  Tensor result = place;
+  compute(result);
+  if (!result.is_same(place)) place.copy_(result);
+}
+
+// Computes to[r] = a[r] @ weight[e].T + bias[e] for each row r of group e. weight is (E, N, K).
+inline void linear_of_groups(const Tensor& to, const Tensor& a, const Tensor& weight,
+                             const OptionalTensor& bias, const CpuGroups& groups) {
+  groups.for_each([&](int64_t e, int64_t begin, int64_t count) {
+    compute_into(to.narrow(0, begin, count), [&](Tensor& result) {
+      linear_into(result, a.narrow(0, begin, count), weight.select(0, e),
+                  is_given(bias) ? OptionalTensor(bias->select(0, e)) : std::nullopt);
+    });
+  });
+}
+
+// Computes to[r] = a[r] @ b[e] for each row r of group e. b is (E, K, N).
+inline void matmul_of_groups(const Tensor& to, const Tensor& a, const Tensor& b,
+                             const CpuGroups& groups) {
+  groups.for_each([&](int64_t e, int64_t begin, int64_t count) {
+    compute_into(to.narrow(0, begin, count), [&](Tensor& result) {
+      matmul_into_cpu(result, a.narrow(0, begin, count), b.select(0, e));
+    });
+  });
+}
+
+// Computes to[e] = a^T @ b, with the rows of group e. `to` is (E, M, N), a (rows, M), b (rows, N).
+inline void weight_grad_of_groups(const Tensor& to, const Tensor& a, const Tensor& b,
+                                  const CpuGroups& groups) {
+  to.zero_();
+  groups.for_each([&](int64_t e, int64_t begin, int64_t count) {
+    compute_into(to.select(0, e), [&](Tensor& result) {
+      matmul_into_cpu(result, a.narrow(0, begin, count).t(), b.narrow(0, begin, count));
+    });
+  });
+}
+
+// Computes to[e] = the sum of the rows of group e, each times its weight if weights are given.
+inline void sum_of_groups(const Tensor& to, const Tensor& from, const CpuGroups& groups,
+                          const Tensor& weights = {}) {
+  to.zero_();
+  groups.for_each([&](int64_t e, int64_t begin, int64_t count) {
+    Tensor rows = from.narrow(0, begin, count);
+    if (weights.defined()) {
+      rows = rows.to(weights.scalar_type()).mul(weights.narrow(0, begin, count).unsqueeze(1));
+    }
+    const Tensor sum = at::empty({to.size(1)}, rows.options());
+    sum_into(sum, rows, 0);
+    to.select(0, e).copy_(sum);
+  });
+}
+
+// The sorted routes of a call. The experts are groups of rows.
+struct CpuRoutes : CpuGroups {
   Tensor order;                 // int64 (rows,): the route of each row
   Tensor tokens;                // int64 (rows,): the token of each row
-  std::vector<int64_t> ends;    // (experts,)
   std::vector<int64_t> row_of;  // (T * k,): the row of each route, or -1
 
-  CpuRoutes(const Tensor& index, int64_t experts) : ends(experts), row_of(index.numel(), -1) {
+  CpuRoutes(const Tensor& index, int64_t experts) : row_of(index.numel(), -1) {
     const Tensor ids = index.to(at::kLong).contiguous();
     const int64_t* id = ids.const_data_ptr<int64_t>();
     const int64_t routes = ids.numel(), k = index.size(1);
     const auto exists = [&](int64_t i) { return id[i] >= 0 && id[i] < experts; };
+    ends.resize(experts);
     for (int64_t i = 0; i < routes; ++i) {
       if (exists(i)) ++ends[id[i]];
     }
     std::vector<int64_t> next(experts);
-    int64_t rows = 0;
+    int64_t count = 0;
     for (int64_t e = 0; e < experts; ++e) {
-      next[e] = rows;
-      ends[e] = rows += ends[e];
+      next[e] = count;
+      ends[e] = count += ends[e];
     }
-    order = at::empty({rows}, ids.options());
-    tokens = at::empty({rows}, ids.options());
+    order = at::empty({count}, ids.options());
+    tokens = at::empty({count}, ids.options());
     for (int64_t i = 0; i < routes; ++i) {
       if (!exists(i)) continue;
       const int64_t row = next[id[i]]++;
       row_of[i] = row;
       order.mutable_data_ptr<int64_t>()[row] = i;
       tokens.mutable_data_ptr<int64_t>()[row] = i / k;
-    }
-  }
-
-  int64_t rows() const { return order.numel(); }
-  int64_t begin(int64_t e) const { return e == 0 ? 0 : ends[e - 1]; }
-
-  // Calls body(e, begin, count) for every expert that has rows.
-  template <typename Body>
-  void for_each_expert(const Body& body) const {
-    for (int64_t e = 0; e < static_cast<int64_t>(ends.size()); ++e) {
-      if (const int64_t count = ends[e] - begin(e); count > 0) body(e, begin(e), count);
     }
   }
 };
@@ -248,19 +310,4 @@ inline void sum_routes_cpu(const Tensor& y, const Tensor& from, const Tensor& we
   });
 }
 
-// Computes to[e] = the sum of the rows of expert e, each times its weight if weights are given.
-inline void sum_of_experts_cpu(const Tensor& to, const Tensor& from, const CpuRoutes& routes,
-                               const Tensor& weights = {}) {
-  to.zero_();
-  routes.for_each_expert([&](int64_t e, int64_t begin, int64_t count) {
-    Tensor rows = from.narrow(0, begin, count);
-    if (weights.defined()) {
-      rows = rows.to(weights.scalar_type()).mul(weights.narrow(0, begin, count).unsqueeze(1));
-    }
-    const Tensor sum = at::empty({to.size(1)}, rows.options());
-    sum_into(sum, rows, 0);
-    to.select(0, e).copy_(sum);
-  });
-}
-
-}  // namespace torchweld::experts_op
+}  // namespace torchweld

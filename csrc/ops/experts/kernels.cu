@@ -440,6 +440,20 @@ __global__ void __launch_bounds__(kThreads)
   g_to[expert * from.n + column] = from_float<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+template <typename T, int kElems>
+__global__ void __launch_bounds__(kThreads)
+    clear_rows_behind_kernel(const RouteRows to, int64_t count,
+                             const __grid_constant__ ExpertRoutes r) {
+  griddep_launch_dependents();
+  griddep_wait();
+  const int64_t row = warp_index();
+  if (row < row_count(r) || row >= count) return;
+  T* g_row = static_cast<T*>(to.data) + row * to.stride;
+  for (int64_t c = threadIdx.x % 32 * kElems; c < to.n; c += 32 * kElems) {
+    store_vec(g_row + c, Vec<T, kElems>{});
+  }
+}
+
 int64_t blocks_of(int64_t warps) { return divide_up(warps, kWarps); }
 
 template <typename Body>
@@ -528,6 +542,16 @@ void launch_sum_of_experts(void* to, const RouteRows& from, const void* weight, 
     launch_kernel(sum_of_experts_kernel<T>,
                   overlapping(int64_t{column_blocks} * r.experts, kThreads), stream,
                   static_cast<T*>(to), from, weight, weight_fp32, column_blocks, r);
+  });
+  check_launch("experts");
+}
+
+void launch_clear_rows_behind(const RouteRows& to, int64_t count, const ExpertRoutes& r,
+                              DType dtype, cudaStream_t stream) {
+  dispatch_access(dtype, to.n, {accessed(to)}, [&](auto element, auto elems) {
+    using T = decltype(element);
+    launch_kernel(clear_rows_behind_kernel<T, elems.value>, overlapping(blocks_of(count), kThreads),
+                  stream, to, count, r);
   });
   check_launch("experts");
 }

@@ -1,4 +1,4 @@
-"""Sharding rules of gated_activation, gated_linear_pair, gated_mlp and experts; see rules.py."""
+"""Sharding rules of gates, gated_mlp, experts and linear layers of groups; see rules.py."""
 
 from __future__ import annotations
 
@@ -79,9 +79,28 @@ def _experts(call: Call) -> list[Row]:
     ]
 
 
+def _grouped_linear(call: Call) -> list[Row]:
+    """A row that shards the columns of the result. The rows of a group can't be sharded: the
+    offsets count those of all processes.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    halves = not call.values.get("interleaved", True)
+    cut = _StridedShard(1, split_factor=2) if halves else shard(1)
+    return [
+        {
+            **all_of(("weight", "bias", "preact", "z", "dweight", "dbias"), cut),
+            **all_of(("dy", "result", "y"), shard(1)),
+            "dx": partial(),
+        }
+    ]
+
+
 PAIR_RULES: dict[str, Rule] = {
     "experts": _experts,
     "gated_activation": _gated_activation,
     "gated_linear_pair": _gated_linear_pair,
     "gated_mlp": _gated_mlp,
+    "grouped_linear": _grouped_linear,
+    "grouped_gated_linear": _grouped_linear,
 }
