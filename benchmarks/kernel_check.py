@@ -211,6 +211,14 @@ def library_fault(name: str, size: int) -> str | None:
     return f"{name} must have at most {MAX_LIBRARY_BYTES} bytes, but has {size}"
 
 
+def stripped_size(library: Path) -> int:
+    """The bytes of a library without its symbol table, as a wheel has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        stripped = Path(folder) / library.name
+        subprocess.run(["strip", "-o", stripped, library], check=True)
+        return stripped.stat().st_size
+
+
 def built_library_fault(package: Path) -> str | None:
     """`library_fault` of a package's library. Libraries of other architectures have no limit."""
     facts, library = package / "_build.json", package / "_ops.abi3.so"
@@ -218,7 +226,7 @@ def built_library_fault(package: Path) -> str | None:
         return None
     if json.loads(facts.read_text())["arch_list"] != DEFAULT_ARCHS:
         return None
-    return library_fault(library.name, library.stat().st_size)
+    return library_fault(library.name, stripped_size(library))
 
 
 def main(argv: list[str] | None = None) -> int:

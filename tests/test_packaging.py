@@ -171,6 +171,7 @@ def test_kernel_check_finds_too_large_a_library(
     wheel_tool, tmp_path, monkeypatch, arch_list, refused
 ):
     monkeypatch.setattr(wheel_tool.kernel_check, "MAX_LIBRARY_BYTES", 10)
+    monkeypatch.setattr(wheel_tool.kernel_check, "stripped_size", lambda path: path.stat().st_size)
     assert wheel_tool.kernel_check.built_library_fault(tmp_path) is None, "there is no library"
     (tmp_path / "_build.json").write_text(json.dumps({"arch_list": arch_list}))
     (tmp_path / "_ops.abi3.so").write_bytes(bytes(11))
