@@ -1,7 +1,7 @@
 """Modules and models sharded over 2 and 4 processes: the answers of one process.
 
-The cases are in sharded_models.py (tensor parallel) and fully_sharded.py (FSDP2 alone or with
-tensor parallel); the processes are started once and run all of a file.
+The cases are in sharded_models.py (tensor parallel), fully_sharded.py (FSDP2 alone or with tensor
+parallel) and sharded_experts.py; the processes are started once and run all of a file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import fully_sharded
+import sharded_experts
 import sharded_models
 from meshes import MESHES, said_by
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    files = ("sharded_models", "fully_sharded")
+    files = ("sharded_models", "fully_sharded", "sharded_experts")
     return {module: said_by(module, tmp_path_factory) for module in files}
 
 
@@ -44,6 +45,12 @@ def test_tensor_parallel_equals_one_process(said, mesh, case):
 )
 def test_fully_sharded_equals_one_process(said, mesh, case):
     complaint = said["fully_sharded"](mesh)[case]
+    assert not complaint, complaint
+
+
+@pytest.mark.parametrize("case", sharded_experts.cases("2"))
+def test_sharded_experts_equal_one_process(said, case):
+    complaint = said["sharded_experts"]("2")[case]
     assert not complaint, complaint
 
 

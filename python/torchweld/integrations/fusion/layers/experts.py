@@ -265,7 +265,10 @@ class FusedExperts(FusedModule):
                 f'experts_implementation="{implementation}" was chosen; '
                 'call model.set_experts_implementation("grouped_mm") first'
             )
-        return gate if isinstance(gate, str) else instance_refusal(module)
+        if isinstance(gate, str):
+            return gate
+        reason = instance_refusal(module)
+        return reason and f'{reason}; use experts_implementation="{NAME}"'
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Any) -> dict[str, Tensor | None]:
