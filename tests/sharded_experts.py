@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -32,7 +34,7 @@ def mixture(kind: str) -> nn.Module:
     return model.to(DEVICE, WIDE).train()
 
 
-def tokens(seed: int = 1) -> Tensor:
+def tokens(seed: int) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (2, 8), generator=draw).to(DEVICE)
 
@@ -65,7 +67,7 @@ def plan_of_transformers(kind: str, options: dict[str, Any], mesh: DeviceMesh) -
             distributed_config=config,
         ).train()
     layers = stock.config.num_hidden_layers
-    ids, ops = tokens(), []
+    ids, ops = tokens(1), []
     with Names(ops):
         loss = ours(input_ids=ids, labels=ids).loss
     assert ops.count(EXPERTS) == layers
@@ -84,10 +86,49 @@ def plan_of_transformers(kind: str, options: dict[str, Any], mesh: DeviceMesh) -
     assert [why for _, why in skipped] == [reason] * layers
 
 
+def fully_sharded(kind: str, order: str, mesh: DeviceMesh) -> None:
+    """FSDP2 around fused experts, and fuse inside of FSDP2: the gradients of one process."""
+    stock = mixture(kind)
+    ours = copy.deepcopy(stock)
+    for ids in map(tokens, (1, 2)):
+        (stock(input_ids=ids, labels=ids).loss / 2).backward()
+    if order == "fused first":
+        assert torchweld.fuse(ours, only="experts").replaced
+    for layer in ours.model.layers:
+        if order == "experts of their own":
+            fully_shard(layer.mlp.experts, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    if order != "fused first":
+        assert torchweld.fuse(ours, only="experts").replaced
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    ids, ops = tokens(dist.get_rank() + 1), []
+    with Names(ops):
+        ours(input_ids=ids, labels=ids).loss.backward()
+    assert ops.count(EXPERTS) == stock.config.num_hidden_layers
+    same_gradients(ours, stock)
+    state, want = ours.state_dict(), stock.state_dict()
+    for name, t in state.items():
+        assert torch.equal(full_tensor(t), want[name]), name
+    assert len(torchweld.unfuse(ours)) == stock.config.num_hidden_layers
+    with Names(ops := []):
+        ours(input_ids=ids)
+    assert EXPERTS not in ops
+
+
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     ways = ("all_reduce", "all_to_all")
-    plans = {"qwen3_moe columns": ("qwen3_moe", {})} | {
-        f"{kind} {way}": (kind, {"ep_size": 2, "ep_implementation": way})
-        for kind, way in product(MODELS, ways)
+    orders = ("fused first", "sharded first", "experts of their own")
+    return {
+        "qwen3_moe columns": partial(plan_of_transformers, "qwen3_moe", {}),
+        **{
+            f"{kind} {way}": partial(
+                plan_of_transformers, kind, {"ep_size": 2, "ep_implementation": way}
+            )
+            for kind, way in product(MODELS, ways)
+        },
+        **{
+            f"{kind} {order}": partial(fully_sharded, kind, order)
+            for kind, order in product(MODELS, orders)
+        },
     }
-    return {name: partial(plan_of_transformers, *given) for name, given in plans.items()}
