@@ -687,6 +687,42 @@ def absent(t: Tensor, count: int) -> Iterator[list[Tensor | None]]:
     return (list(v) for v in product((None, t), repeat=count))
 
 
+def experts_of_each_process(mesh: DeviceMesh) -> None:
+    """Whole experts in each process, not always as many: no weight is gathered, and no token where
+    another dim of the mesh shards them.
+    """
+    r, first = Replicate(), Shard(0)
+    everywhere = (r,) * (mesh.ndim - 1)
+    for experts, tokens, biases in product((4, 5), (r, first), (False, True)):
+        m = Maker(DEVICE, WIDE, 0)
+        args, _ = experts_call(6, 4, 8, experts, 2, biases=biases)(m)
+        args[3][0, 0], args[3][1, 1] = -1, experts  # sentinels of the caller
+        whole = [t.requires_grad_() if t.is_floating_point() else t for t in args]
+        wanted = [i for i, t in enumerate(whole) if t.requires_grad]
+        y = torchweld.experts(*whole)
+        dy = m.randn(*y.shape)
+        want = torch.autograd.grad(y, [whole[i] for i in wanted], dy)
+        of_tokens = (tokens, *everywhere)
+        shards = [
+            place(t.detach(), mesh, of_tokens if i in (0, 3, 4) else (*everywhere, first))
+            for i, t in enumerate(whole)
+        ]
+        for i in wanted:
+            shards[i].requires_grad_()
+        rows = (tokens, r)[-mesh.ndim :]
+        with CommDebugMode() as comms:
+            ours = torchweld.experts(*shards)
+            leaves, dout = [shards[i] for i in wanted], place(dy, mesh, rows)
+            grads = torch.autograd.grad(ours, leaves, dout)
+        # x, index and weight are gathered, and two gradients scattered.
+        gathers = tokens is first and mesh.ndim == 1
+        assert comms.get_total_counts() == 5 * gathers, comms.get_comm_counts()
+        assert ours.placements == (*rows[:-1], Partial())
+        same(ours, y, "experts: ")
+        for i, a, b in zip(wanted, grads, want, strict=True):
+            same(a, b, f"gradient {i} of experts: ")
+
+
 def compiled(mesh: DeviceMesh) -> None:
     """fullgraph, result and gradients."""
     m = Maker(DEVICE, WIDE, 0)
@@ -758,7 +794,10 @@ def single_precision(mesh: DeviceMesh) -> None:
             sharded.check(arguments)
 
 
-SPECIAL = (promised_placements, keys_of_the_cache, compiled, refusals, single_precision)
+SPECIAL = (
+    promised_placements, keys_of_the_cache, experts_of_each_process, compiled, refusals,
+    single_precision,
+)  # fmt: skip
 Case = Callable[[DeviceMesh], None]
 
 

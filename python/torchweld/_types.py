@@ -1,8 +1,8 @@
-"""The names that ops take, for type checkers and editors."""
+"""The names and tensors that ops take."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
 Gate = Literal["sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"]
@@ -11,3 +11,7 @@ ExpertGate = Literal[
 ]
 Reduction = Literal["none", "mean", "sum"]
 Keep = Literal["auto", "exponentials", "gradients", "nothing"]
+
+
+def is_dtensor(t: Any) -> bool:
+    return type(t).__name__ == "DTensor"  # without an import of torch.distributed.tensor

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld._refusals import readable_errors
-from torchweld._types import ExpertGate
+from torchweld._types import ExpertGate, is_dtensor
 
 
 @readable_errors
@@ -71,7 +71,15 @@ def experts(
         y = torchweld.experts(x, gate_up, down, index, weight)
         assert y.shape == (10, 32)
     """
-    return ops.experts(
-        x, gate_up, down, index, weight, gate_up_bias, down_bias, gate=gate, limit=limit,
-        alpha=alpha, interleaved=interleaved, transposed=transposed,
-    )  # fmt: skip
+    tensors = (x, gate_up, down, index, weight, gate_up_bias, down_bias)
+    options = {
+        "gate": gate, "limit": limit, "alpha": alpha, "interleaved": interleaved,
+        "transposed": transposed,
+    }  # fmt: skip
+    if is_dtensor(gate_up):
+        from torchweld.distributed.expert_shards import experts_of_shards
+
+        y = experts_of_shards(*tensors, **options)
+        if y is not None:
+            return y
+    return ops.experts(*tensors, **options)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld._refusals import readable_errors
+from torchweld._types import is_dtensor
 from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.key_start import check_cu_seqlens, key_start_from_cu_seqlens
 
@@ -128,18 +129,14 @@ def packed_mask(
     return {name: _beside(q, t) for name, t in ranges.items()}
 
 
-def _is_dtensor(t: Tensor) -> bool:
-    return type(t).__name__ == "DTensor"  # without an import of torch.distributed.tensor
-
-
 def _whole(t: Any) -> Tensor:
     """A DTensor as a plain tensor."""
-    return t.full_tensor() if _is_dtensor(t) else t
+    return t.full_tensor() if is_dtensor(t) else t
 
 
 def _beside(q: Any, t: Tensor) -> Tensor:
     """t, replicated on the mesh of q if q is a DTensor."""
-    if not _is_dtensor(q):
+    if not is_dtensor(q):
         return t
     from torch.distributed.tensor import DTensor, Replicate
 
