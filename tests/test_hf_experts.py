@@ -550,29 +550,55 @@ def test_a_router_loss_of_another_model_stays_stock():
     assert reason.endswith("has the parts of a head and its loss and computes something else")
 
 
-@pytest.mark.parametrize("fused_first", [False, True])
-def test_lora_on_the_weights_of_experts(fused_first):
+def with_lora(model, adapters=1):
+    """PEFT's adapters of the experts' weights, all active; the other weights are frozen."""
     peft = pytest.importorskip("peft")
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=names)
-    config.init_lora_weights = False
-    model = mixture("qwen3_moe")
-    if fused_first:
-        fuse(model, only="experts")
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=[],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    torch.manual_seed(1)
     model = peft.get_peft_model(model, config)
-    if not fused_first:
+    for i in range(1, adapters):
+        model.add_adapter(f"adapter {i}", config)
+    model.base_model.set_adapter(list(model.peft_config))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("adapters", [1, 2])
+@pytest.mark.parametrize("order", ["fused first", "LoRA first", "by name"])
+def test_lora_on_the_weights_of_experts(kind, adapters, order):
+    model = mixture(kind)
+    stock = with_lora(copy.deepcopy(model), adapters)
+    if order == "fused first":
+        fuse(model, only="experts")
+    model = with_lora(model, adapters)
+    if order == "LoRA first":
         assert fuse(model, only="experts").max_abs_diff < 1e-4
-    stock = copy.deepcopy(model)
-    assert len(unfuse(stock)) == 2
+    elif order == "by name":
+        model.config._experts_implementation = "torchweld"
+    inputs = labelled("cpu")
     with Calls() as calls:
-        loss, grads = step(model.train(), labelled("cpu"))
+        loss, grads = step(model.train(), inputs)
     assert calls.names["torchweld::experts_forward"] == 2
-    want, want_grads = step(stock.train(), labelled("cpu"))
+    want, want_grads = step(stock.train(), inputs)
     assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    adapters = [key for key in grads if "lora" in key and "experts" in key]
-    assert len(adapters) == 8 and all(want_grads[key].any() for key in adapters)
-    for key in adapters:
+    trained = [key for key, grad in grads.items() if grad is not None]
+    assert len(trained) == 8 * adapters and all(want_grads[key].any() for key in trained)
+    for key in trained:
         assert_close(grads[key], want_grads[key], rtol=1e-4, atol=2e-5)
+    before = want
+    for change in ("merge_adapter", "unmerge_adapter", "disable_adapter_layers"):
+        for each in (model, stock):
+            getattr(each.base_model, change)()
+        with torch.no_grad():
+            loss, want = (each(**inputs).loss for each in (model, stock))
+        assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    assert (want - before).abs() > 1e-3  # without adapters
+    assert len(unfuse(model)) == (0 if order == "by name" else 2)
 
 
 def other_forward(cls):
