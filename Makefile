@@ -45,7 +45,7 @@ endif
 .NOTPARALLEL:
 
 help:
-	@echo "make demo          train a GPT-2 or a Llama with torchweld's ops and without (ARGS=\"--model llama\")"
+	@echo "make demo          train a GPT-2, a Llama or a mixture of experts, stock beside fused (ARGS=\"--model moe\")"
 	@echo "make puzzles       the twelve Triton puzzles, solved by the ops (ARGS=\"--puzzle 5\")"
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
 	@echo "make test-torch    the suite against another torch (TORCH=2.13.0), in a venv of its own"

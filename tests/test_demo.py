@@ -21,7 +21,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from demo import generate, main, memory, model, report, text, train  # noqa: E402
+from demo import generate, kinds, main, memory, model, report, text, train  # noqa: E402
 from demo.options import UsageError, add_arguments, resolve  # noqa: E402
 from demo.report import Results, write  # noqa: E402
 
@@ -112,28 +112,30 @@ def test_end_to_end(tmp_path, capsys, prose):
     assert printed.count("PASS") == 2
 
 
-def test_a_llama_and_its_checkpoint(tmp_path, capsys, prose):
-    assert demo("--model", "llama", "--steps", 33, "--out", "out", "--text", prose) == 0
+@pytest.mark.parametrize(("kind", "title", "modules"), [("llama", "Llama", 7), ("moe", "OLMoE", 9)])
+def test_a_decoder_and_its_checkpoint(tmp_path, capsys, prose, kind, title, modules):
+    assert demo("--model", kind, "--steps", 33, "--out", "out", "--text", prose) == 0
     found = json.loads(Path("out/demo.json").read_text())
-    assert found["model"]["title"] == "Llama" and found["options"]["model"] == "llama"
+    assert found["model"]["title"] == title and found["options"]["model"] == kind
     assert found["checks"] == {"losses agree": True, "tokens equal": True}
-    assert found["fuse"]["skipped"] == [] and len(found["fuse"]["replaced"]) == 7
+    assert found["fuse"]["skipped"] == [] and len(found["fuse"]["replaced"]) == modules
     for name in ("stock", "fused"):
         losses = found["training"][name]["losses"]
         assert losses[-1] < losses[0]
     rows = found["ops"]["rows"]
+    assert rows[0]["op"] == ("gated_mlp" if kind == "llama" else "experts")
     assert len(rows) == 7
     for row in rows:
         assert row["ours_us"] > 0 and row["eager_us"] > 0
         assert row["error"] <= 4 * row["eager_error"] + 1e-6
-    assert "Llama, 0." in capsys.readouterr().out
+    assert f"{title}, 0." in capsys.readouterr().out
 
-    _, _, pair = prepare("--model", "llama", "--text", prose)
+    _, _, pair = prepare("--model", kind, "--text", prose)
     pair.stock.save_pretrained(tmp_path / "checkpoint")
     chosen = options("--text", prose)
     chosen.checkpoint = tmp_path / "checkpoint"
     config = model.read_config(chosen)
-    assert chosen.model == "llama"
+    assert chosen.model == kind
     tokens = model.make_tokens(chosen, text.read_text(chosen.text), config)
     again = model.make_pair(chosen, tokens, config)
     assert type(again.stock) is type(pair.stock)
@@ -534,7 +536,7 @@ def test_checkpoint_that_lacks_weights(tmp_path, prose):
     chosen.checkpoint = folder
     config = model.read_config(chosen)
     with pytest.raises(UsageError, match="lacks 1 weights"):
-        model._load(folder, config)
+        model._load(kinds.KINDS["gpt2"], folder, config)
 
 
 def measure_ops(prose, seconds):

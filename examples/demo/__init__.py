@@ -1,1 +1,1 @@
-"""`make demo`: a GPT-2 or a Llama trained on real text, stock and fused side by side."""
+"""`make demo`: a GPT-2, a Llama or an OLMoE trained on real text, stock beside fused."""

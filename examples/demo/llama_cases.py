@@ -1,12 +1,14 @@
-"""The op table's calls for a Llama; those for a GPT-2 are in opcases.py."""
+"""The op table's calls for a Llama or an OLMoE; those for a GPT-2 are in opcases.py."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo.model import gated_width, key_heads
+from demo.kinds import EXPERTS, KINDS, PER_TOKEN, key_heads
 from demo.opcases import Case, normals
 from demo.options import Options
 
@@ -14,10 +16,10 @@ _EPS = 1e-6
 
 
 def cases(options: Options, heads: int, dim: int, dtype: torch.dtype) -> list[Case]:
-    """The calls of a Llama's layer and loss, with seeded random inputs.
+    """The calls of a layer and the loss, with seeded random inputs.
 
     Args:
-        options: For batch, context, vocabulary and device.
+        options: For model, batch, context, vocabulary and device.
         heads: Attention heads of the model.
         dim: Width of the model.
         dtype: dtype of the inputs.
@@ -26,13 +28,15 @@ def cases(options: Options, heads: int, dim: int, dtype: torch.dtype) -> list[Ca
 
     normal = normals(options.device, dtype)
     batch, context = options.batch, options.context
-    heads_k, width, hidden = key_heads(heads), dim // heads, gated_width(dim)
+    heads_k, width, hidden = key_heads(heads), dim // heads, KINDS[options.model].width(dim)
     rows, dim_k = batch * context, key_heads(heads) * width
     x, residual = normal(rows, dim), normal(rows, dim)
     norm = 1 + normal(dim, scale=0.1)
     qkv = [normal(size, dim, scale=dim**-0.5) for size in (dim, dim_k, dim_k)]
-    gated = [normal(hidden, dim, scale=dim**-0.5) for _ in range(2)]
-    down = normal(dim, hidden, scale=hidden**-0.5)
+    if KINDS[options.model].mixture:
+        mlp = _experts(rows, dim, hidden, normal)
+    else:
+        mlp = _gated_mlp(rows, dim, hidden, normal)
     head = normal(options.vocab, dim, scale=dim**-0.5)
     q = normal(batch, heads, context, width)
     k, v = normal(batch, heads_k, context, width), normal(batch, heads_k, context, width)
@@ -49,15 +53,7 @@ def cases(options: Options, heads: int, dim: int, dtype: torch.dtype) -> list[Ca
         return x * cos + torch.cat([-right, left], -1) * sin
 
     return [
-        Case(
-            "gated_mlp",
-            f"{rows}x{dim}x{hidden} swiglu",
-            tw.gated_mlp,
-            lambda x, left, right, down: F.linear(
-                F.silu(F.linear(x, left)) * F.linear(x, right), down
-            ),
-            (x, *gated, down),
-        ),
+        mlp,
         Case(
             "attention",
             f"{batch}x{heads}/{heads_k}x{context}x{width} causal",
@@ -97,3 +93,41 @@ def cases(options: Options, heads: int, dim: int, dtype: torch.dtype) -> list[Ca
         ),
         Case("rms_norm", f"{rows}x{dim}", lambda x, g: tw.rms_norm(x, g, eps=_EPS), rms, (x, norm)),
     ]
+
+
+def _gated_mlp(rows: int, dim: int, hidden: int, normal: Callable[..., Tensor]) -> Case:
+    import torchweld as tw
+
+    gated = [normal(hidden, dim, scale=dim**-0.5) for _ in range(2)]
+    return Case(
+        "gated_mlp",
+        f"{rows}x{dim}x{hidden} swiglu",
+        tw.gated_mlp,
+        lambda x, left, right, down: F.linear(F.silu(F.linear(x, left)) * F.linear(x, right), down),
+        (normal(rows, dim), *gated, normal(dim, hidden, scale=hidden**-0.5)),
+    )
+
+
+def _experts(rows: int, dim: int, hidden: int, normal: Callable[..., Tensor]) -> Case:
+    import torchweld as tw
+
+    def loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """As transformers' eager experts."""
+        y = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            token, slot = torch.where(index == e)
+            gate, up = F.linear(x[token], gate_up[e]).chunk(2, -1)
+            act = F.linear(F.silu(gate) * up, down[e])
+            y.index_add_(0, token, act * weight[token, slot, None])
+        return y
+
+    weight, index = normal(rows, EXPERTS).softmax(-1).topk(PER_TOKEN)
+    gate_up = normal(EXPERTS, 2 * hidden, dim, scale=dim**-0.5)
+    down = normal(EXPERTS, dim, hidden, scale=hidden**-0.5)
+    return Case(
+        "experts",
+        f"{rows}x{dim}x{hidden} swiglu, {PER_TOKEN} of {EXPERTS}",
+        tw.experts,
+        loop,
+        (normal(rows, dim), gate_up, down, index, weight),
+    )

@@ -25,7 +25,7 @@ _CPU_SECONDS = 160.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains a GPT-2 or a Llama with torchweld's ops and without.
+    """Trains a language model with torchweld's ops and without.
 
     Args:
         argv: Flags; `sys.argv` by default.
@@ -41,7 +41,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
     parser = Parser(
         prog="demo",
-        description="Train a GPT-2 or a Llama on real text, with torchweld's ops and without.",
+        description="Train a language model on real text, with torchweld's ops and without.",
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
@@ -179,7 +179,7 @@ class _Demo:
             pair = make_pair(options, tokens, config)
         config = pair.config
         results.model = {
-            "title": pair.title,
+            "title": pair.kind.title,
             "class": type(pair.stock).__name__,
             "parameters": pair.parameters,
             "layers": config.num_hidden_layers,
@@ -190,7 +190,7 @@ class _Demo:
         }
         results.fuse = pair.report.to_dict()
         console.print(
-            f"[bold]Model[/]   {pair.title}, {pair.parameters / 1e6:.1f} M parameters: "
+            f"[bold]Model[/]   {pair.kind.title}, {pair.parameters / 1e6:.1f} M parameters: "
             f"{config.num_hidden_layers} layers, dim {config.hidden_size}, "
             f"{config.num_attention_heads} heads; "
             f"batch {options.batch} x {options.context}, {options.dtype}, {options.device}",

@@ -5,49 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from demo.kinds import KINDS, TITLES, Kind
 from demo.options import Options, UsageError
 from demo.text import END, Text, Tokens, checkpoint_tokenizer, encode, train_tokenizer
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-
-
-class _Kind(NamedTuple):
-    """A value of ``--model``.
-
-    Attributes:
-        title: Its name in texts.
-        prefix: The prefix of its classes in transformers.
-        no_dropout: Options without dropout, which would draw different numbers in each model and
-            hide the difference between them.
-    """
-
-    title: str
-    prefix: str
-    no_dropout: dict[str, float]
-
-    @property
-    def config(self) -> type:
-        import transformers
-
-        return getattr(transformers, f"{self.prefix}Config")
-
-    @property
-    def model(self) -> type[nn.Module]:
-        import transformers
-
-        ending = "LMHeadModel" if self.prefix == "GPT2" else "ForCausalLM"
-        return getattr(transformers, f"{self.prefix}{ending}")
-
-
-_KINDS = {
-    "gpt2": _Kind("GPT-2", "GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "llama": _Kind("Llama", "Llama", {"attention_dropout": 0.0}),
-}
 
 
 @dataclass
@@ -58,10 +25,7 @@ class Pair:
     fused: nn.Module
     report: Any
     config: Any
-
-    @property
-    def title(self) -> str:
-        return _KINDS[self.config.model_type].title
+    kind: Kind
 
     @property
     def parameters(self) -> int:
@@ -73,7 +37,7 @@ def read_config(options: Options) -> Any | None:
     `options.context`.
 
     Raises:
-        UsageError: The directory is no checkpoint of a GPT-2 or Llama, or `--context` is beyond its
+        UsageError: The directory has no checkpoint of a known model, or `--context` is beyond its
             positions.
     """
     folder = options.checkpoint
@@ -83,21 +47,22 @@ def read_config(options: Options) -> Any | None:
         raise UsageError(f"--checkpoint {folder} is not a directory")
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kind = values.get("model_type") if isinstance(values, dict) else None
+        found = values.get("model_type") if isinstance(values, dict) else None
     except FileNotFoundError:
         raise UsageError(f"--checkpoint {folder} is no checkpoint: it has no config.json") from None
     except (OSError, ValueError):
         raise UsageError(f"--checkpoint {folder} has a config.json that is no JSON") from None
-    if kind not in _KINDS:
-        titles = " or a ".join(kind.title for kind in _KINDS.values())
+    types = {kind.config.model_type: name for name, kind in KINDS.items()}
+    if found not in types:
         raise UsageError(
-            f"--checkpoint {folder} must hold a {titles}, but its model_type is {kind!r}"
+            f"--checkpoint {folder} must hold one of {TITLES}, but its model_type is {found!r}"
         )
-    options.model = kind
+    options.model = types[found]
+    kind = KINDS[options.model]
     if not any((folder / name).is_file() for name in _WEIGHTS):
         raise UsageError(f"--checkpoint {folder} has no weights ({', '.join(_WEIGHTS)})")
     try:
-        config = _KINDS[kind].config.from_dict({**values, **_KINDS[kind].no_dropout})
+        config = kind.config.from_dict({**values, **kind.no_dropout})
     except Exception as error:
         raise UsageError(f"--checkpoint {folder} has a bad config.json: {_first(error)}") from None
     positions = config.max_position_embeddings
@@ -155,13 +120,13 @@ def make_pair(options: Options, tokens: Tokens, config: Any | None) -> Pair:
     stock, fused = _build(options, config), _build(options, config)
     sample = tokens.ids[: min(options.context, 64)].unsqueeze(0).to(options.device)
     report = torchweld.fuse(fused, sample=sample, loss=True)
-    return Pair(stock, fused, report, config)
+    return Pair(stock, fused, report, config, KINDS[options.model])
 
 
 def _config(options: Options, tokens: Tokens) -> Any:
     """The configuration of random weights of the sizes that were asked for."""
-    kind = _KINDS[options.model]
-    config = kind.config(
+    kind = KINDS[options.model]
+    return kind.config(
         vocab_size=tokens.vocab,
         max_position_embeddings=options.context,
         hidden_size=options.dim,
@@ -171,22 +136,9 @@ def _config(options: Options, tokens: Tokens) -> Any:
         eos_token_id=tokens.end_id,
         pad_token_id=tokens.end_id,
         tie_word_embeddings=True,
+        **kind.sizes(options.dim, options.heads),
         **kind.no_dropout,
     )
-    if options.model == "llama":
-        config.num_key_value_heads = key_heads(options.heads)
-        config.intermediate_size = gated_width(options.dim)
-    return config
-
-
-def key_heads(heads: int) -> int:
-    """Heads of keys and values in a Llama of so many heads."""
-    return heads // 2 if heads % 2 == 0 else heads
-
-
-def gated_width(dim: int) -> int:
-    """The width of a Llama's MLP, whose three weights hold about as much as GPT-2's two."""
-    return -(-8 * dim // 96) * 32
 
 
 def _build(options: Options, config: Any) -> nn.Module:
@@ -195,15 +147,15 @@ def _build(options: Options, config: Any) -> nn.Module:
     torch.manual_seed(options.seed)
     config = copy.deepcopy(config)
     if options.checkpoint is None:
-        model = _KINDS[options.model].model._from_config(config, attn_implementation="sdpa")
+        model = KINDS[options.model].model._from_config(config, attn_implementation="sdpa")
     else:
-        model = _load(options.checkpoint, config)
+        model = _load(KINDS[options.model], options.checkpoint, config)
     return model.to(options.device, torch.float32).train()
 
 
-def _load(folder: Path, config: Any) -> nn.Module:
+def _load(kind: Kind, folder: Path, config: Any) -> nn.Module:
     try:
-        model, found = _KINDS[config.model_type].model.from_pretrained(
+        model, found = kind.model.from_pretrained(
             str(folder),
             config=config,
             local_files_only=True,

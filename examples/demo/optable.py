@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from demo import llama_cases
+from demo.kinds import KINDS
 from demo.opcases import Case, cases
 from demo.options import Options, cpp_compiler
 from torchweld.tuning.timer import interleaved
@@ -74,7 +75,7 @@ def measure(
     """
     table.dtype = options.dtype
     dtype = getattr(torch, options.dtype)
-    if options.model == "llama":
+    if KINDS[options.model].rotary:
         todo = llama_cases.cases(options, heads, dim, dtype)
     else:
         todo = cases(options.batch, heads, options.context, dim, options.device, dtype)

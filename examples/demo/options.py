@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from demo.kinds import KINDS, TITLES
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,7 +42,7 @@ DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-MODELS = ("gpt2", "llama")
+_MODEL = "gpt2"
 # Below this the four prompts of different lengths and a completion do not fit.
 MIN_CONTEXT = 16
 # 256 bytes and the end-of-text token.
@@ -103,9 +105,7 @@ def _at_least(low: int, high: int = 2**31 - 1):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's flags to a parser."""
     cpu, gpu = CPU_DEFAULTS, GPU_DEFAULTS
-    parser.add_argument(
-        "--model", choices=MODELS, help=f"the kind of transformer (default: {MODELS[0]})"
-    )
+    parser.add_argument("--model", choices=list(KINDS), help=f"{TITLES} (default: {_MODEL})")
 
     def size(flag: str, low: int, what: str) -> None:
         name = flag.removeprefix("--")
@@ -151,8 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="a local Hugging Face GPT-2 or Llama directory to start from, instead of random "
-        "weights",
+        help=f"a local Hugging Face directory ({TITLES}) to start from, instead of random weights",
     )
 
 
@@ -180,17 +179,17 @@ def resolve(args: argparse.Namespace) -> Options:
             f"--dim must be a multiple of --heads, but got --dim {values['dim']} "
             f"and --heads {values['heads']}"
         )
-    elif args.model == "llama" and values["dim"] // values["heads"] % 2:
+    elif KINDS[args.model or _MODEL].rotary and values["dim"] // values["heads"] % 2:
         raise UsageError(
-            "--dim must be an even multiple of --heads with --model llama, which rotates pairs, "
-            f"but got --dim {values['dim']} and --heads {values['heads']}"
+            f"--dim must be an even multiple of --heads with --model {args.model}, which rotates "
+            f"pairs, but got --dim {values['dim']} and --heads {values['heads']}"
         )
     if args.compile and cpp_compiler() is None:
         raise UsageError("--compile needs a C++ compiler, but none was found")
     check_writable(args.out)
     return Options(
         **values,
-        model=args.model or MODELS[0],
+        model=args.model or _MODEL,
         device=device,
         compile=args.compile,
         seed=args.seed,
