@@ -133,6 +133,52 @@ def test_a_nan_of_one_expert_stays_there(device):
         assert_same_bits(bad_grads[0][~bad_rows], grads[0][~bad_rows])
 
 
+def test_what_no_route_reaches_counts_nothing(device):
+    """NaN in the weights of an expert without a token, and in a token whose ids are sentinels."""
+    for dtype in dtypes(device):
+        args = call_args(device, dtype, 90, 64, 64, 6, 2, biases=True)
+        args[3] = torch.stack([torch.arange(90) % 5, torch.arange(90) % 3], 1).to(device)
+        args[3][:, 1] += 2 * (args[3][:, 1] == args[3][:, 0])
+        args[3][::7] = torch.tensor([6, -1], device=device)
+        args[4][1, 0], args[3][1, 0] = 0, 6
+        dout = randn(device, dtype, 90, 64)
+        good, grads = forward_backward(OP, args, {}, dout)
+        for i in (1, 2, 5, 6):
+            args[i][5] = float("nan")
+        for t in (args[0], args[4], dout):
+            t[::7] = float("nan")
+        args[4][1, 0] = float("inf")
+        y, bad_grads = forward_backward(OP, args, {}, dout)
+        assert (y[::7] == 0).all()
+        for one, other in zip([y, *bad_grads], [good, *grads], strict=True):
+            if one is not None:
+                assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ids_of_any_value(device, dtype):
+    """Ids that wrap to an expert in fewer bits, ids that a token has twice."""
+    limits = torch.iinfo(dtype)
+    args = call_args(device, F32, 40, 32, 48, 4, 3, biases=True)
+    ids = torch.tensor([limits.min, limits.max, limits.min + 1, -4, -1, 4, 5], dtype=torch.int64)
+    if dtype == torch.int64:
+        ids = torch.cat([ids, torch.tensor([2**32, 2**32 + 1, 2**31, -(2**32)])])
+    index = torch.arange(120).view(40, 3) % 4
+    index[:, 2] = index[:, 0]
+    wild = index.clone()
+    wild[::3, 1] = ids.repeat(3)[:14]
+    index[::3, 1] = 4
+    dout = randn(device, F32, 40, 32)
+    args[3] = index.to(device)
+    check_op(OP, args, dout=dout)
+    good, grads = forward_backward(OP, args, {}, dout)
+    args[3] = wild.to(dtype).to(device)
+    y, again = forward_backward(OP, args, {}, dout)
+    for one, other in zip([y, *again], [good, *grads], strict=True):
+        if one is not None:
+            assert_same_bits(one, other)
+
+
 def test_integers_are_exact(device):
     """Sums of small integers have no rounding errors: the routing and the order are right."""
     for dtype in dtypes(device):
