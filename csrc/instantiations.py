@@ -314,6 +314,7 @@ CUDA_GROUPS = {
         "norm/forward.cu",
         "norm/backward.cu",
         "norm/vectors_backward.cu",
+        "norm/gated.cu",
         "ops/rotary/kernels.cu",
         "ops/folded_layer_norm_linear/fold_kernels.cu",
     ),

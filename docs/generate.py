@@ -315,7 +315,7 @@ PAGES = {
             "Masks of attention": "leftpad_from_mask key_start_from_position_ids "
             "key_start_from_documents key_start_from_cu_seqlens",
             "Rotary embedding": "rotary",
-            "Norms": "rms_norm add_rms_norm layer_norm add_layer_norm",
+            "Norms": "rms_norm add_rms_norm rms_norm_gated layer_norm add_layer_norm",
             "Linear layers": "linear gated_mlp experts gated_linear gated_linear_pair "
             "grouped_linear grouped_gated_linear gated_activation bmm",
             "Norms with linear layers": "rms_norm_linear rms_norm_linears layer_norm_linear "

@@ -31,7 +31,13 @@ _CALLS = {
         ("softmax", "row_sum", "add_scalar", "rms_norm", "layer_norm"), ("...,n", "...,n")
     ),
     **dict.fromkeys(
-        ("softmax_backward", "gated_activation", "add_rms_norm", "add_layer_norm"),
+        (
+            "softmax_backward",
+            "gated_activation",
+            "add_rms_norm",
+            "add_layer_norm",
+            "rms_norm_gated",
+        ),
         ("...,n", "...,n ...,n"),
     ),
     "causal_softmax": ("...,seqlen_q,seqlen_k", "...,seqlen_q,seqlen_k"),

@@ -41,6 +41,7 @@ from samples import (
     folded_call,
     gate_call,
     gated_backward_call,
+    gated_norm_call,
     grouped_call,
     int4_codes_call,
     int4_unpack_call,
@@ -216,6 +217,11 @@ def _builds() -> dict[str, dict[str, Build]]:
                                     ("one", (uneven, (5,), 4), False)):  # fmt: skip
             for end in ("", "_forward", "_backward"):
                 add(op + end, **{name: linears_call(op, end, *sizes, biased)})
+    for name, sizes in (("plain", (lead, 8)), ("bare", ((4,), 4, False))):
+        op = "rms_norm_gated"
+        for end in ("", "_forward"):
+            add(op + end, **{name: gated_norm_call(*sizes, gate_first=name == "bare")})
+        add(op + "_backward", **{name: gated_norm_call(*sizes, mask=[True] * 3)})
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         full = [True] * (1 + op.endswith("layer_norm"))
         norms = {

@@ -329,6 +329,13 @@ def rms_norm(x, weight=None, *, eps=1e-6, weight_offset=0):
     return norm(x, weight, eps=eps, centred=False, weight_offset=weight_offset)
 
 
+def rms_norm_gated(x, gate, weight=None, *, eps=1e-6, gate_first=False):
+    factor = activate(gate, "silu")
+    rows = x * factor if gate_first else x
+    y = scale_shift(normalise(rows, eps, False)[0], weight, None)
+    return rounded(y if gate_first else y * factor)
+
+
 def layer_norm(x, weight=None, bias=None, *, eps=1e-5):
     return norm(x, weight, bias, eps=eps, centred=True)
 
@@ -949,6 +956,12 @@ def eager_rms_norm(x, weight=None, *, eps, weight_offset=0):
     return F.rms_norm(x, x.shape[-1:], scale, eps)
 
 
+def eager_rms_norm_gated(x, gate, weight=None, *, eps, gate_first):
+    if gate_first:
+        return eager_rms_norm(x * F.silu(gate), weight, eps=eps)
+    return eager_rms_norm(x, weight, eps=eps) * F.silu(gate)
+
+
 def eager_layer_norm(x, weight=None, bias=None, *, eps):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -1009,6 +1022,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "layer_norm_linear": eager_layer_norm_linear,
     "rms_norm_linear": eager_rms_norm_linear,
     "rms_norm": eager_rms_norm,
+    "rms_norm_gated": eager_rms_norm_gated,
     "layer_norm": eager_layer_norm,
     "add_rms_norm": lambda x, residual, *args, **kwargs: eager_rms_norm(
         x + residual, *args, **kwargs

@@ -207,8 +207,8 @@ LN = [Arg("ln_weight", sized=(0,)), Arg("ln_bias", sized=(0,))]
 RMS = [Arg("norm_weight", sized=(0,))]
 STATS = [Arg("mean", rank="", sized=(0,)), Arg("rstd", rank="", sized=(0,))]
 SCALE_OF_NORM, SUM = Arg("weight", sized=(0,)), Arg("sum", anchor=True, rank="min")
-RESIDUAL, DY_OF_NORM, DNORMED, DSUM = (
-    Arg(name, rank="", sized=(0, 1)) for name in ("residual", "dy", "dnormed", "dsum")
+RESIDUAL, GATE_OF_NORM, DY_OF_NORM, DNORMED, DSUM = (
+    Arg(name, rank="", sized=(0, 1)) for name in ("residual", "gate", "dy", "dnormed", "dsum")
 )
 OFFSET = {"weight_offset": NOT_FINITE}
 FOLDED = [
@@ -377,6 +377,13 @@ SPECS: dict[str, Spec] = {
     "rms_norm_linear_forward": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS | OFFSET),
     "rms_norm_linear_backward": Spec(
         "relu", [DY, X, WEIGHT, *RMS, STATS[1], PREACT], ACTIVATION | OFFSET, drop=("preact",)
+    ),
+    **{
+        "rms_norm_gated" + end: Spec("plain", [X, GATE_OF_NORM, SCALE_OF_NORM], EPS)
+        for end in ("", "_forward")
+    },
+    "rms_norm_gated_backward": Spec(
+        "plain", [DY_OF_NORM, X, GATE_OF_NORM, SCALE_OF_NORM, STATS[1]]
     ),
     "rms_norm": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),
     "rms_norm_forward": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),

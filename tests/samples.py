@@ -37,8 +37,8 @@ TWICE_DIFFERENTIABLE = ("row_sum", "add_scalar")
 # Ops that autocast does not cast.
 KEEPS_DTYPE = (
     "softmax", "cross_entropy", "causal_softmax", "scalar_attention", "rotary", "rms_norm",
-    "layer_norm", "add_rms_norm", "add_layer_norm", "gated_activation", "row_sum", "add_scalar",
-    "outer_add", "outer_mul_relu", "mul_relu",
+    "layer_norm", "add_rms_norm", "add_layer_norm", "rms_norm_gated", "gated_activation",
+    "row_sum", "add_scalar", "outer_add", "outer_mul_relu", "mul_relu",
 )  # fmt: skip
 # Ops whose results have the dtype of sums.
 FLOAT32_RESULTS = ("cross_entropy", "linear_cross_entropy", "linear_token_logprobs")
@@ -198,6 +198,24 @@ def norm_call(op: str, lead, n, *given: bool, **kwargs) -> Callable[[Maker], Cal
         for i, there in enumerate(given):
             args.append(m.randn(n, mean=1.0 - i - offset, std=0.2) if there else None)
         return args, kwargs
+
+    return build
+
+
+def gated_norm_call(lead, n, weight=True, mask=None, **kwargs) -> Callable[[Maker], Call]:
+    """A call of rms_norm_gated; with a mask that of the backward op."""
+
+    def build(m: Maker) -> Call:
+        x, gate = m.randn(*lead, n), m.randn(*lead, n)
+        scale = m.randn(n, mean=1.0, std=0.2) if weight else None
+        if mask is None:
+            return [x, gate, scale], kwargs
+        rows = R.up(x)
+        if kwargs.get("gate_first"):
+            rows = rows * R.activate(R.up(gate), "silu")
+        rstd = m.saved(R.normalise(rows, kwargs.get("eps", 1e-6), False)[2][..., 0], stat=True)
+        rest = {k: v for k, v in kwargs.items() if k != "eps"}
+        return [m.randn(*lead, n), x, gate, scale, rstd], {**rest, "output_mask": list(mask)}
 
     return build
 
@@ -802,6 +820,18 @@ def _listed() -> dict[str, list[Sample]]:
         layer_call((5,), 3, 6, True, activation="silu", weight_offset=1.0),
         [True] * 4,
     )
+    first = {"gate_first": True}
+    for name, sizes, options, mask in (
+        ("plain", ((3,), 5), {}, [True] * 3),
+        ("first", ((2, 2), 6), first | {"eps": 0.1}, [True] * 3),
+        ("bare", ((2,), 4, False), {}, [True, True, False]),
+        ("vector", ((), 6), first, [False, True, True]),
+        ("empty", ((0, 2), 4), first, [True, False, True]),
+    ):
+        for end in ("", "_forward"):
+            add("rms_norm_gated" + end, **{name: gated_norm_call(*sizes, **options)})
+        build = gated_norm_call(*sizes, mask=mask, **options)
+        add("rms_norm_gated_backward", **{name: build})
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         centred = op.endswith("layer_norm")
         full, none = [True] * (1 + centred), [False] * (1 + centred)

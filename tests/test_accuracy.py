@@ -51,6 +51,7 @@ def calls(device: str) -> dict[str, tuple[list, dict]]:
         "linear": ([rand(*x), weight, rand(k)], {"activation": "gelu"}),
         "layer_norm": ([rand(*x), vector, rand(n)], {}),
         "rms_norm": ([rand(*x), vector], {}),
+        "rms_norm_gated": ([*(weight[:32] * n**0.5).split(16), vector], {}),
         "add_layer_norm": ([rand(*x), rand(*x), vector, rand(n)], {}),
         "add_rms_norm": ([rand(*x), rand(*x), vector], {}),
         "layer_norm_linear": ([rand(*x), weight, rand(k), vector, rand(n)], {}),

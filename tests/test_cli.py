@@ -79,6 +79,7 @@ def test_info_json(capsys):
         ("grouped_gated_linear", "6,16,24,4"),
         ("gated_activation", "2,3,5"),
         ("rms_norm", "2,3,5"),
+        ("rms_norm_gated", "2,3,5"),
         ("layer_norm", "7"),
         ("add_rms_norm", "2,3,5"),
         ("add_layer_norm", "2,3,5"),

@@ -146,6 +146,12 @@ SCHEMAS = [
     "Tensor? ln_weight=None, Tensor? ln_bias=None, *, float eps=1e-5) -> Tensor[]",
     "layer_norm_linears_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor? ln_weight, "
     "Tensor? ln_bias, Tensor mean, Tensor rstd, bool[5] output_mask) -> Tensor[]",
+    "rms_norm_gated(Tensor x, Tensor gate, Tensor? weight=None, *, float eps=1e-6, bool "
+    "gate_first=False) -> Tensor",
+    "rms_norm_gated_forward(Tensor x, Tensor gate, Tensor? weight=None, *, float eps=1e-6, bool "
+    "gate_first=False) -> (Tensor y, Tensor rstd)",
+    "rms_norm_gated_backward(Tensor dy, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, *, "
+    "bool gate_first=False, bool[3] output_mask) -> (Tensor dx, Tensor dgate, Tensor dweight)",
     "rms_norm(Tensor x, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0) -> Tensor",
     "rms_norm_forward(Tensor x, Tensor? weight=None, *, float eps=1e-6, float weight_offset=0) "
     "-> (Tensor y, Tensor rstd)",
@@ -566,7 +572,7 @@ def test_compile_with_dynamic_shapes(op, device):
                 args[at] = torch.cat([args[at]] * (i + 1), -1)
             if op.startswith("add_") and op.endswith("_norm"):  # a residual like x
                 args[1] = torch.cat([args[1]] * (i + 1))
-            if op == "gated_activation":  # both operands have one shape
+            if op in ("gated_activation", "rms_norm_gated"):  # both operands have one shape
                 args[1] = torch.cat([args[1]] * (i + 1))
             if op == "experts":  # the experts of each token
                 args[3:5] = [torch.cat([a] * (i + 1)) for a in args[3:5]]

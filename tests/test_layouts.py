@@ -42,6 +42,7 @@ from samples import (
     folded_call,
     gate_call,
     gated_backward_call,
+    gated_norm_call,
     int4_codes_call,
     int4_unpack_call,
     layer_backward_call,
@@ -90,6 +91,7 @@ GRADIENT_OF = {
     "grouped_linear_forward": "grouped_linear",
     "grouped_gated_linear_forward": "grouped_gated_linear",
     "rms_norm_forward": "rms_norm",
+    "rms_norm_gated_forward": "rms_norm_gated",
     "layer_norm_forward": "layer_norm",
 }
 OUT = "d(output)"
@@ -219,6 +221,10 @@ def _further() -> dict[str, list[Sample]]:
             add(kind, **{name: layer})
             add(kind + "_forward", **{name: layer})
             add(kind + "_backward", **{name: layer_backward_call(kind, layer, wanted)})
+    gated = gated_norm_call((2, 37), 264)
+    add("rms_norm_gated", large=gated)
+    add("rms_norm_gated_forward", large=gated)
+    add("rms_norm_gated_backward", large=gated_norm_call((2, 37), 264, mask=[True] * 3))
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         full = [True] * (1 + op.endswith("layer_norm"))
         norm = norm_call(op, (2, 37), 264, *full)

@@ -25,7 +25,8 @@ from samples import (
 from tensors import need_dtype, randn
 
 PLAIN, ADDS = ("rms_norm", "layer_norm"), ("add_rms_norm", "add_layer_norm")
-OPS = (*PLAIN, *ADDS)
+TWO = (*ADDS, "rms_norm_gated")  # ops with two inputs of rows
+OPS = (*PLAIN, *TWO)
 # Around the tiles of both directions, the longest row of a block, and longer ones.
 COLUMNS = (1, 2, 7, 8, 255, 256, 257, 768, 1024, 2048, 2056, 4096, 4104, 8192, 8200, 16384, 16392)
 LONG = (32768, 32776, 65537)
@@ -45,7 +46,7 @@ def vectors_of(op, device, dtype, n):
 
 
 def call_args(op, device, dtype, rows, n, *, mean=0.0):
-    inputs = [randn(device, dtype, rows, n, mean=mean) for _ in range(1 + (op in ADDS))]
+    inputs = [randn(device, dtype, rows, n, mean=mean) for _ in range(1 + (op in TWO))]
     return [*inputs, *vectors_of(op, device, dtype, n)]
 
 
@@ -75,8 +76,8 @@ def test_rows(op, device, rows, n):
 
 @every_op
 def test_a_weight_offset(op, device):
-    if op.endswith("layer_norm"):
-        pytest.skip("LayerNorm has no weight_offset")
+    if op.endswith(("layer_norm", "gated")):
+        pytest.skip("LayerNorm and the gated norm have no weight_offset")
     for dtype in dtypes(device):
         *inputs, weight = call_args(op, device, dtype, 33, 264)
         args = [*inputs, weight - 1]
@@ -96,7 +97,7 @@ def test_the_offset_is_added_in_float32(device):
 def test_optional_vectors(op, device):
     for dtype in dtypes(device):
         args = call_args(op, device, dtype, 9, 40)
-        inputs, vectors = args[: 1 + (op in ADDS)], args[1 + (op in ADDS) :]
+        inputs, vectors = args[: 1 + (op in TWO)], args[1 + (op in TWO) :]
         for given in range(2 ** len(vectors)):
             kept = [v if given >> i & 1 else None for i, v in enumerate(vectors)]
             check_op(op, [*inputs, *kept], eager=False)
@@ -114,7 +115,7 @@ def test_rows_of_zeros(op, device):
     """rstd is 1 / sqrt(eps); nothing is divided by 0."""
     for dtype in dtypes(device):
         args = call_args(op, device, dtype, 5, 264)
-        for t in args[: 1 + (op in ADDS)]:
+        for t in args[: 1 + (op in TWO)]:
             t[2] = 0
         check_op(op, args, eager=False)
         out = as_tuple(call(op)(*args))[0]
@@ -144,7 +145,7 @@ def test_expanded_inputs(op, device):
     for dtype in (F32, F16):
         args = call_args(op, device, dtype, 4, 64)
         args[0] = args[0][:1].expand(4, 64)
-        args[1 + (op in ADDS)] = randn(device, dtype, 1).expand(64)
+        args[1 + (op in TWO)] = randn(device, dtype, 1).expand(64)
         check_op(op, args, eager=False)
 
 
@@ -244,15 +245,15 @@ def test_masks_of_the_backward(op, device, dtype):
     for n in (64, 65):
         args = call_args(op, device, dtype, 37, n)
         results = call(op + "_forward")(*args)
-        rows = results[1] if op in ADDS else args[0]
+        rows = [results[1]] if op in ADDS else args[: 1 + (op in TWO)]
         saved = results[1 + (op in ADDS) :]
-        dy, weight = randn(device, dtype, 37, n), args[1 + (op in ADDS)]
-        count = 2 + op.endswith("layer_norm")
+        dy, weight = randn(device, dtype, 37, n), args[1 + (op in TWO)]
+        count = 2 + op.endswith(("layer_norm", "gated"))
         backward = call(op + "_backward")
-        every = backward(dy, rows, weight, *saved, output_mask=[True] * count)
+        every = backward(dy, *rows, weight, *saved, output_mask=[True] * count)
         for bits in range(2**count):
             mask = [bool(bits >> i & 1) for i in range(count)]
-            grads = backward(dy, rows, weight, *saved, output_mask=mask)
+            grads = backward(dy, *rows, weight, *saved, output_mask=mask)
             for got, ref, wanted in zip(grads, every, mask, strict=True):
                 assert_same_bits(got, ref if wanted else ref.new_empty(0))
 
@@ -266,7 +267,8 @@ def test_float32_vectors_beside_16_bit_rows(op, device, n):
     """The result has the dtype of x and one rounding. The vectors' gradients stay in float32."""
     for dtype in set(dtypes(device)) & {F16, BF16}:
         rows = [randn(device, dtype, 37, n, mean=0.5)]
-        rows += [torch.zeros_like(rows[0])] * (op in ADDS)  # this sum is exact
+        if op in TWO:  # the sum with zeros is exact
+            rows.append(torch.zeros_like(rows[0]) if op in ADDS else randn(device, dtype, 37, n))
         vectors = vectors_of(op, device, F32, n)
         upstream = randn(device, dtype, 37, n)
         (out, grads), (wide, wide_grads) = (
@@ -279,13 +281,37 @@ def test_float32_vectors_beside_16_bit_rows(op, device, n):
             torch.testing.assert_close(got.float(), ref, rtol=rounding, atol=2e-5)
 
 
+# The gate
+
+
+@pytest.mark.parametrize("n", COLUMNS)
+def test_the_gate_in_front_of_the_norm(device, n):
+    for dtype in dtypes(device):
+        args = call_args("rms_norm_gated", device, dtype, 5, n)
+        check_op("rms_norm_gated", args, {"gate_first": True}, eager=False)
+
+
+def test_the_norms_of_models(device):
+    """Written as Qwen3-Next and as Mamba-2 write them."""
+    for dtype in {F32, F64} & set(dtypes(device)):
+        x, gate, weight = call_args("rms_norm_gated", device, dtype, 6, 128)
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        torch.testing.assert_close(
+            torchweld.rms_norm_gated(x, gate, weight), weight * normed * F.silu(gate)
+        )
+        rows = x * F.silu(gate)
+        normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5)
+        ours = torchweld.rms_norm_gated(x, gate, weight, eps=1e-5, gate_first=True)
+        torch.testing.assert_close(ours, weight * normed)
+
+
 # Autocast
 
 
 @every_op
 def test_autocast_keeps_the_dtype_of_x(op, device):
     args = call_args(op, device, F32, 5, 64)
-    inputs = 1 + (op in ADDS)
+    inputs = 1 + (op in TWO)
     narrow = [a.to(BF16) for a in args[:inputs]]
     with torch.autocast(device, dtype=BF16):
         out = as_tuple(call(op)(*narrow, *args[inputs:]))
@@ -311,6 +337,8 @@ def test_refusals(device):
         torchweld.rms_norm(x, weight_offset=1)
     with pytest.raises(RuntimeError, match="add_rms_norm: residual must be x's shape"):
         torchweld.add_rms_norm(x, x[:1], weight)
+    with pytest.raises(RuntimeError, match="rms_norm_gated: gate must be x's shape"):
+        torchweld.rms_norm_gated(x, x[:1], weight)
     with pytest.raises(RuntimeError, match="rms_norm: weight must be bfloat16 like x"):
         torchweld.rms_norm(x.to(BF16), weight.to(F16))
     with pytest.raises(RuntimeError, match="rms_norm: weight must be float32 like x"):

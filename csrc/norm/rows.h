@@ -1,5 +1,5 @@
-// The interface of the CPU and CUDA implementations of rms_norm, layer_norm, add_rms_norm and
-// add_layer_norm. layers/norm_op.h calls these implementations.
+// The interface of the CPU and CUDA implementations of rms_norm, layer_norm, add_rms_norm,
+// add_layer_norm and rms_norm_gated. layers/norm_op.h and ops/rms_norm_gated call them.
 #pragma once
 
 #include "core/check.h"
@@ -19,6 +19,9 @@ struct NormInputs {
   // For RMSNorm: the rstd that an earlier call has computed. If undefined, this call computes the
   // rstd. Only the CPU implementation supports a saved_rstd.
   Tensor saved_rstd;
+  // For rms_norm_gated: silu(gate) multiplies the normalised rows or, if gate_first, the rows of x.
+  OptionalTensor gate = std::nullopt;  // has the shape of x
+  bool gate_first = false;
 };
 
 // The outputs of a norm. The caller allocates them as contiguous tensors. An undefined tensor
@@ -39,12 +42,15 @@ struct NormUpstream {
   Tensor rstd;
   OptionalTensor dsum;  // the gradient with respect to the stored x + residual; added to dx
   double weight_offset;
+  OptionalTensor gate = std::nullopt;  // as in NormInputs
+  bool gate_first = false;
 };
 
 // The gradients of a norm. The caller allocates them as contiguous tensors. A tensor of size (0,)
 // stands for a gradient that the caller did not request.
 struct NormGradients {
   Tensor dx, dweight, dbias;
+  Tensor dgate = {};
 };
 
 using NormForwardEngine = void (*)(const NormInputs& in, const NormResults& out);

@@ -144,13 +144,25 @@ struct CpuStatistics {
   }
 };
 
+// silu(x) and its derivative.
+template <typename A>
+struct CpuSilu {
+  A value, slope;
+  inline explicit CpuSilu(A x) {
+    const A s = 1 / (1 + exp_in_vectors(-x));
+    value = x * s;
+    slope = s * (1 + x * (1 - s));
+  }
+};
+
 template <typename S, typename A>
 void forward(const NormInputs& in, const NormResults& out) {
   const CpuRows x(in.x);
   const CpuRows residual(in.residual.value_or(in.x));
   const CpuVector<A> scales(in.weight, in.weight_offset), shifts(in.bias);
   const A *scale = scales.data(), *shift = shifts.data();
-  const bool adds = is_given(in.residual);
+  const bool adds = is_given(in.residual), gated = is_given(in.gate);
+  const CpuRows gates(in.gate.value_or(in.x));
   const int64_t n = x.n, task_rows = std::max<int64_t>(1, kTaskCells / n);
   S* const sum = adds ? out.sum.mutable_data_ptr<S>() : nullptr;
   S* const y = out.y.mutable_data_ptr<S>();
@@ -159,7 +171,7 @@ void forward(const NormInputs& in, const NormResults& out) {
   const Tensor rstds = in.saved_rstd.defined() ? in.saved_rstd.contiguous() : Tensor();
   const A* const saved_rstd = rstds.defined() ? rstds.const_data_ptr<A>() : nullptr;
   parallel_tasks(divide_up(x.rows, task_rows), [&](int64_t task) {
-    std::vector<A> buffer(n);
+    std::vector<A> buffer(n), factors(gated ? n : 0);
     const int64_t first = task * task_rows, last = std::min(x.rows, first + task_rows);
     with_vectors([&] {
       for (int64_t i = first; i < last; ++i) {
@@ -172,7 +184,18 @@ void forward(const NormInputs& in, const NormResults& out) {
           }
           of_row = to;
         }
-        const A* row = widened<A>(of_row, n, buffer.data());
+        const A* row =
+            gated && in.gate_first ? buffer.data() : widened<A>(of_row, n, buffer.data());
+        if (gated) {
+          const S* gate = gates.row<S>(i);
+          for (int64_t j = 0; j < n; ++j) factors[j] = CpuSilu<A>(static_cast<A>(gate[j])).value;
+          if (in.gate_first) {
+            for (int64_t j = 0; j < n; ++j) buffer[j] = static_cast<A>(of_row[j]) * factors[j];
+          } else if (scale != nullptr) {
+            for (int64_t j = 0; j < n; ++j) factors[j] *= scale[j];
+          }
+        }
+        const A* const row_scale = gated && !in.gate_first ? factors.data() : scale;
         const CpuStatistics<A> s = saved_rstd != nullptr
                                        ? CpuStatistics<A>(saved_rstd[i])
                                        : CpuStatistics<A>(row, n, in.eps, in.centred);
@@ -181,12 +204,12 @@ void forward(const NormInputs& in, const NormResults& out) {
         S* to = y + i * n;
         const A first_mean = s.first_mean, rest = s.rest, factor = s.rstd;
         const auto normalised = [&](int64_t j) { return (row[j] - first_mean - rest) * factor; };
-        if (scale != nullptr && shift != nullptr) {
+        if (row_scale != nullptr && shift != nullptr) {
           for (int64_t j = 0; j < n; ++j) {
-            to[j] = static_cast<S>(normalised(j) * scale[j] + shift[j]);
+            to[j] = static_cast<S>(normalised(j) * row_scale[j] + shift[j]);
           }
-        } else if (scale != nullptr) {
-          for (int64_t j = 0; j < n; ++j) to[j] = static_cast<S>(normalised(j) * scale[j]);
+        } else if (row_scale != nullptr) {
+          for (int64_t j = 0; j < n; ++j) to[j] = static_cast<S>(normalised(j) * row_scale[j]);
         } else if (shift != nullptr) {
           for (int64_t j = 0; j < n; ++j) to[j] = static_cast<S>(normalised(j) + shift[j]);
         } else {
@@ -285,6 +308,35 @@ void backward(const NormUpstream& in, const NormGradients& out) {
   const bool wants_scale = out.dweight.numel() > 0, wants_shift = out.dbias.numel() > 0;
   const bool sums_rows = wants_scale || wants_shift;
   S* const dx = out.dx.numel() > 0 ? out.dx.mutable_data_ptr<S>() : nullptr;
+  const CpuRows gates(in.gate.value_or(in.x));
+  S* const dgate =
+      out.dgate.defined() && out.dgate.numel() > 0 ? out.dgate.mutable_data_ptr<S>() : nullptr;
+  const A* const scale = scales.data();
+  // Computes the gradients of row i of rms_norm_gated. r = x is the row that is normalised or, if
+  // gate_first, r = x * silu(gate); `buffers` has four rows.
+  const auto gated_row = [&](int64_t i, A* buffers, const VectorSums<A>& sums) {
+    A *of_y = buffers, *r = of_y + n, *dr = r + n, *factor = dr + n;
+    const S *dy = dys.row<S>(i), *x = xs.row<S>(i), *gate = gates.row<S>(i);
+    for (int64_t j = 0; j < n; ++j) {
+      const A value = static_cast<A>(x[j]), grad = static_cast<A>(dy[j]);
+      factor[j] = CpuSilu<A>(static_cast<A>(gate[j])).value;
+      r[j] = in.gate_first ? value * factor[j] : value;
+      of_y[j] = in.gate_first ? grad : grad * factor[j];
+    }
+    const bool needs_dr = dx != nullptr || (dgate != nullptr && in.gate_first);
+    row_gradient<A, A>(needs_dr ? dr : nullptr, of_y, r, scale, nullptr, A(0), rstd[i], n,
+                       /*centred=*/false, sums);
+    for (int64_t j = 0; dx != nullptr && j < n; ++j) {
+      dx[i * n + j] = static_cast<S>(in.gate_first ? dr[j] * factor[j] : dr[j]);
+    }
+    for (int64_t j = 0; dgate != nullptr && j < n; ++j) {
+      const A slope = CpuSilu<A>(static_cast<A>(gate[j])).slope;
+      const A normed = r[j] * rstd[i] * (scale != nullptr ? scale[j] : A(1));
+      const A of_factor =
+          in.gate_first ? dr[j] * static_cast<A>(x[j]) : static_cast<A>(dy[j]) * normed;
+      dgate[i * n + j] = static_cast<S>(of_factor * slope);
+    }
+  };
   const int64_t block = std::max<int64_t>(1, kTaskCells / n);
   // Each sum of a task takes n fp64 values, which is as much memory as two fp32 rows. Therefore
   // there is only about one task per 64 rows. `chunks` is at least 8 and at most 64.
@@ -296,6 +348,7 @@ void backward(const NormUpstream& in, const NormGradients& out) {
   parallel_tasks(tasks, [&](int64_t task) {
     constexpr bool kWidens = !std::is_same_v<A, S>;
     std::vector<A> dy_buffer(kWidens ? n : 0), x_buffer(kWidens ? n : 0);
+    std::vector<A> gated_buffers(is_given(in.gate) ? 4 * n : 0);
     std::vector<A> short_scale(wants_scale ? n : 0), short_shift(wants_shift ? n : 0);
     const VectorSums<A> sums = {wants_scale ? short_scale.data() : nullptr,
                                 wants_shift ? short_shift.data() : nullptr};
@@ -307,12 +360,16 @@ void backward(const NormUpstream& in, const NormGradients& out) {
     const int64_t first = task * task_rows, last = std::min(rows, first + task_rows);
     with_vectors([&] {
       for (int64_t i = first; i < last; ++i) {
-        const A* dy = widened<A>(dys.row<S>(i), n, dy_buffer.data());
-        const A* x = widened<A>(xs.row<S>(i), n, x_buffer.data());
-        const A row_mean = mean != nullptr ? mean[i] : A(0);
-        row_gradient(dx != nullptr ? dx + i * n : nullptr, dy, x, scales.data(),
-                     is_given(in.dsum) ? dsums.row<S>(i) : nullptr, row_mean, rstd[i], n,
-                     in.centred, sums);
+        if (is_given(in.gate)) {
+          gated_row(i, gated_buffers.data(), sums);
+        } else {
+          const A* dy = widened<A>(dys.row<S>(i), n, dy_buffer.data());
+          const A* x = widened<A>(xs.row<S>(i), n, x_buffer.data());
+          const A row_mean = mean != nullptr ? mean[i] : A(0);
+          row_gradient(dx != nullptr ? dx + i * n : nullptr, dy, x, scale,
+                       is_given(in.dsum) ? dsums.row<S>(i) : nullptr, row_mean, rstd[i], n,
+                       in.centred, sums);
+        }
         if ((i + 1 - first) % kShortRows != 0 && i + 1 < last) continue;
         flush(sums.scale, scale_sums.data() + task * n);
         flush(sums.shift, shift_sums.data() + task * n);

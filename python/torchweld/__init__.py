@@ -44,7 +44,7 @@ from torchweld.ops.linear import linear
 from torchweld.ops.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
 from torchweld.ops.mul_relu import mul_relu
 from torchweld.ops.norm_linears import layer_norm_linears, rms_norm_linears
-from torchweld.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from torchweld.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_gated
 from torchweld.ops.outer_add import outer_add
 from torchweld.ops.outer_mul_relu import outer_mul_relu
 from torchweld.ops.rms_norm_linear import rms_norm_linear
@@ -124,6 +124,7 @@ __all__ = [
     "outer_mul_relu",
     "quantize_",
     "rms_norm",
+    "rms_norm_gated",
     "rms_norm_linear",
     "rms_norm_linears",
     "rotary",

@@ -30,7 +30,10 @@ _WITH_LSE = "_with_lse"  # the suffix of attention's variant that also returns l
 _SAME_GRADIENT = {"add_rms_norm": {"residual": "x"}, "add_layer_norm": {"residual": "x"}}
 # Ops that autocast does not cast. Their arguments of _LEADING must have one dtype; if their dtypes
 # differ, autocast uses the widest one.
-_KEEPS_DTYPE = ("gated_activation", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+_KEEPS_DTYPE = (
+    "gated_activation", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm",
+    "rms_norm_gated",
+)  # fmt: skip
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the registered kernels alive.
 _KEPT = "_kernels_of_functorch"
@@ -49,6 +52,7 @@ _LEADING = {
     "linear_token_logprobs": ("x", "target"),
     **dict.fromkeys(("rms_norm", "layer_norm"), ("x",)),
     **dict.fromkeys(("add_rms_norm", "add_layer_norm"), ("x", "residual")),
+    "rms_norm_gated": ("x", "gate"),
 }
 # Arguments with one entry per sequence or per head of the batch that the op itself takes.
 _OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink")

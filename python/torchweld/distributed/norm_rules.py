@@ -1,11 +1,24 @@
-"""Sharding rules of rms_norm, layer_norm and their add_ ops: leading dims are sharded."""
+"""Sharding rules of norms: leading dims are sharded."""
 
 from __future__ import annotations
 
 from torchweld.distributed.rows import Call, Row, Rule, all_of, partial, shard
 
 # Names of arguments and results that have the same leading dims as x.
-_ROWS = ("x", "residual", "dy", "dnormed", "dsum", "dx", "result", "y", "normed", "sum")
+_ROWS = (
+    "x",
+    "residual",
+    "gate",
+    "dy",
+    "dnormed",
+    "dsum",
+    "dx",
+    "dgate",
+    "result",
+    "y",
+    "normed",
+    "sum",
+)
 _STATISTICS = ("mean", "rstd")
 
 
@@ -16,5 +29,5 @@ def _norm(call: Call) -> list[Row]:
 
 
 NORM_RULES: dict[str, Rule] = dict.fromkeys(
-    ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"), _norm
+    ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rms_norm_gated"), _norm
 )

@@ -49,6 +49,47 @@ def rms_norm(
 
 
 @readable_errors
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    gate_first: bool = False,
+) -> Tensor:
+    """`rms_norm(x, weight) * F.silu(gate)`, or `rms_norm(x * F.silu(gate), weight)`.
+
+    The norm behind linear attention (Qwen3-Next, Qwen3.5) and, gate first, behind Mamba-2's scan.
+    All arithmetic is fp32 (fp64 for fp64) with one rounding of the result.
+
+    Args:
+        x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        gate: shape and dtype of `x`.
+        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
+        eps: added to the mean square; finite and at least 0.
+        gate_first: the gate multiplies the rows in front of the norm.
+
+    Returns:
+        `(..., n)` contiguous, dtype of `x`.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or eps.
+
+    Limits: differentiable once. Under autocast the dtype of `x * gate` is kept, and a float32
+        weight stays in float32.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024.
+
+    Example::
+
+        x, gate, weight = torch.randn(4, 32), torch.randn(4, 32), torch.randn(32)
+        y = torchweld.rms_norm_gated(x, gate, weight)
+        torch.testing.assert_close(y, F.rms_norm(x, (32,), weight, 1e-6) * F.silu(gate))
+    """
+    return ops.rms_norm_gated(x, gate, weight, eps=eps, gate_first=gate_first)
+
+
+@readable_errors
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
