@@ -65,6 +65,7 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
         ops.rms_norm_linears(zeros(8, 8), [zeros(8, 8), zeros(8, 8)], [])
     ),
     "add_rms_norm": lambda ops, zeros: ops.add_rms_norm(zeros(2, 8), zeros(2, 8), zeros(8))[0],
+    "rms_norm_gated": lambda ops, zeros: ops.rms_norm_gated(zeros(2, 8), zeros(2, 8), zeros(8)),
     "rotary": _rotary,
     "gated_linear": _gated_linear,
     "gated_activation": lambda ops, zeros, gate: ops.gated_activation(

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.decoder import FusedNorm, Norm
 from torchweld.integrations.fusion.layers.families import (
     Fusion,
@@ -20,6 +22,7 @@ from torchweld.integrations.fusion.layers.families import (
     register,
 )
 from torchweld.integrations.fusion.layers.fused_module import ROW, STOCK, is_fused, stock_class
+from torchweld.integrations.fusion.layers.gated_norm import FusedGatedNorm, GatedNorm
 from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
 from torchweld.integrations.fusion.layers.stock_modules import activation_name
 from torchweld.integrations.fusion.probes import Probes
@@ -48,7 +51,18 @@ def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.M
 def _norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = fused_replica(module)
     replica.weight = nn.Parameter(random(compare.WIDTH))
+    if getattr(module, "group_size", None) == module.weight.numel():  # one group is the whole row
+        replica.group_size = compare.WIDTH
     return replica
+
+
+def _run_gated(
+    module: nn.Module, forward: compare.Forward, random: compare.Random
+) -> tuple[list[Tensor], None]:
+    x, gate = random.inputs(), random(4, 3, compare.WIDTH).requires_grad_()
+    y = forward(module, x, gate)
+    grads = torch.autograd.grad(y, [gate], random(*y.shape).to(y.dtype), retain_graph=True)
+    return [*grads, *compare.with_gradients(module, y, x, random)], None
 
 
 def _mlp_replica(module: nn.Module, random: compare.Random) -> nn.Module:
@@ -95,6 +109,12 @@ class RecognisedNorm(Recognised, FusedNorm):
     comparison = compare.Kind("an RMSNorm", _norm_replica, compare.run_of_one_input)
 
 
+class RecognisedGatedNorm(Recognised, FusedGatedNorm):
+    """An RMSNorm with a gate."""
+
+    comparison = compare.Kind("an RMSNorm with a gate", _norm_replica, _run_gated)
+
+
 class RecognisedMLP(Recognised, FusedMLP):
     """A gated MLP of another class."""
 
@@ -119,8 +139,7 @@ def find(module: nn.Module) -> Fusion | None:
     rows = _norm_rows(module) or _mlp_rows(module)
     if not rows:
         return None
-    parent = RecognisedNorm if isinstance(rows[0], Norm) else RecognisedMLP
-    return choose(module, lambda _: rows, parent)
+    return choose(module, lambda _: rows, _PARENTS[type(rows[0])])
 
 
 def choose(
@@ -148,13 +167,18 @@ def is_mlp(module: nn.Module, row: MLP) -> bool:
     )
 
 
-def _norm_rows(module: nn.Module) -> list[Norm]:
+_PARENTS = {Norm: RecognisedNorm, GatedNorm: RecognisedGatedNorm, MLP: RecognisedMLP}
+
+
+def _norm_rows(module: nn.Module) -> list[Norm] | list[GatedNorm]:
     """The rows that a module may have if it is an RMSNorm."""
     weight = module._parameters.get("weight")
     names = [name for name in _EPS if isinstance(getattr(module, name, None), float)]
     alone = set(module._parameters) == {"weight"} and not module._modules and not module._buffers
     if not alone or weight is None or weight.dim() != 1 or len(names) != 1:
         return []
+    if "gate" in arguments.of(stock_class(module)).names[1:]:
+        return [GatedNorm(names[0], first) for first in (False, True)]
     return [Norm(names[0], offset) for offset in (0.0, 1.0)]
 
 

@@ -1,0 +1,60 @@
+"""Norms behind linear attention and state-space scans, as :func:`torchweld.rms_norm_gated`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops
+from torchweld.integrations import recorder
+from torchweld.integrations.fusion.probes import Probes
+
+from .decoder import FusedNorm
+from .fused_module import (
+    ARGUMENTS,
+    ROW,
+    FusedModule,
+    call_arguments,
+    plain_tensors,
+    stock_forward,
+)
+
+
+class GatedNorm(NamedTuple):
+    """The attribute of eps, and whether the gate multiplies the rows in front of the norm."""
+
+    eps: str
+    gate_first: bool
+
+
+class FusedGatedNorm(FusedModule):
+    """An RMSNorm of ``(x, gate)``."""
+
+    kind = "norm"
+    refusal = staticmethod(FusedNorm.refusal)
+    op_parameters = staticmethod(FusedNorm.op_parameters)
+
+    @staticmethod
+    def label(module: nn.Module, row: GatedNorm) -> str:
+        return "rms_norm_gated"
+
+    @staticmethod
+    def probe(module: nn.Module, row: GatedNorm, weight: Tensor, probes: Probes) -> str | None:
+        return probes.refusal("rms_norm_gated", weight)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
+        if given is None:
+            return stock_forward(self, *args, **kwargs)
+        x, gate = map(given.get, getattr(self, ARGUMENTS).names)
+        # The stock norms compute in fp32 even if x is float64.
+        serves = gate is not None and plain_tensors(x, gate, self.weight)
+        if not serves or x.dtype == torch.float64 or x.shape != gate.shape:
+            return stock_forward(self, *args, **kwargs)
+        if recorder.calls is not None:
+            recorder.record(self)
+        row = getattr(self, ROW)
+        eps = getattr(self, row.eps)
+        return ops.rms_norm_gated(x, gate, self.weight, eps=eps, gate_first=row.gate_first)
