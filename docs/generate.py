@@ -4,6 +4,7 @@ ops.part.md       where each op runs, in which dtype, with which gradients; the 
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
 attention.part.md calls of transformers' models that do not run the attention op, found by running
+parts.part.md     the parts of transformers' causal language models that fuse replaces
 models.part.md    measured training steps of models
 plan.part.md      what benchmarks/plan.py predicts up to 1,024 GPUs
 kernel_*.part.md  measured cases for the pages of docs/kernels
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import io
 import json
@@ -184,6 +186,28 @@ def attention_table(names: Iterable[str] = ()) -> str:
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
             rows += pool.map(_attention_row, paths.FAMILIES)
     return "\n".join(rows) + "\n"
+
+
+def parts_table(models: Iterable[tuple[str, str]] = ()) -> str:
+    """The parts that `fuse` replaces in each model and why others stay stock; every causal language
+    model by default."""
+    parts = _of_tests("fused_parts")
+    found = parts.fused_parts(models)
+    counts = ", ".join(
+        f"{sum(bool(each.ops[part]) for each in found.values())} {part}" for part in parts.PARTS
+    )
+    lines = [
+        f"Models of transformers {importlib.metadata.version('transformers')}: {len(found)}. "
+        f"Those that run a part as an op: {counts}.",
+        "",
+        f"| model type | {' | '.join(parts.PARTS)} | stock, and why |",
+        "| --- " * (2 + len(parts.PARTS)) + "|",
+    ]
+    for kind, each in sorted(found.items()):
+        cells = ["op" if each.ops[part] else "" for part in parts.PARTS]
+        why = "; ".join(each.stock).replace("|", "\\|")
+        lines.append(f"| `{kind}` | {' | '.join(cells)} | {why} |")
+    return "\n".join([*lines, ""])
 
 
 def plan_table() -> str:
@@ -452,6 +476,7 @@ def write() -> None:
         "families.part.md": families_table(),
         "models.part.md": models_table(),
         "attention.part.md": attention_table(),
+        "parts.part.md": parts_table(),
         **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),

@@ -225,6 +225,13 @@ def test_table_of_attention_calls_has_a_cell_for_every_way(generate):
     assert "| `BertForMaskedLM` | 0 of 2 | 0 of 2 | 0 of 2 | - |" in table
 
 
+def test_table_of_fused_parts_says_what_is_stock(generate):
+    pytest.importorskip("transformers")
+    table = generate.parts_table([("llama", "LlamaForCausalLM")])
+    assert "| `llama` | op | op | op | op | op | op |  | op |  |" in table
+    assert ": 1. Those" in table and "1 attention, 1 norm, 1 add + norm" in table
+
+
 def test_reference_has_every_public_name_once(generate):
     names = [name for page in generate.api().values() for name in page]
     assert len(set(names)) == len(names)
