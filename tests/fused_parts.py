@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 
 def random_model(kind: str, name: str) -> nn.Module | None:
-    """A tiny model whose norms have random weights; None where its config takes no small sizes."""
+    """A tiny model whose norms have random weights; None if its config takes no small sizes."""
     torch.manual_seed(0)
     for implementation in ("sdpa", "eager"):
         try:

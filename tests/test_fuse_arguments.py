@@ -88,7 +88,6 @@ def first(out):
     ("cls", "call", "op"),
     [
         (llama.LlamaAttention, attention_call, "torchweld::rotary"),
-        (llama.LlamaDecoderLayer, layer_call, "torchweld::add_rms_norm"),
         (llama.LlamaForCausalLM, head_call, "torchweld::linear_cross_entropy"),
         (gpt2.GPT2Block, block_call, "torchweld::layer_norm_linear"),
     ],
@@ -112,6 +111,20 @@ def test_an_argument_that_is_not_known_runs_the_stock_forward(monkeypatch, cls, 
         plain = first(ours(**given, strength=None))
     assert any(name.startswith(op) for name in calls.names)
     assert_close(plain, first(theirs(**given)), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_hands_its_stock_forward_every_argument(monkeypatch):
+    cls = llama.LlamaDecoderLayer
+    monkeypatch.setattr(cls, "forward", with_strength(cls.forward))
+    model = tiny("Llama").eval()
+    stock = copy.deepcopy(model)
+    fuse(model)
+    ours, given = layer_call(model)
+    theirs, _ = layer_call(stock)
+    with Calls() as calls:
+        found = ours(**given, strength=2.0)
+    assert any(name.startswith("torchweld::add_rms_norm") for name in calls.names)
+    assert_close(found, theirs(**given, strength=2.0), rtol=1e-5, atol=1e-5)
 
 
 def test_the_report_lists_what_the_sample_calls_with_an_argument_that_is_not_known(monkeypatch):

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
+from fused_parts import parts_of, random_model  # noqa: E402
 from test_fuse import Calls  # noqa: E402
 from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
@@ -45,6 +46,22 @@ CHANGES = {
     "SmolLM3": {"no_rope_layers": [1, 0]},
 }
 NAMES = [family.prefix for family in families.FAMILIES.values()]
+# Decoders whose layers differ by their mixers, their norms or their mixtures: for each model type
+# the class, and the parts that run as ops.
+OTHERS = {
+    "bamba": ("BambaForCausalLM", "attention, norm, add + norm, rotary, MLP, loss"),
+    "falcon_h1": ("FalconH1ForCausalLM", "attention, norm, add + norm, norm + qkv, rotary, MLP"),
+    "gemma4_text": ("Gemma4ForCausalLM", "attention, norm, add + norm, MLP"),
+    "gpt_oss": ("GptOssForCausalLM", "attention, norm, add + norm, experts, loss"),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "attention, norm, add + norm, experts"),
+    "hyperclovax": ("HyperCLOVAXForCausalLM", "norm, add + norm, norm + qkv, rotary, MLP, loss"),
+    "jamba": ("JambaForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
+    "kimi_linear": ("KimiLinearForCausalLM", "attention, norm, add + norm, MLP, experts"),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", "attention, norm, add + norm, experts"),
+    "llama4_text": ("Llama4ForCausalLM", "attention, norm, add + norm, MLP"),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "attention, norm, add + norm, rotary, MLP, loss"),
+    "qwen3_next": ("Qwen3NextForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
+}
 # Decoders that no table has, by their model types.
 RECOGNISED = {
     "Arcee": "arcee",
@@ -144,8 +161,14 @@ def test_the_report_lists_what_runs(device, name):
     others = [op for path, op in found.items() if path not in named]
     assert others.count("add_rms_norm") == adds and others.count("rms_norm") == norms
     assert not any("not run" in op for op in report.ops.values())
-    without = [("model.layers.1.self_attn.rotary", "the layer has no rotary embedding")]
-    assert report.skipped == (without if name == "SmolLM3" else [])
+    without = {
+        "SmolLM3": [("model.layers.1.self_attn.rotary", "the layer has no rotary embedding")],
+        "Olmo2": [
+            (f"model.layers.{i}", "Olmo2DecoderLayer is none of the decoder layers that fuse knows")
+            for i in range(LAYERS)
+        ],
+    }
+    assert report.skipped == without.get(name, [])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -176,6 +199,33 @@ def test_loss_and_every_gradient_equal_stock(device, name, checkpointing):
             assert grad is None, key
         else:
             assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_decoders_train_and_generate_as_stock(kind):
+    name, wanted = OTHERS[kind]
+    model = random_model(kind, name)
+    if model is None:
+        pytest.skip("not in this transformers")
+    stock = copy.deepcopy(model)
+    report = fuse(model, loss=True)
+    ran = [part for part, count in parts_of(report).ops.items() if count]
+    assert set(wanted.split(", ")) <= set(ran) and report.max_abs_diff < 1e-4, report
+    inputs = labelled("cpu")
+    loss, grads = step(model.train(), inputs)
+    want, want_grads = step(stock.train(), inputs)
+    assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    for key, grad in grads.items():
+        if want_grads[key] is None:
+            assert grad is None, key
+        else:
+            assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
+    prompts = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    tokens = [
+        each.eval().generate(**prompts, max_new_tokens=6, do_sample=False)
+        for each in (model, stock)
+    ]
+    assert torch.equal(*tokens)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -386,17 +386,30 @@ def parallel(self, hidden_states, **kwargs):
     return hidden_states + h + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-@pytest.mark.parametrize("forward", [first_result, halved, parallel])
-def test_layers_that_compute_something_else_stay_stock(forward):
+def repeated(self, hidden_states, **kwargs):
+    """Uses its input and their sum in many ways."""
+    normed = self.input_layernorm(hidden_states)
+    h, _ = self.self_attn(hidden_states=normed, **kwargs)
+    x = h * 0.5 + hidden_states
+    out = self.mlp(self.post_attention_layernorm(x)) + 2 * x - x[..., :1] + normed / 4
+    return torch.add(out, hidden_states.sin(), alpha=0.5) + self.input_layernorm(x)
+
+
+@pytest.mark.parametrize("forward", [first_result, halved, repeated, parallel])
+def test_a_layer_runs_its_own_forward(forward):
     cls = of_llama(layer={"forward": forward})["layer"]
-    model = with_class(cls, "")
+    model = with_class(cls, "").train()
     stock = copy.deepcopy(model)
     report = fuse(model)
-    assert any("OtherLlamaDecoderLayer has the parts of" in why for _, why in report.skipped)
-    assert not any(op.startswith("add_rms_norm") for op in report.ops.values())
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+    adds = sum(op.startswith("add_rms_norm") for op in report.ops.values())
+    reason = "OtherLlamaDecoderLayer is none of the decoder layers that fuse knows"
+    assert [why for _, why in report.skipped] == ([reason] * 2 if forward is parallel else [])
+    assert adds == (0 if forward is parallel else 2)
+    logits, grads = step(model)
+    want, want_grads = step(stock)
+    assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
 def test_an_attention_with_an_option_of_its_own():

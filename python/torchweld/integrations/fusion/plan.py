@@ -34,6 +34,7 @@ _NAMED = (
     ("norm", "norms", r"^[^_].*Norm$"),
     ("mlp", "MLPs", r"(MLP|Mlp|FFN|FeedForward|Intermediate|Dense)$"),
     ("experts", "experts", r"Experts$"),
+    ("norm", "decoder layers", r"DecoderLayer$"),
 )
 
 
@@ -97,8 +98,8 @@ def _list_unknown(path: str, module: nn.Module, kinds: Collection[str], report: 
 
 def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Module, str]:
     """The norm in front of the projections, and the op in which it runs; {} if there is none."""
-    attn, norm = layer.self_attn, getattr(layer, row.before_attention)
-    parent, attn_row = find_fusion(attn) or (None, None)
+    attn, norm = layer._modules.get("self_attn"), getattr(layer, row.before_attention)
+    parent, attn_row = attn is not None and find_fusion(attn) or (None, None)
     if parent is None or parent.kind != "rotary" or hooked(norm) or hooked(attn):
         return {}
     layers = projection_layers(attn, attn_row)

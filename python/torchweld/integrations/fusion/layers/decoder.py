@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld._library import ops
@@ -60,13 +61,96 @@ class Attention(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The modules that a decoder layer calls around its attention and its MLP."""
+    """The norms of a decoder layer: of its input, and of the first sum of input and result."""
 
     before_attention: str = "input_layernorm"
-    after_attention: str | None = None
     before_mlp: str = "post_attention_layernorm"
-    after_mlp: str | None = None
-    multiplier: str | None = None
+
+
+class Deferred:
+    """A tensor of a stock forward that an op computes together with another.
+
+    Any other use than by this op computes it first.
+    """
+
+    __slots__ = ()
+
+    def tensor(self) -> Tensor:
+        """The value."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.add and not kwargs:  # x + self
+            return args[1] + args[0]
+        args, kwargs = tree_map(computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: getattr(self.tensor(), name)(*map(computed, args))
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem"):
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def computed(value: Any) -> Any:
+    """The tensor of a deferred value; other values as they are."""
+    return value.tensor() if isinstance(value, Deferred) else value
+
+
+class LayerInput(Deferred):
+    """The input of a decoder layer: a norm computes its sum with a result, and an attention layer
+    its norm if ``projects`` is true.
+    """
+
+    __slots__ = ("projects", "x")
+
+    def __init__(self, x: Tensor, projects: bool) -> None:
+        self.x, self.projects = x, projects
+
+    def tensor(self) -> Tensor:
+        return self.x
+
+    def __add__(self, h: Any) -> Any:
+        same = plain_tensors(self.x, h) and h.shape == self.x.shape
+        return Sum(h, self.x) if same else self.x + computed(h)
+
+    __radd__ = __add__
+
+
+class Sum(Deferred):
+    """``h + x``, which :func:`torchweld.add_rms_norm` computes."""
+
+    __slots__ = ("h", "x")
+
+    def __init__(self, h: Tensor, x: Tensor) -> None:
+        self.h, self.x = h, x
+
+    def tensor(self) -> Tensor:
+        if self.h is not None:
+            self.h, self.x = None, self.x + self.h
+        return self.x
+
+
+class Normed(Deferred):
+    """``norm(x)``, which :func:`torchweld.rms_norm_linears` computes."""
+
+    __slots__ = ("norm", "x")
+
+    def __init__(self, norm: nn.Module, x: Tensor) -> None:
+        self.norm, self.x = norm, x
+
+    def tensor(self) -> Tensor:
+        if self.norm is not None:
+            self.norm, self.x = None, self.norm(self.x)
+        return self.x
 
 
 class FusedNorm(FusedModule):
@@ -93,11 +177,23 @@ class FusedNorm(FusedModule):
         return {"weight": module.weight}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) != 1 or kwargs or not _runs_norm(self, args[0]):
+        if len(args) != 1 or kwargs:
             return stock_forward(self, *args, **kwargs)
+        (x,) = args
+        if type(x) is Sum and x.h is not None and _runs_norm(self, x.x):
+            if recorder.calls is not None:
+                recorder.record((self, "add"))
+            h, x.h = x.h, None
+            h, x.x = ops.add_rms_norm(h, x.x, self.weight, **_options(self))
+            return h
+        if type(x) is LayerInput and x.projects:
+            return Normed(self, x.x)
+        x = computed(x)
+        if not _runs_norm(self, x):
+            return stock_forward(self, x)
         if recorder.calls is not None:
             recorder.record(self)
-        return ops.rms_norm(args[0], self.weight, **_options(self))
+        return ops.rms_norm(x, self.weight, **_options(self))
 
 
 def _options(norm: nn.Module) -> dict[str, float]:
@@ -116,8 +212,8 @@ def _runs_norm(norm: nn.Module, x: Any) -> bool:
 class FusedAttention(FusedModule):
     """An attention layer whose rotary embedding is :func:`torchweld.rotary`.
 
-    ``input_norm``, which a :class:`FusedLayer` hands over, normalises ``hidden_states`` in the op
-    that projects it, :func:`torchweld.rms_norm_linears`.
+    Where ``hidden_states`` is :class:`Normed`, the op that projects it normalises it,
+    :func:`torchweld.rms_norm_linears`.
     """
 
     kind = "rotary"
@@ -141,9 +237,7 @@ class FusedAttention(FusedModule):
             return "the layer has no rotary embedding"
         return instance_refusal(module)
 
-    def forward(
-        self, *args: Any, input_norm: nn.Module | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
         if given is not None and given.get("position_embeddings") is None:
             given = None  # whether the stock forward allows that is not known
@@ -151,14 +245,15 @@ class FusedAttention(FusedModule):
                 instead = "the stock forward runs: no rotary table is given"
                 recorder.record((self, "rotary"), instead)
         if given is None:
-            if input_norm is not None:
-                kwargs["hidden_states"] = input_norm(kwargs["hidden_states"])
             return stock_forward(self, *args, **kwargs)
         row, signature = getattr(self, ROW), getattr(self, ARGUMENTS)
         hidden_states, tables = given.pop("hidden_states"), given.pop("position_embeddings")
         attention_mask = given.pop("attention_mask", None)
         cache = given.pop(signature.cache, None)
-        query, key, value = _projections(self, row, hidden_states, input_norm)
+        norm = None
+        if isinstance(hidden_states, Normed):
+            norm, hidden_states = hidden_states.norm, hidden_states.x
+        query, key, value = _projections(self, row, hidden_states, norm)
         # NOTE: getattr with a default takes a microsecond where a module has no such attribute.
         if vars(self).get("use_rope", True):
             cos, sin = tables
@@ -208,7 +303,7 @@ def _projections(
     """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
     layers = list(projection_layers(attn, row).values())
     found = None
-    if norm is not None and not hooked(norm) and _runs_norm(norm, x):
+    if norm is not None and _runs_norm(norm, x):
         found = operands(layers, x)
     if found is None or len({bias is None for bias in found.biases}) > 1:
         x = x if norm is None else norm(x)
@@ -250,12 +345,10 @@ def _neighbours(table: Tensor) -> Tensor:
 class FusedLayer(FusedModule):
     """A decoder layer that adds its attention's result and normalises the sum in one op.
 
-    It hands its attention all arguments but hidden_states.
+    The stock forward runs, on an input that defers its sum and its norm.
     """
 
     kind = "norm"
-    needs = ("hidden_states",)
-    knows = (*FusedAttention.knows, "position_ids", "use_cache")
 
     @staticmethod
     def replacement(path: str, module: nn.Module, row: Layer) -> Replacement:
@@ -264,7 +357,7 @@ class FusedLayer(FusedModule):
 
     @staticmethod
     def label(module: nn.Module, row: Layer) -> str:
-        return f"add_rms_norm (residual + self_attn -> {row.before_mlp})"
+        return f"add_rms_norm (residual -> {row.before_mlp})"
 
     @staticmethod
     def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
@@ -282,34 +375,25 @@ class FusedLayer(FusedModule):
     def op_parameters(module: nn.Module, row: Layer) -> dict[str, Tensor | None]:
         return {"weight": getattr(module, row.before_mlp).weight}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
-        if given is None or _has_any_global_hook():
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.get(getattr(self, ARGUMENTS).names[0])
+        if torch.compiler.is_compiling() or _has_any_global_hook() or not _defers(self, x):
             return stock_forward(self, *args, **kwargs)
-        row = getattr(self, ROW)
-        norm = self._modules.get(row.before_mlp)
-        if norm is None or hooked(norm) or not _runs_norm(norm, given["hidden_states"]):
-            return stock_forward(self, *args, **kwargs)
-        x, before = given.pop("hidden_states"), self._modules[row.before_attention]
-        attn = self.self_attn
+        attn = self._modules.get("self_attn")
         # Recorders of transformers see the attention's results alone.
-        if isinstance(attn, FusedAttention) and not hooked(attn, calls_recorders=True):
-            h, _ = attn(hidden_states=x, input_norm=before, **given)
+        projects = isinstance(attn, FusedAttention) and not hooked(attn, calls_recorders=True)
+        x = LayerInput(x, projects)
+        if args:
+            args = (x, *args[1:])
         else:
-            h, _ = attn(hidden_states=before(x), **given)
-        h = _after(self, row.after_attention, row.multiplier, h)
-        if not plain_tensors(h, x):
-            x = x + h
-            h = norm(x)
-        else:
-            if recorder.calls is not None:
-                recorder.record((norm, "add"))
-            h, x = ops.add_rms_norm(h, x, norm.weight, **_options(norm))
-        return x + _after(self, row.after_mlp, row.multiplier, self.mlp(h))
+            kwargs[getattr(self, ARGUMENTS).names[0]] = x
+        out = stock_forward(self, *args, **kwargs)
+        return tuple(map(computed, out)) if isinstance(out, tuple) else computed(out)
 
 
-def _after(layer: nn.Module, name: str | None, multiplier: str | None, h: Tensor) -> Tensor:
-    """Applies the norm or dropout and the factor that a layer has for a result before adding it."""
-    if name is not None:
-        h = layer._modules[name](h)
-    return h if multiplier is None else h * getattr(layer, multiplier)
+def _defers(layer: nn.Module, x: Any) -> bool:
+    """Whether the norms of a layer take its input x deferred."""
+    row = getattr(layer, ROW, None)
+    norms = [] if row is None else [layer._modules.get(name) for name in row]
+    known = norms and all(norm is not None and not hooked(norm) for norm in norms)
+    return known and type(x) is Tensor and _runs_norm(norms[-1], x)

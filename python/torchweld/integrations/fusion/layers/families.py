@@ -33,7 +33,7 @@ class Family(NamedTuple):
         head_norm: The rows of query and key that are normalised: "head", "row" (all heads) or None.
         interleaved: Whether rotary pairs are neighbours; only half of a table counts then.
         options: The arguments of the attention function that Llama's layer does not pass.
-        layer: The norms and dropouts of a decoder layer.
+        layer: The norms of a decoder layer.
         logits: The head's changes to its logits, as options of ``linear_cross_entropy``.
     """
 
@@ -69,11 +69,7 @@ def _scaling(config: Any) -> dict[str, Any]:
     return {"temperature": config.logits_scaling}
 
 
-_SANDWICH = decoder.Layer(
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
+_SANDWICH = decoder.Layer(before_mlp="pre_feedforward_layernorm")
 _GEMMA = {"eps": "eps", "weight_offset": 1.0}
 
 FAMILIES = {
@@ -98,24 +94,13 @@ FAMILIES = {
         packed=True,
         activation="activation_fn",
         options=_config_window,
-        layer=decoder.Layer(after_attention="resid_attn_dropout", after_mlp="resid_mlp_dropout"),
     ),
     # No norm of an OLMo-2 layer takes a sum with the residual as its argument, so the layer itself
     # is not fused.
     "olmo2": Family("Olmo2", head_norm="row", layer=None),
     "smollm3": Family("SmolLM3", options=_window),
-    "granite": Family(
-        "Granite", layer=decoder.Layer(multiplier="residual_multiplier"), logits=_scaling
-    ),
-    "glm4": Family(
-        "Glm4",
-        packed=True,
-        activation="activation_fn",
-        interleaved=True,
-        layer=decoder.Layer(
-            after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
-        ),
-    ),
+    "granite": Family("Granite", logits=_scaling),
+    "glm4": Family("Glm4", packed=True, activation="activation_fn", interleaved=True),
 }
 # GLM-4 packs the weights of its MLP and not those of its attention.
 _UNPACKED = {"Glm4Attention"}

@@ -2,21 +2,23 @@
 
 An attention layer is one of ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` that calls
 transformers' attention interface. Its replica calls a function that records the arguments. A
-decoder layer has an attention, an MLP and norms that are known; attention and MLP of its replica
-are stubs.
+decoder layer has norms that are known, and one of them gets the sum of the layer's input and a
+result. The other children of its replica are stubs.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from torchweld.integrations import recorder
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.decoder import (
     Attention,
@@ -24,8 +26,10 @@ from torchweld.integrations.fusion.layers.decoder import (
     FusedLayer,
     FusedNorm,
     Layer,
+    LayerInput,
+    computed,
 )
-from torchweld.integrations.fusion.layers.families import FAMILIES, Fusion
+from torchweld.integrations.fusion.layers.families import Fusion, register
 from torchweld.integrations.fusion.layers.fused_module import stock_class, stock_forward
 
 from . import compare
@@ -62,7 +66,12 @@ def find(module: nn.Module) -> Fusion | None:
     """The fused parent and the row for a module by its structure, or None if no row has it."""
     if _is_attention(module):
         return choose(module, _attention_rows, RecognisedAttention)
-    return choose(module, _layer_rows, RecognisedLayer) if _layer_row(module) else None
+    if not _has_children_of_layer(module):
+        return None
+    found = register(stock_class(module))
+    if found is None and (rows := _layer_rows(module)):
+        found = choose(module, lambda _: rows, RecognisedLayer)
+    return found if found and {*found[1]} <= module._modules.keys() else None
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -220,16 +229,15 @@ def _rotary_dim(module: nn.Module) -> int:
     return int(module.head_dim * factor)
 
 
-def _layer_row(module: nn.Module) -> Layer | None:
-    """The row that a module may have if it is a decoder layer whose norms are known."""
-    children = module._modules
-    if module._parameters or module._buffers or not {"self_attn", "mlp"} <= set(children):
-        return None
-    for row in {family.layer for family in FAMILIES.values()} - {None}:
-        names = {row.before_attention, row.after_attention, row.before_mlp, row.after_mlp} - {None}
-        if row.multiplier is None and set(children) == {"self_attn", "mlp"} | names:
-            return row if all(_is_norm(children[name]) for name in names) else None
-    return None
+def _has_children_of_layer(module: nn.Module) -> bool:
+    """Whether a module has two norms that are known and two modules with layers of their own."""
+    children = [child for child in module._modules.values() if child is not None]
+    blocks = [child for child in children if child._modules]
+    return (
+        not module._parameters
+        and len(blocks) > 1
+        and len([child for child in children if _is_norm(child)]) > 1
+    )
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -238,59 +246,73 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _layer_rows(module: nn.Module) -> list[Layer]:
-    return [_layer_row(module)]
+    """The row of a layer: the norm that a replica calls first, and the one that gets a sum."""
+    random = compare.Random(torch.device("cpu"), torch.float32)
+    try:
+        with compare.isolated(random.device), recorder.recording() as calls:
+            replica = _layer_replica(module, random, stock_class(module))
+            _run_stubs(replica, stock_forward, LayerInput(random.inputs(), False))
+    except Exception:  # it has the children of a layer and is none
+        return []
+    names = {child: name for name, child in replica._modules.items()}
+    sums = [names[key[0]] for key in calls if isinstance(key, tuple)]
+    first = [names[key] for key in calls if key in names]
+    return [Layer(first[0], sums[0])] if first and sums else []
 
 
 class _Stub(nn.Module):
-    """Takes the place of a child; says how it was called."""
+    """Takes the place of a child. Its result is a tensor, or a tuple that begins with one."""
 
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+    def __init__(self, factor: float, choices: Sequence[int]) -> None:
         super().__init__()
-        self.function, self.facts = function, []
+        self.factor, self.choices, self.results = factor, choices, 1
 
-    def forward(self, *args: Tensor, **given: Any) -> Any:
-        # FusedLayer gives the attention its input by name.
-        x = args[0] if args else given["hidden_states"]
-        markers = {name: value for name, value in given.items() if value == name}
-        self.facts.append((len(args), "hidden_states" in given, markers))
-        return self.function(x)
+    def forward(self, *args: Any, **given: Any) -> Any:
+        values = map(computed, (*args, *given.values()))
+        x = next(filter(torch.is_tensor, values), None)
+        y = (self.factor * x).sin()
+        return y if self.results == 1 else (y, *[None] * (self.results - 1))
 
 
-def _layer_replica(module: nn.Module, random: compare.Random) -> nn.Module:
-    replica = fused_replica(module)
-    for name, child in module._modules.items():
-        if name == "self_attn":
-            made: nn.Module = _Stub(lambda x: (x.sin(), None))
-        elif name == "mlp":
-            made = _Stub(torch.cos)
-        else:
+def _layer_replica(
+    module: nn.Module, random: compare.Random, cls: type[nn.Module] | None = None
+) -> nn.Module:
+    replica = fused_replica(module) if cls is None else compare.bare_replica(module, cls)
+    for i, (name, child) in enumerate(module._modules.items()):
+        made = child
+        if child is not None and _is_norm(child):
             made = fused_replica(child)
             made.weight = nn.Parameter(random(compare.WIDTH))
+        elif child is not None:
+            made = _Stub(1 + i / 8, (2, 3, 1) if child._modules else (1,))
         replica.add_module(name, made)
+    for name, buffer in module._buffers.items():
+        replica.register_buffer(name, buffer.to(random.device, random.dtype))
     return replica
+
+
+def _run_stubs(module: nn.Module, forward: compare.Forward, x: Any) -> tuple[Any, list[int]]:
+    """The result of a layer, and how many results of each stub its forward takes."""
+    stubs = [child for child in module.children() if isinstance(child, _Stub)]
+    given = dict.fromkeys(arguments.of(stock_class(module)).names[1:], 1.0)
+    refused: Exception | None = None
+    for results in itertools.product(*(stub.choices for stub in stubs)):
+        for stub, count in zip(stubs, results, strict=True):
+            stub.results = count
+        try:
+            return forward(module, x, **given), [*results]
+        except (AttributeError, TypeError, ValueError) as error:
+            refused = refused or error
+    raise refused
 
 
 def _run_layer(
     module: nn.Module, forward: compare.Forward, random: compare.Random
 ) -> tuple[list[Tensor], Any]:
-    # Every other argument of the layer is its own name.
-    _, *names = arguments.of(stock_class(module)).names
-    given = {name: name for name in names}
-    x, stubs = random.inputs(), (module.self_attn, module.mlp)
-    for stub in stubs:
-        stub.facts.clear()
-    tensors = compare.with_gradients(module, forward(module, x, **given), x, random)
-    facts = [list(stub.facts) for stub in stubs]
-    # FusedLayer takes two results of an attention and one of an MLP.
-    for stub, function in zip(stubs, (lambda x: (x, None, None), lambda x: (x, None)), strict=True):
-        plain, stub.function = stub.function, function
-        try:
-            stock_forward(module, x, **given)
-        except (TypeError, ValueError):
-            stub.function = plain
-        else:
-            raise RuntimeError("it takes results of its parts in several forms")
-    return tensors, facts
+    x = random.inputs()
+    y, results = _run_stubs(module, forward, x)
+    y, *rest = y if isinstance(y, tuple) else (y,)
+    return compare.with_gradients(module, y, x, random), [results, rest]
 
 
 class RecognisedAttention(Recognised, FusedAttention):
@@ -300,7 +322,6 @@ class RecognisedAttention(Recognised, FusedAttention):
 
 
 class RecognisedLayer(Recognised, FusedLayer):
-    """A decoder layer of another class. The comparison covers each of its arguments."""
+    """A decoder layer of another class."""
 
-    knows = None
     comparison = compare.Kind("a decoder layer", _layer_replica, _run_layer)
