@@ -59,7 +59,8 @@ def random_model(kind: str, name: str) -> nn.Module | None:
 
 def parts_of(report: FuseReport) -> Parts:
     """Sorts a report by parts."""
-    ops = [re.match(r"\w+", text)[0] for text in report.ops.values()]
+    texts = [text for text in report.ops.values() if "not run" not in text]
+    ops = [re.match(r"\w+", text)[0] for text in texts]
     counts = {part: sum(bool(re.fullmatch(p, op)) for op in ops) for part, p in PARTS.items()}
     why = [re.sub(r"transformers\.models\.[\w.]+\.", "", reason) for _, reason in report.skipped]
     return Parts(counts, list(dict.fromkeys(why)), report.max_abs_diff)

@@ -190,17 +190,21 @@ def test_a_renamed_argument_leaves_the_part_stock(monkeypatch, old):
     assert torch.equal(model.generate(**inputs, **options), stock.generate(**inputs, **options))
 
 
-def test_parts_of_an_attention_or_a_head_with_other_arguments_are_listed():
+def test_an_attention_or_a_head_of_another_form_is_listed():
     forward = with_strength(llama.LlamaAttention.forward)
-    cls = type("Other", (llama.LlamaAttention,), {"__module__": llama.__name__, "forward": forward})
+    cls = type(
+        "OtherAttention",
+        (llama.LlamaAttention,),
+        {"__module__": llama.__name__, "forward": forward},
+    )
     model = tiny("Llama").eval()
     for layer in model.model.layers:
         layer.self_attn.__class__ = cls
     reasons = dict(fuse(model).skipped)
     for layer in range(LAYERS):
         reason = reasons[f"model.layers.{layer}.self_attn.rotary"]
-        assert reason.startswith("its arguments are (hidden_states, position_embeddings, ")
-        assert reason.endswith("strength): it has strength")
+        form = "apply_rotary_pos_emb of the form (q, k, cos, sin)"
+        assert reason == f"OtherAttention calls no {form}"
     forward = with_strength(llama.LlamaForCausalLM.forward)
     names = {"__module__": llama.__name__, "forward": forward}
     model = tiny("Llama")

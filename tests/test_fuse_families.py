@@ -50,17 +50,22 @@ NAMES = [family.prefix for family in families.FAMILIES.values()]
 # the class, and the parts that run as ops.
 OTHERS = {
     "bamba": ("BambaForCausalLM", "attention, norm, add + norm, rotary, MLP, loss"),
-    "falcon_h1": ("FalconH1ForCausalLM", "attention, norm, add + norm, norm + qkv, rotary, MLP"),
+    "cohere2": ("Cohere2ForCausalLM", "attention, rotary, MLP, loss"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "attention, add + norm, norm + qkv, rotary, MLP"),
+    "dots3_note_text": ("Dots3NoteForCausalLM", "norm, add + norm, norm + qkv, rotary, experts"),
+    "exaone4": ("Exaone4ForCausalLM", "attention, norm, rotary, MLP, loss"),
+    "falcon_h1": ("FalconH1ForCausalLM", "attention, norm, add + norm, rotary, MLP"),
     "gemma4_text": ("Gemma4ForCausalLM", "attention, norm, add + norm, MLP"),
-    "gpt_oss": ("GptOssForCausalLM", "attention, norm, add + norm, experts, loss"),
+    "gpt_oss": ("GptOssForCausalLM", "attention, add + norm, norm + qkv, rotary, experts, loss"),
     "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "attention, norm, add + norm, experts"),
     "hyperclovax": ("HyperCLOVAXForCausalLM", "norm, add + norm, norm + qkv, rotary, MLP, loss"),
     "jamba": ("JambaForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
     "kimi_linear": ("KimiLinearForCausalLM", "attention, norm, add + norm, MLP, experts"),
     "lfm2_moe": ("Lfm2MoeForCausalLM", "attention, norm, add + norm, experts"),
     "llama4_text": ("Llama4ForCausalLM", "attention, norm, add + norm, MLP"),
+    "ministral3": ("Ministral3ForCausalLM", "attention, add + norm, norm + qkv, rotary, MLP, loss"),
     "olmo_hybrid": ("OlmoHybridForCausalLM", "attention, norm, add + norm, rotary, MLP, loss"),
-    "qwen3_next": ("Qwen3NextForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
+    "qwen3_next": ("Qwen3NextForCausalLM", "add + norm, norm + qkv, rotary, MLP, experts, loss"),
 }
 # Decoders that no table has, by their model types.
 RECOGNISED = {

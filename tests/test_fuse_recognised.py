@@ -249,7 +249,7 @@ def test_models_of_transformers_that_no_table_has(device, name):
     report = fuse(model)
     kinds = {op.split(" ")[0] for op in report.ops.values()}
     block = {"attention", "rotary", "rms_norm", "add_rms_norm", "rms_norm_linears"}
-    assert kinds == ({"attention", "gated_mlp"} if name == "Cohere" else block)
+    assert kinds == ({"attention", "rotary", "gated_mlp"} if name == "Cohere" else block)
     # Cohere's norm subtracts the mean.
     assert any("CohereLayerNorm" in reason for _, reason in report.skipped) == (name == "Cohere")
     logits, grads = step(model)
@@ -356,16 +356,66 @@ def rotated_after_scaling(self, position_embeddings, **more):
 
 
 @pytest.mark.parametrize("forward", [scaled, rotated_after_scaling])
-def test_attention_that_computes_something_else_stays_stock(forward):
+def test_attention_whose_forward_calls_no_rotary_function_stays_stock(forward):
     cls = of_llama(attention={"forward": forward})["attention"]
     model = with_class(cls, "self_attn")
     stock = copy.deepcopy(model)
     report = fuse(model)
-    reason = dict(report.skipped)["model.layers.0.self_attn.rotary"]
-    assert "OtherLlamaAttention has the parts of an attention layer and c" in reason
+    assert "model.layers.0.self_attn.rotary" in dict(report.skipped)
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin):
+    """The place of a function that a test chooses."""
+
+
+def rotated(self, hidden_states, position_embeddings, **kwargs):
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = (
+        getattr(self, name)(hidden_states).view(shape).transpose(1, 2)
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    # ALL_ATTENTION_FUNCTIONS
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def half_rotated(q, k, cos, sin):
+    """Tables narrower than the heads."""
+    cos, sin = (table[:, None, :, :4] for table in (cos, sin))
+    first = transformers.models.llama.modeling_llama.rotate_half
+    return tuple(
+        torch.cat((x[..., :4] * cos + first(x[..., :4]) * sin, x[..., 4:]), -1) for x in (q, k)
+    )
+
+
+def rotated_back(q, k, cos, sin):
+    return transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin)
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "half_rotated", "rotated_back"])
+def test_rotary_functions_are_compared(monkeypatch, name):
+    llama = transformers.models.llama.modeling_llama
+    function = getattr(llama, name, None) or globals()[name]
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
+    cls = type("OtherAttention", (llama.LlamaAttention,), {"forward": rotated})
+    model = with_class(cls, "self_attn").train()
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    runs = name == "apply_rotary_pos_emb"
+    where = "model.layers.0.self_attn.rotary"
+    assert (where in report.replaced) == runs, report
+    if not runs:
+        why = "OtherAttention has the parts of a rotary embedding and computes something else"
+        assert dict(report.skipped)[where].endswith(why)
+    logits, grads = step(model)
+    want, want_grads = step(stock)
+    assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
 def first_result(self, hidden_states, **kwargs):
@@ -389,6 +439,8 @@ def parallel(self, hidden_states, **kwargs):
 def repeated(self, hidden_states, **kwargs):
     """Uses its input and their sum in many ways."""
     normed = self.input_layernorm(hidden_states)
+    with torch.no_grad():  # as an indexer of sparse attention
+        self.mlp(normed)
     h, _ = self.self_attn(hidden_states=normed, **kwargs)
     x = h * 0.5 + hidden_states
     out = self.mlp(self.post_attention_layernorm(x)) + 2 * x - x[..., :1] + normed / 4
@@ -410,38 +462,6 @@ def test_a_layer_runs_its_own_forward(forward):
     assert_close(logits, want, rtol=1e-4, atol=1e-4)
     for grad, want_grad in zip(grads, want_grads, strict=True):
         assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
-
-
-def test_an_attention_with_an_option_of_its_own():
-    """The option's value is read in every call."""
-
-    @like_llama
-    def windowed(self, **kwargs):
-        stock = transformers.models.llama.modeling_llama.LlamaAttention.forward
-        return stock(self, **kwargs, sliding_window=self.span)
-
-    cls = of_llama(attention={"forward": windowed})["attention"]
-    model = with_class(cls, "self_attn")
-    for i, layer in enumerate(model.model.layers):
-        layer.self_attn.span = None if i else 5
-    stock = copy.deepcopy(model)
-    report = fuse(model)
-    assert not report.skipped
-    ids = torch.arange(12)[None]
-    for span in (5, 3):
-        for each in (model, stock):
-            for layer in each.model.layers:
-                layer.self_attn.span = span
-        with torch.no_grad():
-            assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_a_value_of_the_config_counts():
-    """Olmo clips query, key and value where its config says so; its class is compared anew."""
-    for clip, refused in ((None, 0), (1.0, 2)):
-        report = fuse(tiny_of("Olmo", clip_qkv=clip), only="rotary")
-        assert len(report.skipped) == refused, report
-        assert len(report.replaced) == 2 - refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

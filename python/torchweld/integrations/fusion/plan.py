@@ -103,7 +103,7 @@ def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Modu
     if parent is None or parent.kind != "rotary" or hooked(norm) or hooked(attn):
         return {}
     layers = projection_layers(attn, attn_row)
-    if parent.refusal(attn, attn_row) is not None:
+    if not layers or parent.refusal(attn, attn_row) is not None:
         return {}
     called = why_called(layers)
     if called:

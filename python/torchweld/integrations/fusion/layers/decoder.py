@@ -11,11 +11,18 @@ with their neighbours, and an op of its own would stand between.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import re
 import sys
+import textwrap
+import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_map
@@ -38,9 +45,10 @@ from .fused_module import (
     instance_refusal,
     is_fused,
     plain_tensors,
+    stock_class,
     stock_forward,
 )
-from .linears import copied, operands
+from .linears import Operands, copied, operands
 from .stock_modules import hooked, implementation
 
 
@@ -67,20 +75,34 @@ class Layer(NamedTuple):
     before_mlp: str = "post_attention_layernorm"
 
 
+_FACTS = {"shape", "size", "dtype", "device", "ndim", "dim"}
+
+
 class Deferred:
     """A tensor of a stock forward that an op computes together with another.
 
-    Any other use than by this op computes it first.
+    Any other use than by this op computes it first, with a gradient where stock has one.
+
+    Attributes:
+        x: A tensor of its shape and dtype.
+        mode: Whether gradients are recorded and autocast is on where stock computes the value.
     """
 
-    __slots__ = ()
+    __slots__ = ("mode", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.mode = x, _mode(x)
+
+    def is_in_mode(self) -> bool:
+        """Whether an op may compute it with what comes now."""
+        return self.mode == _mode(self.x)
 
     def tensor(self) -> Tensor:
         """The value."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor(), name)
+        return getattr(self.x if name in _FACTS else self.tensor(), name)
 
     @classmethod
     def __torch_function__(
@@ -90,6 +112,10 @@ class Deferred:
             return args[1] + args[0]
         args, kwargs = tree_map(computed, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _mode(x: Tensor) -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
 
 
 def _operator(name: str) -> Callable:
@@ -106,14 +132,15 @@ def computed(value: Any) -> Any:
 
 
 class LayerInput(Deferred):
-    """The input of a decoder layer: a norm computes its sum with a result, and an attention layer
-    its norm if ``projects`` is true.
+    """The input of a decoder layer: a norm computes its sum with a result, and ``projections`` are
+    the layers that are computed with its norm, if there are any.
     """
 
-    __slots__ = ("projects", "x")
+    __slots__ = ("projections",)
 
-    def __init__(self, x: Tensor, projects: bool) -> None:
-        self.x, self.projects = x, projects
+    def __init__(self, x: Tensor, projections: Operands | None = None) -> None:
+        super().__init__(x)
+        self.projections = projections
 
     def tensor(self) -> Tensor:
         return self.x
@@ -128,29 +155,56 @@ class LayerInput(Deferred):
 class Sum(Deferred):
     """``h + x``, which :func:`torchweld.add_rms_norm` computes."""
 
-    __slots__ = ("h", "x")
+    __slots__ = ("h",)
 
     def __init__(self, h: Tensor, x: Tensor) -> None:
-        self.h, self.x = h, x
+        super().__init__(x)
+        self.h = h
 
     def tensor(self) -> Tensor:
         if self.h is not None:
-            self.h, self.x = None, self.x + self.h
+            with torch.set_grad_enabled(self.mode[0]):
+                self.h, self.x = None, self.x + self.h
         return self.x
 
 
 class Normed(Deferred):
-    """``norm(x)``, which :func:`torchweld.rms_norm_linears` computes."""
+    """``norm(x)``, which :func:`torchweld.rms_norm_linears` computes with the next layers."""
 
-    __slots__ = ("norm", "x")
+    __slots__ = ("norm", "projections", "results")
 
-    def __init__(self, norm: nn.Module, x: Tensor) -> None:
-        self.norm, self.x = norm, x
+    def __init__(self, norm: nn.Module, x: Tensor, projections: Operands) -> None:
+        super().__init__(x)
+        self.norm, self.projections, self.results = norm, projections, None
 
     def tensor(self) -> Tensor:
         if self.norm is not None:
-            self.norm, self.x = None, self.norm(self.x)
+            with torch.set_grad_enabled(self.mode[0]):
+                self.norm, self.x = None, self.norm(self.x)
         return self.x
+
+    def linears(self) -> list[Tensor]:
+        """The results of all layers."""
+        if self.results is None:
+            if recorder.calls is not None:
+                recorder.record(self.norm)
+                recorder.record((self.norm, "projections"))
+            weights, biases, mesh = self.projections
+            biases = [] if biases[0] is None else biases
+            x, scale = copied(mesh, self.x, self.norm.weight)
+            self.results = ops.rms_norm_linears(x, weights, biases, scale, **_options(self.norm))
+        return self.results
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        x = args[0] if args else None
+        if func is F.linear and isinstance(x, Normed) and x.norm is not None and x.is_in_mode():
+            for i, weight in enumerate(x.projections.weights):
+                if weight is args[1]:
+                    return x.linears()[i]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class FusedNorm(FusedModule):
@@ -180,14 +234,14 @@ class FusedNorm(FusedModule):
         if len(args) != 1 or kwargs:
             return stock_forward(self, *args, **kwargs)
         (x,) = args
-        if type(x) is Sum and x.h is not None and _runs_norm(self, x.x):
+        if type(x) is Sum and x.h is not None and x.is_in_mode() and _runs_norm(self, x.x):
             if recorder.calls is not None:
                 recorder.record((self, "add"))
             h, x.h = x.h, None
             h, x.x = ops.add_rms_norm(h, x.x, self.weight, **_options(self))
             return h
-        if type(x) is LayerInput and x.projects:
-            return Normed(self, x.x)
+        if type(x) is LayerInput and x.projections is not None and _runs_norm(self, x.x):
+            return Normed(self, x.x, x.projections)
         x = computed(x)
         if not _runs_norm(self, x):
             return stock_forward(self, x)
@@ -209,33 +263,129 @@ def _runs_norm(norm: nn.Module, x: Any) -> bool:
     return serves and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
-class FusedAttention(FusedModule):
+class Rotary(NamedTuple):
+    """How a rotary function ``(q, k, cos, sin)`` of a model computes.
+
+    Attributes:
+        name: The function's, in the module of the attention layer.
+        tables: The key of ``TABLES`` that makes the op's tables of the function's.
+        interleaved: Whether a pair is two neighbours.
+        gathered: Whether the first of all pairs of neighbours stand before the second in results.
+        partial: Whether tables narrower than the heads rotate the first values of each head.
+    """
+
+    name: str
+    tables: str
+    interleaved: bool
+    gathered: bool
+    partial: bool
+
+
+def _neighbours(table: Tensor) -> Tensor:
+    """A table of interleaved pairs ``(.., rotary_dim)`` from one whose first half has each once."""
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)
+
+
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda table: table,
+    "first half": _neighbours,
+    "first half twice": lambda table: table[..., : table.shape[-1] // 2].repeat(1, 1, 2),
+    "half as wide": lambda table: torch.cat((table, table), -1),
+}
+
+
+class FusedRotary(FusedModule):
+    """An attention layer whose stock forward gets :func:`torchweld.rotary` as its functions.
+
+    ``hidden_states`` may be :class:`Normed`.
+    """
+
+    kind = "rotary"
+    running: ClassVar[nn.Module | None] = None  # the layer whose calls are recorded
+
+    @staticmethod
+    def replacement(path: str, module: nn.Module, row: Any) -> Replacement:
+        return Replacement(below(path, "rotary"), (module, "rotary"), (module,))
+
+    @staticmethod
+    def label(module: nn.Module, row: Any) -> str:
+        return "rotary"
+
+    @staticmethod
+    def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
+        return probes.refusal("rotary", weight)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Any) -> str | None:
+        if not getattr(module, "use_rope", True):
+            return "the layer has no rotary embedding"
+        return instance_refusal(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
+        if given is None:
+            return stock_forward(self, *args, **kwargs)
+        forward = _with_rotary(stock_class(self).forward, getattr(self, ROW))
+        if recorder.calls is None:
+            return forward(self, **given)
+        FusedRotary.running = self
+        try:
+            return forward(self, **given)
+        finally:
+            FusedRotary.running = None
+
+
+@functools.cache
+def _with_rotary(forward: Callable, rows: tuple[Rotary, ...]) -> Callable:
+    """A forward, beneath its decorators, that calls the op as the functions of its module."""
+    inner = inspect.unwrap(forward)
+    names = {**inner.__globals__, **{row.name: rotation(inner, row) for row in rows}}
+    own = types.FunctionType(
+        inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__
+    )
+    own.__kwdefaults__ = inner.__kwdefaults__
+    return own
+
+
+def rotation(forward: Callable, row: Rotary) -> Callable:
+    """The function of a row, which runs the stock one of the forward's module where it must."""
+    stock = forward.__globals__[row.name]
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        instead = None
+        if args or kwargs or not _rotates(row, q, k, cos, sin):
+            instead = f"the stock {row.name} runs: it is called with other shapes or dtypes"
+        if recorder.calls is not None:
+            recorder.record((FusedRotary.running, "rotary"), instead)
+        if instead is not None:
+            return stock(q, k, cos, sin, *args, **kwargs)
+        tables = map(TABLES[row.tables], (cos, sin))
+        if row.gathered:
+            q, k = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (q, k))
+        return ops.rotary(q, k, *tables, interleaved=row.interleaved)
+
+    return rotate
+
+
+def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    if not plain_tensors(q, k, cos, sin) or cos.requires_grad or sin.requires_grad:
+        return False
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
+        return False
+    width = cos.shape[-1] * (2 if row.tables == "half as wide" else 1)
+    fits = width == q.shape[-1] or row.partial and width < q.shape[-1]
+    rows = cos.shape[1] == q.shape[2] == k.shape[2] and cos.shape[0] in (1, q.shape[0])
+    return fits and rows and q.shape[-1] == k.shape[-1]
+
+
+class FusedAttention(FusedRotary):
     """An attention layer whose rotary embedding is :func:`torchweld.rotary`.
 
     Where ``hidden_states`` is :class:`Normed`, the op that projects it normalises it,
     :func:`torchweld.rms_norm_linears`.
     """
 
-    kind = "rotary"
     needs = knows = ("hidden_states", "position_embeddings", "attention_mask", "cache")
-
-    @staticmethod
-    def replacement(path: str, module: nn.Module, row: Attention) -> Replacement:
-        return Replacement(below(path, "rotary"), (module, "rotary"), (module,))
-
-    @staticmethod
-    def label(module: nn.Module, row: Attention) -> str:
-        return "rotary"
-
-    @staticmethod
-    def probe(module: nn.Module, row: Attention, weight: Tensor, probes: Probes) -> str | None:
-        return probes.refusal("rotary", weight)
-
-    @staticmethod
-    def refusal(module: nn.Module, row: Attention) -> str | None:
-        if not getattr(module, "use_rope", True):
-            return "the layer has no rotary embedding"
-        return instance_refusal(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
@@ -250,10 +400,7 @@ class FusedAttention(FusedModule):
         hidden_states, tables = given.pop("hidden_states"), given.pop("position_embeddings")
         attention_mask = given.pop("attention_mask", None)
         cache = given.pop(signature.cache, None)
-        norm = None
-        if isinstance(hidden_states, Normed):
-            norm, hidden_states = hidden_states.norm, hidden_states.x
-        query, key, value = _projections(self, row, hidden_states, norm)
+        query, key, value = _projections(self, row, hidden_states)
         # NOTE: getattr with a default takes a microsecond where a module has no such attribute.
         if vars(self).get("use_rope", True):
             cos, sin = tables
@@ -291,29 +438,39 @@ def _stock_module(attn: nn.Module) -> Any:
     return sys.modules[getattr(attn, STOCK).__module__]
 
 
-def projection_layers(attn: nn.Module, row: Attention) -> dict[str, nn.Module]:
-    """The layers that make query, key and value, by name."""
-    names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
-    return {name: attn._modules[name] for name in names}
+def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
+    """The layers of an attention layer that project its input, by name."""
+    if isinstance(row, Attention):
+        names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
+    else:
+        names = _projecting(inspect.unwrap(stock_class(attn).forward))
+    return {name: attn._modules[name] for name in names if name in attn._modules}
+
+
+@functools.cache
+def _projecting(forward: Callable) -> tuple[str, ...]:
+    """The names of the layers that a forward calls with its input, whatever its arguments are."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0].body
+    names: dict[str, None] = {}
+    for statement in body:
+        # NOTE: a layer that only some calls need would get a gradient of zeros in place of None.
+        # With and without a rank of q, latent attention has other layers.
+        test = ast.unparse(statement.test) if hasattr(statement, "test") else "q_lora_rank"
+        if "q_lora_rank" in test:
+            found = re.findall(r"self\.(\w+)\(hidden_states\)", ast.unparse(statement))
+            names |= dict.fromkeys(found)
+    return tuple(names)
 
 
 def _projections(
-    attn: nn.Module, row: Attention, x: Tensor, norm: nn.Module | None
+    attn: nn.Module, row: Attention, x: Tensor | Normed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
-    layers = list(projection_layers(attn, row).values())
-    found = None
-    if norm is not None and _runs_norm(norm, x):
-        found = operands(layers, x)
-    if found is None or len({bias is None for bias in found.biases}) > 1:
-        x = x if norm is None else norm(x)
-        projected = [layer(x) for layer in layers]
+    if isinstance(x, Normed) and x.norm is not None:
+        projected, x = x.linears(), x.x
     else:
-        if recorder.calls is not None:
-            recorder.record(norm)
-        biases = [] if found.biases[0] is None else found.biases
-        rows, scale = copied(found.mesh, x, norm.weight)
-        projected = ops.rms_norm_linears(rows, found.weights, biases, scale, **_options(norm))
+        x = computed(x)
+        projected = [layer(x) for layer in projection_layers(attn, row).values()]
     if row.packed:
         heads, heads_k = attn.config.num_attention_heads, attn.num_key_value_heads
         sizes = [count * attn.head_dim for count in (heads, heads_k, heads_k)]
@@ -335,11 +492,6 @@ def _projections(
 def _is_table(table: Tensor, query: Tensor) -> bool:
     dtypes = (query.dtype, torch.float32)
     return type(table) is Tensor and table.dtype in dtypes and not table.requires_grad
-
-
-def _neighbours(table: Tensor) -> Tensor:
-    """A table of interleaved pairs ``(.., rotary_dim)`` from one whose first half has each once."""
-    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)
 
 
 class FusedLayer(FusedModule):
@@ -379,10 +531,7 @@ class FusedLayer(FusedModule):
         x = args[0] if args else kwargs.get(getattr(self, ARGUMENTS).names[0])
         if torch.compiler.is_compiling() or _has_any_global_hook() or not _defers(self, x):
             return stock_forward(self, *args, **kwargs)
-        attn = self._modules.get("self_attn")
-        # Recorders of transformers see the attention's results alone.
-        projects = isinstance(attn, FusedAttention) and not hooked(attn, calls_recorders=True)
-        x = LayerInput(x, projects)
+        x = LayerInput(x, _projections_of(self._modules.get("self_attn"), x))
         if args:
             args = (x, *args[1:])
         else:
@@ -397,3 +546,16 @@ def _defers(layer: nn.Module, x: Any) -> bool:
     norms = [] if row is None else [layer._modules.get(name) for name in row]
     known = norms and all(norm is not None and not hooked(norm) for norm in norms)
     return known and type(x) is Tensor and _runs_norm(norms[-1], x)
+
+
+def _projections_of(attn: nn.Module | None, x: Tensor) -> Operands | None:
+    """The layers of a fused attention layer that one op computes of the norm of x, or None."""
+    # Recorders of transformers see the attention's results alone.
+    if not isinstance(attn, FusedRotary) or hooked(attn, calls_recorders=True):
+        return None
+    row = getattr(attn, ROW)
+    layers = projection_layers(attn, row)
+    found = operands(list(layers.values()), x) if layers else None
+    if found is None or len({bias is None for bias in found.biases}) > 1:
+        return None
+    return found if found.mesh is None or isinstance(attn, FusedAttention) else None
