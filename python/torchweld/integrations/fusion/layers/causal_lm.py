@@ -17,7 +17,6 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     CausalLMOutputWithPast,
-    MoeCausalLMOutputWithPast,
 )
 from transformers.utils import ModelOutput
 
@@ -40,6 +39,12 @@ from .fused_module import (
 from .linears import has_classes, sharded_loss
 
 
+def base_results(output: type[ModelOutput]) -> tuple[str, ...]:
+    """The names of a class of outputs that are the base model's."""
+    names = (each.name for each in dataclasses.fields(output))
+    return tuple(name for name in names if name not in ("loss", "logits", "aux_loss"))
+
+
 class Head(NamedTuple):
     """The head of a family.
 
@@ -47,6 +52,7 @@ class Head(NamedTuple):
         options: Given the model's config, returns the options of the op that change the logits.
         base: The name of the base model.
         output: The class of its outputs.
+        results: The names of the base model's results among them.
         router_loss: The function of a mixture's model that balances the load of its experts.
         router_factor: The attribute of the model by which that loss is multiplied.
     """
@@ -54,24 +60,17 @@ class Head(NamedTuple):
     options: Callable[[Any], dict[str, Any]]
     base: str = "model"
     output: type[ModelOutput] = CausalLMOutputWithPast
+    results: tuple[str, ...] = base_results(CausalLMOutputWithPast)
     router_loss: Callable[..., Tensor] | None = None
     router_factor: str = ""
 
 
-GPT2_HEAD = Head(lambda config: {}, "transformer", CausalLMOutputWithCrossAttentions)
-# For each class of outputs: the names of those that are the base model's.
-RESULTS = {
-    output: [
-        each.name
-        for each in dataclasses.fields(output)
-        if each.name not in ("loss", "logits", "aux_loss")
-    ]
-    for output in (
-        CausalLMOutputWithPast,
-        CausalLMOutputWithCrossAttentions,
-        MoeCausalLMOutputWithPast,
-    )
-}
+GPT2_HEAD = Head(
+    lambda config: {},
+    "transformer",
+    CausalLMOutputWithCrossAttentions,
+    base_results(CausalLMOutputWithCrossAttentions),
+)
 
 
 def refusal(model: nn.Module) -> str | None:
@@ -208,10 +207,10 @@ class FusedCausalLM(FusedModule):
         if not returns_loss_alone(self, labels, to_keep, given.get("return_dict")):
             return stock_forward(self, *args, **kwargs)
         row: Head = getattr(self, ROW)
-        if row.router_loss is not None and given.get("output_router_logits") is None:
+        names = getattr(self, ARGUMENTS).names
+        if "output_router_logits" in names and given.get("output_router_logits") is None:
             given["output_router_logits"] = self.config.output_router_logits
         outputs = getattr(self, row.base)(**given)
-        names = getattr(self, ARGUMENTS).names
         loss = causal_loss(
             self.lm_head,
             outputs.last_hidden_state,
@@ -220,13 +219,13 @@ class FusedCausalLM(FusedModule):
             keep=keep_of(self),
             options=row.options(self.config),
         )
-        results = {name: getattr(outputs, name) for name in RESULTS[row.output]}
+        found = {name: getattr(outputs, name) for name in row.results}
         if row.router_loss is not None and given["output_router_logits"]:
             per_token, mask = self.num_experts_per_tok, given.get("attention_mask")
             aux = row.router_loss(outputs.router_logits, self.num_experts, per_token, mask)
             loss = loss + getattr(self, row.router_factor) * aux.to(loss.device)
-            results["aux_loss"] = aux
-        return row.output(loss=loss, **results)
+            found["aux_loss"] = aux
+        return row.output(loss=loss, **found)
 
 
 class FusedMixtureLM(FusedCausalLM):

@@ -12,29 +12,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    MoeCausalLMOutputWithPast,
-    MoeModelOutputWithPast,
-)
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.causal_lm import (
-    RESULTS,
     FusedCausalLM,
     FusedMixtureLM,
     Head,
+    base_results,
 )
 from torchweld.integrations.fusion.layers.families import Fusion
-from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class
+from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class, stock_forward
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare
 from .norms_mlps import Recognised, choose, fused_replica
 
 _CLASSES = 20  # of a replica
-_RESULTS = RESULTS[CausalLMOutputWithPast]
+_EXPERTS = 4
 # The attributes by which models multiply the loss of their routers.
 _FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 
@@ -64,6 +59,8 @@ _CHANGES = (
     Logits("temperature", "logits_scaling"),
     Logits("temperature", "logits_scaling", inverse=True),
     Logits("temperature", "logit_scale", inverse=True),
+    Logits("temperature", "lm_head_multiplier", inverse=True),
+    Logits("softcap", "logits_soft_cap"),
 )
 
 
@@ -99,30 +96,57 @@ def _has_children_of_head(module: nn.Module) -> bool:
 def _rows(module: nn.Module) -> list[Head]:
     """The rows that a model may have."""
     changes = [each for each in _CHANGES if hasattr(module.config, each.number)]
-    rows = [Head(each) for each in (*changes, Logits())]
-    if not _is_mixture(module):
-        return rows
+    output = _output(module)
+    rows = [
+        Head(each, output=output, results=base_results(output)) for each in (*changes, Logits())
+    ]
     loss = getattr(sys.modules[stock_class(module).__module__], "load_balancing_loss_func", None)
+    if not _is_mixture(module) or loss is None:
+        return rows
     factor = next((name for name in _FACTORS if hasattr(module, name)), "")
-    mixture = {"router_loss": loss, "router_factor": factor, "output": MoeCausalLMOutputWithPast}
-    return [row._replace(**mixture) for row in rows]
+    return rows + [row._replace(router_loss=loss, router_factor=factor) for row in rows]
+
+
+def _output(module: nn.Module) -> Any:
+    """The class of a model's outputs, found by running a replica."""
+    random = compare.Random(torch.device("cpu"), torch.float32)
+    try:
+        with compare.isolated(random.device):
+            replica = compare.bare_replica(module, stock_class(module))
+            replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
+            replica.model = _Base(random.inputs(), None, module.config)
+            alone = {"output_router_logits": False} if _is_mixture(module) else {}
+            return type(stock_forward(replica, torch.zeros(4, 3, dtype=torch.long), **alone))
+    except Exception:  # the comparison says why
+        return CausalLMOutputWithPast
+
+
+class _Outputs(MoeModelOutputWithPast):
+    """The results of a base model; those that are not given are their names."""
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return name
 
 
 class _Base(nn.Module):
     """Takes the place of the base model; its last hidden state and its router are given."""
 
-    def __init__(self, hidden: Tensor, router: Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, router: Tensor | None, config: Any) -> None:
         super().__init__()
         self.hidden, self.router, self.facts = hidden, router, []
+        self.lm_head_multiplier = getattr(config, "lm_head_multiplier", None)
 
-    def forward(self, input_ids: Tensor, **given: Any) -> BaseModelOutputWithPast:
+    def forward(self, input_ids: Tensor, **given: Any) -> MoeModelOutputWithPast:
         texts = {name: str(value) for name, value in given.items() if value is not None}
         self.facts.append((str(input_ids), texts))
+        names = base_results(CausalLMOutputWithPast)
         if self.router is None:
-            return BaseModelOutputWithPast(self.hidden, *_RESULTS)
+            return _Outputs(self.hidden, *names, "router_logits")
         routed = (self.hidden.flatten(0, 1) @ self.router,)
         routed = routed if given["output_router_logits"] else None
-        return MoeModelOutputWithPast(self.hidden, *_RESULTS, routed)
+        return _Outputs(self.hidden, *names, routed)
 
 
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
@@ -133,12 +157,13 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
         replica.vocab_size = _CLASSES
     for name in {each.number for each in _CHANGES}:
         value = getattr(module.config, name, None)
-        if value is not None:
+        if value is not None and not isinstance(getattr(type(module.config), name, 0), property):
             # A factor of 1 would hide whether it multiplies or divides.
             for owner in (replica.config, *([replica] if name in vars(module) else [])):
                 setattr(owner, name, 1.5 * value)
     if _is_mixture(module):
-        setattr(replica, getattr(replica, ROW).router_factor, 1.5)  # not lost in the tokens' loss
+        if factor := getattr(replica, ROW).router_factor:
+            setattr(replica, factor, 1.5)  # not lost in the tokens' loss
         replica.config.output_router_logits = True
     replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
     return replica
@@ -156,12 +181,15 @@ def _run(
     if mixture:
         mask = (labels != labels[1, 1]).long()
         calls.append({"output_router_logits": False})
-    module.model = _Base(x, random(compare.WIDTH, module.num_experts) if mixture else None)
+    experts = getattr(module, "num_experts", _EXPERTS)
+    router = random(compare.WIDTH, experts) if mixture else None
+    module.model = _Base(x, router, module.config)
     cache = arguments.of(stock_class(module)).cache
     given = {"attention_mask": mask, "position_ids": "position_ids", cache: cache}
     for options in calls:
         out = forward(module, labels, labels=labels, use_cache=False, marker=7, **given, **options)
-        facts.append((type(out), [out[name] for name in _RESULTS], [*options]))
+        names = base_results(type(out)) if not mixture else base_results(CausalLMOutputWithPast)
+        facts.append((type(out), [out.get(name) for name in names], [*options]))
         tensors.extend(compare.with_gradients(module, out.loss, x, random))
         if mixture:
             facts.append((out.aux_loss is None, out.router_logits is None))
