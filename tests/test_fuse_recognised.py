@@ -396,6 +396,22 @@ def rotated_back(q, k, cos, sin):
     return transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, cos, -sin)
 
 
+def test_an_attention_without_a_source_is_projected_behind_its_norm():
+    llama = transformers.models.llama.modeling_llama
+    text = inspect.getsource(inspect.unwrap(llama.LlamaAttention.forward))
+    lines = [line for line in text.splitlines() if not line.strip().startswith("@")]
+    names = dict(vars(llama))
+    exec("class OtherAttention(LlamaAttention):\n" + "\n".join(lines), names)
+    model = with_class(names["OtherAttention"], "self_attn")
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert report.ops["model.layers.0.self_attn.rotary"] == "rotary"
+    assert report.ops["model.layers.0.input_layernorm"] == "rms_norm"
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "half_rotated", "rotated_back"])
 def test_rotary_functions_are_compared(monkeypatch, name):
     llama = transformers.models.llama.modeling_llama

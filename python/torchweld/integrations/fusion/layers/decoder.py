@@ -139,8 +139,7 @@ class LayerInput(Deferred):
     __slots__ = ("projections",)
 
     def __init__(self, x: Tensor, projections: Operands | None = None) -> None:
-        super().__init__(x)
-        self.projections = projections
+        self.x, self.projections = x, projections
 
     def tensor(self) -> Tensor:
         return self.x
@@ -443,14 +442,18 @@ def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
     if isinstance(row, Attention):
         names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
     else:
-        names = _projecting(inspect.unwrap(stock_class(attn).forward))
+        names = _projecting(stock_class(attn).forward)
     return {name: attn._modules[name] for name in names if name in attn._modules}
 
 
 @functools.cache
 def _projecting(forward: Callable) -> tuple[str, ...]:
     """The names of the layers that a forward calls with its input, whatever its arguments are."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0].body
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):  # it was made by exec
+        return ()
+    body = ast.parse(textwrap.dedent(source)).body[0].body
     names: dict[str, None] = {}
     for statement in body:
         # NOTE: a layer that only some calls need would get a gradient of zeros in place of None.
