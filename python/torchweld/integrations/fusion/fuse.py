@@ -28,9 +28,10 @@ def fuse(
 ) -> FuseReport:
     """Rewires a Hugging Face model in place to run torchweld's ops.
 
-    Of every model it switches the attention (``attn_implementation="torchweld"``) and replaces the
-    RMSNorms, gated MLPs, experts of mixtures, rotary embeddings and residual additions that it
-    recognises by their modules, if a small random copy of the module computes the same results and
+    Of every model it switches the attention (``attn_implementation="torchweld"``) and replaces
+    torch's LayerNorms (:func:`torchweld.layer_norm`; on a CPU in bfloat16 alone) and the RMSNorms,
+    gated MLPs, experts of mixtures, rotary embeddings and residual additions that it recognises by
+    their modules, if a small random copy of the module computes the same results and
     gradients. Of Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo-2, SmolLM3, Granite and
     GLM-4 it replaces the norms (:func:`torchweld.rms_norm`, with the residual's sum
     :func:`torchweld.add_rms_norm`, with query, key and value :func:`torchweld.rms_norm_linears`),

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments, fsdp
-from torchweld.integrations.fusion.layers.decoder import FusedLayer, projection_layers
+from torchweld.integrations.fusion.layers.decoder import FusedLayer, FusedNorm, projection_layers
 from torchweld.integrations.fusion.layers.families import fused_class, fusion_of, register
 from torchweld.integrations.fusion.layers.fused_module import (
     FUSED_SITES,
@@ -58,7 +58,8 @@ def plan(
         reason = reason or parent.refusal(module, row)
         reason = reason or parameter_refusal(parent.op_parameters(module, row), gathered)
         if reason is None:
-            weight = _weight(module)
+            no_affine = {*module._parameters.values()} == {None}  # of a norm
+            weight = _weight(model if no_affine else module)
             reason = "it has no floating-point parameters"
             if weight is not None:
                 reason = _probe_of(replacement, weight, probes)
@@ -125,9 +126,10 @@ def _probe_of(replacement: Replacement, weight: Tensor, probes: Probes) -> str |
 
 
 def _unknown(replacement: Replacement) -> str | None:
-    """Why a replacement can't be made if one of its modules is of a class that is not known."""
-    for module in replacement.modules:
-        if find_fusion(module) is None:
+    """Why a replacement can't be made if the norm of a layer is of a class that is not known."""
+    for module in replacement.modules[1:]:
+        parent, _ = find_fusion(module) or (nn.Module, None)
+        if not issubclass(parent, FusedNorm):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             return f"it is {kind}, not transformers' norm"
     return None

@@ -43,7 +43,6 @@ from .fused_module import (
     below,
     call_arguments,
     instance_refusal,
-    is_fused,
     plain_tensors,
     stock_class,
     stock_forward,
@@ -258,7 +257,7 @@ def _options(norm: nn.Module) -> dict[str, float]:
 def _runs_norm(norm: nn.Module, x: Any) -> bool:
     # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
     # results would differ visibly.
-    serves = is_fused(norm) and isinstance(x, Tensor) and plain_tensors(x, norm.weight)
+    serves = isinstance(norm, FusedNorm) and isinstance(x, Tensor) and plain_tensors(x, norm.weight)
     return serves and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 

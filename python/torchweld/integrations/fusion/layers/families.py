@@ -17,7 +17,7 @@ from torch import nn
 
 from torchweld.integrations import lora
 
-from . import causal_lm, decoder, gpt2_block, mlp
+from . import causal_lm, decoder, gpt2_block, layer_norm, mlp
 from .fused_module import stock_class
 
 
@@ -135,6 +135,7 @@ FUSIONS |= {
     f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
     f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
+    "torch.nn.modules.normalization.LayerNorm": (layer_norm.FusedLayerNorm, None),
 }
 
 
