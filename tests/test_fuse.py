@@ -1568,6 +1568,7 @@ def test_the_report_says_what_really_runs(name):
     [
         ("bert", "BertModel", {"norm": 1 + 2 * LAYERS, "mlp": LAYERS}),
         ("vit", "ViTModel", {"norm": 1 + 2 * LAYERS, "mlp": LAYERS}),
+        ("esm", "EsmModel", {"norm": 1 + 2 * LAYERS, "mlp": LAYERS}),
         ("bart", "BartModel", {"norm": 2 + 6 * LAYERS, "mlp": 0}),  # its layers hold the products
     ],
 )
@@ -1579,12 +1580,13 @@ def test_norms_and_mlps_that_stay_stock_are_listed(kind, cls, others):
         assert f"{count} left stock" in str(report) or f"{count} places left" in str(report)
         for path, reason in report.skipped:
             name = type(model.get_submodule(path)).__name__
-            why = f"{name} is none of the MLPs that"
-            if name.endswith("DecoderLayer"):
-                why = f"{name} is none of the decoder layers that"
-            elif part == "norm":
-                why = "torch's layer_norm of float32 is as fast on cpu"
-            assert reason.startswith(why)
+            unknown = {"EsmIntermediate": "MLPs", "BartDecoderLayer": "decoder layers"}
+            expected = "torch's linear layer and activation are as fast on cpu"
+            if name in unknown:
+                expected = f"{name} is none of the {unknown[name]} that fuse knows"
+            elif name == "LayerNorm":
+                expected = "torch's layer_norm of float32 is as fast on cpu"
+            assert reason == expected
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -60,6 +60,9 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
     "layer_norm_linear": lambda ops, zeros, activation: ops.layer_norm_linear(
         zeros(2, 8), zeros.fixed(8, 8), activation=activation
     ),
+    "linear": lambda ops, zeros, activation: ops.linear(
+        zeros(8, 8), zeros(8, 8), activation=activation
+    ),
     "layer_norm": lambda ops, zeros: ops.layer_norm(zeros(2, 8), zeros(8), zeros(8)),
     "rms_norm": lambda ops, zeros: ops.rms_norm(zeros(2, 8), zeros(8)),
     "rms_norm_linears": lambda ops, zeros: torch.cat(

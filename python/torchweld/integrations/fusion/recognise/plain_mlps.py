@@ -1,0 +1,63 @@
+"""MLPs without a gate, recognised by their structure and compared."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchweld.integrations.fusion.layers.families import Fusion
+from torchweld.integrations.fusion.layers.fused_module import stock_class
+from torchweld.integrations.fusion.layers.plain_mlp import FusedPlainMLP, PlainMLP, activation_of
+
+from . import compare
+from .norms_mlps import Recognised, choose, fused_replica
+
+_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+_HIDDEN = 24  # of a replica
+
+
+def find(module: nn.Module) -> Fusion | None:
+    """The fused parent and the row for a module by its structure, or None if no row has it."""
+    row = _row(module)
+    return None if row is None else choose(module, lambda _: [row], RecognisedPlainMLP)
+
+
+def _row(module: nn.Module) -> PlainMLP | None:
+    """The row that a module may have: one or two linear layers, an activation and dropouts."""
+    torch_own = stock_class(module).__module__.startswith("torch")
+    if torch_own or module._parameters or module._buffers:
+        return None
+    layers, activations = [], []
+    for name, child in module._modules.items():
+        if isinstance(getattr(child, "out_features", None), int):
+            layers.append(name)
+        elif type(child).__module__ in _ACTIVATIONS and not any(True for _ in child.parameters()):
+            activations.append(name)
+        elif type(child) not in (nn.Dropout, nn.Identity):
+            return None
+    if len(activations) != 1 or len(layers) not in (1, 2):
+        return None
+    row = PlainMLP(layers[0], activations[0], layers[1] if len(layers) == 2 else None)
+    if row.second is None:  # poolers, with tanh, are no MLPs
+        return row if activation_of(module, row) else None
+    first, second = (module._modules[name] for name in layers)
+    return row if first.out_features == second.in_features else None
+
+
+def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
+    replica = fused_replica(module)
+    row = _row(module)
+    for name, child in module._modules.items():
+        if name == row.first:
+            child = random.linear(compare.WIDTH, _HIDDEN, like=child)
+        elif name == row.second:
+            child = random.linear(_HIDDEN, compare.WIDTH, like=child)
+        elif type(child) is nn.Dropout:
+            child = nn.Dropout(0.0)
+        replica.add_module(name, child)
+    return replica
+
+
+class RecognisedPlainMLP(Recognised, FusedPlainMLP):
+    """An MLP without a gate."""
+
+    comparison = compare.Kind("an MLP", _replica, compare.run_of_one_input)
