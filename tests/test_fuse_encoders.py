@@ -1,4 +1,4 @@
-"""torchweld.fuse of encoders: their LayerNorms, and their MLPs, which have no gate."""
+"""torchweld.fuse of encoders: their LayerNorms, and MLPs without a gate."""
 
 from __future__ import annotations
 
@@ -94,9 +94,12 @@ def test_layer_norms(device, kind):
     report = fuse(model, only="norm")
     norms = [path for path, m in stock.named_modules() if type(m) is nn.LayerNorm]
     assert report.replaced == norms
+    adding = [path for path, op in report.ops.items() if op.startswith("add_layer_norm")]
+    assert len(adding) == (4 if kind == "bert" else 0)
     with Calls() as calls:
         assert_same_step(model, stock)
-    assert calls.names["torchweld::layer_norm_forward"] == len(norms)
+    assert calls.names["torchweld::layer_norm_forward"] == len(norms) - len(adding)
+    assert calls.names["torchweld::add_layer_norm_forward"] == len(adding)
     assert model.state_dict().keys() == stock.state_dict().keys()
     # torch pickles no parametrised convolution.
     for each in (copy.deepcopy(model) if kind == "wav2vec2" else loaded_again(model), model):
@@ -174,6 +177,87 @@ def test_a_hook_on_a_layer_norm_sees_stock_values():
         each.embeddings.LayerNorm.register_forward_hook(lambda m, args, out: seen.append(out))
         step(each)
     assert_close(*seen, rtol=1e-5, atol=1e-5)
+
+
+class PostNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm, self.drop = nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.25)
+
+    def forward(self, x, residual):
+        return self.norm(self.drop(self.dense(x)) + residual)
+
+
+class LateDropout(PostNorm):
+    def forward(self, x, residual):
+        return self.norm(self.drop(self.dense(x) + residual))
+
+
+class NormFirst(PostNorm):
+    def forward(self, x, residual):
+        return self.norm(self.drop(self.dense(x))) + residual
+
+
+class Subtracting(PostNorm):
+    def forward(self, x, residual):
+        return self.norm(self.drop(self.dense(x)) - residual)
+
+
+def with_post_norms(kind, device="cpu"):
+    """A BERT with other modules behind its attention, and its second layer's."""
+    model = encoder("bert", device)
+    torch.manual_seed(2)
+    for layer in model.encoder.layer:
+        layer.attention.output = kind().to(device)
+    return model, model.encoder.layer[1].attention.output
+
+
+@pytest.mark.parametrize("kind", [LateDropout, NormFirst, Subtracting])
+def test_additions_and_norms_that_compute_something_else_stay_stock(kind):
+    model, module = with_post_norms(kind)
+    report = fuse(model, only="norm", check=False)
+    path = "encoder.layer.1.attention.output.norm"
+    assert report.ops[path] == "layer_norm" and type(module) is kind
+    assert dict(report.skipped)[path] == (
+        f"test_fuse_encoders.{kind.__name__} has the parts of an addition and a norm and computes "
+        "something else"
+    )
+
+
+def test_an_addition_and_a_norm_with_dropout_in_training_mode(device):
+    model, module = with_post_norms(PostNorm, device)
+    stock = copy.deepcopy(module).train()
+    fuse(model, only="norm")
+    runs, x = [], torch.randn(2, 2, 3, 32, device=device)
+    for each in (module.train(), stock):
+        torch.manual_seed(3)
+        with Calls() as calls:
+            runs.append(each(*x))
+        assert calls.names["torchweld::add_layer_norm_forward"] == (each is module)
+    assert_close(*runs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["hook", "double", "broadcast", "names", "autocast"])
+def test_additions_and_norms_that_run_stock(case):
+    model, module = with_post_norms(PostNorm)
+    stock, seen = copy.deepcopy(module).eval(), []
+    fuse(model.eval(), only="norm")
+    x, residual = torch.randn(2, 2, 3, 32)
+    for each in (module, stock):
+        if case == "hook":
+            each.norm.register_forward_hook(lambda m, args, out: seen.append(args[0]))
+        elif case == "double":
+            each.norm.double()
+    residual = {"broadcast": residual[:, :1], "autocast": residual.bfloat16()}.get(case, residual)
+    residual = residual.double() if case == "double" else residual
+    call = {"x": x, "residual": residual} if case == "names" else {}
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"), Calls() as calls:
+        got, want = (each(*(() if call else (x, residual)), **call) for each in (module, stock))
+    assert not any("add_layer_norm" in name for name in calls.names)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(seen) == 2 * (case == "hook")
+    if seen:
+        assert_close(*seen, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in NO_MLP])

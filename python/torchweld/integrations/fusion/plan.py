@@ -21,6 +21,7 @@ from torchweld.integrations.fusion.layers.fused_module import (
     set_class,
     stock_class,
 )
+from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm
 from torchweld.integrations.fusion.layers.linears import why_called
 from torchweld.integrations.fusion.layers.stock_modules import hooked
 from torchweld.integrations.fusion.recognise import decoder_layers, heads
@@ -53,7 +54,7 @@ def plan(
         if parent.kind not in kinds or module in replacements:
             continue
         replacement = parent.replacement(path, module, row)
-        reason = "fused already" if is_fused(module) else _unknown(replacement)
+        reason = "fused already" if is_fused(module) else _unknown(parent, replacement)
         reason = reason or arguments.difference(stock_class(module), parent.needs)
         reason = reason or parent.refusal(module, row)
         reason = reason or parameter_refusal(parent.op_parameters(module, row), gathered)
@@ -125,11 +126,12 @@ def _probe_of(replacement: Replacement, weight: Tensor, probes: Probes) -> str |
     return None
 
 
-def _unknown(replacement: Replacement) -> str | None:
+def _unknown(owner: type[nn.Module], replacement: Replacement) -> str | None:
     """Why a replacement can't be made if the norm of a layer is of a class that is not known."""
+    norm = FusedNorm if issubclass(owner, FusedLayer) else FusedLayerNorm
     for module in replacement.modules[1:]:
         parent, _ = find_fusion(module) or (nn.Module, None)
-        if not issubclass(parent, FusedNorm):
+        if not issubclass(parent, norm):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             return f"it is {kind}, not transformers' norm"
     return None

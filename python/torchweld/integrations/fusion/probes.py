@@ -64,6 +64,9 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
         zeros(8, 8), zeros(8, 8), activation=activation
     ),
     "layer_norm": lambda ops, zeros: ops.layer_norm(zeros(2, 8), zeros(8), zeros(8)),
+    "add_layer_norm": lambda ops, zeros: ops.add_layer_norm(
+        zeros(2, 8), zeros(2, 8), zeros(8), zeros(8)
+    )[0],
     "rms_norm": lambda ops, zeros: ops.rms_norm(zeros(2, 8), zeros(8)),
     "rms_norm_linears": lambda ops, zeros: torch.cat(
         ops.rms_norm_linears(zeros(8, 8), [zeros(8, 8), zeros(8, 8)], [])

@@ -1,18 +1,27 @@
-"""torch's LayerNorm on torchweld's ops."""
+"""torch's LayerNorm on torchweld's ops, alone and behind a residual addition."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from torchweld._library import ops
 from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
 
-from .fused_module import FusedModule, instance_refusal, plain_tensors, stock_forward
-from .stock_modules import weight_and_bias
+from .fused_module import (
+    ROW,
+    FusedModule,
+    Replacement,
+    below,
+    instance_refusal,
+    plain_tensors,
+    stock_forward,
+)
+from .stock_modules import hooked, weight_and_bias
 
 # On a CPU torch's norm is the faster one in float32 and float16.
 _DTYPES = {"cuda": (torch.float32, torch.float16, torch.bfloat16), "cpu": (torch.bfloat16,)}
@@ -29,10 +38,11 @@ class FusedLayerNorm(FusedModule):
 
     @staticmethod
     def probe(module: nn.Module, row: None, weight: Tensor, probes: Probes) -> str | None:
-        if not _is_faster(weight):
+        reason = probes.refusal("layer_norm", weight)
+        if reason is None and not is_faster(weight):
             device, dtype = weight.device.type, str(weight.dtype)[6:]
-            return f"torch's layer_norm of {dtype} is as fast on {device}"
-        return probes.refusal("layer_norm", weight)
+            reason = f"torch's layer_norm of {dtype} is as fast on {device}"
+        return reason
 
     @staticmethod
     def refusal(module: nn.Module, row: None) -> str | None:
@@ -55,6 +65,60 @@ class FusedLayerNorm(FusedModule):
         return ops.layer_norm(*tensors, eps=self.eps)
 
 
+class PostNorm(NamedTuple):
+    """The modules of ``norm(dropout(linear(x)) + residual)``, by name."""
+
+    linear: str
+    dropout: str
+    norm: str
+
+
+class FusedPostNorm(FusedModule):
+    """A linear layer whose result is added and normalised by :func:`torchweld.add_layer_norm`."""
+
+    kind = "norm"
+
+    @staticmethod
+    def replacement(path: str, module: nn.Module, row: PostNorm) -> Replacement:
+        norm = module._modules[row.norm]
+        return Replacement(below(path, row.norm), (norm, "add"), (module, norm))
+
+    @staticmethod
+    def label(module: nn.Module, row: PostNorm) -> str:
+        return f"add_layer_norm (residual + {row.linear} -> {row.norm})"
+
+    @staticmethod
+    def probe(module: nn.Module, row: PostNorm, weight: Tensor, probes: Probes) -> str | None:
+        return probes.refusal("add_layer_norm", weight)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: PostNorm) -> str | None:
+        norm = module._modules[row.norm]
+        if hooked(norm):
+            return "it has hooks, which would see other values"
+        return FusedLayerNorm.refusal(norm, None) or instance_refusal(module)
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: PostNorm) -> dict[str, Tensor | None]:
+        return FusedLayerNorm.op_parameters(module._modules[row.norm], None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        row = getattr(self, ROW, None)
+        if row is None or len(args) != 2 or kwargs or torch.compiler.is_compiling():
+            return stock_forward(self, *args, **kwargs)
+        x, residual = args
+        linear, dropout, norm = (self._modules[name] for name in row)
+        x = dropout(linear(x))
+        called = hooked(norm) or _has_any_global_hook() or not isinstance(residual, Tensor)
+        tensors = None if called or x.shape != residual.shape else norm_operands(norm, x)
+        # Autocast adds before it casts the sum for the norm.
+        if tensors is None or tensors[0] is not x or not plain_tensors(x, residual):
+            return norm(x + residual)
+        if recorder.calls is not None:
+            recorder.record((norm, "add"))
+        return ops.add_layer_norm(x, residual, *tensors[1:], eps=norm.eps)[0]
+
+
 def norm_operands(norm: nn.Module, x: Any) -> tuple[Tensor | None, ...] | None:
     """The arguments x, weight and bias of an op that normalises x, or None if none may run."""
     if not isinstance(x, Tensor) or x.shape[-1:] != norm.normalized_shape:
@@ -62,8 +126,9 @@ def norm_operands(norm: nn.Module, x: Any) -> tuple[Tensor | None, ...] | None:
     tensors = x, *weight_and_bias(norm)
     if x.is_cuda and torch.is_autocast_enabled("cuda"):  # torch's norm is a float32 one there
         tensors = tuple(None if tensor is None else tensor.float() for tensor in tensors)
-    return tensors if plain_tensors(*tensors) and _is_faster(tensors[0]) else None
+    return tensors if plain_tensors(*tensors) and is_faster(tensors[0]) else None
 
 
-def _is_faster(tensor: Tensor) -> bool:
+def is_faster(tensor: Tensor) -> bool:
+    """Whether the ops are faster than torch's for a device and a dtype."""
     return tensor.dtype in _DTYPES.get(tensor.device.type, ())

@@ -40,10 +40,10 @@ class FusedPlainMLP(FusedModule):
 
     @staticmethod
     def probe(module: nn.Module, row: PlainMLP, weight: Tensor, probes: Probes) -> str | None:
-        device = weight.device.type
-        if device not in _DEVICES:
-            return f"torch's linear layer and activation are as fast on {device}"
-        return probes.refusal("linear", weight, activation_of(module, row))
+        reason = probes.refusal("linear", weight, activation_of(module, row))
+        if reason is None and weight.device.type not in _DEVICES:
+            reason = f"torch's linear layer and activation are as fast on {weight.device.type}"
+        return reason
 
     @staticmethod
     def refusal(module: nn.Module, row: PlainMLP) -> str | None:
