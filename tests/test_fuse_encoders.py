@@ -438,3 +438,38 @@ def test_a_fused_encoder_compiles_in_one_graph(device):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert_close(compiled(**batch)[0], model(**batch)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["vit", "bert", "wav2vec2"])
+def test_a_step_in_bfloat16_is_no_worse_than_stock(device, kind):
+    stock = encoder(kind, device, torch.bfloat16).train()
+    exact, model = copy.deepcopy(stock).float(), copy.deepcopy(stock)
+    fuse(model, only=["norm", "mlp"], check=False)
+    (want, want_grads), errors = step(exact), []
+    for each in (model, stock):
+        out, grads = step(each)
+        apart = [
+            (grads[key].double() - w).square().sum()
+            for key, w in want_grads.items()
+            if w is not None
+        ]
+        errors.append(((out.double() - want).square().mean().sqrt(), sum(apart).sqrt()))
+    for error, stock_error in zip(*errors, strict=True):
+        assert error <= 1.5 * stock_error
+
+
+def test_a_config_without_a_longest_sequence():
+    """XLNet's max_position_embeddings is -1."""
+    model = tiny_model("xlnet", "XLNetLMHeadModel", "eager").eval()
+    report = fuse(model, only="norm")
+    assert report.calls["torchweld::layer_norm"] == len(report.replaced) == 4
+    assert report.max_abs_diff < 1e-5
+
+
+def test_a_model_that_draws_in_eval_mode_draws_the_same_twice():
+    """ViT-MAE masks random patches."""
+    model = tiny_model("vit_mae", "ViTMAEModel", "sdpa").eval()
+    state = torch.get_rng_state()
+    report = fuse(model, only="norm")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert report.replaced and report.max_abs_diff < 1e-4

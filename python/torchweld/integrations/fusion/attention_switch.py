@@ -272,7 +272,8 @@ def _inputs(
             getattr(text, name, None) or 0 for name in ("sliding_window", "local_attention")
         )
         length = 16 if decodes else max(16, min(window + 2, 512))
-        length = min(length, getattr(text, "max_position_embeddings", None) or length)
+        limit = getattr(text, "max_position_embeddings", None) or length
+        length = min(length, limit) if limit > 0 else length  # XLNet's is -1
         # Musicgen's rows are the codebooks of a sequence.
         books = text.num_codebooks if text.model_type.startswith("musicgen") else 1
         pad = getattr(text, "pad_token_id", None)

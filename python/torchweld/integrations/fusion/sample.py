@@ -122,13 +122,8 @@ class Sample:
         dropouts = _dropouts(self.model)
         if not dropouts:
             return
-        cuda = {p.device for p in self.model.parameters() if p.is_cuda}
         try:
-            with (
-                recorder.recording(silently=True) as training,
-                self._evaluating(),
-                torch.random.fork_rng(list(cuda)),
-            ):
+            with recorder.recording(silently=True) as training, self._evaluating():
                 # Not the modules around them, which may skip layers or change statistics.
                 for layer in calls:
                     if isinstance(layer, nn.Module):
@@ -167,9 +162,11 @@ class Sample:
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         modes = [(module, module.training) for module in self.model.modules()]
+        cuda = {p.device for p in self.model.parameters() if p.is_cuda}
         self.model.eval()
         try:
-            with torch.no_grad():
+            # Each run of a model that draws in eval mode draws the same.
+            with torch.no_grad(), torch.random.fork_rng(list(cuda)):
                 yield
         finally:
             for module, training in modes:
