@@ -23,13 +23,13 @@ from torchweld.integrations import recorder
 from torchweld.integrations.attention.models import asks_for_attention
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.decoder import (
+    Deferred,
     FusedLayer,
     FusedNorm,
     FusedRotary,
     Layer,
     LayerInput,
     Rotary,
-    computed,
     rotation,
 )
 from torchweld.integrations.fusion.layers.families import Fusion, register
@@ -168,7 +168,10 @@ class _Stub(nn.Module):
         self.factor, self.choices, self.results = factor, choices, 1
 
     def forward(self, *args: Any, **given: Any) -> Any:
-        values = map(computed, (*args, *given.values()))
+        values = (*args, *given.values())
+        if any(isinstance(value, Deferred) for value in values):
+            # An autograd function of the child would not see that it has a gradient.
+            raise RuntimeError("a child that is no norm gets the layer's input or its sum")
         x = next(filter(torch.is_tensor, values), None)
         y = (self.factor * x).sin()
         return y if self.results == 1 else (y, *[None] * (self.results - 1))
