@@ -4,12 +4,14 @@ ops.part.md       where each op runs, in which dtype, with which gradients; the 
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
 attention.part.md calls of transformers' models that do not run the attention op, found by running
-parts.part.md     the parts of transformers' causal language models that fuse replaces
 models.part.md    measured training steps of models
 plan.part.md      what benchmarks/plan.py predicts up to 1,024 GPUs
 kernel_*.part.md  measured cases for the pages of docs/kernels
 commands.md       the help of the command line and of the tools of a checkout
 benchmarks.md     benchmarks/results/README.md, its links set to this folder
+
+docs/parts.part.md, the parts of transformers' causal language models that fuse replaces, takes a
+minute. It is kept, and `python docs/generate.py` makes it anew.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ import puzzles.main  # noqa: E402
 import torchweld_bench  # noqa: E402
 
 OUT = DOCS / "_generated"
+PARTS = DOCS / "parts.part.md"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 RESULTS = ROOT / "benchmarks" / "results"
@@ -476,7 +479,6 @@ def write() -> None:
         "families.part.md": families_table(),
         "models.part.md": models_table(),
         "attention.part.md": attention_table(),
-        "parts.part.md": parts_table(),
         **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),
@@ -486,3 +488,7 @@ def write() -> None:
         path = OUT / name
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    PARTS.write_text(parts_table(), encoding="utf-8")
