@@ -53,11 +53,21 @@ def encoder(kind, device="cpu", dtype=torch.float32, **changes):
     config = transformers.CONFIG_MAPPING[kind]().to_dict()
     drops = {name: 0.0 for name, p in config.items() if "drop" in name and isinstance(p, float)}
     more = {"is_decoder": kind in DECODERS, **drops, **MORE.get(kind, {}), **changes}
-    model = tiny_model(kind, CLASSES[kind], "sdpa", **more)
+    try:
+        model = tiny_model(kind, CLASSES[kind], "sdpa", **more)
+    except ValueError as error:
+        pytest.skip(f"this transformers has no such model: {error}")
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 0.7, 0.2)
     return model.to(device, dtype)
+
+
+def vit(device="cpu", **changes):
+    model = encoder("vit", device, **changes)
+    if not hasattr(model, "layers"):
+        pytest.skip("a ViT of this transformers has other parts")
+    return model
 
 
 def step(model):
@@ -122,7 +132,7 @@ def test_layer_norms_that_stay_stock():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    model = encoder("vit").eval()
+    model = vit().eval()
     first, second = model.layers
     first.layernorm_before = TwiceNorm(32)
     first.layernorm_after.forward = first.layernorm_after.forward
@@ -318,7 +328,7 @@ class DroppingMLP(MLP):
 
 def with_mlps(*mlps, device="cpu"):
     """A ViT with other MLPs in its two layers."""
-    model = encoder("vit", device)
+    model = vit(device)
     torch.manual_seed(2)
     for layer, mlp in zip(model.layers, mlps, strict=True):
         layer.mlp = mlp().to(device)
@@ -337,7 +347,7 @@ def test_mlps_that_compute_something_else_stay_stock(kind):
 
 def test_mlps_that_stay_stock_for_a_reason(monkeypatch):
     def reason(change=lambda mlp: None, **changes):
-        model = encoder("vit", **changes)
+        model = vit(**changes)
         change(model.layers[0].mlp)
         return dict(fuse(model, only="mlp", check=False).skipped).get("layers.0.mlp")
 
@@ -420,7 +430,7 @@ def test_an_mlp_that_changes_after_fuse():
 
 
 def test_an_mlp_under_autocast(device):
-    model = encoder("vit", device)
+    model = vit(device)
     stock = copy.deepcopy(model.layers[0].mlp)
     fuse(model, only="mlp")
     x = torch.randn(4, 32, device=device)

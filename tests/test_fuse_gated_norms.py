@@ -70,8 +70,11 @@ def test_another_gate_stays_stock(kind):
 
 def test_a_norm_of_several_groups_stays_stock():
     modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    kind = getattr(modeling, "NemotronHRMSNormGated", None)
+    if kind is None:
+        pytest.skip("this transformers has another class")
     model = model_of("nemotron_h").eval()
-    found = [m for m in model.modules() if type(m) is modeling.NemotronHRMSNormGated]
+    found = [m for m in model.modules() if type(m) is kind]
     assert found
     for norm in found:
         norm.group_size = norm.weight.numel() // 2
