@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from transformers.distributed import DistributedConfig
 
 import torchweld
 from meshes import DEVICE, TIGHT, WIDE, Names, shared_folder
@@ -25,12 +27,14 @@ from torchweld.integrations import register_experts
 
 register_experts()
 EXPERTS = "torchweld::experts_forward"
+HAS_EXPERT_PARALLEL = "ep_size" in inspect.signature(DistributedConfig).parameters
 MODELS = {"qwen3_moe": "Qwen3MoeForCausalLM", "gpt_oss": "GptOssForCausalLM"}
 
 
 def mixture(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    model = tiny_model(kind, MODELS[kind], "eager", initializer_range=0.2)
+    # An even vocabulary: some releases of transformers cannot divide a head of another size.
+    model = tiny_model(kind, MODELS[kind], "eager", initializer_range=0.2, vocab_size=VOCAB + 1)
     return model.to(DEVICE, WIDE).train()
 
 
@@ -54,7 +58,7 @@ def plan_of_transformers(kind: str, options: dict[str, Any], mesh: DeviceMesh) -
     tokens come here.
     """
     stock = mixture(kind)
-    config = transformers.distributed.DistributedConfig(tp_size=2, tp_plan="auto", **options)
+    config = DistributedConfig(tp_size=2, tp_plan="auto", **options)
     with shared_folder() as folder:
         if dist.get_rank() == 0:
             stock.save_pretrained(folder)

@@ -50,6 +50,8 @@ def test_fully_sharded_equals_one_process(said, mesh, case):
 
 @pytest.mark.parametrize("case", sharded_experts.cases("2"))
 def test_sharded_experts_equal_one_process(said, case):
+    if " all_" in case and not sharded_experts.HAS_EXPERT_PARALLEL:
+        pytest.skip("this transformers has no ep_size")
     complaint = said["sharded_experts"]("2")[case]
     assert not complaint, complaint
 

@@ -409,6 +409,15 @@ def mixture(kind, **more):
     return tiny_model(kind, name, "eager", initializer_range=0.2, **changes, **more)
 
 
+def has_router_loss(kind):
+    """Some releases of granitemoe raise where their router's loss is asked for."""
+    try:
+        mixture(kind)(**labelled("cpu"), output_router_logits=True)
+    except AttributeError:
+        return False
+    return True
+
+
 def paths_of(model):
     return [path for path, module in model.named_modules() if layers.is_experts(module)]
 
@@ -426,7 +435,7 @@ def test_a_fused_mixture_trains_and_generates_as_stock(kind):
     assert report.max_abs_diff < 1e-4
     assert report.calls["torchweld::experts"] == len(paths)
     inputs = labelled("cpu")
-    if hasattr(model.config, "output_router_logits"):  # the router's own loss
+    if hasattr(model.config, "output_router_logits") and has_router_loss(kind):
         inputs["output_router_logits"] = True
     with Calls() as calls:
         loss, grads = step(model.train(), inputs)
@@ -494,6 +503,8 @@ def test_the_fused_loss_of_a_mixture_has_the_loss_of_its_router(kind):
     model = mixture(kind, output_router_logits=True).train()
     if not paths_of(model):
         pytest.skip("this transformers gives the experts another class")
+    if not has_router_loss(kind):
+        pytest.skip("this transformers cannot give the router's loss")
     stock = copy.deepcopy(model)
     # NOTE: once a model has run, transformers' hooks for router_logits can't be pickled.
     report = fuse(model, loss=True, check=False)
