@@ -25,10 +25,18 @@ GATES = ("sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu")
 
 
 def up(t: Any) -> Any:
-    """A floating tensor in float64 on the CPU, off the autograd graph; anything else as it is."""
+    """A tensor off the autograd graph, on the default device, in float64 if it is floating.
+
+    Anything else as it is.
+    """
     if isinstance(t, Tensor):
-        return t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu()
+        t = here(t.detach())
+        return t.double() if t.is_floating_point() else t
     return t
+
+
+def here(t: Tensor) -> Tensor:
+    return t.to(torch.get_default_device())
 
 
 def primitive(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +86,7 @@ def visible(
     pads = torch.tensor(clamped_pads(leftpad, batch, seqlen_k), dtype=torch.int64)[:, None, None]
     end = torch.full((batch, 1, 1), seqlen_k)
     if key_end is not None:
-        end = key_end.cpu().long().clamp(0, seqlen_k).view(batch, -1, 1)
+        end = here(key_end).long().clamp(0, seqlen_k).view(batch, -1, 1)
     if key_end is not None and key_end.dim() == 2:
         pos = end - 1
     else:
@@ -92,7 +100,7 @@ def visible(
     if leftpad is not None:
         seen = seen & (pos >= pads)
     if key_start is not None:
-        seen = seen & (j >= key_start.cpu()[:, :, None])
+        seen = seen & (j >= here(key_start)[:, :, None])
     if window is not None:
         seen = seen & (j > pos - window) & (j < pos + window)
     return seen
@@ -563,14 +571,14 @@ def conv2d(x: Tensor, weight: Tensor) -> Tensor:
 
 def int4_codes(packed: Tensor, cols: int) -> Tensor:
     """int64 `(..., cols)`: eight codes a word, lowest nibble first."""
-    nibbles = (packed.cpu().long()[..., None] >> (4 * torch.arange(8))) & 15
+    nibbles = (here(packed).long()[..., None] >> (4 * torch.arange(8))) & 15
     return nibbles.flatten(-2)[..., :cols]
 
 
 def int4_words(codes: Tensor) -> Tensor:
     """The way back, as int64 values of int32 words."""
     cols = codes.shape[-1]
-    full = F.pad(codes.cpu().long() & 15, (0, -cols % 8)).unflatten(-1, (-1, 8))
+    full = F.pad(here(codes).long() & 15, (0, -cols % 8)).unflatten(-1, (-1, 8))
     words = (full << (4 * torch.arange(8))).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words)
 
@@ -624,7 +632,7 @@ def int4_portable(
     codes = torch.zeros(tiles, chunks, 16, 64, dtype=torch.int64)
     codes[:, :, row, column] = int4_codes(packed, 1024).view(tiles, chunks, 32, 4, 8)
     codes = codes.transpose(1, 2).reshape(tiles * 16, chunks * 64)[:n, :k]
-    scale = packed_scale.cpu().unflatten(2, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)[:n]
+    scale = here(packed_scale).unflatten(2, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)[:n]
     zeros = int4_codes(packed_zero.unsqueeze(-1), 8).permute(0, 2, 3, 1).flatten(0, 2)[:n]
     return int4_words(codes), scale, int4_words(zeros)
 

@@ -20,9 +20,13 @@ rounded lse, are in the methods that have the name of a `@primitive` of referenc
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import itertools
 import math
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ import reference as R
 from numerics import TINY, TRUNCATING, UNIT, Bound, acc_dtype
 from reference import up
 
+LARGE = 2**17  # elements of a call whose bounds a GPU evaluates sooner
 FUNCTION = 4.0  # units of error of one exp, erf, tanh or division
 # The worst error, the statistical one, the part of the first that eager does not have, and, of
 # dlogits, the term that all of a row share; each is a tensor or 0.
@@ -592,7 +597,7 @@ def _move(name: str) -> Callable[..., Running]:
 
 
 for _name in ("__getitem__", "reshape", "flatten", "unflatten", "unsqueeze", "gather", "permute",
-              "repeat_interleave", "cpu"):  # fmt: skip
+              "repeat_interleave", "to"):  # fmt: skip
     setattr(Running, _name, _move(_name))
 Running.mT = property(lambda self: self.linear(lambda t: t.mT))
 Running.T = property(lambda self: self.linear(lambda t: t.T))
@@ -923,6 +928,24 @@ def exact(refs: Sequence[Tensor], *dtypes: torch.dtype) -> list[Exact]:
     return [Exact(ref.double(), dtype) for ref, dtype in zip(refs, dtypes, strict=True)]
 
 
+def where_it_is_fast(bounds: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Evaluates large tensors of a GPU there, one process at a time, for it may take 20 GB."""
+
+    @functools.wraps(bounds)
+    def call(*args: Any, **kwargs: Any) -> list[Any]:
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if not tensors or not tensors[0].is_cuda or sum(t.numel() for t in tensors) < LARGE:
+            return bounds(*args, **kwargs)
+        with open(Path(tempfile.gettempdir()) / "torchweld-bounds", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with tensors[0].device:
+                found = bounds(*args, **kwargs)
+            torch.cuda.empty_cache()
+        return found
+
+    return call
+
+
 class Table(dict):
     """The bounds of the ops by name, derived from the formula for ops that are not listed."""
 
@@ -932,6 +955,9 @@ class Table(dict):
 
     def __missing__(self, op: str) -> Callable[..., list[Any]]:
         return self.derived(op)
+
+    def __getitem__(self, op: str) -> Callable[..., list[Any]]:
+        return where_it_is_fast(super().__getitem__(op))
 
 
 REFERENCES = Table(
