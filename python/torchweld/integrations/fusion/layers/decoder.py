@@ -18,7 +18,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -90,11 +90,11 @@ class Deferred:
     __slots__ = ("mode", "x")
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.mode = x, _mode(x)
+        self.x, self.mode = x, _mode()
 
     def is_in_mode(self) -> bool:
         """Whether an op may compute it with what comes now."""
-        return self.mode == _mode(self.x)
+        return self.mode == _mode()
 
     def tensor(self) -> Tensor:
         """The value."""
@@ -113,8 +113,8 @@ class Deferred:
         return func(*args, **kwargs)
 
 
-def _mode(x: Tensor) -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+def _mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
 
 
 def _operator(name: str) -> Callable:
@@ -131,33 +131,38 @@ def computed(value: Any) -> Any:
 
 
 class LayerInput(Deferred):
-    """The input of a decoder layer: a norm computes its sum with a result, and ``projections`` are
-    the layers that are computed with its norm, if there are any.
+    """The input of a decoder layer: a norm computes its sum with a result.
+
+    Attributes:
+        norms: The norms of the layer that run an op of x.
+        projections: The layers that are computed with its norm, if there are any.
     """
 
-    __slots__ = ("projections",)
+    __slots__ = ("norms", "projections")
 
-    def __init__(self, x: Tensor, projections: Operands | None = None) -> None:
-        self.x, self.projections = x, projections
+    def __init__(
+        self, x: Tensor, norms: Sequence[nn.Module] = (), projections: Operands | None = None
+    ) -> None:
+        self.x, self.norms, self.projections = x, norms, projections
 
     def tensor(self) -> Tensor:
         return self.x
 
     def __add__(self, h: Any) -> Any:
         same = plain_tensors(self.x, h) and h.shape == self.x.shape
-        return Sum(h, self.x) if same else self.x + computed(h)
+        return Sum(h, self.x, self.norms) if same else self.x + computed(h)
 
     __radd__ = __add__
 
 
 class Sum(Deferred):
-    """``h + x``, which :func:`torchweld.add_rms_norm` computes."""
+    """``h + x``, which :func:`torchweld.add_rms_norm` computes with one of ``norms``."""
 
-    __slots__ = ("h",)
+    __slots__ = ("h", "norms")
 
-    def __init__(self, h: Tensor, x: Tensor) -> None:
+    def __init__(self, h: Tensor, x: Tensor, norms: Sequence[nn.Module]) -> None:
         super().__init__(x)
-        self.h = h
+        self.h, self.norms = h, norms
 
     def tensor(self) -> Tensor:
         if self.h is not None:
@@ -232,13 +237,13 @@ class FusedNorm(FusedModule):
         if len(args) != 1 or kwargs:
             return stock_forward(self, *args, **kwargs)
         (x,) = args
-        if type(x) is Sum and x.h is not None and x.is_in_mode() and _runs_norm(self, x.x):
+        if type(x) is Sum and x.h is not None and self in x.norms and x.is_in_mode():
             if recorder.calls is not None:
                 recorder.record((self, "add"))
             h, x.h = x.h, None
             h, x.x = ops.add_rms_norm(h, x.x, self.weight, **_options(self))
             return h
-        if type(x) is LayerInput and x.projections is not None and _runs_norm(self, x.x):
+        if type(x) is LayerInput and x.projections is not None and self in x.norms:
             return Normed(self, x.x, x.projections)
         x = computed(x)
         if not _runs_norm(self, x):
@@ -531,9 +536,10 @@ class FusedLayer(FusedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get(getattr(self, ARGUMENTS).names[0])
-        if torch.compiler.is_compiling() or _has_any_global_hook() or not _defers(self, x):
+        norms = None if _has_any_global_hook() else _norms_of(self, x)
+        if norms is None:
             return stock_forward(self, *args, **kwargs)
-        x = LayerInput(x, _projections_of(self._modules.get("self_attn"), x))
+        x = LayerInput(x, norms, _projections_of(self._modules.get("self_attn"), x))
         if args:
             args = (x, *args[1:])
         else:
@@ -542,12 +548,14 @@ class FusedLayer(FusedModule):
         return tuple(map(computed, out)) if isinstance(out, tuple) else computed(out)
 
 
-def _defers(layer: nn.Module, x: Any) -> bool:
-    """Whether the norms of a layer take its input x deferred."""
+def _norms_of(layer: nn.Module, x: Any) -> list[nn.Module] | None:
+    """The norms of a layer that run an op of its input x, or None if x must not be deferred."""
     row = getattr(layer, ROW, None)
     norms = [] if row is None else [layer._modules.get(name) for name in row]
-    known = norms and all(norm is not None and not hooked(norm) for norm in norms)
-    return known and type(x) is Tensor and _runs_norm(norms[-1], x)
+    if not norms or type(x) is not Tensor or any(norm is None or hooked(norm) for norm in norms):
+        return None
+    running = [norm for norm in norms if _runs_norm(norm, x)]
+    return running if norms[-1] in running else None
 
 
 def _projections_of(attn: nn.Module | None, x: Tensor) -> Operands | None:

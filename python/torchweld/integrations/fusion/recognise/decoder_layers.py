@@ -151,7 +151,8 @@ def _layer_rows(module: nn.Module) -> list[Layer]:
     try:
         with compare.isolated(random.device), recorder.recording() as calls:
             replica = _layer_replica(module, random, stock_class(module))
-            _run_stubs(replica, stock_forward, LayerInput(random.inputs()))
+            norms = [child for child in replica.children() if isinstance(child, FusedNorm)]
+            _run_stubs(replica, stock_forward, LayerInput(random.inputs(), norms))
     except Exception:  # it has the children of a layer and is none
         return []
     names = {child: name for name, child in replica._modules.items()}
