@@ -14,7 +14,9 @@ from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
+from fused_parts import random_model  # noqa: E402
 from test_fuse import Calls  # noqa: E402
+from tiny_models import causal_models  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 
 VOCAB, WIDTH = 61, 32
@@ -537,6 +539,31 @@ def test_losses_of_models_that_no_table_has(device, name, changes):
         assert type(each) is type(stock)
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4_text", "mllama"])
+def test_losses_of_models_with_more_arguments(kind):
+    """Images, types of tokens and each layer's inputs go to the base model, with labels or not."""
+    models = dict(causal_models())
+    if kind not in models:
+        pytest.skip("not in this transformers")
+    model = random_model(kind, models[kind]).train()
+    if "CrossEntropyLoss" in inspect.getsource(type(model).forward):
+        pytest.skip("in this transformers the model computes a loss of its own")
+    stock = copy.deepcopy(model)
+    report = fuse(model, loss=True, check=False)
+    assert report.ops["lm_head"].startswith("linear_cross_entropy"), report
+    given = {"token_type_ids": torch.zeros(2, 12, dtype=torch.long)} if kind == "gemma3" else {}
+    with Calls() as calls:
+        out, grads = labelled_step(model, **given)
+    assert any("linear_cross_entropy" in name for name in calls.names)
+    want, want_grads = labelled_step(stock, **given)
+    assert out.logits is None and type(out) is type(want)
+    assert [*out] == [name for name in want if name != "logits"]
+    assert_close(out.loss, want.loss, rtol=1e-5, atol=1e-5)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        if want_grad is not None:
+            assert_close(grad, want_grad, rtol=1e-4, atol=1e-4)
+
+
 def test_a_recognised_loss_compiles_in_one_graph():
     model = tiny_of("Cohere", logit_scale=0.25).train()
     fuse(model, loss=True)
@@ -568,7 +595,12 @@ def of_each_position(self, hidden, labels, **kwargs):
     return self.loss_function(self.lm_head(hidden), labels, self.config.vocab_size, **kwargs)
 
 
-@pytest.mark.parametrize("loss", [usual, doubled, of_its_own, of_each_position])
+def of_an_argument(self, hidden, labels, token_type_ids=None, **kwargs):
+    logits = self.lm_head(hidden) * (1 if token_type_ids is None else 2)
+    return self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+
+
+@pytest.mark.parametrize("loss", [usual, doubled, of_its_own, of_each_position, of_an_argument])
 def test_heads_are_compared(loss):
     def forward(
         self,
@@ -580,6 +612,7 @@ def test_heads_are_compared(loss):
         labels=None,
         use_cache=None,
         logits_to_keep=0,
+        token_type_ids=None,
         **kwargs,
     ):
         out = self.model(
@@ -589,10 +622,12 @@ def test_heads_are_compared(loss):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            token_type_ids=token_type_ids,
             **kwargs,
         )
+        types = {"token_type_ids": token_type_ids} if loss is of_an_argument else {}
         return transformers.modeling_outputs.CausalLMOutputWithPast(
-            loss=loss(self, out.last_hidden_state, labels, **kwargs),
+            loss=loss(self, out.last_hidden_state, labels, **types, **kwargs),
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
             attentions=out.attentions,

@@ -102,20 +102,21 @@ def _read(forward: Callable[..., Any], known: tuple[str, ...] | None) -> Argumen
     )
 
 
-def difference(stock: type[nn.Module], wanted: tuple[str, ...], exact: bool = False) -> str | None:
+def difference(
+    stock: type[nn.Module], wanted: tuple[str, ...], is_open: bool = False
+) -> str | None:
     """How the arguments of ``stock.forward`` differ from those that a fused forward needs, or None.
 
     Args:
         stock: A class of modules.
         wanted: The arguments that the fused forward needs, the cache as "cache".
-        exact: Whether the stock forward must have no others and take ``**kwargs``.
+        is_open: Whether the stock forward must take ``**kwargs``.
     """
     found = of(stock, wanted)
     names = {"cache" if name == found.cache else name for name in found.names}
     parts = [f"lacks {name}" for name in wanted if name not in names]
-    if exact:
-        parts += [f"has {name}" for name in found.unknown]
-        parts += [] if found.is_open else ["lacks **kwargs"]
+    if is_open and not found.is_open:
+        parts.append("lacks **kwargs")
     if not parts:
         return None
     return f"its arguments are ({', '.join(found.names)}): it {', '.join(parts)}"

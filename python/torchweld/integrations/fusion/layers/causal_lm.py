@@ -55,6 +55,7 @@ class Head(NamedTuple):
         results: The names of the base model's results among them.
         router_loss: The function of a mixture's model that balances the load of its experts.
         router_factor: The attribute of the model by which that loss is multiplied.
+        passes: Those of labels and logits_to_keep that the base model gets too.
     """
 
     options: Callable[[Any], dict[str, Any]]
@@ -63,6 +64,7 @@ class Head(NamedTuple):
     results: tuple[str, ...] = base_results(CausalLMOutputWithPast)
     router_loss: Callable[..., Tensor] | None = None
     router_factor: str = ""
+    passes: tuple[str, ...] = ()
 
 
 GPT2_HEAD = Head(
@@ -210,7 +212,8 @@ class FusedCausalLM(FusedModule):
         names = getattr(self, ARGUMENTS).names
         if "output_router_logits" in names and given.get("output_router_logits") is None:
             given["output_router_logits"] = self.config.output_router_logits
-        outputs = getattr(self, row.base)(**given)
+        passed = {"labels": labels, "logits_to_keep": to_keep}
+        outputs = getattr(self, row.base)(**given, **{name: passed[name] for name in row.passes})
         loss = causal_loss(
             self.lm_head,
             outputs.last_hidden_state,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.causal_lm import (
@@ -30,6 +31,15 @@ from .norms_mlps import Recognised, choose, fused_replica
 
 _CLASSES = 20  # of a replica
 _EXPERTS = 4
+# The arguments that a comparison chooses; inputs_embeds would be given in place of input_ids.
+_CHOSEN = (
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "use_cache",
+    "output_router_logits",
+)
 # The attributes by which models multiply the loss of their routers.
 _FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
 
@@ -50,7 +60,9 @@ class Logits(NamedTuple):
     def __call__(self, config: Any) -> dict[str, Any]:
         if self.option is None:
             return {}
-        value = getattr(config, self.number)
+        # NOTE: torch.compile does not trace get_text_config.
+        owner = config if hasattr(config, self.number) else config.get_text_config()
+        value = getattr(owner, self.number)
         return {self.option: 1 / value if self.inverse else value}
 
 
@@ -75,11 +87,7 @@ def difference(module: nn.Module) -> str | None:
     """How a module with the parts of a language model differs from one in its arguments."""
     if not _has_children_of_head(module):
         return None
-    knows = FusedMixtureLM.knows if _is_mixture(module) else FusedCausalLM.knows
-    stock = stock_class(module)
-    if "use_cache" not in arguments.of(stock).names:  # it goes to the base model by **kwargs
-        knows = tuple(name for name in knows if name != "use_cache")
-    return arguments.difference(stock, knows, exact=True)
+    return arguments.difference(stock_class(module), FusedCausalLM.needs, is_open=True)
 
 
 def _is_mixture(module: nn.Module) -> bool:
@@ -95,10 +103,11 @@ def _has_children_of_head(module: nn.Module) -> bool:
 
 def _rows(module: nn.Module) -> list[Head]:
     """The rows that a model may have."""
-    changes = [each for each in _CHANGES if hasattr(module.config, each.number)]
-    output = _output(module)
+    text = module.config.get_text_config()
+    changes = [each for each in _CHANGES if hasattr(text, each.number)]
+    output, results, passes = _of_stock(module)
     rows = [
-        Head(each, output=output, results=base_results(output)) for each in (*changes, Logits())
+        Head(each, output=output, results=results, passes=passes) for each in (*changes, Logits())
     ]
     loss = getattr(sys.modules[stock_class(module).__module__], "load_balancing_loss_func", None)
     if not _is_mixture(module) or loss is None:
@@ -107,18 +116,35 @@ def _rows(module: nn.Module) -> list[Head]:
     return rows + [row._replace(router_loss=loss, router_factor=factor) for row in rows]
 
 
-def _output(module: nn.Module) -> Any:
-    """The class of a model's outputs, found by running a replica."""
-    random = compare.Random(torch.device("cpu"), torch.float32)
+def _of_stock(module: nn.Module) -> tuple[type[ModelOutput], tuple[str, ...], tuple[str, ...]]:
+    """Runs a replica of a model to learn what it returns.
+
+    Returns:
+        The class of its outputs, the names of its base model's results among them, and those of
+        labels and logits_to_keep that its base model gets.
+    """
+    random, ids = compare.Random(torch.device("cpu"), torch.float32), torch.zeros(4, 3).long()
     try:
         with compare.isolated(random.device):
-            replica = compare.bare_replica(module, stock_class(module))
-            replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
+            replica = _small(compare.bare_replica(module, stock_class(module)), module, random)
             replica.model = _Base(random.inputs(), None, module.config)
             alone = {"output_router_logits": False} if _is_mixture(module) else {}
-            return type(stock_forward(replica, torch.zeros(4, 3, dtype=torch.long), **alone))
+            out = stock_forward(replica, ids, labels=ids, **alone)
+            given = replica.model.facts[0][1]
+            results = [name for name in base_results(type(out)) if out.get(name) is not None]
+            return type(out), tuple(results), tuple(n for n in FusedCausalLM.needs if n in given)
     except Exception:  # the comparison says why
-        return CausalLMOutputWithPast
+        return CausalLMOutputWithPast, (), ()
+
+
+def _small(replica: nn.Module, module: nn.Module, random: compare.Random) -> nn.Module:
+    """Gives a replica of a model a small head."""
+    replica.config = copy.deepcopy(module.config)
+    for owner in (replica.config, replica.config.get_text_config(), replica):
+        if "vocab_size" in vars(owner):
+            owner.vocab_size = _CLASSES
+    replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
+    return replica
 
 
 class _Outputs(MoeModelOutputWithPast):
@@ -139,6 +165,8 @@ class _Base(nn.Module):
         self.lm_head_multiplier = getattr(config, "lm_head_multiplier", None)
 
     def forward(self, input_ids: Tensor, **given: Any) -> MoeModelOutputWithPast:
+        if given.get("return_dict"):  # which the config says too where the logits are left out
+            del given["return_dict"]
         texts = {name: str(value) for name, value in given.items() if value is not None}
         self.facts.append((str(input_ids), texts))
         names = base_results(CausalLMOutputWithPast)
@@ -150,22 +178,18 @@ class _Base(nn.Module):
 
 
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
-    replica = fused_replica(module)
-    replica.config = copy.copy(module.config)
-    replica.config.vocab_size = _CLASSES
-    if "vocab_size" in vars(module):
-        replica.vocab_size = _CLASSES
+    replica = _small(fused_replica(module), module, random)
+    text = replica.config.get_text_config()
     for name in {each.number for each in _CHANGES}:
-        value = getattr(module.config, name, None)
-        if value is not None and not isinstance(getattr(type(module.config), name, 0), property):
+        value = getattr(text, name, None)
+        if value is not None and not isinstance(getattr(type(text), name, 0), property):
             # A factor of 1 would hide whether it multiplies or divides.
-            for owner in (replica.config, *([replica] if name in vars(module) else [])):
+            for owner in (text, *([replica] if name in vars(module) else [])):
                 setattr(owner, name, 1.5 * value)
     if _is_mixture(module):
         if factor := getattr(replica, ROW).router_factor:
             setattr(replica, factor, 1.5)  # not lost in the tokens' loss
         replica.config.output_router_logits = True
-    replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
     return replica
 
 
@@ -176,18 +200,20 @@ def _run(
     labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator, device="cpu")
     labels[0, 1] = -100
     labels = labels.to(x.device)
-    mixture, mask, calls = _is_mixture(module), "attention_mask", [{}, {"num_items_in_batch": 5}]
-    calls.append({"shift_labels": labels.flip(0)})
-    if mixture:
+    # The base model gets the names of arguments as their values.
+    names = arguments.of(stock_class(module)).names
+    given = {name: name for name in names if name not in _CHOSEN}
+    calls = [given, {"num_items_in_batch": 5}, {**given, "shift_labels": labels.flip(0)}]
+    if mixture := _is_mixture(module):
         mask = (labels != labels[1, 1]).long()
-        calls.append({"output_router_logits": False})
+        calls = [
+            {**each, "attention_mask": mask} for each in (*calls, {"output_router_logits": False})
+        ]
     experts = getattr(module, "num_experts", _EXPERTS)
     router = random(compare.WIDTH, experts) if mixture else None
     module.model = _Base(x, router, module.config)
-    cache = arguments.of(stock_class(module)).cache
-    given = {"attention_mask": mask, "position_ids": "position_ids", cache: cache}
     for options in calls:
-        out = forward(module, labels, labels=labels, use_cache=False, marker=7, **given, **options)
+        out = forward(module, labels, labels=labels, use_cache=False, marker=7, **options)
         names = base_results(type(out)) if not mixture else base_results(CausalLMOutputWithPast)
         facts.append((type(out), [out.get(name) for name in names], [*options]))
         tensors.extend(compare.with_gradients(module, out.loss, x, random))
@@ -200,6 +226,7 @@ def _run(
 class RecognisedCausalLM(Recognised, FusedCausalLM):
     """A language model of another class."""
 
+    knows = None
     comparison = compare.Kind("a head and its loss", _replica, _run)
 
     @classmethod
