@@ -13,6 +13,8 @@ ARGS ?=
 WORKERS ?= 2
 # The releases of torch that a release has wheels for.
 TORCHES ?= 2.11.0 2.13.0 2.15.0
+# ALL_PYTHONS=1 checks a wheel in every Python; each downloads a torch of its own (up to 3 GB).
+IN_PYTHONS = $(if $(ALL_PYTHONS),--all-pythons)
 
 PIP_FLAGS = --quiet --no-input --disable-pip-version-check --constraint requirements/constraints.txt
 UV_FLAGS = --quiet --compile-bytecode --constraint requirements/constraints.txt
@@ -122,7 +124,7 @@ docs: $(SETUP) $(TOOLS) $(DOCS)
 
 wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
 	@$(or $(PYTHON),$(RUN)) tools/wheel.py \
-	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH))
+	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH)) $(IN_PYTHONS)
 
 index: $(BARE)
 	@$(RUN) tools/index.py dist
@@ -130,7 +132,8 @@ index: $(BARE)
 # A wheel for each torch, each checked in an empty environment, and their index.
 release-check: $(BARE)
 	@for torch in $(TORCHES); do \
-	  $(or $(PYTHON),$(RUN)) tools/wheel.py --torch $$torch $(if $(PYTHON),--python $(PYTHON)) || exit 1; \
+	  $(or $(PYTHON),$(RUN)) tools/wheel.py --torch $$torch $(if $(PYTHON),--python $(PYTHON)) \
+	    $(IN_PYTHONS) || exit 1; \
 	done
 	@$(RUN) tools/index.py dist
 

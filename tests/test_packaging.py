@@ -179,6 +179,23 @@ def test_kernel_check_finds_too_large_a_library(
     assert fault == ("_ops.abi3.so must have at most 10 bytes, but has 11" if refused else None)
 
 
+@pytest.mark.parametrize(
+    ("options", "checked"),
+    [([], [sys.executable]), (["--all-pythons"], ["python3.10", "python3.11"])],
+)
+def test_a_wheel_is_checked_in_the_pythons_that_were_asked_for(
+    wheel_tool, tmp_path, monkeypatch, options, checked
+):
+    pythons = []
+    for name in ("check_metadata", "check_introspection"):
+        monkeypatch.setattr(wheel_tool, name, lambda *_: None)
+    monkeypatch.setattr(wheel_tool, "pythons", lambda: ["python3.10", "python3.11"])
+    monkeypatch.setattr(wheel_tool, "check_installed", lambda *args: pythons.append(args[1]))
+    wheel = wheel_of(tmp_path, "0.1.0+torch2.11.cpu", "torch==2.11.*")
+    assert wheel_tool.main(["--wheel", str(wheel), *options]) == 0
+    assert pythons == checked
+
+
 def test_constraints_of_a_wheel_have_the_torch_that_was_asked_for(wheel_tool, tmp_path):
     pinned = (ROOT / "requirements" / "constraints.txt").read_text()
     torch_pin = re.search(r"^torch==(.+)$", pinned, re.M)[1]

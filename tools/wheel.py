@@ -2,12 +2,13 @@
 
     python tools/wheel.py                               this Python's torch
     python tools/wheel.py --python python3.11 --torch 2.13.0   in a new environment
+    python tools/wheel.py --all-pythons                 checked in every Python
 
 The wheel has torchweld/_C, which explain and tune need, for every Python from 3.10 on that is found
 on PATH or under pyenv. It is built from an unpacked sdist, so that a file missing from the sdist
 fails here. It is written to dist/ and then installed from an index into an empty environment, where
-tools/smoke.py and the README's example must run. Everything else is in build/wheel/, which keeps
-the objects, so a second build is short.
+tools/smoke.py, the README's example and, with the packages that they need, examples/recipes must
+run. Everything else is in build/wheel/, which keeps the objects, so a second build is short.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ import kernel_check  # noqa: E402
 MAX_WHEEL_BYTES = 30 * 10**6
 PIP = ("-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check")
 FACTS = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__.split('+')[0])"
-
 HEADERS = "import sys, sysconfig; print(sys.version_info[1], sysconfig.get_path('include'))"
 
 
@@ -76,10 +76,7 @@ def pythons() -> list[str]:
     for minor in range(10, 20):
         names = [f"python3.{minor}", *sorted(pyenv.glob(f"3.{minor}.*/bin/python3"))]
         for path in filter(None, map(shutil.which, map(str, names))):
-            code = (
-                "import sys, sysconfig; print(sys.version_info[1], sysconfig.get_path('include'))"
-            )
-            done = subprocess.run([path, "-c", code], capture_output=True, text=True)
+            done = subprocess.run([path, "-c", HEADERS], capture_output=True, text=True)
             version, _, include = done.stdout.strip().partition(" ")
             if version == str(minor) and (Path(include) / "Python.h").exists():
                 found.setdefault(minor, path)
@@ -201,14 +198,15 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
-    """Installs the wheel from its index into an empty environment, and runs the README there.
+    """Installs the wheel from its index into an empty environment of a Python.
 
-    tools/smoke.py runs there, too. Nothing of the sources is in sight.
+    tools/smoke.py, the README's example and the recipes run there. Nothing of the sources is in
+    sight.
     """
     # A script finds the files beside it. On the path of another process this file would hide wheel.
     import index
 
-    say("installing it into an empty environment")
+    say(f"installing it into an empty environment of {python}")
     empty = environment(folder / "empty", python)
     pinned = constraints(folder, torch)
     run(empty, *PIP, "install", f"torch=={torch}", "transformers", "-c", pinned)
@@ -232,8 +230,13 @@ def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
     installed = run(empty, "-c", "import torchweld; print(torchweld.__file__)", cwd=place)
     if not Path(installed).is_relative_to(folder / "empty"):
         sys.exit(f"wheel: the example ran with {installed}, not with the wheel")
-    shutil.rmtree(folder / "empty")  # torch's libraries need gigabytes on disk
     say("the README's example runs")
+    run(empty, *PIP, "install", "-r", ROOT / "requirements" / "recipes.txt", "-c", pinned)
+    shutil.copytree(ROOT / "examples" / "recipes", place / "recipes")
+    for recipe in sorted({*place.glob("recipes/*.py")} - {place / "recipes" / "tiny.py"}):
+        run(empty, recipe, cwd=place, **env)
+    shutil.rmtree(folder / "empty")  # torch's libraries need gigabytes on disk
+    say("the recipes run")
 
 
 def build(python: str, torch: str, folder: Path) -> Path:
@@ -264,6 +267,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", help="default: the Python that runs this")
     parser.add_argument("--torch", help="a version; default: the one installed")
     parser.add_argument("--wheel", type=Path, help="check this wheel of dist/ and build none")
+    parser.add_argument(
+        "--all-pythons",
+        action="store_true",
+        help="check it in every Python from 3.10 on; each downloads a torch (up to 3 GB)",
+    )
     args = parser.parse_args(argv)
     python = builder(args)
     version, torch = run(python, "-c", FACTS).split()
@@ -271,7 +279,8 @@ def main(argv: list[str] | None = None) -> int:
     kept = args.wheel.resolve() if args.wheel else build(python, torch, folder)
     check_metadata(kept, torch)
     check_introspection(kept, folder)
-    check_installed(kept, python, torch, folder)
+    for each in pythons() if args.all_pythons else [python]:
+        check_installed(kept, each, torch, folder)
     return 0
 
 

@@ -20,6 +20,7 @@ SETTINGS = {
     "learning_rate": 1e-2,
     "per_device_train_batch_size": 4,
     "report_to": [],
+    "disable_tqdm": True,
     "save_strategy": "no",
     "use_cpu": True,
     "bf16": False,
