@@ -11,6 +11,7 @@ from torch.testing import assert_close
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from recipes.tiny import tokenizer  # noqa: E402
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import LAYERS, tiny  # noqa: E402
 from tiny_models import VOCAB  # noqa: E402
@@ -121,12 +122,6 @@ def test_sft_trainer(tmp_path, case):
     trl = pytest.importorskip("trl")
     peft = pytest.importorskip("peft")
     datasets = pytest.importorskip("datasets")
-    tokenizers = pytest.importorskip("tokenizers")
-    vocab = {f"t{i}": i for i in range(VOCAB)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="t0"))
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="t0", eos_token="t2", bos_token="t1"
-    )
     rows = datasets.Dataset.from_dict({"input_ids": documents()})
     packing = case.startswith("packed")
     lora = None
@@ -147,7 +142,7 @@ def test_sft_trainer(tmp_path, case):
         torch.manual_seed(5)  # for the adapters
         late = lora if case == "peft_config" else None
         trainer = trl.SFTTrainer(
-            model, options, train_dataset=rows, processing_class=tokenizer, peft_config=late
+            model, options, train_dataset=rows, processing_class=tokenizer(VOCAB), peft_config=late
         )
         trained.append(trainer.model)
         with Calls() as calls:

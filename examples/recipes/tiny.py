@@ -53,9 +53,9 @@ def batches() -> Sequence[torch.Tensor]:
     return torch.tensor(token_ids()).split(4)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
     """Makes token i of the word ti."""
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t1"))
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t1"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t2")
 
