@@ -94,7 +94,7 @@ test-torch:
 
 # A venv of its own with another transformers, above the packages and the build of $(VENV).
 HF_VENV ?= build/transformers-$(TRANSFORMERS)
-HF_PAGES ?= $(wildcard tests/test_fuse*.py tests/test_hf_*.py tests/test_quantize*.py tests/test_trl.py)
+HF_PAGES ?= $(wildcard tests/test_fuse*.py tests/test_hf_*.py tests/test_quantize*.py tests/test_recipes.py tests/test_trl.py)
 HF_PACKAGES = transformers==$(TRANSFORMERS) $(addprefix --constraint ,$(wildcard requirements/transformers-$(TRANSFORMERS).txt))
 test-hf: $(SETUP) $(TOOLS)
 	@test -n "$(TRANSFORMERS)" || { echo "test-hf needs a version: make test-hf TRANSFORMERS=5.24.0" >&2; exit 1; }
