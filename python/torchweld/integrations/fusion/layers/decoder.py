@@ -267,7 +267,7 @@ def _runs_norm(norm: nn.Module, x: Any) -> bool:
 
 
 class Rotary(NamedTuple):
-    """How a rotary function ``(q, k, cos, sin)`` of a model computes.
+    """How a rotary function ``(q, k, cos, sin)`` or ``(x, cos, sin)`` of a model computes.
 
     Attributes:
         name: The function's, in the module of the attention layer.
@@ -275,6 +275,8 @@ class Rotary(NamedTuple):
         interleaved: Whether a pair is two neighbours.
         gathered: Whether the first of all pairs of neighbours stand before the second in results.
         partial: Whether tables narrower than the heads rotate the first values of each head.
+        single: Whether it rotates query or key, ``(batch, heads, rows, head_dim)``, or with
+            ``unsqueeze_dim=2`` ``(batch, rows, heads, head_dim)``.
     """
 
     name: str
@@ -282,6 +284,7 @@ class Rotary(NamedTuple):
     interleaved: bool
     gathered: bool
     partial: bool
+    single: bool = False
 
 
 def _neighbours(table: Tensor) -> Tensor:
@@ -354,20 +357,32 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
     """The function of a row, which runs the stock one of the forward's module where it must."""
     stock = forward.__globals__[row.name]
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        instead = None
-        if args or kwargs or not _rotates(row, q, k, cos, sin):
-            instead = f"the stock {row.name} runs: it is called with other shapes or dtypes"
+    def runs(serves: bool) -> bool:
+        instead = f"the stock {row.name} runs: it is called with other shapes or dtypes"
         if recorder.calls is not None:
-            recorder.record((FusedRotary.running, "rotary"), instead)
-        if instead is not None:
-            return stock(q, k, cos, sin, *args, **kwargs)
-        tables = map(TABLES[row.tables], (cos, sin))
+            recorder.record((FusedRotary.running, "rotary"), None if serves else instead)
+        return serves
+
+    def rotated(q: Tensor, k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
         if row.gathered:
             q, k = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (q, k))
-        return ops.rotary(q, k, *tables, interleaved=row.interleaved)
+        return ops.rotary(q, k, *map(TABLES[row.tables], tables), interleaved=row.interleaved)
 
-    return rotate
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not runs(not args and not kwargs and _rotates(row, q, k, cos, sin)):
+            return stock(q, k, cos, sin, *args, **kwargs)
+        return rotated(q, k, cos, sin)
+
+    def rotate_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
+        rows_first = unsqueeze_dim == 2
+        q = x.transpose(1, 2) if rows_first and x.dim() == 4 else x
+        none = q[:, :0]
+        if not runs(unsqueeze_dim in (1, 2) and _rotates(row, q, none, cos, sin)):
+            return stock(x, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        q, _ = rotated(q, none, cos, sin)
+        return q.transpose(1, 2) if rows_first else q
+
+    return rotate_single if row.single else rotate
 
 
 def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
@@ -446,27 +461,43 @@ def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
     if isinstance(row, Attention):
         names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
     else:
-        names = _projecting(stock_class(attn).forward)
-    return {name: attn._modules[name] for name in names if name in attn._modules}
+        names = (
+            name
+            for name, wanted in _projecting(stock_class(attn).forward).items()
+            if all(bool(getattr(attn, flag)) is value for flag, value in wanted)
+        )
+    layers = ((name, attn._modules.get(name)) for name in names)
+    return {name: layer for name, layer in layers if layer is not None}
 
 
 @functools.cache
-def _projecting(forward: Callable) -> tuple[str, ...]:
-    """The names of the layers that a forward calls with its input, whatever its arguments are."""
+def _projecting(forward: Callable) -> dict[str, tuple[tuple[str, bool], ...]]:
+    """The names of the layers that a forward calls with its input, whatever its arguments are.
+
+    Each with the attributes of the module that must be true or false for the call.
+    """
     try:
         source = inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):  # it was made by exec
-        return ()
-    body = ast.parse(textwrap.dedent(source)).body[0].body
-    names: dict[str, None] = {}
+        return {}
+    return _projecting_of(ast.parse(textwrap.dedent(source)).body[0].body)
+
+
+def _projecting_of(
+    body: list[ast.stmt], wanted: tuple[tuple[str, bool], ...] = ()
+) -> dict[str, tuple[tuple[str, bool], ...]]:
+    found: dict[str, tuple[tuple[str, bool], ...]] = {}
     for statement in body:
         # NOTE: a layer that only some calls need would get a gradient of zeros in place of None.
         # With and without a rank of q, latent attention has other layers.
         test = ast.unparse(statement.test) if hasattr(statement, "test") else "q_lora_rank"
         if "q_lora_rank" in test:
-            found = re.findall(r"self\.(\w+)\(hidden_states\)", ast.unparse(statement))
-            names |= dict.fromkeys(found)
-    return tuple(names)
+            names = re.findall(r"self\.(\w+)\(hidden_states\)", ast.unparse(statement))
+            found |= dict.fromkeys(names, wanted)
+        elif isinstance(statement, ast.If) and (flag := re.fullmatch(r"self\.(\w+)", test)):
+            for value, branch in ((True, statement.body), (False, statement.orelse)):
+                found |= _projecting_of(branch, (*wanted, (flag[1], value)))
+    return found
 
 
 def _projections(

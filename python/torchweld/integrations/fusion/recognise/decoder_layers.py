@@ -1,8 +1,8 @@
 """Attention and decoder layers that the table of families lacks, recognised and compared.
 
 An attention layer calls transformers' attention interface and, in its module, a rotary function of
-query, key and tables. A decoder layer has norms that are known, and one of them gets the sum of the
-layer's input and a result. The other children of its replica are stubs.
+query, key or both, and tables. A decoder layer has norms that are known, and one of them gets the
+sum of the layer's input and a result. The other children of its replica are stubs.
 """
 
 from __future__ import annotations
@@ -72,12 +72,13 @@ def difference(module: nn.Module) -> str | None:
     names = [name for name in vars(sys.modules[stock.__module__]) if _ROTARY.match(name)]
     if not names or "Attention" not in stock.__name__ or not asks_for_attention(stock):
         return None
-    return f"{stock.__name__} calls no {' or '.join(names)} of the form (q, k, cos, sin)"
+    form = "(q, k, cos, sin) or (x, cos, sin, unsqueeze_dim)"
+    return f"{stock.__name__} calls no {' or '.join(names)} of the form {form}"
 
 
 @functools.cache
 def _rotary_functions(stock: type[nn.Module]) -> tuple[str, ...]:
-    """The functions of query, key and tables that the forward of an attention layer calls."""
+    """The functions of query, key or both, and tables that an attention layer's forward calls."""
     if not asks_for_attention(stock) or not inspect.isfunction(inspect.unwrap(stock.forward)):
         return ()
     forward = stock.forward
@@ -86,13 +87,17 @@ def _rotary_functions(stock: type[nn.Module]) -> tuple[str, ...]:
             return ()  # the decorator may change more than the names of arguments
         forward = forward.__wrapped__
     called = filter(_ROTARY.match, forward.__code__.co_names)
-    return tuple(name for name in called if _takes_tables(forward.__globals__.get(name)))
+    return tuple(name for name in called if _rotated_by(forward.__globals__.get(name)))
 
 
-def _takes_tables(function: Any) -> bool:
+def _rotated_by(function: Any) -> str:
+    """The names of the tensors that a function of tables rotates: "q k", "x" or none."""
     if not inspect.isfunction(function):
-        return False
-    return [*inspect.signature(function).parameters][:4] == ["q", "k", "cos", "sin"]
+        return ""
+    names = [*inspect.signature(function).parameters]
+    if names == ["x", "cos", "sin", "unsqueeze_dim"]:
+        return "x"
+    return "q k" if names[:4] == ["q", "k", "cos", "sin"] else ""
 
 
 def _rotary_rows(module: nn.Module) -> list[tuple[Rotary, ...]]:
@@ -100,7 +105,8 @@ def _rotary_rows(module: nn.Module) -> list[tuple[Rotary, ...]]:
     stock = stock_class(module)
     rows: dict[str, Rotary] = {}
     for name, options in itertools.product(_rotary_functions(stock), _OPTIONS):
-        row = Rotary(name, *options)
+        function = inspect.unwrap(stock.forward).__globals__[name]
+        row = Rotary(name, *options, _rotated_by(function) == "x")
         register(stock, (RecognisedRotary, (row,)))
         if name not in rows and not compare.strict_difference(
             module, RecognisedRotary.comparison, (row,)
@@ -122,7 +128,12 @@ def _run_rotary(
                 q = random.inputs().unsqueeze(1).repeat(1, 2, 1, 1)
                 k = random.inputs().unsqueeze(1)
                 wide = width // 2 if row.tables == "half as wide" else width
-                found = rotate(q, k, random(4, 3, wide), random(4, 3, wide))
+                tables = random(4, 3, wide), random(4, 3, wide)
+                if row.single:
+                    found = rotate(q, *tables), rotate(k.transpose(1, 2), *tables, unsqueeze_dim=2)
+                    found = found[0], found[1].transpose(1, 2)
+                else:
+                    found = rotate(q, k, *tables)
                 tensors += [*found, *torch.autograd.grad(found, (q, k), [q.cos(), k.cos()])]
     if any(filter(None, itertools.chain(*calls.values()))):
         raise RuntimeError("its tables are others")
