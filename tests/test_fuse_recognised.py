@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import io
 
@@ -358,7 +359,8 @@ def test_query_and_key_are_rotated_one_by_one(kind, layers, shared):
 def test_a_rotary_function_of_one_tensor(shape, dim):
     gemma = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
     inner = inspect.unwrap(gemma.Gemma4TextAttention.forward)
-    row = decoder.Rotary("apply_rotary_pos_emb", "whole", False, False, False, single=True)
+    options = ("whole", False, False, False, "x cos sin unsqueeze_dim")
+    row = decoder.Rotary("apply_rotary_pos_emb", *options)
     x, cos, sin = torch.randn(shape), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
     if len(shape) == 3:
         cos, sin = cos[..., 0], sin[..., 0]
@@ -367,6 +369,45 @@ def test_a_rotary_function_of_one_tensor(shape, dim):
         out = decoder.rotation(inner, row)(x, cos, sin, unsqueeze_dim=dim)
     assert calls.names["torchweld::rotary"] == (dim > 0)
     assert_close(out, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["deepseek_v2", "llama4"])
+def test_a_rotary_function_of_a_complex_table(kind, dtype):
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    forward = {"deepseek_v2": "DeepseekV2Attention", "llama4": "Llama4TextAttention"}[kind]
+    inner, rows_first = inspect.unwrap(getattr(module, forward).forward), kind == "llama4"
+    options = ("half as wide, neighbours", True, False, False, "xq xk freqs_cis", rows_first)
+    rotate = decoder.rotation(inner, decoder.Rotary("apply_rotary_emb", *options))
+    table = torch.polar(torch.ones(2, 5, 4), torch.randn(2, 5, 4))
+    for rows in (5, 1):  # of another number of rows than the table's, the stock function runs
+        heads = [torch.randn(2, n, rows, 8, dtype=dtype) for n in (3, 1)]
+        heads = [x.transpose(1, 2) for x in heads] if rows_first else heads
+        want = module.apply_rotary_emb(*heads, table)
+        with Calls() as calls:
+            found = rotate(*heads, table)
+        assert calls.names["torchweld::rotary"] == (rows == 5)
+        for x, y in zip(found, want, strict=True):
+            assert_close(x, y)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "llama4_text"])
+def test_models_with_complex_tables(kind):
+    torch.manual_seed(0)
+    model = tiny_model(kind, dict(causal_models())[kind], "sdpa", initializer_range=0.2).train()
+    stock = copy.deepcopy(model)
+    report = fuse(model)
+    assert report.max_abs_diff < 1e-4
+    with Calls() as calls:
+        logits, grads = step(model)
+    assert (
+        calls.names["torchweld::rotary"] == calls.names["torchweld::rms_norm_linears_forward"] == 2
+    )
+    want, want_grads = step(stock)
+    assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        if want_grad is not None:
+            assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
 def of_llama(**overrides):

@@ -267,7 +267,7 @@ def _runs_norm(norm: nn.Module, x: Any) -> bool:
 
 
 class Rotary(NamedTuple):
-    """How a rotary function ``(q, k, cos, sin)`` or ``(x, cos, sin)`` of a model computes.
+    """How a rotary function of a model computes.
 
     Attributes:
         name: The function's, in the module of the attention layer.
@@ -275,8 +275,9 @@ class Rotary(NamedTuple):
         interleaved: Whether a pair is two neighbours.
         gathered: Whether the first of all pairs of neighbours stand before the second in results.
         partial: Whether tables narrower than the heads rotate the first values of each head.
-        single: Whether it rotates query or key, ``(batch, heads, rows, head_dim)``, or with
-            ``unsqueeze_dim=2`` ``(batch, rows, heads, head_dim)``.
+        form: Its arguments: "q k cos sin", "x cos sin unsqueeze_dim" or "xq xk freqs_cis", whose
+            table is complex.
+        rows_first: Whether it gets ``(batch, rows, heads, head_dim)`` with a complex table.
     """
 
     name: str
@@ -284,7 +285,8 @@ class Rotary(NamedTuple):
     interleaved: bool
     gathered: bool
     partial: bool
-    single: bool = False
+    form: str = "q k cos sin"
+    rows_first: bool = False
 
 
 def _neighbours(table: Tensor) -> Tensor:
@@ -297,6 +299,7 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "first half": _neighbours,
     "first half twice": lambda table: table[..., : table.shape[-1] // 2].repeat(1, 1, 2),
     "half as wide": lambda table: torch.cat((table, table), -1),
+    "half as wide, neighbours": lambda table: table.repeat_interleave(2, -1),
 }
 
 
@@ -382,15 +385,25 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
         q, _ = rotated(q, none, cos, sin)
         return q.transpose(1, 2) if rows_first else q
 
-    return rotate_single if row.single else rotate
+    def rotate_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+        swapped = row.rows_first and xq.dim() == xk.dim() == 4
+        q, k = (x.transpose(1, 2) if swapped else x for x in (xq, xk))
+        serves = freqs_cis.is_complex() and freqs_cis.device == q.device
+        if not runs(serves and _rotates(row, q, k, freqs_cis.real, freqs_cis.imag)):
+            return stock(xq, xk, freqs_cis)
+        q, k = rotated(q, k, freqs_cis.real, freqs_cis.imag)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if swapped else (q, k)
+
+    forms = {"x cos sin unsqueeze_dim": rotate_single, "xq xk freqs_cis": rotate_complex}
+    return forms.get(row.form, rotate)
 
 
 def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    if not plain_tensors(q, k, cos, sin) or cos.requires_grad or sin.requires_grad:
+    if not plain_tensors(q, k) or not _is_table(cos, q) or not _is_table(sin, q):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
-    width = cos.shape[-1] * (2 if row.tables == "half as wide" else 1)
+    width = cos.shape[-1] * (2 if row.tables.startswith("half as wide") else 1)
     fits = width == q.shape[-1] or row.partial and width < q.shape[-1]
     rows = cos.shape[1] == q.shape[2] == k.shape[2] and cos.shape[0] in (1, q.shape[0])
     return fits and rows and q.shape[-1] == k.shape[-1]

@@ -39,6 +39,8 @@ from . import compare
 from .norms_mlps import Recognised, choose, fused_replica, known
 
 _ROTARY = re.compile(r"apply_\w*rotary")
+_COMPLEX = "xq xk freqs_cis"
+_FORMS = ("x cos sin unsqueeze_dim", _COMPLEX)
 # For a rotary function the key of its tables, whether pairs are neighbours, whether results gather
 # them, and whether narrow tables rotate the first values.
 _OPTIONS = [
@@ -51,6 +53,10 @@ _OPTIONS = [
         ("half as wide", False, False),
         ("first half twice", False, True),
     )
+]
+_COMPLEX_OPTIONS = [
+    ("half as wide, neighbours", True, False, False, _COMPLEX, rows_first)
+    for rows_first in (False, True)
 ]
 
 
@@ -72,8 +78,7 @@ def difference(module: nn.Module) -> str | None:
     names = [name for name in vars(sys.modules[stock.__module__]) if _ROTARY.match(name)]
     if not names or "Attention" not in stock.__name__ or not asks_for_attention(stock):
         return None
-    form = "(q, k, cos, sin) or (x, cos, sin, unsqueeze_dim)"
-    return f"{stock.__name__} calls no {' or '.join(names)} of the form {form}"
+    return f"{stock.__name__} calls no {' or '.join(names)} of a form that fuse knows"
 
 
 @functools.cache
@@ -87,31 +92,32 @@ def _rotary_functions(stock: type[nn.Module]) -> tuple[str, ...]:
             return ()  # the decorator may change more than the names of arguments
         forward = forward.__wrapped__
     called = filter(_ROTARY.match, forward.__code__.co_names)
-    return tuple(name for name in called if _rotated_by(forward.__globals__.get(name)))
+    return tuple(name for name in called if _form_of(forward.__globals__.get(name)))
 
 
-def _rotated_by(function: Any) -> str:
-    """The names of the tensors that a function of tables rotates: "q k", "x" or none."""
+def _form_of(function: Any) -> str:
+    """The form of a rotary function, or "" if none is known."""
     if not inspect.isfunction(function):
         return ""
-    names = [*inspect.signature(function).parameters]
-    if names == ["x", "cos", "sin", "unsqueeze_dim"]:
-        return "x"
-    return "q k" if names[:4] == ["q", "k", "cos", "sin"] else ""
+    names = " ".join(inspect.signature(function).parameters)
+    if names in _FORMS:
+        return names
+    return "q k cos sin" if f"{names} ".startswith("q k cos sin ") else ""
 
 
 def _rotary_rows(module: nn.Module) -> list[tuple[Rotary, ...]]:
     """The rows of the functions that compute what the op does; the last one of all if none does."""
     stock = stock_class(module)
     rows: dict[str, Rotary] = {}
-    for name, options in itertools.product(_rotary_functions(stock), _OPTIONS):
-        function = inspect.unwrap(stock.forward).__globals__[name]
-        row = Rotary(name, *options, _rotated_by(function) == "x")
-        register(stock, (RecognisedRotary, (row,)))
-        if name not in rows and not compare.strict_difference(
-            module, RecognisedRotary.comparison, (row,)
-        ):
-            rows[name] = row
+    for name in _rotary_functions(stock):
+        form = _form_of(inspect.unwrap(stock.forward).__globals__[name])
+        for options in _COMPLEX_OPTIONS if form == _COMPLEX else _OPTIONS:
+            row = Rotary(name, *options)._replace(form=form)
+            register(stock, (RecognisedRotary, (row,)))
+            if name not in rows and not compare.strict_difference(
+                module, RecognisedRotary.comparison, (row,)
+            ):
+                rows[name] = row
     return [tuple(rows.values()) or (row,)]
 
 
@@ -127,11 +133,15 @@ def _run_rotary(
             for width in (dim, dim // 2) if row.partial else (dim,):
                 q = random.inputs().unsqueeze(1).repeat(1, 2, 1, 1)
                 k = random.inputs().unsqueeze(1)
-                wide = width // 2 if row.tables == "half as wide" else width
+                wide = width // 2 if row.tables.startswith("half as wide") else width
                 tables = random(4, 3, wide), random(4, 3, wide)
-                if row.single:
-                    found = rotate(q, *tables), rotate(k.transpose(1, 2), *tables, unsqueeze_dim=2)
-                    found = found[0], found[1].transpose(1, 2)
+                if row.form == _COMPLEX:
+                    given = (x.transpose(1, 2) if row.rows_first else x for x in (q, k))
+                    found = rotate(*given, torch.complex(*(table.float() for table in tables)))
+                    found = [x.transpose(1, 2) if row.rows_first else x for x in found]
+                elif row.form in _FORMS:
+                    rows_first = rotate(k.transpose(1, 2), *tables, unsqueeze_dim=2)
+                    found = [rotate(q, *tables), rows_first.transpose(1, 2)]
                 else:
                     found = rotate(q, k, *tables)
                 tensors += [*found, *torch.autograd.grad(found, (q, k), [q.cos(), k.cos()])]
