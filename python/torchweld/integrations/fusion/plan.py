@@ -59,8 +59,8 @@ def plan(
         reason = reason or parent.refusal(module, row)
         reason = reason or parameter_refusal(parent.op_parameters(module, row), gathered)
         if reason is None:
-            no_affine = {*module._parameters.values()} == {None}  # of a norm
-            weight = _weight(model if no_affine else module)
+            bare = not module._modules and getattr(module, "weight", None) is None  # a norm
+            weight = _weight(model if bare else module)
             reason = "it has no floating-point parameters"
             if weight is not None:
                 reason = _probe_of(replacement, weight, probes)

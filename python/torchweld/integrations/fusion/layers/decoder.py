@@ -194,7 +194,7 @@ class Normed(Deferred):
                 recorder.record((self.norm, "projections"))
             weights, biases, mesh = self.projections
             biases = [] if biases[0] is None else biases
-            x, scale = copied(mesh, self.x, self.norm.weight)
+            x, scale = copied(mesh, self.x, _weight(self.norm))
             self.results = ops.rms_norm_linears(x, weights, biases, scale, **_options(self.norm))
         return self.results
 
@@ -225,13 +225,14 @@ class FusedNorm(FusedModule):
 
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
-        if module.weight.dtype == torch.float64:
+        weight = _weight(module)
+        if weight is not None and weight.dtype == torch.float64:
             return "it is float64, of which the stock norm computes in float32"
         return instance_refusal(module)
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Norm) -> dict[str, Tensor | None]:
-        return {"weight": module.weight}
+        return {"weight": _weight(module)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 1 or kwargs:
@@ -241,7 +242,7 @@ class FusedNorm(FusedModule):
             if recorder.calls is not None:
                 recorder.record((self, "add"))
             h, x.h = x.h, None
-            h, x.x = ops.add_rms_norm(h, x.x, self.weight, **_options(self))
+            h, x.x = ops.add_rms_norm(h, x.x, _weight(self), **_options(self))
             return h
         if type(x) is LayerInput and x.projections is not None and self in x.norms:
             return Normed(self, x.x, x.projections)
@@ -250,19 +251,27 @@ class FusedNorm(FusedModule):
             return stock_forward(self, x)
         if recorder.calls is not None:
             recorder.record(self)
-        return ops.rms_norm(x, self.weight, **_options(self))
+        return ops.rms_norm(x, _weight(self), **_options(self))
+
+
+def _weight(norm: nn.Module) -> Tensor | None:
+    """Returns the weight of a norm, or None if it has none."""
+    return getattr(norm, "weight", None)
 
 
 def _options(norm: nn.Module) -> dict[str, float]:
     """Returns the options that a fused norm passes to its op."""
     row: Norm = getattr(norm, ROW)
-    return {"eps": getattr(norm, row.eps), "weight_offset": row.weight_offset}
+    offset = row.weight_offset if row.weight_offset and _weight(norm) is not None else 0.0
+    return {"eps": getattr(norm, row.eps), "weight_offset": offset}
 
 
 def _runs_norm(norm: nn.Module, x: Any) -> bool:
     # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
     # results would differ visibly.
-    serves = isinstance(norm, FusedNorm) and isinstance(x, Tensor) and plain_tensors(x, norm.weight)
+    serves = (
+        isinstance(norm, FusedNorm) and isinstance(x, Tensor) and plain_tensors(x, _weight(norm))
+    )
     return serves and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
@@ -576,7 +585,7 @@ class FusedLayer(FusedModule):
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Layer) -> dict[str, Tensor | None]:
-        return {"weight": getattr(module, row.before_mlp).weight}
+        return {"weight": _weight(getattr(module, row.before_mlp))}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get(getattr(self, ARGUMENTS).names[0])

@@ -188,8 +188,9 @@ def key_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _values(module: nn.Module) -> list[tuple[str, str]]:
-    """A module's class and its attributes as texts, without parameters, hooks and children."""
-    found = [("class", repr(type(module)))]
+    """A module's class, its parameters' names and its attributes as texts, without its children."""
+    given = [name for name, parameter in module._parameters.items() if parameter is not None]
+    found = [("class", repr(type(module))), ("parameters", repr(given))]
     for name, value in vars(module).items():
         if name.startswith("_") or name == "training":
             continue

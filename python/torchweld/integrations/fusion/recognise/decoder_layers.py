@@ -51,6 +51,7 @@ _OPTIONS = [
         ("whole", True, False),
         ("first half", True, False),
         ("half as wide", False, False),
+        ("half as wide, neighbours", True, False),
         ("first half twice", False, True),
     )
 ]
@@ -207,7 +208,8 @@ def _layer_replica(
         made = child
         if child is not None and _is_norm(child):
             made = fused_replica(child)
-            made.weight = nn.Parameter(random(compare.WIDTH))
+            if child._parameters.get("weight") is not None:
+                made.weight = nn.Parameter(random(compare.WIDTH))
         elif child is not None:
             made = _Stub(1 + i / 8, (2, 3, 1) if child._modules else (1,))
         replica.add_module(name, made)

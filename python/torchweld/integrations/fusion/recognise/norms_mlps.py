@@ -50,8 +50,10 @@ def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.M
 
 def _norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = fused_replica(module)
+    if (weight := module._parameters.get("weight")) is None:
+        return replica
     replica.weight = nn.Parameter(random(compare.WIDTH))
-    if getattr(module, "group_size", None) == module.weight.numel():  # one group is the whole row
+    if getattr(module, "group_size", None) == weight.numel():  # one group is the whole row
         replica.group_size = compare.WIDTH
     return replica
 
@@ -104,7 +106,7 @@ class Recognised:
 
 
 class RecognisedNorm(Recognised, FusedNorm):
-    """An RMSNorm of another class, which multiplies by the weight or by 1 + the weight."""
+    """An RMSNorm of another class, which may multiply by the weight or by 1 + the weight."""
 
     comparison = compare.Kind("an RMSNorm", _norm_replica, compare.run_of_one_input)
 
@@ -174,9 +176,11 @@ def _norm_rows(module: nn.Module) -> list[Norm] | list[GatedNorm]:
     """The rows that a module may have if it is an RMSNorm."""
     weight = module._parameters.get("weight")
     names = [name for name in _EPS if isinstance(getattr(module, name, None), float)]
-    alone = set(module._parameters) == {"weight"} and not module._modules and not module._buffers
-    if not alone or weight is None or weight.dim() != 1 or len(names) != 1:
+    alone = set(module._parameters) <= {"weight"} and not module._modules and not module._buffers
+    if not alone or len(names) != 1 or weight is not None and weight.dim() != 1:
         return []
+    if weight is None:
+        return [Norm(names[0], 0.0)] if "Norm" in stock_class(module).__name__ else []
     if "gate" in arguments.of(stock_class(module)).names[1:]:
         return [GatedNorm(names[0], first) for first in (False, True)]
     return [Norm(names[0], offset) for offset in (0.0, 1.0)]
