@@ -168,6 +168,34 @@ def test_a_layer_norm_that_is_cast_after_fuse_runs_stock():
         norm(x[:, :16])
 
 
+def test_torchs_rms_norm(device):
+    model = encoder("vit", device).train()
+    model.layernorm = nn.RMSNorm(32, eps=0.1, device=device)
+    nn.init.normal_(model.layernorm.weight)
+    stock = copy.deepcopy(model)
+    assert fuse(model, only="norm").ops["layernorm"] == "rms_norm"
+    with Calls() as calls:
+        assert_same_step(model, stock)
+    assert calls.names["torchweld::rms_norm_forward"] == 1
+    assert_same_step(loaded_again(model), stock)
+    assert "layernorm" in unfuse(model) and type(model.layernorm) is nn.RMSNorm
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (lambda: nn.RMSNorm(32, 1e-6, elementwise_affine=False), "it has no weight"),
+        (lambda: nn.RMSNorm((4, 32), 1e-6), "it normalises 2 dimensions"),
+        (lambda: nn.RMSNorm(32), "its eps depends on the dtype of the input"),
+        (lambda: nn.RMSNorm(32, 1e-6, dtype=torch.float64), "it is float64"),
+    ],
+)
+def test_torchs_rms_norms_that_stay_stock(norm, reason):
+    model = encoder("vit")
+    model.layernorm = norm()
+    assert dict(fuse(model, only="norm", check=False).skipped)["layernorm"] == reason
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layer_norms_under_autocast_have_the_dtype_of_stock(device, dtype):
     model = encoder("vit", device).eval()

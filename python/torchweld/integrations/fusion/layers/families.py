@@ -17,7 +17,7 @@ from torch import nn
 
 from torchweld.integrations import lora
 
-from . import causal_lm, decoder, gpt2_block, layer_norm, mlp
+from . import causal_lm, decoder, gpt2_block, layer_norm, mlp, rms_norm
 from .fused_module import stock_class
 
 
@@ -136,6 +136,7 @@ FUSIONS |= {
     f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
     "torch.nn.modules.normalization.LayerNorm": (layer_norm.FusedLayerNorm, None),
+    "torch.nn.modules.normalization.RMSNorm": (rms_norm.FusedTorchNorm, decoder.Norm("eps", 0.0)),
 }
 
 

@@ -23,12 +23,14 @@ from torchweld.integrations.fusion.layers.families import (
 )
 from torchweld.integrations.fusion.layers.fused_module import ROW, STOCK, is_fused, stock_class
 from torchweld.integrations.fusion.layers.gated_norm import FusedGatedNorm, GatedNorm
+from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm
 from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
 from torchweld.integrations.fusion.layers.stock_modules import activation_name
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare
 
+_TIMM_LAYER_NORM = "timm.layers.norm.LayerNorm"
 _EPS = ("variance_epsilon", "eps", "epsilon")
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 _LAYERS = (("gate_proj", "up_proj"), ("gate_up_proj",))  # in front of the gate
@@ -50,10 +52,14 @@ def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.M
 
 def _norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = fused_replica(module)
-    if (weight := module._parameters.get("weight")) is None:
-        return replica
-    replica.weight = nn.Parameter(random(compare.WIDTH))
-    if getattr(module, "group_size", None) == weight.numel():  # one group is the whole row
+    for name, parameter in module._parameters.items():
+        value = None if parameter is None else nn.Parameter(random(compare.WIDTH))
+        replica.register_parameter(name, value)
+    if hasattr(module, "normalized_shape"):
+        replica.normalized_shape = (compare.WIDTH,)
+    weight = module._parameters.get("weight")
+    # One group is the whole row.
+    if weight is not None and getattr(module, "group_size", None) == weight.numel():
         replica.group_size = compare.WIDTH
     return replica
 
@@ -81,8 +87,17 @@ def fused_replica(module: nn.Module) -> nn.Module:
     return compare.bare_replica(module, fused_class(stock_class(module)))
 
 
-class Recognised:
-    """A fused module whose class is in no table: compared before it is used, pickled by its row.
+class PickledByRow:
+    """A fused module whose class is in no table."""
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        cls = next(cls for cls in type(self).__mro__ if STOCK in vars(cls))
+        _, _, *state = super().__reduce_ex__(protocol)
+        return new_fused, (getattr(cls, STOCK), cls.__bases__[0], getattr(cls, ROW)), *state
+
+
+class Recognised(PickledByRow):
+    """A fused module whose class is in no table, compared before it is used.
 
     Attributes:
         comparison: The kind of module for the comparison.
@@ -99,16 +114,31 @@ class Recognised:
         key = weight.device, weight.dtype, *compare.key_of(module)
         return probes.once(key, lambda: compare.difference(module, cls.comparison, row, weight))
 
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        cls = next(cls for cls in type(self).__mro__ if STOCK in vars(cls))
-        _, _, *state = super().__reduce_ex__(protocol)
-        return new_fused, (getattr(cls, STOCK), cls.__bases__[0], getattr(cls, ROW)), *state
+
+def _fast_norm(norm: nn.Module) -> str | None:
+    """Why a norm of timm that was made under ``set_fast_norm`` stays stock, or None."""
+    on = getattr(norm, "_fast_norm", False)
+    return "timm's fast norm is on, which computes in the dtype of autocast" if on else None
 
 
 class RecognisedNorm(Recognised, FusedNorm):
     """An RMSNorm of another class, which may multiply by the weight or by 1 + the weight."""
 
     comparison = compare.Kind("an RMSNorm", _norm_replica, compare.run_of_one_input)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: Norm) -> str | None:
+        return _fast_norm(module) or FusedNorm.refusal(module, row)
+
+
+class RecognisedLayerNorm(Recognised, FusedLayerNorm):
+    """timm's LayerNorm."""
+
+    comparison = compare.Kind("a LayerNorm", _norm_replica, compare.run_of_one_input)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: None) -> str | None:
+        return _fast_norm(module) or FusedLayerNorm.refusal(module, row)
 
 
 class RecognisedGatedNorm(Recognised, FusedGatedNorm):
@@ -138,6 +168,8 @@ def find(module: nn.Module) -> Fusion | None:
     stock = stock_class(module)
     if stock.__module__.partition(".")[0] in ("torch", "torchweld"):
         return None
+    if f"{stock.__module__}.{stock.__qualname__}" == _TIMM_LAYER_NORM:
+        return choose(module, lambda _: [None], RecognisedLayerNorm)
     rows = _norm_rows(module) or _mlp_rows(module)
     if not rows:
         return None
@@ -175,12 +207,15 @@ _PARENTS = {Norm: RecognisedNorm, GatedNorm: RecognisedGatedNorm, MLP: Recognise
 def _norm_rows(module: nn.Module) -> list[Norm] | list[GatedNorm]:
     """The rows that a module may have if it is an RMSNorm."""
     weight = module._parameters.get("weight")
-    names = [name for name in _EPS if isinstance(getattr(module, name, None), float)]
     alone = set(module._parameters) <= {"weight"} and not module._modules and not module._buffers
-    if not alone or len(names) != 1 or weight is not None and weight.dim() != 1:
+    shaped = "Norm" in stock_class(module).__name__ if weight is None else weight.dim() == 1
+    if not alone or not shaped:
+        return []
+    names = [name for name in _EPS if isinstance(getattr(module, name, None), float)]
+    if len(names) != 1:
         return []
     if weight is None:
-        return [Norm(names[0], 0.0)] if "Norm" in stock_class(module).__name__ else []
+        return [Norm(names[0], 0.0)]
     if "gate" in arguments.of(stock_class(module)).names[1:]:
         return [GatedNorm(names[0], first) for first in (False, True)]
     return [Norm(names[0], offset) for offset in (0.0, 1.0)]
