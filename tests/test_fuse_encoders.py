@@ -354,6 +354,32 @@ class DroppingMLP(MLP):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
+class LeftMLP(MLP):
+    """The activation is that of the left half, which gates the right one."""
+
+    act_class = nn.SiLU
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act = nn.Linear(32, 96), self.act_class()
+
+    def gated(self, left, right):
+        return self.act(left) * right
+
+    def forward(self, x):
+        return self.down(self.drop(self.gated(*self.up(x).chunk(2, -1))))
+
+
+class RightMLP(LeftMLP):
+    def gated(self, left, right):
+        return left * self.act(right)
+
+
+class AddedMLP(LeftMLP):
+    def gated(self, left, right):
+        return self.act(left) + right
+
+
 def with_mlps(*mlps, device="cpu"):
     """A ViT with other MLPs in its two layers."""
     model = vit(device)
@@ -363,7 +389,23 @@ def with_mlps(*mlps, device="cpu"):
     return model
 
 
-@pytest.mark.parametrize("kind", [ClampedMLP, AddingMLP, ActivationFirstMLP, DroppingMLP])
+@pytest.mark.parametrize("kind", [LeftMLP, RightMLP])
+@pytest.mark.parametrize("act", [nn.SiLU, nn.GELU, nn.ReLU])
+def test_mlps_with_a_packed_gate(device, kind, act):
+    names = {"act_class": act, "__module__": __name__}
+    model = with_mlps(*[type(kind.__name__, (kind,), names)] * 2, device=device).eval()
+    stock = copy.deepcopy(model)
+    # the ops take SiLU of the left half and the others of the right one
+    op = "gated_linear" if (act is nn.SiLU) == (kind is LeftMLP) else "gated_linear_pair"
+    ops = fuse(model, only="mlp").ops
+    assert ops == {f"layers.{i}.mlp": f"{op} (up -> act)" for i in (0, 1)}
+    with Calls() as calls:
+        assert_same_step(model, stock)
+    for part in ("forward", "backward"):
+        assert calls.names[f"torchweld::{op}_{part}"] == 2
+
+
+@pytest.mark.parametrize("kind", [ClampedMLP, AddingMLP, ActivationFirstMLP, DroppingMLP, AddedMLP])
 def test_mlps_that_compute_something_else_stay_stock(kind):
     model = with_mlps(kind, MLP)
     report = fuse(model, only="mlp", check=False)

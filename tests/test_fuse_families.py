@@ -61,7 +61,10 @@ OTHERS = {
     "falcon_h1": ("FalconH1ForCausalLM", "attention, norm, add + norm, rotary, MLP, loss"),
     "gemma4_text": ("Gemma4ForCausalLM", "attention, norm, add + norm, MLP"),
     "gpt_oss": ("GptOssForCausalLM", "attention, add + norm, norm + qkv, rotary, experts, loss"),
-    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "attention, norm, add + norm, experts"),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "attention, norm, add + norm, MLP, experts",
+    ),
     "hyperclovax": ("HyperCLOVAXForCausalLM", "norm, add + norm, norm + qkv, rotary, MLP, loss"),
     "jamba": ("JambaForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
     "kimi_linear": ("KimiLinearForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),

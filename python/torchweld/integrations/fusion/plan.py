@@ -33,7 +33,7 @@ from .report import FuseReport
 # The kinds of unknown modules, by their classes' names.
 _NAMED = (
     ("norm", "norms", r"^[^_].*Norm$"),
-    ("mlp", "MLPs", r"(MLP|Mlp|FFN|FeedForward|Intermediate|Dense)$"),
+    ("mlp", "MLPs", r"(MLP|Mlp|FFN|GLU|FeedForward|Intermediate|Dense)$"),
     ("experts", "experts", r"Experts$"),
     ("norm", "decoder layers", r"DecoderLayer$"),
 )
@@ -87,6 +87,9 @@ def _list_unknown(path: str, module: nn.Module, kinds: Collection[str], report: 
     """Lists a module that has the parts of a known one and other arguments, or only its name."""
     for kind, what, name in _NAMED:
         if kind in kinds and re.search(name, type(module).__name__):
+            # An activation has such a name too, and a part of an MLP is listed for itself.
+            if kind == "mlp" and (_weight(module) is None or any(map(_is_mlp, module.modules()))):
+                continue
             reason = f"{type(module).__name__} is none of the {what} that fuse knows"
             report.skipped.append((path, reason))
     for kind, name, find in (
@@ -96,6 +99,11 @@ def _list_unknown(path: str, module: nn.Module, kinds: Collection[str], report: 
         reason = find(module) if kind in kinds else None
         if reason is not None:
             report.skipped.append((below(path, name), reason))
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    parent, _ = find_fusion(module) or (FusedLayer, None)
+    return parent.kind == "mlp"
 
 
 def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Module, str]:

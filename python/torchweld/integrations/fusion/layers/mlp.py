@@ -101,7 +101,7 @@ class FusedMLP(FusedModule):
         if _is_gated_linear(self, row):
             return down(ops.gated_linear(x, *weights, *biases, gate=name))
         if row.packed:
-            weights, biases = _halves(*weights), _halves(*biases)
+            weights, biases = halves(*weights), halves(*biases)
         if not act_left:
             weights.reverse(), biases.reverse()
         if not fuses_down(self, layers[0]):
@@ -129,7 +129,7 @@ def _is_gated_linear(mlp: nn.Module, row: MLP) -> bool:
     return row.packed and gate_of(mlp, row)[1]
 
 
-def _halves(packed: Tensor | None) -> list[Tensor | None]:
+def halves(packed: Tensor | None) -> list[Tensor | None]:
     """The parts of a packed weight or bias, as views whose gradient is made in one copy."""
     return [None, None] if packed is None else list(packed.unflatten(0, (2, -1)).unbind())
 

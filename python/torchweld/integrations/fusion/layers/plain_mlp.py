@@ -1,4 +1,4 @@
-"""The MLP without a gate of encoders and older decoders on torchweld's ops."""
+"""The MLP of encoders and older decoders, which has no gate or a packed one, on torchweld's ops."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchweld.integrations.fusion.probes import Probes
 
 from .fused_module import ROW, FusedModule, instance_refusal, stock_forward
 from .linears import Operands, copied, operands, own, why_called
+from .mlp import GATES, halves
 from .stock_modules import activation_name, hooked
 
 # On a CPU torch's layer and activation take as long as the op.
@@ -19,28 +20,46 @@ _DEVICES = ("cuda",)
 
 
 class PlainMLP(NamedTuple):
-    """The modules of an MLP without a gate, by name; ``second`` is None if it has one layer."""
+    """The modules of an MLP, by name.
+
+    Attributes:
+        first: Its first layer.
+        activation: None if the forward itself computes gelu.
+        second: None if it has one layer.
+        activated: The half of the first layer's result, "left" or "right", whose activation gates
+            the other; None if it has no gate.
+    """
 
     first: str
-    activation: str
+    activation: str | None
     second: str | None
+    activated: str | None = None
 
 
 class FusedPlainMLP(FusedModule):
     """An MLP whose first layer and activation are :func:`torchweld.linear`.
 
-    The second layer is called. Where a dropout in the MLP is on, the stock forward runs.
+    With a gate they are :func:`torchweld.gated_linear`, or :func:`torchweld.gated_linear_pair` if
+    the gate has the halves in the other order. The second layer is called. Where a dropout in the
+    MLP is on, the stock forward runs.
     """
 
     kind = "mlp"
 
     @staticmethod
     def label(module: nn.Module, row: PlainMLP) -> str:
-        return f"linear ({row.first} -> {row.activation})"
+        op = "linear"
+        if row.activated is not None:
+            op = "gated_linear_pair" if _is_swapped(module, row) else "gated_linear"
+        return f"{op} ({row.first} -> {row.activation or 'gelu'})"
 
     @staticmethod
     def probe(module: nn.Module, row: PlainMLP, weight: Tensor, probes: Probes) -> str | None:
-        reason = probes.refusal("linear", weight, activation_of(module, row))
+        activation = activation_of(module, row)
+        if row.activated is not None:
+            packed = not _is_swapped(module, row)
+            return probes.refusal("gated_linear", weight, activation, packed)
+        reason = probes.refusal("linear", weight, activation)
         if reason is None and weight.device.type not in _DEVICES:
             reason = f"torch's linear layer and activation are as fast on {weight.device.type}"
         return reason
@@ -68,20 +87,40 @@ class FusedPlainMLP(FusedModule):
         found = None
         if activation is not None and len(args) == 1 and not kwargs:
             found = _operands(self, row, args[0])
-        if found is None:
+        # each process would have columns of one half alone
+        if found is None or (row.activated is not None and found.mesh is not None):
             return stock_forward(self, *args, **kwargs)
         if recorder.calls is not None:
             recorder.record(self)
         (weight,), (bias,), mesh = found
         (x,) = copied(mesh, args[0])
-        y = ops.linear(x, weight, bias, activation=activation)
+        if row.activated is None:
+            y = ops.linear(x, weight, bias, activation=activation)
+        elif _is_swapped(self, row):
+            pairs = halves(weight)[::-1], halves(bias)[::-1]
+            y = ops.gated_linear_pair(x, *pairs[0], *pairs[1], gate=activation)
+        else:
+            y = ops.gated_linear(x, weight, bias, gate=activation)
         return y if row.second is None else self._modules[row.second](y)
 
 
+def _name_of(mlp: nn.Module, row: PlainMLP) -> str | None:
+    if row.activation is None:
+        return "gelu_tanh" if getattr(mlp, "approximate", "none") == "tanh" else "gelu"
+    return activation_name(mlp._modules.get(row.activation))
+
+
 def activation_of(mlp: nn.Module, row: PlainMLP) -> str | None:
-    """torchweld's name of the activation of an MLP, None if it has no fused form."""
-    name = activation_name(mlp._modules.get(row.activation))
+    """torchweld's name of the activation or the gate of an MLP, None if it has no fused form."""
+    name = _name_of(mlp, row)
+    if row.activated is not None:
+        return GATES.get(name, (None,))[0]
     return None if name == "none" else name
+
+
+def _is_swapped(mlp: nn.Module, row: PlainMLP) -> bool:
+    """Whether the gate has the activated half at its other side."""
+    return GATES[_name_of(mlp, row)][1] != (row.activated == "left")
 
 
 def _between(mlp: nn.Module, row: PlainMLP) -> list[nn.Module]:

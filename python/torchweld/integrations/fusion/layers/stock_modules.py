@@ -19,6 +19,7 @@ _NAMES = {
     "SiLUActivation": "silu",
     "LinearActivation": "none",
 }
+_OF_TIMM = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}
 _ACTIVATIONS = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
@@ -31,6 +32,8 @@ def activation_name(act: Any) -> str | None:
     """torchweld's name of an activation object, None when there is no fused form of it."""
     if type(act) is nn.GELU:
         return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    if type(act).__module__ == "timm.layers.activations":
+        return _OF_TIMM.get(type(act).__name__)
     return _ACTIVATIONS.get(type(act))
 
 

@@ -1,31 +1,34 @@
-"""MLPs without a gate, recognised by their structure and compared."""
+"""MLPs without a gate or with a packed one, recognised by their structure and compared."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from torchweld.integrations.fusion.layers.families import Fusion
-from torchweld.integrations.fusion.layers.fused_module import stock_class
+from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class
 from torchweld.integrations.fusion.layers.plain_mlp import FusedPlainMLP, PlainMLP, activation_of
 
 from . import compare
 from .norms_mlps import Recognised, choose, fused_replica
 
-_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+_ACTIVATIONS = (
+    "transformers.activations",
+    "torch.nn.modules.activation",
+    "timm.layers.activations",
+)
 _HIDDEN = 24  # of a replica
 
 
 def find(module: nn.Module) -> Fusion | None:
     """The fused parent and the row for a module by its structure, or None if no row has it."""
-    row = _row(module)
-    return None if row is None else choose(module, lambda _: [row], RecognisedPlainMLP)
+    return choose(module, _rows, RecognisedPlainMLP) if _rows(module) else None
 
 
-def _row(module: nn.Module) -> PlainMLP | None:
-    """The row that a module may have: one or two linear layers, an activation and dropouts."""
-    torch_own = stock_class(module).__module__.startswith("torch")
-    if torch_own or module._parameters or module._buffers:
-        return None
+def _rows(module: nn.Module) -> list[PlainMLP]:
+    """The rows that a module may have: one or two linear layers, an activation and dropouts."""
+    package = stock_class(module).__module__.partition(".")[0]
+    if package == "torch" or module._parameters or module._buffers:
+        return []
     layers, activations = [], []
     for name, child in module._modules.items():
         if isinstance(getattr(child, "out_features", None), int):
@@ -33,22 +36,29 @@ def _row(module: nn.Module) -> PlainMLP | None:
         elif type(child).__module__ in _ACTIVATIONS and not any(True for _ in child.parameters()):
             activations.append(name)
         elif type(child) not in (nn.Dropout, nn.Identity):
-            return None
+            return []
+    if package == "diffusers" and len(module._modules) == len(layers) == 1:
+        activations.append(None)  # gelu is in the forward
     if len(activations) != 1 or len(layers) not in (1, 2):
-        return None
+        return []
     row = PlainMLP(layers[0], activations[0], layers[1] if len(layers) == 2 else None)
+    rows = [row._replace(activated=half) for half in ("left", "right", None)]
     if row.second is None:  # poolers, with tanh, are no MLPs
-        return row if activation_of(module, row) else None
+        return [row for row in rows if activation_of(module, row)]
     first, second = (module._modules[name] for name in layers)
-    return row if first.out_features == second.in_features else None
+    return [row for row in rows if first.out_features == second.in_features * _branches(row)]
+
+
+def _branches(row: PlainMLP) -> int:
+    return 1 if row.activated is None else 2
 
 
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = fused_replica(module)
-    row = _row(module)
+    row = getattr(replica, ROW)
     for name, child in module._modules.items():
         if name == row.first:
-            child = random.linear(compare.WIDTH, _HIDDEN, like=child)
+            child = random.linear(compare.WIDTH, _HIDDEN * _branches(row), like=child)
         elif name == row.second:
             child = random.linear(_HIDDEN, compare.WIDTH, like=child)
         elif type(child) is nn.Dropout:
@@ -58,6 +68,6 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
 
 
 class RecognisedPlainMLP(Recognised, FusedPlainMLP):
-    """An MLP without a gate."""
+    """An MLP without a gate or with a packed one."""
 
     comparison = compare.Kind("an MLP", _replica, compare.run_of_one_input)
