@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,17 +24,30 @@ from torchweld.integrations.attention.models import (
 )
 from torchweld.integrations.sdpa.gpus import general_kernel
 
+from .recognise import sdpa_layers
 from .report import FuseReport
 
 _STATE = "_torchweld_implementations"
 
 
-def roots(model: nn.Module) -> list[tuple[str, PreTrainedModel]]:
-    """``(path, model)`` of the transformers models in a module, those inside of others left out."""
-    found: list[tuple[str, PreTrainedModel]] = []
+def of_transformers(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    return isinstance(module, PreTrainedModel)
+
+
+def roots(
+    model: nn.Module, is_root: Callable[[nn.Module], bool] = of_transformers
+) -> list[tuple[str, nn.Module]]:
+    """``(path, model)`` of the transformers models in a module, those inside of others left out.
+
+    Args:
+        model: Any module.
+        is_root: Tells the models of other libraries, to find those instead.
+    """
+    found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         inside = any(not top or path.startswith(f"{top}.") for top, _ in found)
-        if isinstance(module, PreTrainedModel) and not inside:
+        if is_root(module) and not inside:
             found.append((path, module))
     return found
 
@@ -61,7 +74,9 @@ def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, 
     named = {
         f"{prefix}{name}.": type(module).__name__
         for name, module in root.named_modules()
-        if name and re.search(r"Attention(V\d+)?$", type(module).__name__)
+        if name
+        and re.search(r"Attention(V\d+)?$", type(module).__name__)
+        and not sdpa_layers.of_library(module)
     }
     everything = switchable | named.keys()
     return [

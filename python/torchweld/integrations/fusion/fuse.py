@@ -26,10 +26,10 @@ def fuse(
     loss: bool | str = False,
     only: Collection[str] | None = None,
 ) -> FuseReport:
-    """Rewires a Hugging Face model in place to run torchweld's ops.
+    """Rewires a model of transformers, timm or diffusers in place to run torchweld's ops.
 
-    Of every model it switches the attention (``attn_implementation="torchweld"``) and replaces
-    torch's LayerNorms (:func:`torchweld.layer_norm`, BERT's with the residual's sum
+    Of every model of transformers it switches the attention (``attn_implementation="torchweld"``)
+    and replaces torch's LayerNorms (:func:`torchweld.layer_norm`, BERT's with the residual's sum
     :func:`torchweld.add_layer_norm`; on a CPU in bfloat16 alone) and the RMSNorms, MLPs, experts of
     mixtures, rotary embeddings and residual additions that it recognises by their modules, if a
     small random copy of the module computes the same results and gradients. An MLP without a gate
@@ -41,24 +41,28 @@ def fuse(
     (:func:`torchweld.gated_mlp`); of GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc ->
     mlp.act`` (both :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). PEFT's
     LoRA layers add their adapter's product to that of the base layer, and the MLP around them keeps
-    its gate (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Parameters,
-    their names, state_dict, optimizers, save_pretrained and config.json stay as they were. A module
-    that can't be replaced safely stays stock and is listed with the reason: a class that does not
-    take its attention from transformers' AttentionInterface, layers that choose their keys, hooks
-    (accelerate's offloading too), quantised layers, parameters that are sharded otherwise than by
-    ``parallelize`` or ``fully_shard``, mixed dtypes, blocks of GPT-2 whose parts the model uses in
-    several places, an activation without a fused form, a device that this build has no kernel for.
+    its gate (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Layers of
+    timm and diffusers run their own forward, with its calls of SDPA as :func:`torchweld.attention`.
+
+    Parameters, their names, state_dict, optimizers, save_pretrained and config.json stay as they
+    were. A module that can't be replaced safely stays stock and is listed with the reason: a class
+    that does not take its attention from transformers' AttentionInterface, layers that choose their
+    keys, hooks (accelerate's offloading too), quantised layers, parameters that are sharded
+    otherwise than by ``parallelize`` or ``fully_shard``, mixed dtypes, blocks of GPT-2 whose parts
+    the model uses in several places, an activation without a fused form, a device that this build
+    has no kernel for.
 
     The report is measured: it lists the ops that the layers run on the sample batch. A layer that
     ran SDPA there is listed with the reason, and a model without a layer that runs an op stays
     stock.
 
     Args:
-        model: A model of transformers or any module that contains one. It may be moved, cast,
+        model: A model of these libraries or any module that contains one. It may be moved, cast,
             copied, pickled, compiled and trained afterwards.
         sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
             arguments. By default a small random batch of the model's inputs: tokens, padded on one
-            side, images or audio. If it does not fit, the report says so.
+            side, images or audio. If it does not fit, or the model is one of diffusers, the report
+            says so.
         check: Whether to run that comparison, in eval mode without gradients: the batch whole and,
             where a decoder has a cache, in two calls and four more tokens over it. Layers with
             dropout run it once more as in training mode, and the report notes what runs there.
@@ -77,7 +81,7 @@ def fuse(
 
     Raises:
         ImportError: transformers is missing or too old.
-        TypeError: It contains no model of transformers; sample is neither a Tensor nor a dict.
+        TypeError: It contains no model of these libraries; sample is neither a Tensor nor a dict.
         ValueError: ``only`` or ``loss`` has an unknown name.
         RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
             the stock model did not; the model is stock again then.

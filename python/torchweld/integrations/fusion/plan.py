@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments, fsdp
 from torchweld.integrations.fusion.layers.decoder import FusedLayer, FusedNorm, projection_layers
-from torchweld.integrations.fusion.layers.families import fused_class, fusion_of, register
+from torchweld.integrations.fusion.layers.families import fused_class, fusion_of
 from torchweld.integrations.fusion.layers.fused_module import (
     FUSED_SITES,
     KEEP,
@@ -26,6 +26,8 @@ from torchweld.integrations.fusion.layers.linears import why_called
 from torchweld.integrations.fusion.layers.stock_modules import hooked
 from torchweld.integrations.fusion.recognise import decoder_layers, heads
 from torchweld.integrations.fusion.recognise.find import find_fusion
+from torchweld.integrations.fusion.recognise.norms_mlps import Recognised
+from torchweld.integrations.fusion.recognise.sdpa_layers import of_library
 
 from .probes import Probes
 from .report import FuseReport
@@ -72,7 +74,8 @@ def plan(
             projecting |= _projecting_norm(module, row, probes)
         # A layer comes before the norm that it adds to.
         replacements |= dict.fromkeys(replacement.modules, replacement)
-    stock = {stock_class(module) for module in replacements if register(stock_class(module))}
+    found = ((stock_class(module), find_fusion(module)[0]) for module in replacements)
+    stock = {cls for cls, parent in found if issubclass(parent, Recognised)}
     if stock:
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in stock))
         report.notes.append(f"recognised by their parts, and compared on random inputs: {names}")
@@ -85,12 +88,15 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 def _list_unknown(path: str, module: nn.Module, kinds: Collection[str], report: FuseReport) -> None:
     """Lists a module that has the parts of a known one and other arguments, or only its name."""
+    cls = type(module).__name__
+    if "attention" in kinds and cls.endswith("Attention") and of_library(module):
+        report.skipped.append((path, f"{cls} does not call scaled_dot_product_attention"))
     for kind, what, name in _NAMED:
-        if kind in kinds and re.search(name, type(module).__name__):
+        if kind in kinds and re.search(name, cls):
             # An activation has such a name too, and a part of an MLP is listed for itself.
             if kind == "mlp" and (_weight(module) is None or any(map(_is_mlp, module.modules()))):
                 continue
-            reason = f"{type(module).__name__} is none of the {what} that fuse knows"
+            reason = f"{cls} is none of the {what} that fuse knows"
             report.skipped.append((path, reason))
     for kind, name, find in (
         ("rotary", "rotary", decoder_layers.difference),

@@ -12,7 +12,9 @@ from torchweld.integrations.attention.fallback import Unserved
 from . import attention_switch, gpt2, plan
 from .attention_switch import Switch
 from .layers.fused_module import Replacement
+from .layers.sdpa_layer import FusedSdpaLayer
 from .probes import Probes
+from .recognise import sdpa_layers
 from .report import UNCHECKED, WAS_EAGER, FuseReport, list_places
 from .sample import Sample
 
@@ -41,7 +43,7 @@ def fuse(
     """Fuses the attention and the layers of a model.
 
     Raises:
-        TypeError: it contains no model of transformers.
+        TypeError: it contains no model of transformers, timm or diffusers.
     """
     changes = _changes_of_gpt2 if gpt2.bases(model) else _changes
     replacements, switches, targets, batch_of, attention_first = changes(model, kinds, report)
@@ -75,22 +77,36 @@ def fuse(
     list_places([(each.where, each.key) for each in replacements], calls, report)
     if not attention_first:
         _list_attention(switches, calls, report)
+    for each in replacements:
+        # Inside of such a layer torch's functions take longer.
+        if isinstance(each.key, FusedSdpaLayer) and each.where not in report.replaced:
+            plan.undo(each)
     if not report.replaced:
         report.max_abs_diff = report.compared = None
 
 
 def _changes(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Changes:
-    roots = attention_switch.roots(model)
+    roots = attention_switch.roots(model, _is_root)
     if not roots:
         raise TypeError(
-            "torchweld.fuse: model must be or contain a model of transformers, but got "
-            f"{type(model).__name__}; torchweld.integrations.use_in_sdpa() runs the attention of "
-            'other models (on the CPU: use_in_sdpa("cpu")), torchweld.nn replaces their layers'
+            "torchweld.fuse: model must be or contain a model of transformers, timm or diffusers, "
+            f"but got {type(model).__name__}; torchweld.integrations.use_in_sdpa() runs the "
+            'attention of other models (on the CPU: use_in_sdpa("cpu")), torchweld.nn replaces '
+            "their layers"
         )
     switches = attention_switch.plan(model, report) if "attention" in kinds else []
     replacements = plan.plan(model, kinds, Probes(), report)
     targets = [root for _, root in roots] if replacements else [switch.root for switch in switches]
-    return Changes(replacements, switches, targets, attention_switch.sample_of, True)
+    return Changes(replacements, switches, targets, _sample_of, True)
+
+
+def _is_root(module: nn.Module) -> bool:
+    return attention_switch.of_transformers(module) or sdpa_layers.of_library(module)
+
+
+def _sample_of(root: nn.Module) -> dict[str, Any] | None:
+    known = attention_switch if attention_switch.of_transformers(root) else sdpa_layers
+    return known.sample_of(root)
 
 
 def _changes_of_gpt2(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Changes:

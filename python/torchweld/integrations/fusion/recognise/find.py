@@ -8,7 +8,7 @@ from torchweld.integrations.fusion.layers import decoder, mlp
 from torchweld.integrations.fusion.layers.families import Fusion
 from torchweld.integrations.fusion.layers.fused_module import is_fused
 
-from . import decoder_layers, experts, heads, norms_mlps, plain_mlps, post_norms
+from . import decoder_layers, experts, heads, norms_mlps, plain_mlps, post_norms, sdpa_layers
 
 
 def find_fusion(module: nn.Module) -> Fusion | None:
@@ -17,6 +17,7 @@ def find_fusion(module: nn.Module) -> Fusion | None:
     if found is None and not is_fused(module):
         found = decoder_layers.find(module) or heads.find(module) or experts.find(module)
         found = found or plain_mlps.find(module) or post_norms.find(module)
+        found = found or sdpa_layers.find(module)
     return found
 
 
