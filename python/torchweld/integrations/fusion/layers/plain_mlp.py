@@ -89,6 +89,8 @@ class FusedPlainMLP(FusedModule):
             found = _operands(self, row, args[0])
         # each process would have columns of one half alone
         if found is None or (row.activated is not None and found.mesh is not None):
+            if recorder.calls is not None and (len(args) != 1 or kwargs):
+                recorder.record(self, "the stock forward runs: it was called with more than x")
             return stock_forward(self, *args, **kwargs)
         if recorder.calls is not None:
             recorder.record(self)

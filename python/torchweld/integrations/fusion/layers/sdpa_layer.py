@@ -65,6 +65,9 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return _attention(self.layer, *args, **(kwargs or {}))
+        # NOTE: Dynamo can't trace this method of a class, which calls super().
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
