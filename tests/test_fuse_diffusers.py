@@ -174,3 +174,30 @@ def test_a_fused_model_compiles_in_one_graph(device, name):
     with torch.no_grad():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert_close(compiled(**batch).sample, model(**batch).sample, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("activation", "op"),
+    [
+        ("gelu", "linear (proj -> gelu)"),
+        ("gelu-approximate", "linear (proj -> gelu)"),
+        ("geglu", "gated_linear (proj -> gelu)"),
+        ("swiglu", "gated_linear_pair (proj -> activation)"),
+        ("linear-silu", "linear (proj -> activation)"),
+        ("geglu-approximate", None),  # x * sigmoid(1.702 * x)
+    ],
+)
+def test_feed_forward_layers(device, activation, op):
+    from diffusers.models.attention import FeedForward
+
+    torch.manual_seed(0)
+    model = FeedForward(32, activation_fn=activation).to(device)
+    stock, batch = copy.deepcopy(model), {"hidden_states": draw(2, 4, 32).to(device)}
+    report = fuse(model, sample=batch)
+    assert report.ops == ({} if op is None else {"net.0": op})
+    if op is None:
+        why = "ApproximateGELU has the parts of an MLP and computes something else"
+        assert dict(report.skipped)["net.0"].endswith(why)
+    with Calls() as calls:
+        assert_same_step(model, stock, batch)
+    assert any("torchweld" in name for name in calls.names) == (op is not None)
