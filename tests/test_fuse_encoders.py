@@ -317,6 +317,14 @@ def test_mlps_without_a_gate(device, kind):
         assert {type(m) for m in each.modules()} == {type(m) for m in stock.modules()}
 
 
+def test_the_gated_mlp_of_t5(device):
+    model = encoder("t5", device, feed_forward_proj="gated-gelu").train()
+    stock = copy.deepcopy(model)
+    ops = fuse(model, only="mlp").ops
+    assert [*ops.values()] == ["gated_linear_pair (wi_0, wi_1 -> act)"] * 4
+    assert_same_step(model, stock)
+
+
 @pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
 def test_every_activation_of_an_mlp(device, name):
     model = encoder("vit", device, hidden_act=name).train()
@@ -376,6 +384,17 @@ class RightMLP(LeftMLP):
         return left * self.act(right)
 
 
+class TwoLayersMLP(LeftMLP):
+    """The branches are two layers; the last one is defined in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.other = nn.Linear(32, 48), nn.Linear(32, 48)
+
+    def forward(self, x):
+        return self.down(self.drop(self.gated(self.up(x), self.other(x))))
+
+
 class AddedMLP(LeftMLP):
     def gated(self, left, right):
         return self.act(left) + right
@@ -390,16 +409,18 @@ def with_mlps(*mlps, device="cpu"):
     return model
 
 
-@pytest.mark.parametrize("kind", [LeftMLP, RightMLP])
+@pytest.mark.parametrize("kind", [LeftMLP, RightMLP, TwoLayersMLP])
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU, nn.ReLU])
-def test_mlps_with_a_packed_gate(device, kind, act):
+def test_mlps_with_a_gate(device, kind, act):
     names = {"act_class": act, "__module__": __name__}
     model = with_mlps(*[type(kind.__name__, (kind,), names)] * 2, device=device).eval()
     stock = copy.deepcopy(model)
     # the ops take SiLU of the left half and the others of the right one
-    op = "gated_linear" if (act is nn.SiLU) == (kind is LeftMLP) else "gated_linear_pair"
+    packed = kind is not TwoLayersMLP and (act is nn.SiLU) == (kind is LeftMLP)
+    op = "gated_linear" if packed else "gated_linear_pair"
+    layers = "up, other" if kind is TwoLayersMLP else "up"
     ops = fuse(model, only="mlp").ops
-    assert ops == {f"layers.{i}.mlp": f"{op} (up -> act)" for i in (0, 1)}
+    assert ops == {f"layers.{i}.mlp": f"{op} ({layers} -> act)" for i in (0, 1)}
     with Calls() as calls:
         assert_same_step(model, stock)
     for part in ("forward", "backward"):

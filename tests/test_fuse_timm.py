@@ -42,6 +42,10 @@ MODELS = {
         {"layer_norm": 5, "attention": 2, "gated_linear": 2},
     ),
     "vit_small_patch16_dinov3": (SMALL, {"layer_norm": 5, "attention": 2, "linear": 2}),
+    "vit_huge_plus_patch16_dinov3": (
+        SMALL,
+        {"layer_norm": 5, "attention": 2, "gated_linear_pair": 2},
+    ),
     "vit_large_patch14_xp_224": ({**SMALL, "img_size": 28}, {"rms_norm": 8, "attention": 2}),
     "beit_base_patch16_224": (SMALL, {"layer_norm": 5, "linear": 2}),
     "swin_tiny_patch4_window7_224": (SWIN, {"layer_norm": 7, "linear": 2}),

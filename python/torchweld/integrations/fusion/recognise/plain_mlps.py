@@ -1,4 +1,4 @@
-"""MLPs without a gate or with a packed one, recognised by their structure and compared."""
+"""MLPs without a gate or with one, recognised by their structure and compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find(module: nn.Module) -> Fusion | None:
 
 
 def _rows(module: nn.Module) -> list[PlainMLP]:
-    """The rows that a module may have: one or two linear layers, an activation and dropouts."""
+    """The rows that a module may have: one to three linear layers, an activation and dropouts."""
     package = stock_class(module).__module__.partition(".")[0]
     if package == "torch" or module._parameters or module._buffers:
         return []
@@ -39,26 +39,37 @@ def _rows(module: nn.Module) -> list[PlainMLP]:
             return []
     if package == "diffusers" and len(module._modules) == len(layers) == 1:
         activations.append(None)  # gelu is in the forward
-    if len(activations) != 1 or len(layers) not in (1, 2):
+    if len(activations) != 1 or len(layers) not in (1, 2, 3):
         return []
-    row = PlainMLP(layers[0], activations[0], layers[1] if len(layers) == 2 else None)
-    rows = [row._replace(activated=half) for half in ("left", "right", None)]
+    seconds = [None] if len(layers) == 1 else layers[:0:-1]
+    rows = [
+        PlainMLP(tuple(name for name in layers if name != second), *activations, second, half)
+        for second in seconds
+        for half in ("left", "right", None)
+    ]
+    return [row for row in rows if _fits(module, row)]
+
+
+def _fits(module: nn.Module, row: PlainMLP) -> bool:
+    if len(row.first) == 2 and row.activated is None:
+        return False
     if row.second is None:  # poolers, with tanh, are no MLPs
-        return [row for row in rows if activation_of(module, row)]
-    first, second = (module._modules[name] for name in layers)
-    return [row for row in rows if first.out_features == second.in_features * _branches(row)]
+        return activation_of(module, row) is not None
+    width = module._modules[row.second].in_features * _packed(row)
+    return all(module._modules[name].out_features == width for name in row.first)
 
 
-def _branches(row: PlainMLP) -> int:
-    return 1 if row.activated is None else 2
+def _packed(row: PlainMLP) -> int:
+    """How many results a first layer has."""
+    return 2 if row.activated is not None and len(row.first) == 1 else 1
 
 
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = fused_replica(module)
     row = getattr(replica, ROW)
     for name, child in module._modules.items():
-        if name == row.first:
-            child = random.linear(compare.WIDTH, _HIDDEN * _branches(row), like=child)
+        if name in row.first:
+            child = random.linear(compare.WIDTH, _HIDDEN * _packed(row), like=child)
         elif name == row.second:
             child = random.linear(_HIDDEN, compare.WIDTH, like=child)
         elif type(child) is nn.Dropout:
@@ -68,6 +79,6 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
 
 
 class RecognisedPlainMLP(Recognised, FusedPlainMLP):
-    """An MLP without a gate or with a packed one."""
+    """An MLP of one to three layers."""
 
     comparison = compare.Kind("an MLP", _replica, compare.run_of_one_input)
