@@ -236,6 +236,15 @@ def test_a_fused_model_compiles_in_one_graph(device, name):
     assert called["torchweld.attention"] == MODELS[name][1].get("attention", 0)
 
 
+def test_an_exported_model_has_the_op():
+    model = vit().eval()
+    fuse(model)
+    batch = sample_of(model)
+    program = torch.export.export(model, (), batch)
+    assert str(program.graph).count("torch.ops.torchweld.attention.default") == 2
+    assert_close(program.module()(**batch), model(**batch), rtol=1e-4, atol=1e-4)
+
+
 def test_checkpointed_blocks(device):
     model = vit(device).train()
     stock, batch = copy.deepcopy(model), sample_of(model)
@@ -318,6 +327,8 @@ def test_hooks_see_what_they_see_in_stock():
 
 def test_the_default_sample_has_the_size_of_the_model():
     assert sample_of(vit(in_chans=1))["x"].shape == (2, 1, 32, 32)
+    bare = timm.models.VisionTransformer(img_size=48, embed_dim=32, depth=1, num_heads=2)
+    assert sample_of(bare)["x"].shape == (2, 3, 48, 48)
     assert sample_of(nn.Linear(3, 3)) is None
     assert "no sample batch is known for Attention" in str(fuse(timm.layers.Attention(64, 4)))
 

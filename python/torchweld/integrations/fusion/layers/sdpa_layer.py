@@ -101,7 +101,8 @@ def _refusal(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, **options: Any
 ) -> str | None:
     """Why a call of SDPA does not run the op, or None."""
-    if not all(map(plain_tensors, (query, key, value))):
+    plain = all(map(plain_tensors, (query, key, value)))
+    if not plain and not torch.compiler.is_exporting():  # export traces with fake tensors
         return "a tensor is of a subclass or not floating point"
     # The rules of torch's op on a CPU are SDPA's on every device.
     reason = Cpu.refusal(query, key, value, **options)

@@ -51,12 +51,13 @@ def find(module: nn.Module) -> Fusion | None:
 
 def sample_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """The default batch of a model of timm: two small random images, None if no size is known."""
-    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if size is None or like is None:
-        return None
+    config = getattr(model, "pretrained_cfg", None) or {}
+    channels, *size = config.get("input_size", (3,))
     # create_model(img_size=) changes the patches alone
-    height, width = getattr(getattr(model, "patch_embed", None), "img_size", None) or size[1:]
-    shape = (2, getattr(model, "in_chans", size[0]), height, width)
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if not size or like is None:
+        return None
+    shape = (2, getattr(model, "in_chans", channels), *size)
     generator = torch.Generator().manual_seed(0)
     return {"x": torch.randn(shape, generator=generator, device="cpu").to(like)}
