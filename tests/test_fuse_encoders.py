@@ -169,10 +169,12 @@ def test_a_layer_norm_that_is_cast_after_fuse_runs_stock():
         norm(x[:, :16])
 
 
-def test_torchs_rms_norm(device):
+@pytest.mark.parametrize("affine", [False, True])
+def test_torchs_rms_norm(device, affine):
     model = encoder("vit", device).train()
-    model.layernorm = nn.RMSNorm(32, eps=0.1, device=device)
-    nn.init.normal_(model.layernorm.weight)
+    model.layernorm = nn.RMSNorm(32, eps=0.1, elementwise_affine=affine, device=device)
+    if affine:
+        nn.init.normal_(model.layernorm.weight)
     stock = copy.deepcopy(model)
     assert fuse(model, only="norm").ops["layernorm"] == "rms_norm"
     with Calls() as calls:
@@ -185,7 +187,6 @@ def test_torchs_rms_norm(device):
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [
-        (lambda: nn.RMSNorm(32, 1e-6, elementwise_affine=False), "it has no weight"),
         (lambda: nn.RMSNorm((4, 32), 1e-6), "it normalises 2 dimensions"),
         (lambda: nn.RMSNorm(32), "its eps depends on the dtype of the input"),
         (lambda: nn.RMSNorm(32, 1e-6, dtype=torch.float64), "it is float64"),

@@ -13,12 +13,10 @@ class FusedTorchNorm(FusedNorm):
 
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
-        if module.weight is None:
-            return "it has no weight"
         if len(module.normalized_shape) != 1:
             return f"it normalises {len(module.normalized_shape)} dimensions"
         if module.eps is None:
             return "its eps depends on the dtype of the input"
-        if module.weight.dtype == torch.float64:
+        if module.weight is not None and module.weight.dtype == torch.float64:
             return "it is float64"
         return FusedNorm.refusal(module, row)
