@@ -20,12 +20,13 @@ rounded lse, are in the methods that have the name of a `@primitive` of referenc
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,11 @@ class Running:
     """
 
     numbers = itertools.count()
+    made: list[Running] | None = None  # those of the call whose bounds are evaluated
 
     def __init__(self, value: Tensor, dtype: torch.dtype, *ways: Any, leaf: bool = False) -> None:
+        if Running.made is not None:
+            Running.made.append(self)
         self.value, self.dtype, self.shape = value, dtype, value.shape
         ways = [w for w in ways if isinstance(w[0], Running)]
         self.parents = [(parent, back) for parent, _, back in ways if parent.tracked]
@@ -928,17 +932,30 @@ def exact(refs: Sequence[Tensor], *dtypes: torch.dtype) -> list[Exact]:
     return [Exact(ref.double(), dtype) for ref, dtype in zip(refs, dtypes, strict=True)]
 
 
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[None]:
+    """The values of a call, gigabytes at times, refer to each other; none waits for a collector."""
+    Running.made = []
+    try:
+        yield
+    finally:
+        for each in Running.made:
+            vars(each).clear()
+        Running.made = None
+
+
 def where_it_is_fast(bounds: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Evaluates large tensors of a GPU there, one process at a time, for it may take 20 GB."""
+    """Evaluates large tensors of a GPU there, one process at a time, for it may take 10 GB."""
 
     @functools.wraps(bounds)
     def call(*args: Any, **kwargs: Any) -> list[Any]:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if not tensors or not tensors[0].is_cuda or sum(t.numel() for t in tensors) < LARGE:
-            return bounds(*args, **kwargs)
+            with freed_at_once():
+                return bounds(*args, **kwargs)
         with open(Path(tempfile.gettempdir()) / "torchweld-bounds", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            with tensors[0].device:
+            with tensors[0].device, freed_at_once():
                 found = bounds(*args, **kwargs)
             torch.cuda.empty_cache()
         return found
