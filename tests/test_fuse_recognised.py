@@ -407,6 +407,19 @@ def test_a_rotary_function_of_one_tensor(shape, dim):
     assert_close(out, want)
 
 
+def test_a_rotary_function_with_tables_of_another_dtype_is_stock():
+    llama = transformers.models.llama.modeling_llama
+    inner = inspect.unwrap(llama.LlamaAttention.forward)
+    row = decoder.Rotary("apply_rotary_pos_emb", "whole", False, False, False)
+    heads = [torch.randn(2, n, 5, 8, dtype=torch.bfloat16) for n in (3, 1)]
+    tables = [torch.randn(2, 5, 8) for _ in range(2)]
+    found, want = (
+        each(*heads, *tables) for each in (decoder.rotation(inner, row), llama.apply_rotary_pos_emb)
+    )
+    for x, y in zip(found, want, strict=True):
+        assert x.dtype == torch.float32 and torch.equal(x, y)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["deepseek_v2", "llama4"])
 def test_a_rotary_function_of_a_complex_table(kind, dtype):

@@ -370,8 +370,8 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
     stock = forward.__globals__[row.name]
 
     def runs(serves: bool) -> bool:
-        instead = f"the stock {row.name} runs: it is called with other shapes or dtypes"
         if recorder.calls is not None:
+            instead = f"the stock {row.name} runs: it is called with other shapes or dtypes"
             recorder.record((FusedRotary.running, "rotary"), None if serves else instead)
         return serves
 
@@ -408,7 +408,10 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
 
 
 def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    if not plain_tensors(q, k) or not _is_table(cos, q) or not _is_table(sin, q):
+    # With tables of another dtype the result of the stock function may have it too, unless they are
+    # complex.
+    alike = (q, k) if row.form == "xq xk freqs_cis" else (q, k, cos, sin)
+    if not plain_tensors(*alike) or not _is_table(cos, q) or not _is_table(sin, q):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
