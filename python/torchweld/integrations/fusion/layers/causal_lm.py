@@ -231,12 +231,6 @@ class FusedCausalLM(FusedModule):
         return row.output(loss=loss, **found)
 
 
-class FusedMixtureLM(FusedCausalLM):
-    """A mixture's ``...ForCausalLM``, which adds the loss of its router to that of the tokens."""
-
-    knows = (*FusedCausalLM.knows, "output_router_logits")
-
-
 class FusedGPT2LMHead(FusedCausalLM):
     """A GPT2LMHeadModel that returns no logits in training mode with labels."""
 

@@ -18,7 +18,6 @@ from transformers.utils import ModelOutput
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.causal_lm import (
     FusedCausalLM,
-    FusedMixtureLM,
     Head,
     base_results,
 )
@@ -80,7 +79,7 @@ def find(module: nn.Module) -> Fusion | None:
     """Returns the fused parent and the row for a model by its structure, or None."""
     if not _has_children_of_head(module) or difference(module) is not None:
         return None
-    return choose(module, _rows, RecognisedMixtureLM if _is_mixture(module) else RecognisedCausalLM)
+    return choose(module, _rows, RecognisedCausalLM)
 
 
 def difference(module: nn.Module) -> str | None:
@@ -224,7 +223,7 @@ def _run(
 
 
 class RecognisedCausalLM(Recognised, FusedCausalLM):
-    """A language model of another class."""
+    """A language model of another class, or a mixture's with its router's loss."""
 
     knows = None
     comparison = compare.Kind("a head and its loss", _replica, _run)
@@ -232,7 +231,3 @@ class RecognisedCausalLM(Recognised, FusedCausalLM):
     @classmethod
     def probe(cls, module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
         return super().probe(module, row, module.lm_head.weight, probes)
-
-
-class RecognisedMixtureLM(RecognisedCausalLM, FusedMixtureLM):
-    """A mixture's language model, with its router's loss."""
