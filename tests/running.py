@@ -950,7 +950,9 @@ def where_it_is_fast(bounds: Callable[..., list[Any]]) -> Callable[..., list[Any
     @functools.wraps(bounds)
     def call(*args: Any, **kwargs: Any) -> list[Any]:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        if not tensors or not tensors[0].is_cuda or sum(t.numel() for t in tensors) < LARGE:
+        # Vectors are the queries and keys of an outer product.
+        size = sum(t.numel() ** (2 if t.dim() == 1 else 1) for t in tensors)
+        if not tensors or not tensors[0].is_cuda or size < LARGE:
             with freed_at_once():
                 return bounds(*args, **kwargs)
         with open(Path(tempfile.gettempdir()) / "torchweld-bounds", "w") as lock:
