@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments, fsdp
-from torchweld.integrations.fusion.layers.decoder import FusedLayer, FusedNorm, projection_layers
+from torchweld.integrations.fusion.layers.decoder import FusedLayer, projection_layers
 from torchweld.integrations.fusion.layers.families import fused_class, fusion_of
 from torchweld.integrations.fusion.layers.fused_module import (
     FUSED_SITES,
@@ -23,6 +23,7 @@ from torchweld.integrations.fusion.layers.fused_module import (
 )
 from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm
 from torchweld.integrations.fusion.layers.linears import why_called
+from torchweld.integrations.fusion.layers.rms_norm import FusedNorm
 from torchweld.integrations.fusion.layers.stock_modules import hooked
 from torchweld.integrations.fusion.recognise import decoder_layers, heads
 from torchweld.integrations.fusion.recognise.find import find_fusion

@@ -1,4 +1,4 @@
-"""Modules of Llama-like decoders on torchweld's ops: norms, projections, rotary, add + norm.
+"""Modules of Llama-like decoders on torchweld's ops: projections, rotary, add + norm.
 
 Each class here has the forward of one module, and :mod:`.families` joins it with the class of
 transformers that it replaces. A module reads its parameters where they are. It asks in every call
@@ -18,14 +18,12 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._pytree import tree_map
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld._library import ops
@@ -34,6 +32,7 @@ from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import attention_forward
 from torchweld.integrations.fusion.probes import Probes
 
+from .deferred import LayerInput, Normed, computed
 from .fused_module import (
     ARGUMENTS,
     ROW,
@@ -47,15 +46,9 @@ from .fused_module import (
     stock_class,
     stock_forward,
 )
-from .linears import Operands, copied, operands
+from .linears import Operands, operands
+from .rms_norm import FusedNorm, runs_norm, weight_of
 from .stock_modules import hooked, implementation
-
-
-class Norm(NamedTuple):
-    """The attributes of a family's RMSNorm."""
-
-    eps: str
-    weight_offset: float
 
 
 class Attention(NamedTuple):
@@ -72,207 +65,6 @@ class Layer(NamedTuple):
 
     before_attention: str = "input_layernorm"
     before_mlp: str = "post_attention_layernorm"
-
-
-_FACTS = {"shape", "size", "dtype", "device", "ndim", "dim"}
-
-
-class Deferred:
-    """A tensor of a stock forward that an op computes together with another.
-
-    Any other use than by this op computes it first, with a gradient where stock has one.
-
-    Attributes:
-        x: A tensor of its shape and dtype.
-        mode: Whether gradients are recorded and autocast is on where stock computes the value.
-    """
-
-    __slots__ = ("mode", "x")
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.mode = x, _mode()
-
-    def is_in_mode(self) -> bool:
-        """Whether an op may compute it with what comes now."""
-        return self.mode == _mode()
-
-    def tensor(self) -> Tensor:
-        """The value."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.x if name in _FACTS else self.tensor(), name)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.add and not kwargs:  # x + self
-            return args[1] + args[0]
-        args, kwargs = tree_map(computed, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def _mode() -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
-
-
-def _operator(name: str) -> Callable:
-    return lambda self, *args: getattr(self.tensor(), name)(*map(computed, args))
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem"):
-    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def computed(value: Any) -> Any:
-    """The tensor of a deferred value; other values as they are."""
-    return value.tensor() if isinstance(value, Deferred) else value
-
-
-class LayerInput(Deferred):
-    """The input of a decoder layer: a norm computes its sum with a result.
-
-    Attributes:
-        norms: The norms of the layer that run an op of x.
-        projections: The layers that are computed with its norm, if there are any.
-    """
-
-    __slots__ = ("norms", "projections")
-
-    def __init__(
-        self, x: Tensor, norms: Sequence[nn.Module] = (), projections: Operands | None = None
-    ) -> None:
-        self.x, self.norms, self.projections = x, norms, projections
-
-    def tensor(self) -> Tensor:
-        return self.x
-
-    def __add__(self, h: Any) -> Any:
-        same = plain_tensors(self.x, h) and h.shape == self.x.shape
-        return Sum(h, self.x, self.norms) if same else self.x + computed(h)
-
-    __radd__ = __add__
-
-
-class Sum(Deferred):
-    """``h + x``, which :func:`torchweld.add_rms_norm` computes with one of ``norms``."""
-
-    __slots__ = ("h", "norms")
-
-    def __init__(self, h: Tensor, x: Tensor, norms: Sequence[nn.Module]) -> None:
-        super().__init__(x)
-        self.h, self.norms = h, norms
-
-    def tensor(self) -> Tensor:
-        if self.h is not None:
-            with torch.set_grad_enabled(self.mode[0]):
-                self.h, self.x = None, self.x + self.h
-        return self.x
-
-
-class Normed(Deferred):
-    """``norm(x)``, which :func:`torchweld.rms_norm_linears` computes with the next layers."""
-
-    __slots__ = ("norm", "projections", "results")
-
-    def __init__(self, norm: nn.Module, x: Tensor, projections: Operands) -> None:
-        super().__init__(x)
-        self.norm, self.projections, self.results = norm, projections, None
-
-    def tensor(self) -> Tensor:
-        if self.norm is not None:
-            with torch.set_grad_enabled(self.mode[0]):
-                self.norm, self.x = None, self.norm(self.x)
-        return self.x
-
-    def linears(self) -> list[Tensor]:
-        """The results of all layers."""
-        if self.results is None:
-            if recorder.calls is not None:
-                recorder.record(self.norm)
-                recorder.record((self.norm, "projections"))
-            weights, biases, mesh = self.projections
-            biases = [] if biases[0] is None else biases
-            x, scale = copied(mesh, self.x, _weight(self.norm))
-            self.results = ops.rms_norm_linears(x, weights, biases, scale, **_options(self.norm))
-        return self.results
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        x = args[0] if args else None
-        if func is F.linear and isinstance(x, Normed) and x.norm is not None and x.is_in_mode():
-            for i, weight in enumerate(x.projections.weights):
-                if weight is args[1]:
-                    return x.linears()[i]
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-class FusedNorm(FusedModule):
-    """An RMSNorm as :func:`torchweld.rms_norm`."""
-
-    kind = "norm"
-
-    @staticmethod
-    def label(module: nn.Module, row: Norm) -> str:
-        return "rms_norm"
-
-    @staticmethod
-    def probe(module: nn.Module, row: Norm, weight: Tensor, probes: Probes) -> str | None:
-        return probes.refusal("rms_norm", weight) or probes.refusal("rms_norm_linears", weight)
-
-    @staticmethod
-    def refusal(module: nn.Module, row: Norm) -> str | None:
-        weight = _weight(module)
-        if weight is not None and weight.dtype == torch.float64:
-            return "it is float64, of which the stock norm computes in float32"
-        return instance_refusal(module)
-
-    @staticmethod
-    def op_parameters(module: nn.Module, row: Norm) -> dict[str, Tensor | None]:
-        return {"weight": _weight(module)}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) != 1 or kwargs:
-            return stock_forward(self, *args, **kwargs)
-        (x,) = args
-        if type(x) is Sum and x.h is not None and self in x.norms and x.is_in_mode():
-            if recorder.calls is not None:
-                recorder.record((self, "add"))
-            h, x.h = x.h, None
-            h, x.x = ops.add_rms_norm(h, x.x, _weight(self), **_options(self))
-            return h
-        if type(x) is LayerInput and x.projections is not None and self in x.norms:
-            return Normed(self, x.x, x.projections)
-        x = computed(x)
-        if not _runs_norm(self, x):
-            return stock_forward(self, x)
-        if recorder.calls is not None:
-            recorder.record(self)
-        return ops.rms_norm(x, _weight(self), **_options(self))
-
-
-def _weight(norm: nn.Module) -> Tensor | None:
-    """Returns the weight of a norm, or None if it has none."""
-    return getattr(norm, "weight", None)
-
-
-def _options(norm: nn.Module) -> dict[str, float]:
-    """Returns the options that a fused norm passes to its op."""
-    row: Norm = getattr(norm, ROW)
-    offset = row.weight_offset if row.weight_offset and _weight(norm) is not None else 0.0
-    return {"eps": getattr(norm, row.eps), "weight_offset": offset}
-
-
-def _runs_norm(norm: nn.Module, x: Any) -> bool:
-    # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
-    # results would differ visibly.
-    serves = (
-        isinstance(norm, FusedNorm) and isinstance(x, Tensor) and plain_tensors(x, _weight(norm))
-    )
-    return serves and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
 class Rotary(NamedTuple):
@@ -588,7 +380,7 @@ class FusedLayer(FusedModule):
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Layer) -> dict[str, Tensor | None]:
-        return {"weight": _weight(getattr(module, row.before_mlp))}
+        return {"weight": weight_of(getattr(module, row.before_mlp))}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get(getattr(self, ARGUMENTS).names[0])
@@ -610,7 +402,7 @@ def _norms_of(layer: nn.Module, x: Any) -> list[nn.Module] | None:
     norms = [] if row is None else [layer._modules.get(name) for name in row]
     if not norms or type(x) is not Tensor or any(norm is None or hooked(norm) for norm in norms):
         return None
-    running = [norm for norm in norms if _runs_norm(norm, x)]
+    running = [norm for norm in norms if runs_norm(norm, x)]
     return running if norms[-1] in running else None
 
 

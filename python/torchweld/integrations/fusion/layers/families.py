@@ -112,7 +112,7 @@ def _fusions(module: str, family: Family) -> dict[str, tuple[type[nn.Module], An
 
     packed = family.packed and f"{family.prefix}Attention" not in _UNPACKED
     fusions = {
-        name("RMSNorm"): (decoder.FusedNorm, decoder.Norm(family.eps, family.weight_offset)),
+        name("RMSNorm"): (rms_norm.FusedNorm, rms_norm.Norm(family.eps, family.weight_offset)),
         name("MLP"): (mlp.FusedMLP, mlp.MLP(family.packed, family.activation)),
         name("Attention"): (
             decoder.FusedAttention,
@@ -136,7 +136,7 @@ FUSIONS |= {
     f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
     "torch.nn.modules.normalization.LayerNorm": (layer_norm.FusedLayerNorm, None),
-    "torch.nn.modules.normalization.RMSNorm": (rms_norm.FusedTorchNorm, decoder.Norm("eps", 0.0)),
+    "torch.nn.modules.normalization.RMSNorm": (rms_norm.FusedTorchNorm, rms_norm.Norm("eps", 0.0)),
 }
 
 

@@ -11,7 +11,6 @@ from torchweld._library import ops
 from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
 
-from .decoder import FusedNorm
 from .fused_module import (
     ARGUMENTS,
     ROW,
@@ -20,6 +19,7 @@ from .fused_module import (
     plain_tensors,
     stock_forward,
 )
+from .rms_norm import FusedNorm
 
 
 class GatedNorm(NamedTuple):

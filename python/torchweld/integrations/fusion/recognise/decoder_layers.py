@@ -23,17 +23,16 @@ from torchweld.integrations import recorder
 from torchweld.integrations.attention.models import asks_for_attention
 from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.decoder import (
-    Deferred,
     FusedLayer,
-    FusedNorm,
     FusedRotary,
     Layer,
-    LayerInput,
     Rotary,
     rotation,
 )
+from torchweld.integrations.fusion.layers.deferred import Deferred, LayerInput
 from torchweld.integrations.fusion.layers.families import Fusion, register
 from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class, stock_forward
+from torchweld.integrations.fusion.layers.rms_norm import FusedNorm
 
 from . import compare
 from .norms_mlps import Recognised, choose, fused_replica, known

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments
-from torchweld.integrations.fusion.layers.decoder import FusedNorm, Norm
 from torchweld.integrations.fusion.layers.families import (
     Fusion,
     fused_class,
@@ -25,6 +24,7 @@ from torchweld.integrations.fusion.layers.fused_module import ROW, STOCK, is_fus
 from torchweld.integrations.fusion.layers.gated_norm import FusedGatedNorm, GatedNorm
 from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm
 from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
+from torchweld.integrations.fusion.layers.rms_norm import FusedNorm, Norm
 from torchweld.integrations.fusion.layers.stock_modules import activation_name
 from torchweld.integrations.fusion.probes import Probes
 

@@ -1,0 +1,148 @@
+"""Tensors of a decoder layer's stock forward that an op computes together with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from torchweld.integrations import recorder
+
+from .fused_module import plain_tensors
+from .linears import Operands
+
+_FACTS = {"shape", "size", "dtype", "device", "ndim", "dim"}
+
+
+class Deferred:
+    """A tensor of a stock forward that an op computes together with another.
+
+    Any other use than by this op computes it first, with a gradient where stock has one.
+
+    Attributes:
+        x: A tensor of its shape and dtype.
+        mode: Whether gradients are recorded and autocast is on where stock computes the value.
+    """
+
+    __slots__ = ("mode", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.mode = x, _mode()
+
+    def is_in_mode(self) -> bool:
+        """Whether an op may compute it with what comes now."""
+        return self.mode == _mode()
+
+    def tensor(self) -> Tensor:
+        """The value."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.x if name in _FACTS else self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.add and not kwargs:  # x + self
+            return args[1] + args[0]
+        args, kwargs = tree_map(computed, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+
+
+def _operator(name: str) -> Callable:
+    return lambda self, *args: getattr(self.tensor(), name)(*map(computed, args))
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem"):
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def computed(value: Any) -> Any:
+    """The tensor of a deferred value; other values as they are."""
+    return value.tensor() if isinstance(value, Deferred) else value
+
+
+class LayerInput(Deferred):
+    """The input of a decoder layer: a norm computes its sum with a result.
+
+    Attributes:
+        norms: The norms of the layer that run an op of x.
+        projections: The layers that are computed with its norm, if there are any.
+    """
+
+    __slots__ = ("norms", "projections")
+
+    def __init__(
+        self, x: Tensor, norms: Sequence[nn.Module] = (), projections: Operands | None = None
+    ) -> None:
+        self.x, self.norms, self.projections = x, norms, projections
+
+    def tensor(self) -> Tensor:
+        return self.x
+
+    def __add__(self, h: Any) -> Any:
+        same = plain_tensors(self.x, h) and h.shape == self.x.shape
+        return Sum(h, self.x, self.norms) if same else self.x + computed(h)
+
+    __radd__ = __add__
+
+
+class Sum(Deferred):
+    """``h + x``, which :func:`torchweld.add_rms_norm` computes with one of ``norms``."""
+
+    __slots__ = ("h", "norms")
+
+    def __init__(self, h: Tensor, x: Tensor, norms: Sequence[nn.Module]) -> None:
+        super().__init__(x)
+        self.h, self.norms = h, norms
+
+    def tensor(self) -> Tensor:
+        if self.h is not None:
+            with torch.set_grad_enabled(self.mode[0]):
+                self.h, self.x = None, self.x + self.h
+        return self.x
+
+
+class Normed(Deferred):
+    """``norm(x)``, which :func:`torchweld.rms_norm_linears` computes with the next layers."""
+
+    __slots__ = ("norm", "projections", "results")
+
+    def __init__(self, norm: nn.Module, x: Tensor, projections: Operands) -> None:
+        super().__init__(x)
+        self.norm, self.projections, self.results = norm, projections, None
+
+    def tensor(self) -> Tensor:
+        if self.norm is not None:
+            with torch.set_grad_enabled(self.mode[0]):
+                self.norm, self.x = None, self.norm(self.x)
+        return self.x
+
+    def linears(self) -> list[Tensor]:
+        """The results of all layers."""
+        if self.results is None:
+            if recorder.calls is not None:
+                recorder.record(self.norm)
+                recorder.record((self.norm, "projections"))
+            self.results = self.norm.linears(self.x, self.projections)
+        return self.results
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        x = args[0] if args else None
+        if func is F.linear and isinstance(x, Normed) and x.norm is not None and x.is_in_mode():
+            for i, weight in enumerate(x.projections.weights):
+                if weight is args[1]:
+                    return x.linears()[i]
+        return super().__torch_function__(func, types, args, kwargs)
