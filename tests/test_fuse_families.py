@@ -338,7 +338,7 @@ def test_only_some_kinds(kind):
         ops
         == {
             "attention": {"attention"},
-            "norm": {"rms_norm", "add_rms_norm"},
+            "norm": {"rms_norm", "add_rms_norm", "rms_norm_linears"},
             "mlp": {"gated_mlp"},
             "rotary": {"rotary"},
         }[kind]

@@ -28,26 +28,31 @@ SWIN = {
     "num_heads": (1, 2),
     "drop_path_rate": 0.0,
 }
+BLOCKS = {"layer_norm": 1, "add_layer_norm": 2, "layer_norm_linears": 2}
+ADDING = {"layer_norm": 3, "add_layer_norm": 2}  # another bias is added than that of the layer
 # For each model: how it is made, and the ops of a step.
 MODELS = {
-    "vit_large_patch16_224": (SMALL, {"layer_norm": 5, "attention": 2, "linear": 2}),
-    "deit3_small_patch16_224": (SMALL, {"layer_norm": 5, "attention": 2, "linear": 2}),
-    "vit_base_patch16_siglip_224": (SMALL, {"layer_norm": 6, "attention": 3, "linear": 3}),
+    "vit_large_patch16_224": (SMALL, {**BLOCKS, "attention": 2, "linear": 2}),
+    "deit3_small_patch16_224": (SMALL, {**BLOCKS, "attention": 2, "linear": 2}),
+    "vit_base_patch16_siglip_224": (
+        SMALL,
+        {**BLOCKS, "layer_norm": 2, "attention": 3, "linear": 3},
+    ),
     "eva_giant_patch14_224": (
         {**SMALL, "img_size": 28},
-        {"layer_norm": 5, "attention": 2, "linear": 2},
+        {**ADDING, "attention": 2, "linear": 2},
     ),
     "eva02_tiny_patch14_224": (
         {**SMALL, "img_size": 28},
-        {"layer_norm": 5, "attention": 2, "gated_linear": 2},
+        {**ADDING, "attention": 2, "gated_linear": 2},
     ),
-    "vit_small_patch16_dinov3": (SMALL, {"layer_norm": 5, "attention": 2, "linear": 2}),
+    "vit_small_patch16_dinov3": (SMALL, {**BLOCKS, "attention": 2, "linear": 2}),
     "vit_huge_plus_patch16_dinov3": (
         SMALL,
-        {"layer_norm": 5, "attention": 2, "gated_linear_pair": 2},
+        {**BLOCKS, "attention": 2, "gated_linear_pair": 2},
     ),
     "vit_large_patch14_xp_224": ({**SMALL, "img_size": 28}, {"rms_norm": 8, "attention": 2}),
-    "beit_base_patch16_224": (SMALL, {"layer_norm": 5, "linear": 2}),
+    "beit_base_patch16_224": (SMALL, {**ADDING, "linear": 2}),
     "swin_tiny_patch4_window7_224": (SWIN, {"layer_norm": 7, "linear": 2}),
 }
 

@@ -29,13 +29,14 @@ def fuse(
     """Rewires a model of transformers, timm or diffusers in place to run torchweld's ops.
 
     Of every model of transformers it switches the attention (``attn_implementation="torchweld"``)
-    and replaces torch's LayerNorms (:func:`torchweld.layer_norm`, BERT's with the residual's sum
-    :func:`torchweld.add_layer_norm`; on a CPU in bfloat16 alone) and the RMSNorms, MLPs, experts of
-    mixtures, rotary embeddings and residual additions that it recognises by their modules, if a
-    small random copy of the module computes the same results and gradients. An MLP without a gate
-    runs its first layer and its activation as one op (:func:`torchweld.linear`, on a GPU). Of
-    Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo-2, SmolLM3, Granite and GLM-4 it
-    replaces the norms (:func:`torchweld.rms_norm`, with the residual's sum
+    and replaces torch's LayerNorms (:func:`torchweld.layer_norm`, with the residual's sum
+    :func:`torchweld.add_layer_norm`, with query, key and value
+    :func:`torchweld.layer_norm_linears`; on a CPU in bfloat16 alone) and the RMSNorms, MLPs,
+    experts of mixtures, rotary embeddings and residual additions that it recognises by their
+    modules, if a small random copy of the module computes the same results and gradients. An MLP
+    without a gate runs its first layer and its activation as one op (:func:`torchweld.linear`, on a
+    GPU). Of Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo-2, SmolLM3, Granite and GLM-4
+    it replaces the norms (:func:`torchweld.rms_norm`, with the residual's sum
     :func:`torchweld.add_rms_norm`, with query, key and value :func:`torchweld.rms_norm_linears`),
     the rotary embedding (:func:`torchweld.rotary`) and the MLP's products and gate
     (:func:`torchweld.gated_mlp`); of GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc ->

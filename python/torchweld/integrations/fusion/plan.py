@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments, fsdp
-from torchweld.integrations.fusion.layers.decoder import FusedLayer, projection_layers
+from torchweld.integrations.fusion.layers.decoder import (
+    FusedLayer,
+    attention_of,
+    projection_layers,
+)
 from torchweld.integrations.fusion.layers.families import fused_class, fusion_of
 from torchweld.integrations.fusion.layers.fused_module import (
     FUSED_SITES,
@@ -21,9 +25,8 @@ from torchweld.integrations.fusion.layers.fused_module import (
     set_class,
     stock_class,
 )
-from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm
 from torchweld.integrations.fusion.layers.linears import why_called
-from torchweld.integrations.fusion.layers.rms_norm import FusedNorm
+from torchweld.integrations.fusion.layers.norm import FusedNorm
 from torchweld.integrations.fusion.layers.stock_modules import hooked
 from torchweld.integrations.fusion.recognise import decoder_layers, heads
 from torchweld.integrations.fusion.recognise.find import find_fusion
@@ -48,7 +51,7 @@ def plan(
     """Returns the replacements in a model; the report lists the modules that must stay stock."""
     replacements: dict[nn.Module, Replacement] = {}
     gathered = fsdp.gathered(model)
-    projecting: dict[nn.Module, str] = {}
+    projecting: dict[Any, str] = {}
     for path, module in model.named_modules():
         parent, row = find_fusion(module) or (None, None)
         if parent is None:
@@ -57,10 +60,10 @@ def plan(
         if parent.kind not in kinds or module in replacements:
             continue
         replacement = parent.replacement(path, module, row)
-        reason = "fused already" if is_fused(module) else _unknown(parent, replacement)
+        reason = "fused already" if is_fused(module) else _unknown(replacement)
         reason = reason or arguments.difference(stock_class(module), parent.needs)
-        reason = reason or parent.refusal(module, row)
-        reason = reason or parameter_refusal(parent.op_parameters(module, row), gathered)
+        for each in (module, *replacement.modules[1:]):
+            reason = reason or _refusal(each, gathered)
         if reason is None:
             bare = not module._modules and getattr(module, "weight", None) is None  # a norm
             weight = _weight(model if bare else module)
@@ -70,9 +73,10 @@ def plan(
         if reason is not None:
             report.skipped.append((replacement.where, reason))
             continue
-        report.ops[replacement.where] = projecting.get(module) or parent.label(module, row)
-        if issubclass(parent, FusedLayer) and "rotary" in kinds:
+        if issubclass(parent, FusedLayer):
             projecting |= _projecting_norm(module, row, probes)
+        label = projecting.get(replacement.key) or parent.label(module, row)
+        report.ops[replacement.where] = label
         # A layer comes before the norm that it adds to.
         replacements |= dict.fromkeys(replacement.modules, replacement)
     found = ((stock_class(module), find_fusion(module)[0]) for module in replacements)
@@ -113,22 +117,29 @@ def _is_mlp(module: nn.Module) -> bool:
     return parent.kind == "mlp"
 
 
+def _refusal(module: nn.Module, gathered: Container[int]) -> str | None:
+    """Why a module must stay as it is, or None."""
+    parent, row = find_fusion(module)
+    reason = parent.refusal(module, row)
+    return reason or parameter_refusal(parent.op_parameters(module, row), gathered)
+
+
 def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Module, str]:
     """The norm in front of the projections, and the op in which it runs; {} if there is none."""
-    attn, norm = layer._modules.get("self_attn"), getattr(layer, row.before_attention)
-    parent, attn_row = attn is not None and find_fusion(attn) or (None, None)
-    if parent is None or parent.kind != "rotary" or hooked(norm) or hooked(attn):
+    norm, attn = layer._modules.get(row.before_attention), attention_of(layer)
+    if norm is None or attn is None or hooked(norm) or hooked(attn, calls_recorders=True):
         return {}
-    layers = projection_layers(attn, attn_row)
-    if not layers or parent.refusal(attn, attn_row) is not None:
+    layers = projection_layers(attn, (find_fusion(attn) or (None, None))[1])
+    weight, found = _weight(attn), find_fusion(norm)
+    if not layers or weight is None or found is None:
         return {}
+    parent, norm_row = found
     called = why_called(layers)
     if called:
-        return {norm: f"rms_norm ({row.before_attention}; {called})"}
-    weight = _weight(attn)
-    if weight is None or parent.probe(attn, attn_row, weight, probes) is not None:
+        return {norm: f"{parent.op} ({row.before_attention}; {called})"}
+    if parent.probe(norm, norm_row, weight, probes) is not None:
         return {}
-    return {norm: f"rms_norm_linears ({row.before_attention} -> {', '.join(layers)})"}
+    return {norm: f"{parent.op}_linears ({row.before_attention} -> {', '.join(layers)})"}
 
 
 def _probe_of(replacement: Replacement, weight: Tensor, probes: Probes) -> str | None:
@@ -141,12 +152,11 @@ def _probe_of(replacement: Replacement, weight: Tensor, probes: Probes) -> str |
     return None
 
 
-def _unknown(owner: type[nn.Module], replacement: Replacement) -> str | None:
+def _unknown(replacement: Replacement) -> str | None:
     """Why a replacement can't be made if the norm of a layer is of a class that is not known."""
-    norm = FusedNorm if issubclass(owner, FusedLayer) else FusedLayerNorm
     for module in replacement.modules[1:]:
         parent, _ = find_fusion(module) or (nn.Module, None)
-        if not issubclass(parent, norm):
+        if not issubclass(parent, FusedNorm):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"
             return f"it is {kind}, not transformers' norm"
     return None

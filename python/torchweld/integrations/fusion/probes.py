@@ -71,6 +71,9 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
     "rms_norm_linears": lambda ops, zeros: torch.cat(
         ops.rms_norm_linears(zeros(8, 8), [zeros(8, 8), zeros(8, 8)], [])
     ),
+    "layer_norm_linears": lambda ops, zeros: torch.cat(
+        ops.layer_norm_linears(zeros(8, 8), [zeros(8, 8), zeros(8, 8)], [])
+    ),
     "add_rms_norm": lambda ops, zeros: ops.add_rms_norm(zeros(2, 8), zeros(2, 8), zeros(8))[0],
     "rms_norm_gated": lambda ops, zeros: ops.rms_norm_gated(zeros(2, 8), zeros(2, 8), zeros(8)),
     "rotary": _rotary,

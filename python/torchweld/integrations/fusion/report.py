@@ -139,7 +139,7 @@ def list_places(places: list[tuple[str, Any]], calls: Any, report: FuseReport) -
         if ran is None and calls is not None:
             report.ops[where] += NOT_RUN
         elif ran and (key, "projections") not in calls:
-            report.ops[where] = re.sub("rms_norm_linears.*", "rms_norm", report.ops[where])
+            report.ops[where] = re.sub("_linears.*", "", report.ops[where])
         for instead in ran or () if key not in counted else ():
             op = report.ops[where].split(" ")[0]
             name = instead or (op if "::" in op else f"torchweld::{op}")

@@ -46,8 +46,10 @@ from .fused_module import (
     stock_class,
     stock_forward,
 )
+from .layer_norm import FusedLayerNorm
 from .linears import Operands, operands
-from .rms_norm import FusedNorm, runs_norm, weight_of
+from .norm import FusedNorm, Parameters
+from .rms_norm import FusedRMSNorm
 from .stock_modules import hooked, implementation
 
 
@@ -61,10 +63,15 @@ class Attention(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The norms of a decoder layer: of its input, and of the first sum of input and result."""
+    """The norms of a layer.
 
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
+    Attributes:
+        before_attention: The norm of its input, None if several modules get the result.
+        before_mlp: The norm of the first sum of the input and a result, None if there is none.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
 
 
 class Rotary(NamedTuple):
@@ -216,7 +223,7 @@ def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> boo
 class FusedAttention(FusedRotary):
     """An attention layer whose rotary embedding is :func:`torchweld.rotary`.
 
-    Where ``hidden_states`` is :class:`Normed`, the op that projects it normalises it,
+    Where ``hidden_states`` is :class:`Normed`, the op that projects it normalises it, such as
     :func:`torchweld.rms_norm_linears`.
     """
 
@@ -273,6 +280,14 @@ def _stock_module(attn: nn.Module) -> Any:
     return sys.modules[getattr(attn, STOCK).__module__]
 
 
+_ATTENTION = ("self_attn", "attention", "attn")
+
+
+def attention_of(layer: nn.Module) -> nn.Module | None:
+    """The attention of a layer, whose input the layer normalises."""
+    return next((m for name, m in layer._modules.items() if name in _ATTENTION), None)
+
+
 def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
     """The layers of an attention layer that project its input, by name."""
     if isinstance(row, Attention):
@@ -280,40 +295,71 @@ def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
     else:
         names = (
             name
-            for name, wanted in _projecting(stock_class(attn).forward).items()
-            if all(bool(getattr(attn, flag)) is value for flag, value in wanted)
+            for name, wanted in _projecting(stock_class(attn).forward)
+            if all(each.holds(attn) for each in wanted)
         )
     layers = ((name, attn._modules.get(name)) for name in names)
     return {name: layer for name, layer in layers if layer is not None}
 
 
+class _Condition(NamedTuple):
+    """An attribute of a module that must be None or not, or true or false."""
+
+    name: str
+    none: bool
+    value: bool
+
+    def holds(self, attn: nn.Module) -> bool:
+        found = getattr(attn, self.name)
+        return (found is None if self.none else bool(found)) is self.value
+
+
+_FLAG = re.compile(r"self\.(\w+)( is( not)? None)?")
+# The rows that keys are made of: those of another sequence or the input.
+_ALIAS = re.compile(r"(\w+) = \w+ if (?:is_cross_attention|\w+ is not None) else (\w+)")
+
+
 @functools.cache
-def _projecting(forward: Callable) -> dict[str, tuple[tuple[str, bool], ...]]:
+def _projecting(forward: Callable) -> list[tuple[str, tuple[_Condition, ...]]]:
     """The names of the layers that a forward calls with its input, whatever its arguments are.
 
-    Each with the attributes of the module that must be true or false for the call.
+    Each with the conditions of the call. No argument stands for the keys of another sequence.
     """
     try:
         source = inspect.getsource(inspect.unwrap(forward))
     except (OSError, TypeError):  # it was made by exec
-        return {}
-    return _projecting_of(ast.parse(textwrap.dedent(source)).body[0].body)
+        return []
+    function = ast.parse(textwrap.dedent(source)).body[0]
+    names = [each.arg for each in getattr(function, "args", ast.arguments(args=[])).args[1:2]]
+    return _projecting_of(function.body, names)
 
 
 def _projecting_of(
-    body: list[ast.stmt], wanted: tuple[tuple[str, bool], ...] = ()
-) -> dict[str, tuple[tuple[str, bool], ...]]:
-    found: dict[str, tuple[tuple[str, bool], ...]] = {}
+    body: list[ast.stmt], inputs: list[str], wanted: tuple[_Condition, ...] = ()
+) -> list[tuple[str, tuple[_Condition, ...]]]:
+    found: list[tuple[str, tuple[_Condition, ...]]] = []
     for statement in body:
+        if not inputs:
+            break
         # NOTE: a layer that only some calls need would get a gradient of zeros in place of None.
         # With and without a rank of q, latent attention has other layers.
         test = ast.unparse(statement.test) if hasattr(statement, "test") else "q_lora_rank"
         if "q_lora_rank" in test:
-            names = re.findall(r"self\.(\w+)\(hidden_states\)", ast.unparse(statement))
-            found |= dict.fromkeys(names, wanted)
-        elif isinstance(statement, ast.If) and (flag := re.fullmatch(r"self\.(\w+)", test)):
+            called = rf"self\.(\w+)\((?:{'|'.join(inputs)})\)"
+            found += [(name, wanted) for name in re.findall(called, ast.unparse(statement))]
+        elif isinstance(statement, ast.If) and test.startswith("is_cross_attention"):
+            found += _projecting_of(statement.orelse, inputs, wanted)
+        elif isinstance(statement, ast.If) and (flag := _FLAG.fullmatch(test)):
             for value, branch in ((True, statement.body), (False, statement.orelse)):
-                found |= _projecting_of(branch, (*wanted, (flag[1], value)))
+                condition = _Condition(flag[1], bool(flag[2]), value != bool(flag[3]))
+                found += _projecting_of(branch, inputs, (*wanted, condition))
+        names = (n for n in ast.walk(statement) if isinstance(n, ast.Name))
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        alias = _ALIAS.fullmatch(ast.unparse(statement))
+        if alias is not None and alias[2] in inputs:
+            inputs = [*inputs, alias[1]]
+        else:
+            inputs = [name for name in inputs if name not in stored]
     return found
 
 
@@ -350,44 +396,46 @@ def _is_table(table: Tensor, query: Tensor) -> bool:
 
 
 class FusedLayer(FusedModule):
-    """A decoder layer that adds its attention's result and normalises the sum in one op.
+    """A layer that adds its attention's result and normalises the sum in one op.
 
-    The stock forward runs, on an input that defers its sum and its norm.
+    Another op has the norm of its input with the projections of its attention. The stock forward
+    runs, on an input that defers its sum and its norm.
     """
 
     kind = "norm"
 
     @staticmethod
     def replacement(path: str, module: nn.Module, row: Layer) -> Replacement:
-        norm = getattr(module, row.before_mlp)
-        return Replacement(below(path, row.before_mlp), (norm, "add"), (module, norm))
+        name = row.before_mlp or row.before_attention
+        norm = module._modules[name]
+        key = (norm, "add") if row.before_mlp else norm
+        return Replacement(below(path, name), key, (module, norm))
 
     @staticmethod
     def label(module: nn.Module, row: Layer) -> str:
-        return f"add_rms_norm (residual -> {row.before_mlp})"
+        if row.before_mlp is None:
+            return _op(module, row)
+        return f"add_{_op(module, row)} (residual -> {row.before_mlp})"
 
     @staticmethod
     def probe(module: nn.Module, row: Layer, weight: Tensor, probes: Probes) -> str | None:
-        return probes.refusal("add_rms_norm", weight)
+        return probes.refusal(f"add_{_op(module, row)}", weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Layer) -> str | None:
-        norm = getattr(module, row.before_mlp)
-        if hooked(norm):
+        if hooked(module._modules[row.before_mlp or row.before_attention]):
             return "it has hooks, which would see other values"
-        reason = FusedNorm.refusal(norm, None)
-        return reason or instance_refusal(module)
-
-    @staticmethod
-    def op_parameters(module: nn.Module, row: Layer) -> dict[str, Tensor | None]:
-        return {"weight": weight_of(getattr(module, row.before_mlp))}
+        return instance_refusal(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.get(getattr(self, ARGUMENTS).names[0])
-        norms = None if _has_any_global_hook() else _norms_of(self, x)
-        if norms is None:
+        skips = torch.compiler.is_compiling() or _has_any_global_hook()
+        norms = {} if skips else _norms_of(self, x)
+        if not norms:
             return stock_forward(self, *args, **kwargs)
-        x = LayerInput(x, norms, _projections_of(self._modules.get("self_attn"), x))
+        first = self._modules.get(getattr(self, ROW).before_attention)
+        projections = _projections_of(attention_of(self), x) if first in norms else None
+        x = LayerInput(x, norms, {} if projections is None else {first: projections})
         if args:
             args = (x, *args[1:])
         else:
@@ -396,24 +444,31 @@ class FusedLayer(FusedModule):
         return tuple(map(computed, out)) if isinstance(out, tuple) else computed(out)
 
 
-def _norms_of(layer: nn.Module, x: Any) -> list[nn.Module] | None:
-    """The norms of a layer that run an op of its input x, or None if x must not be deferred."""
-    row = getattr(layer, ROW, None)
-    norms = [] if row is None else [layer._modules.get(name) for name in row]
-    if not norms or type(x) is not Tensor or any(norm is None or hooked(norm) for norm in norms):
-        return None
-    running = [norm for norm in norms if runs_norm(norm, x)]
-    return running if norms[-1] in running else None
+def _op(layer: nn.Module, row: Layer) -> str:
+    """The op of a layer's norm."""
+    norm = layer._modules[row.before_mlp or row.before_attention]
+    return (FusedLayerNorm if isinstance(norm, nn.LayerNorm) else FusedRMSNorm).op
+
+
+def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:
+    """The norms of a layer that run an op of its input x, with their parameters."""
+    found: dict[nn.Module, Parameters] = {}
+    for name in filter(None, getattr(layer, ROW, ())):
+        norm = layer._modules.get(name)
+        if type(x) is not Tensor or norm is None or hooked(norm):
+            return {}
+        tensors = norm.operands(x) if isinstance(norm, FusedNorm) else None
+        if tensors is not None and tensors[0] is x:
+            found[norm] = tensors[1:]
+    return found
 
 
 def _projections_of(attn: nn.Module | None, x: Tensor) -> Operands | None:
-    """The layers of a fused attention layer that one op computes of the norm of x, or None."""
+    """The layers of an attention layer that one op computes of the norm of x, or None."""
     # Recorders of transformers see the attention's results alone.
-    if not isinstance(attn, FusedRotary) or hooked(attn, calls_recorders=True):
+    if attn is None or hooked(attn, calls_recorders=True):
         return None
-    row = getattr(attn, ROW)
-    layers = projection_layers(attn, row)
+    layers = projection_layers(attn, getattr(attn, ROW, None))
     found = operands(list(layers.values()), x) if layers else None
-    if found is None or len({bias is None for bias in found.biases}) > 1:
-        return None
-    return found if found.mesh is None or isinstance(attn, FusedAttention) else None
+    sharded = found is not None and found.mesh is not None
+    return None if sharded and not isinstance(attn, FusedAttention) else found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,14 +75,17 @@ class LayerInput(Deferred):
     """The input of a decoder layer: a norm computes its sum with a result.
 
     Attributes:
-        norms: The norms of the layer that run an op of x.
-        projections: The layers that are computed with its norm, if there are any.
+        norms: The norms of the layer that run an op of x, with their parameters.
+        projections: The layers that are computed with one of the norms.
     """
 
     __slots__ = ("norms", "projections")
 
     def __init__(
-        self, x: Tensor, norms: Sequence[nn.Module] = (), projections: Operands | None = None
+        self,
+        x: Tensor,
+        norms: Mapping[nn.Module, Sequence[Tensor | None]],
+        projections: Mapping[nn.Module, Operands],
     ) -> None:
         self.x, self.norms, self.projections = x, norms, projections
 
@@ -97,11 +100,13 @@ class LayerInput(Deferred):
 
 
 class Sum(Deferred):
-    """``h + x``, which :func:`torchweld.add_rms_norm` computes with one of ``norms``."""
+    """``h + x``, which one of ``norms`` computes with its result."""
 
     __slots__ = ("h", "norms")
 
-    def __init__(self, h: Tensor, x: Tensor, norms: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, h: Tensor, x: Tensor, norms: Mapping[nn.Module, Sequence[Tensor | None]]
+    ) -> None:
         super().__init__(x)
         self.h, self.norms = h, norms
 
@@ -113,13 +118,23 @@ class Sum(Deferred):
 
 
 class Normed(Deferred):
-    """``norm(x)``, which :func:`torchweld.rms_norm_linears` computes with the next layers."""
+    """``norm(x)``, which an op computes with the layers behind it.
 
-    __slots__ = ("norm", "projections", "results")
+    Attributes:
+        source: The norm.
+        norm: The norm, None if the value is computed.
+        parameters: Of the norm.
+        projections: The layers.
+        results: Theirs, or None.
+    """
 
-    def __init__(self, norm: nn.Module, x: Tensor, projections: Operands) -> None:
-        super().__init__(x)
-        self.norm, self.projections, self.results = norm, projections, None
+    __slots__ = ("norm", "parameters", "projections", "results", "source")
+
+    def __init__(self, norm: nn.Module, given: LayerInput) -> None:
+        super().__init__(given.x)
+        self.norm = self.source = norm
+        self.parameters = given.norms[norm]
+        self.projections, self.results = given.projections[norm], None
 
     def tensor(self) -> Tensor:
         if self.norm is not None:
@@ -133,7 +148,7 @@ class Normed(Deferred):
             if recorder.calls is not None:
                 recorder.record(self.norm)
                 recorder.record((self.norm, "projections"))
-            self.results = self.norm.linears(self.x, self.projections)
+            self.results = self.norm.linears(self.x, self.parameters, self.projections)
         return self.results
 
     @classmethod
@@ -142,7 +157,10 @@ class Normed(Deferred):
     ) -> Any:
         x = args[0] if args else None
         if func is F.linear and isinstance(x, Normed) and x.norm is not None and x.is_in_mode():
-            for i, weight in enumerate(x.projections.weights):
-                if weight is args[1]:
+            # EVA calls F.linear with the weight of a layer and another bias.
+            weight, bias, *_ = (None, None) if kwargs else (*args[1:], None)
+            layers = zip(x.projections.weights, x.projections.biases, strict=True)
+            for i, layer in enumerate(layers):
+                if layer[0] is weight and layer[1] is bias:
                     return x.linears()[i]
         return super().__torch_function__(func, types, args, kwargs)

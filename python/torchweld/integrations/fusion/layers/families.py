@@ -112,7 +112,7 @@ def _fusions(module: str, family: Family) -> dict[str, tuple[type[nn.Module], An
 
     packed = family.packed and f"{family.prefix}Attention" not in _UNPACKED
     fusions = {
-        name("RMSNorm"): (rms_norm.FusedNorm, rms_norm.Norm(family.eps, family.weight_offset)),
+        name("RMSNorm"): (rms_norm.FusedRMSNorm, rms_norm.Norm(family.eps, family.weight_offset)),
         name("MLP"): (mlp.FusedMLP, mlp.MLP(family.packed, family.activation)),
         name("Attention"): (
             decoder.FusedAttention,

@@ -19,7 +19,7 @@ from .fused_module import (
     plain_tensors,
     stock_forward,
 )
-from .rms_norm import FusedNorm
+from .rms_norm import FusedRMSNorm
 
 
 class GatedNorm(NamedTuple):
@@ -33,8 +33,8 @@ class FusedGatedNorm(FusedModule):
     """An RMSNorm of ``(x, gate)``."""
 
     kind = "norm"
-    refusal = staticmethod(FusedNorm.refusal)
-    op_parameters = staticmethod(FusedNorm.op_parameters)
+    refusal = staticmethod(FusedRMSNorm.refusal)
+    op_parameters = staticmethod(FusedRMSNorm.op_parameters)
 
     @staticmethod
     def label(module: nn.Module, row: GatedNorm) -> str:

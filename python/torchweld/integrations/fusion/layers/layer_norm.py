@@ -21,24 +21,21 @@ from .fused_module import (
     plain_tensors,
     stock_forward,
 )
+from .norm import FusedNorm
 from .stock_modules import hooked, weight_and_bias
 
 # On a CPU torch's norm is the faster one in float32 and float16.
 _DTYPES = {"cuda": (torch.float32, torch.float16, torch.bfloat16), "cpu": (torch.bfloat16,)}
 
 
-class FusedLayerNorm(FusedModule):
+class FusedLayerNorm(FusedNorm):
     """A LayerNorm over the last dimension as :func:`torchweld.layer_norm`."""
 
-    kind = "norm"
+    op = "layer_norm"
 
-    @staticmethod
-    def label(module: nn.Module, row: None) -> str:
-        return "layer_norm"
-
-    @staticmethod
-    def probe(module: nn.Module, row: None, weight: Tensor, probes: Probes) -> str | None:
-        reason = probes.refusal("layer_norm", weight)
+    @classmethod
+    def probe(cls, module: nn.Module, row: None, weight: Tensor, probes: Probes) -> str | None:
+        reason = super().probe(module, row, weight, probes)
         if reason is None and not is_faster(weight):
             device, dtype = weight.device.type, str(weight.dtype)[6:]
             reason = f"torch's layer_norm of {dtype} is as fast on {device}"
@@ -54,15 +51,11 @@ class FusedLayerNorm(FusedModule):
     def op_parameters(module: nn.Module, row: None) -> dict[str, Tensor | None]:
         return {"weight": module.weight, "bias": module.bias}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        tensors = None
-        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            tensors = norm_operands(self, args[0])
-        if tensors is None:
-            return stock_forward(self, *args, **kwargs)
-        if recorder.calls is not None:
-            recorder.record(self)
-        return ops.layer_norm(*tensors, eps=self.eps)
+    def operands(self, x: Any) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        return norm_operands(self, x)
+
+    def options(self) -> dict[str, float]:
+        return {"eps": self.eps}
 
 
 class PostNorm(NamedTuple):
@@ -93,14 +86,9 @@ class FusedPostNorm(FusedModule):
 
     @staticmethod
     def refusal(module: nn.Module, row: PostNorm) -> str | None:
-        norm = module._modules[row.norm]
-        if hooked(norm):
+        if hooked(module._modules[row.norm]):
             return "it has hooks, which would see other values"
-        return FusedLayerNorm.refusal(norm, None) or instance_refusal(module)
-
-    @staticmethod
-    def op_parameters(module: nn.Module, row: PostNorm) -> dict[str, Tensor | None]:
-        return FusedLayerNorm.op_parameters(module._modules[row.norm], None)
+        return instance_refusal(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         row = getattr(self, ROW, None)

@@ -112,11 +112,10 @@ def _differs(
     try:
         with isolated(device):
             for training in modes:
-                replica = kind.replica(module, Random(device, dtype)).train(training)
-                runs = [
-                    kind.run(replica, forward, Random(device, dtype))
-                    for forward in (type(replica).forward, stock_forward)
-                ]
+                replica, runs = kind.replica(module, Random(device, dtype)).train(training), []
+                for forward in (type(replica).forward, stock_forward):
+                    with _same_draws(device):
+                        runs.append(kind.run(replica, forward, Random(device, dtype)))
                 (ours, facts), (theirs, stock_facts) = runs
                 worst = max(map(_apart, ours, theirs))
                 if not worst <= tolerance or facts != stock_facts:
@@ -152,17 +151,22 @@ def run_of_one_input(
     return with_gradients(module, forward(module, x), x, random), None
 
 
+def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Restores the state of random numbers, so that dropouts draw again what they drew inside."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Gradients are on, autocast is off, and the state of random numbers comes back.
 
     One thread computes, because starting others takes longer than a replica does.
     """
-    devices, threads = [device] if device.type == "cuda" else [], torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with (
-            torch.random.fork_rng(devices),
+            _same_draws(device),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(device.type, enabled=False),

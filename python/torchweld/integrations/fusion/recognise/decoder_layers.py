@@ -1,8 +1,9 @@
-"""Attention and decoder layers that the table of families lacks, recognised and compared.
+"""Attention layers and the layers around them that the table of families lacks, compared.
 
 An attention layer calls transformers' attention interface and, in its module, a rotary function of
-query, key or both, and tables. A decoder layer has norms that are known, and one of them gets the
-sum of the layer's input and a result. The other children of its replica are stubs.
+query, key or both, and tables. The layer around it has norms that are known: one normalises the
+input of the attention, or gets the sum of the layer's input and a result. The other children of its
+replica are stubs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,15 +29,24 @@ from torchweld.integrations.fusion.layers.decoder import (
     FusedRotary,
     Layer,
     Rotary,
+    attention_of,
+    projection_layers,
     rotation,
 )
-from torchweld.integrations.fusion.layers.deferred import Deferred, LayerInput
+from torchweld.integrations.fusion.layers.deferred import (
+    Deferred,
+    LayerInput,
+    Normed,
+    computed,
+)
 from torchweld.integrations.fusion.layers.families import Fusion, register
 from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class, stock_forward
-from torchweld.integrations.fusion.layers.rms_norm import FusedNorm
+from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm, is_faster
+from torchweld.integrations.fusion.layers.linears import Operands
+from torchweld.integrations.fusion.layers.norm import FusedNorm
 
 from . import compare
-from .norms_mlps import Recognised, choose, fused_replica, known
+from .norms_mlps import Recognised, choose, fused_replica, known, norm_replica
 
 _ROTARY = re.compile(r"apply_\w*rotary")
 _COMPLEX = "xq xk freqs_cis"
@@ -69,7 +80,7 @@ def find(module: nn.Module) -> Fusion | None:
     found = register(stock_class(module))
     if found is None and (rows := _layer_rows(module)):
         found = choose(module, lambda _: rows, RecognisedLayer)
-    return found if found and {*found[1]} <= module._modules.keys() else None
+    return found if found and {*filter(None, found[1])} <= module._modules.keys() else None
 
 
 def difference(module: nn.Module) -> str | None:
@@ -151,35 +162,48 @@ def _run_rotary(
 
 
 def _has_children_of_layer(module: nn.Module) -> bool:
-    """Whether a module has two norms that are known and two modules with layers of their own."""
+    """Whether a module has two norms that run ops, another with layers of its own, and vectors."""
     children = [child for child in module._modules.values() if child is not None]
-    blocks = [child for child in children if child._modules]
     return (
-        not module._parameters
-        and len(blocks) > 1
+        all(p is None or p.dim() == 1 for p in module._parameters.values())
+        and any(child._modules for child in children)
         and len([child for child in children if _is_norm(child)]) > 1
     )
 
 
 def _is_norm(module: nn.Module) -> bool:
     found = known(module)
-    return found is not None and issubclass(found[0], FusedNorm)
+    if found is None or not issubclass(found[0], FusedNorm):
+        return False
+    weight = module._parameters.get("weight")
+    faster = weight is not None and is_faster(weight)
+    return faster or not issubclass(found[0], FusedLayerNorm)
 
 
 def _layer_rows(module: nn.Module) -> list[Layer]:
-    """The row of a layer: the norm that a replica calls first, and the one that gets a sum."""
+    """The row of a layer: the norm of its input in a replica, and the one that gets a sum."""
     random = compare.Random(torch.device("cpu"), torch.float32)
     try:
         with compare.isolated(random.device), recorder.recording() as calls:
             replica = _layer_replica(module, random, stock_class(module))
-            norms = [child for child in replica.children() if isinstance(child, FusedNorm)]
-            _run_stubs(replica, stock_forward, LayerInput(random.inputs(), norms))
+            norms = {
+                child: tuple(child.op_parameters(child, None).values())
+                for child in replica.children()
+                if isinstance(child, FusedNorm)
+            }
+            x = LayerInput(random.inputs(), norms, dict.fromkeys(norms, Operands([], [])))
+            _run_stubs(replica, stock_forward, x)
     except Exception:  # it has the children of a layer and is none
         return []
     names = {child: name for name, child in replica._modules.items()}
     sums = [names[key[0]] for key in calls if isinstance(key, tuple)]
-    first = [names[key] for key in calls if key in names]
-    return [Layer(first[0], sums[0])] if first and sums else []
+    given = Counter(norm for child in replica.children() for norm in getattr(child, "given", ()))
+    first = [names[norm] for norm, count in given.items() if count == 1]
+    attn = attention_of(module)
+    if not sums and (attn is None or not projection_layers(attn, None)):
+        return []
+    row = Layer(next(iter(first), None), next(iter(sums), None))
+    return [row] if any(row) else []
 
 
 class _Stub(nn.Module):
@@ -188,9 +212,12 @@ class _Stub(nn.Module):
     def __init__(self, factor: float, choices: Sequence[int]) -> None:
         super().__init__()
         self.factor, self.choices, self.results = factor, choices, 1
+        self.given: list[nn.Module] = []  # the norms of the layer's input
 
-    def forward(self, *args: Any, **given: Any) -> Any:
-        values = (*args, *given.values())
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        self.given += [value.source for value in values if isinstance(value, Normed)]
+        values = [computed(value) if isinstance(value, Normed) else value for value in values]
         if any(isinstance(value, Deferred) for value in values):
             # An autograd function of the child would not see that it has a gradient.
             raise RuntimeError("a child that is no norm gets the layer's input or its sum")
@@ -206,12 +233,13 @@ def _layer_replica(
     for i, (name, child) in enumerate(module._modules.items()):
         made = child
         if child is not None and _is_norm(child):
-            made = fused_replica(child)
-            if child._parameters.get("weight") is not None:
-                made.weight = nn.Parameter(random(compare.WIDTH))
+            made = norm_replica(child, random)
         elif child is not None:
             made = _Stub(1 + i / 8, (2, 3, 1) if child._modules else (1,))
         replica.add_module(name, made)
+    for name, parameter in module._parameters.items():
+        value = None if parameter is None else nn.Parameter(random(compare.WIDTH))
+        replica.register_parameter(name, value)
     for name, buffer in module._buffers.items():
         replica.register_buffer(name, buffer.to(random.device, random.dtype))
     return replica
@@ -224,7 +252,7 @@ def _run_stubs(module: nn.Module, forward: compare.Forward, x: Any) -> tuple[Any
     refused: Exception | None = None
     for results in itertools.product(*(stub.choices for stub in stubs)):
         for stub, count in zip(stubs, results, strict=True):
-            stub.results = count
+            stub.results, stub.given = count, []
         try:
             return forward(module, x, **given), [*results]
         except (AttributeError, TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ from torchweld.integrations.fusion.layers.fused_module import ROW, STOCK, is_fus
 from torchweld.integrations.fusion.layers.gated_norm import FusedGatedNorm, GatedNorm
 from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm
 from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
-from torchweld.integrations.fusion.layers.rms_norm import FusedNorm, Norm
+from torchweld.integrations.fusion.layers.rms_norm import FusedRMSNorm, Norm
 from torchweld.integrations.fusion.layers.stock_modules import activation_name
 from torchweld.integrations.fusion.probes import Probes
 
@@ -50,7 +50,7 @@ def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.M
     return cls.__new__(cls)
 
 
-def _norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
+def norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = fused_replica(module)
     for name, parameter in module._parameters.items():
         value = None if parameter is None else nn.Parameter(random(compare.WIDTH))
@@ -121,20 +121,20 @@ def _fast_norm(norm: nn.Module) -> str | None:
     return "timm's fast norm is on, which computes in the dtype of autocast" if on else None
 
 
-class RecognisedNorm(Recognised, FusedNorm):
+class RecognisedNorm(Recognised, FusedRMSNorm):
     """An RMSNorm of another class, which may multiply by the weight or by 1 + the weight."""
 
-    comparison = compare.Kind("an RMSNorm", _norm_replica, compare.run_of_one_input)
+    comparison = compare.Kind("an RMSNorm", norm_replica, compare.run_of_one_input)
 
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
-        return _fast_norm(module) or FusedNorm.refusal(module, row)
+        return _fast_norm(module) or FusedRMSNorm.refusal(module, row)
 
 
 class RecognisedLayerNorm(Recognised, FusedLayerNorm):
     """timm's LayerNorm."""
 
-    comparison = compare.Kind("a LayerNorm", _norm_replica, compare.run_of_one_input)
+    comparison = compare.Kind("a LayerNorm", norm_replica, compare.run_of_one_input)
 
     @staticmethod
     def refusal(module: nn.Module, row: None) -> str | None:
@@ -144,7 +144,7 @@ class RecognisedLayerNorm(Recognised, FusedLayerNorm):
 class RecognisedGatedNorm(Recognised, FusedGatedNorm):
     """An RMSNorm with a gate."""
 
-    comparison = compare.Kind("an RMSNorm with a gate", _norm_replica, _run_gated)
+    comparison = compare.Kind("an RMSNorm with a gate", norm_replica, _run_gated)
 
 
 class RecognisedMLP(Recognised, FusedMLP):

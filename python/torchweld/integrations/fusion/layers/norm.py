@@ -1,0 +1,80 @@
+"""Norms on torchweld's ops: alone, of a residual sum, and in front of projections."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torchweld._library import ops
+from torchweld.integrations import recorder
+from torchweld.integrations.fusion.probes import Probes
+
+from .deferred import LayerInput, Normed, Sum, computed
+from .fused_module import FusedModule, stock_forward
+from .linears import Operands, copied
+
+Parameters = tuple[Tensor | None, ...]
+
+
+class FusedNorm(FusedModule):
+    """A norm over the last dimension.
+
+    Attributes:
+        op: The op that it runs alone. ``add_<op>`` and ``<op>_linears`` are the other two.
+    """
+
+    kind = "norm"
+    op: ClassVar[str]
+
+    @classmethod
+    def label(cls, module: nn.Module, row: Any) -> str:
+        return cls.op
+
+    @classmethod
+    def probe(cls, module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
+        return probes.refusal(cls.op, weight) or probes.refusal(f"{cls.op}_linears", weight)
+
+    def operands(self, x: Any) -> Parameters | None:
+        """The arguments of the op that normalises x, or None if the stock forward must run."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, float]:
+        """The options of the ops."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return stock_forward(self, *args, **kwargs)
+        (x,) = args
+        if type(x) is Sum and x.h is not None and self in x.norms and x.is_in_mode():
+            if recorder.calls is not None:
+                recorder.record((self, "add"))
+            h, x.h = x.h, None
+            add = getattr(ops, f"add_{self.op}")
+            h, x.x = add(h, x.x, *x.norms[self], **self.options())
+            return h
+        if type(x) is LayerInput and self in x.projections:
+            return Normed(self, x)
+        x = computed(x)
+        # torch.compile joins norms with their neighbours. After unfuse the module is a stock one.
+        runs = isinstance(self, FusedNorm) and not torch.compiler.is_compiling()
+        tensors = self.operands(x) if runs else None
+        if tensors is None:
+            return stock_forward(self, x)
+        if recorder.calls is not None:
+            recorder.record(self)
+        return getattr(ops, self.op)(*tensors, **self.options())
+
+    def linears(self, x: Tensor, parameters: Parameters, projections: Operands) -> list[Tensor]:
+        """The results of layers that project the normalised x."""
+        weights, biases, mesh = projections
+        if all(bias is None for bias in biases):
+            biases = []
+        else:  # the op takes one for each layer or none
+            pairs = zip(weights, biases, strict=True)
+            biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs]
+        x, *parameters = copied(mesh, x, *parameters)
+        linears = getattr(ops, f"{self.op}_linears")
+        return linears(x, weights, biases, *parameters, **self.options())
