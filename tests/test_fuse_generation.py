@@ -46,7 +46,7 @@ def test_left_padded_prompts(device, name, beams, cache):
         assert torch.equal(model.generate(**prompts(device), **options), want)
     assert calls.names["torchweld::attention"] == LAYERS * OPTIONS["max_new_tokens"]
     # Each step projects one token, and the heads of its query, key and value need no transposes.
-    projecting = {"Olmo2": 0, "SmolLM3": 1}.get(name, LAYERS)
+    projecting = 0 if name == "Olmo2" else LAYERS
     assert calls.names["torchweld::rms_norm_linears"] == projecting * OPTIONS["max_new_tokens"]
 
 

@@ -12,7 +12,7 @@ import torch
 # the caller's context.
 current: Any = None
 
-_STOCK = torch.nn.functional.scaled_dot_product_attention
+STOCK = torch.nn.functional.scaled_dot_product_attention
 
 
 def _inside_torchs_own() -> bool:
@@ -20,7 +20,7 @@ def _inside_torchs_own() -> bool:
     # Other libraries may replace it too.
     now = torch.nn.functional.scaled_dot_product_attention
     home = "torch.distributed.tensor.experimental._context_parallel"
-    return now is not _STOCK and (getattr(now, "__module__", None) or "").startswith(home)
+    return now is not STOCK and (getattr(now, "__module__", None) or "").startswith(home)
 
 
 def refuse_torchs_own(who: str) -> None:

@@ -63,7 +63,9 @@ def _weights_are_wanted(kwargs: dict[str, Any]) -> bool:
         return False
     # A ContextVar can't be traced; transformers keeps a plain variable beside it for torch.compile.
     wanted = _collector.global_var if torch.compiler.is_compiling() else _collector.get()
-    return wanted is not None and any(key.endswith("attentions") for key in wanted)
+    if not wanted:
+        return False
+    return any(key.endswith("attentions") for key in wanted)
 
 
 def _added_mask(mask: Tensor | None, query: Tensor, seqlen_k: int, causal: bool) -> Tensor | None:
@@ -180,40 +182,45 @@ def _op_attention(
     return out.transpose(1, 2).contiguous()
 
 
+# Arguments that change the result.
+_CHANGES = {
+    "position_bias": "a position bias is added to the scores",
+    "cache": "a paged cache is in use",
+}
+
+
 def _why_not_the_op(
     query: Tensor,
     seqlen_k: int,
     mask: Tensor | None,
     numbers: Numbers | None,
+    is_plain: bool,
     weights: bool,
     dropout: float,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """Why a call can't run the op, or None."""
+    """Why a call can't run the op, or None; ``is_plain`` says that it is causal and no more."""
     if weights:
         return "attention weights are asked for"
     if numbers is None:
         return getattr(mask, "torchweld_reason", GIVEN_4D)
     if dropout > 0.0:
         return "attention dropout is on"
-    if kwargs.get("position_bias") is not None:
-        return "a position bias is added to the scores"
-    if kwargs.get("cache") is not None:
-        return "a paged cache is in use"
-    if numbers.causal and numbers.hides_no_key and seqlen_k < query.shape[2]:
+    for name in _CHANGES:
+        if name in kwargs and kwargs[name] is not None:
+            return _CHANGES[name]
+    if is_plain and seqlen_k < query.shape[2]:
         return "there are fewer keys than causal queries"
     if query.is_cuda and query.dtype == torch.float64:
         return "the kernels for CUDA know no float64"
     return None
 
 
-def _refuse_unserved(kwargs: dict[str, Any]) -> None:
-    for name, what in UNSERVED.items():
-        if kwargs.get(name) is not None:
-            raise Unserved(
-                f'attn_implementation="torchweld" has no {name} ({what}); use '
-                'attn_implementation="eager" for this model'
-            )
+def _refuse_unserved(name: str) -> None:
+    raise Unserved(
+        f'attn_implementation="torchweld" has no {name} ({UNSERVED[name]}); use '
+        'attn_implementation="eager" for this model'
+    )
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
@@ -295,25 +302,32 @@ def attention_forward(
             is_causal don't fit the mask.
         RuntimeError: It is inside of torch's context_parallel().
     """
-    _active.refuse_torchs_own('attn_implementation="torchweld"')
-    _refuse_unserved(kwargs)
+    if torch.nn.functional.scaled_dot_product_attention is not _active.STOCK:
+        _active.refuse_torchs_own('attn_implementation="torchweld"')
+    for name in UNSERVED:
+        if name in kwargs and kwargs[name] is not None:
+            _refuse_unserved(name)
     softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     numbers = _numbers(attention_mask, query, module, is_causal)
     causal = numbers is not None and numbers.causal
+    is_plain = causal and numbers.hides_no_key
     # transformers aligns a missing mask at the top left: a static cache that has just been filled
     # holds nothing behind the queries yet.
-    top_left = causal and numbers.hides_no_key and 1 < seqlen_q < seqlen_k
+    top_left = is_plain and 1 < seqlen_q < seqlen_k
     start = None
     if "cu_seq_lens_q" in kwargs or "cu_seq_lens_k" in kwargs:
         keys = seqlen_q if top_left else seqlen_k
         start = packed.key_start(module, query, keys, numbers, kwargs)
     if start is not None and numbers is not None:
         numbers = packed.apply(start, numbers, attention_mask)
+        is_plain = numbers.causal and numbers.hides_no_key
         key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
 
     weights = _weights_are_wanted(kwargs)
-    reason = _why_not_the_op(query, seqlen_k, attention_mask, numbers, weights, dropout, kwargs)
+    reason = _why_not_the_op(
+        query, seqlen_k, attention_mask, numbers, is_plain, weights, dropout, kwargs
+    )
     if _active.current is not None:
         out = context_parallel.attention(
             _active.current, query, key, value, numbers, reason, scaling, kwargs

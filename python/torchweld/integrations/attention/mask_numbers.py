@@ -43,7 +43,9 @@ class Numbers(NamedTuple):
     @property
     def hides_no_key(self) -> bool:
         """Whether nothing but causality hides a key."""
-        return not self.tensors() and self.window is None
+        # Every layer asks, and the GPU waits, so this calls nothing.
+        pads = self.leftpad is not None or self.key_start is not None or self.key_end is not None
+        return not pads and self.window is None
 
     def pads_nothing(self, seqlen_q: int, seqlen_k: int) -> bool:
         """Whether padding is all there is, on a GPU, and hides no key; not while a graph is made.
@@ -65,8 +67,10 @@ class Numbers(NamedTuple):
 
     def ranges(self) -> dict[str, Any]:
         """The keyword arguments that are given, beside causal and leftpad."""
-        given = {"key_start": self.key_start, "key_end": self.key_end, "window": self.window}
-        return {name: value for name, value in given.items() if value is not None}
+        names = ("key_start", "key_end", "window")
+        values = (self.key_start, self.key_end, self.window)
+        pairs = zip(names, values, strict=True)
+        return {name: value for name, value in pairs if value is not None}
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor | None:
         """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` of the same meaning, None for none."""

@@ -43,7 +43,7 @@ class Arguments:
         not know, or one for which the stock forward raises.
         """
         # NOTE: every layer of a step of generation asks, and the GPU waits for the host.
-        given = kwargs.copy()
+        given = {**kwargs}
         if args:
             given.update(zip(self.names, args, strict=False))
             if len(given) < len(args) + len(kwargs):  # too many, or one of them twice
@@ -53,8 +53,8 @@ class Arguments:
         for name in self.required:
             if name not in given:
                 return None
-        for name, default in self.unknown.items():
-            if given.pop(name, default) is not default:
+        for name in self.unknown:
+            if name in given and given.pop(name) is not self.unknown[name]:
                 return None
         return given
 

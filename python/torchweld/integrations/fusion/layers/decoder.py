@@ -18,7 +18,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import attention_forward
 from torchweld.integrations.fusion.probes import Probes
+from torchweld.ops.stock import untouched
 
 from .deferred import LayerInput, Normed, computed
 from .fused_module import (
@@ -210,7 +211,7 @@ def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> boo
     # With tables of another dtype the result of the stock function may have it too, unless they are
     # complex.
     alike = (q, k) if row.form == "xq xk freqs_cis" else (q, k, cos, sin)
-    if not plain_tensors(*alike) or not _is_table(cos, q) or not _is_table(sin, q):
+    if not plain_tensors(*alike) or not _are_tables((cos, sin), q):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:
         return False
@@ -231,22 +232,23 @@ class FusedAttention(FusedRotary):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
-        if given is not None and given.get("position_embeddings") is None:
+        tables = None if given is None else given.pop("position_embeddings", None)
+        if given is not None and tables is None:
             given = None  # whether the stock forward allows that is not known
             if recorder.calls is not None:
                 instead = "the stock forward runs: no rotary table is given"
                 recorder.record((self, "rotary"), instead)
         if given is None:
             return stock_forward(self, *args, **kwargs)
-        row, signature = getattr(self, ROW), getattr(self, ARGUMENTS)
-        hidden_states, tables = given.pop("hidden_states"), given.pop("position_embeddings")
-        attention_mask = given.pop("attention_mask", None)
+        row, signature = self._torchweld_row, self._torchweld_arguments
+        hidden_states, attention_mask = given["hidden_states"], given.pop("attention_mask", None)
+        del given["hidden_states"]
         cache = given.pop(signature.cache, None)
         query, key, value = _projections(self, row, hidden_states)
         # NOTE: getattr with a default takes a microsecond where a module has no such attribute.
-        if vars(self).get("use_rope", True):
-            cos, sin = tables
-            if plain_tensors(query, key) and _is_table(cos, query) and _is_table(sin, query):
+        own = self.__dict__
+        if "use_rope" not in own or own["use_rope"]:
+            if plain_tensors(query, key) and _are_tables(tables, query):
                 if row.interleaved:
                     tables = [_neighbours(table) for table in tables]
                 query, key = ops.rotary(query, key, *tables, interleaved=row.interleaved)
@@ -271,8 +273,8 @@ class FusedAttention(FusedRotary):
             **row.options(self),
             **given,
         )
-        out = out.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.o_proj(out), weights
+        # (batch, rows, nheads, head_dim)
+        return self._modules["o_proj"](out.reshape(*out.shape[:2], -1)), weights
 
 
 def _stock_module(attn: nn.Module) -> Any:
@@ -285,12 +287,16 @@ _ATTENTION = ("self_attn", "attention", "attn")
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
     """The attention of a layer, whose input the layer normalises."""
-    return next((m for name, m in layer._modules.items() if name in _ATTENTION), None)
+    modules = layer._modules
+    for name in _ATTENTION:
+        if name in modules:
+            return modules[name]
+    return None
 
 
 def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
     """The layers of an attention layer that project its input, by name."""
-    if isinstance(row, Attention):
+    if type(row) is Attention:
         names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
     else:
         names = (
@@ -298,8 +304,8 @@ def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
             for name, wanted in _projecting(stock_class(attn).forward)
             if all(each.holds(attn) for each in wanted)
         )
-    layers = ((name, attn._modules.get(name)) for name in names)
-    return {name: layer for name, layer in layers if layer is not None}
+    modules = attn._modules
+    return {name: modules[name] for name in names if name in modules and modules[name] is not None}
 
 
 class _Condition(NamedTuple):
@@ -367,7 +373,7 @@ def _projections(
     attn: nn.Module, row: Attention, x: Tensor | Normed
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
-    if isinstance(x, Normed) and x.norm is not None:
+    if type(x) is Normed and x.norm is not None:
         projected, x = x.linears(), x.x
     else:
         x = computed(x)
@@ -390,9 +396,12 @@ def _projections(
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _is_table(table: Tensor, query: Tensor) -> bool:
+def _are_tables(tables: Iterable[Tensor], query: Tensor) -> bool:
     dtypes = (query.dtype, torch.float32)
-    return type(table) is Tensor and table.dtype in dtypes and not table.requires_grad
+    for table in tables:
+        if type(table) is not Tensor or table.dtype not in dtypes or table.requires_grad:
+            return False
+    return True
 
 
 class FusedLayer(FusedModule):
@@ -433,14 +442,17 @@ class FusedLayer(FusedModule):
         norms = {} if skips else _norms_of(self, x)
         if not norms:
             return stock_forward(self, *args, **kwargs)
-        first = self._modules.get(getattr(self, ROW).before_attention)
-        projections = _projections_of(attention_of(self), x) if first in norms else None
+        (first, *_), projections = norms, None
+        if first is self._modules.get(getattr(self, ROW).before_attention):
+            projections = _projections_of(attention_of(self), x)
         x = LayerInput(x, norms, {} if projections is None else {first: projections})
         if args:
             args = (x, *args[1:])
         else:
             kwargs[getattr(self, ARGUMENTS).names[0]] = x
         out = stock_forward(self, *args, **kwargs)
+        if type(out) is Tensor:
+            return out
         return tuple(map(computed, out)) if isinstance(out, tuple) else computed(out)
 
 
@@ -453,10 +465,11 @@ def _op(layer: nn.Module, row: Layer) -> str:
 def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:
     """The norms of a layer that run an op of its input x, with their parameters."""
     found: dict[nn.Module, Parameters] = {}
-    for name in filter(None, getattr(layer, ROW, ())):
-        norm = layer._modules.get(name)
-        if type(x) is not Tensor or norm is None or hooked(norm):
-            return {}
+    modules = layer._modules
+    norms = [modules[name] for name in getattr(layer, ROW, ()) if name in modules]
+    if type(x) is not Tensor or None in norms or not untouched(*norms):
+        return found
+    for norm in norms:
         tensors = norm.operands(x) if isinstance(norm, FusedNorm) else None
         if tensors is not None and tensors[0] is x:
             found[norm] = tensors[1:]
@@ -469,6 +482,6 @@ def _projections_of(attn: nn.Module | None, x: Tensor) -> Operands | None:
     if attn is None or hooked(attn, calls_recorders=True):
         return None
     layers = projection_layers(attn, getattr(attn, ROW, None))
-    found = operands(list(layers.values()), x) if layers else None
+    found = operands([*layers.values()], x) if layers else None
     sharded = found is not None and found.mesh is not None
     return None if sharded and not isinstance(attn, FusedAttention) else found

@@ -33,6 +33,9 @@ class Deferred:
     def __init__(self, x: Tensor) -> None:
         self.x, self.mode = x, _mode()
 
+    def __add__(self, other: Any) -> Any:
+        return self.tensor() + computed(other)
+
     def is_in_mode(self) -> bool:
         """Whether an op may compute it with what comes now."""
         return self.mode == _mode()
@@ -62,7 +65,7 @@ def _operator(name: str) -> Callable:
     return lambda self, *args: getattr(self.tensor(), name)(*map(computed, args))
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem"):
+for _name in ("radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem"):
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -107,7 +110,7 @@ class Sum(Deferred):
     def __init__(
         self, h: Tensor, x: Tensor, norms: Mapping[nn.Module, Sequence[Tensor | None]]
     ) -> None:
-        super().__init__(x)
+        self.x, self.mode = x, _mode()
         self.h, self.norms = h, norms
 
     def tensor(self) -> Tensor:
@@ -131,7 +134,7 @@ class Normed(Deferred):
     __slots__ = ("norm", "parameters", "projections", "results", "source")
 
     def __init__(self, norm: nn.Module, given: LayerInput) -> None:
-        super().__init__(given.x)
+        self.x, self.mode = given.x, _mode()
         self.norm = self.source = norm
         self.parameters = given.norms[norm]
         self.projections, self.results = given.projections[norm], None

@@ -22,6 +22,7 @@ from torchweld.integrations.fusion.probes import Probes
 from . import arguments
 from .fsdp import class_before
 
+# Attributes of a fused class. One that must be there is read by its name, without a call.
 STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
 FUSED_SITES = "_torchweld_sites"  # of a module whose class has several: those that are fused
 KEEP = "_torchweld_keep"  # the option `keep` of a model's fused loss

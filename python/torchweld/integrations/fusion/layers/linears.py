@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torchweld.ops.stock import is_plain, untouched
 
 from .fused_module import instance_refusal, plain_tensors
-from .stock_modules import hooked, weight_and_bias
+from .stock_modules import hooked, weights_and_biases
 
 _WHOLE = {nn.Linear}
 COLUMNS: tuple[type[nn.Linear], ...] = (nn.Linear,)
@@ -83,7 +83,7 @@ def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
 
     None unless all layers are whole, or all are sharded alike, and all have one dtype.
     """
-    if _has_any_global_hook() or not all(map(untouched, layers)):
+    if _has_any_global_hook() or not untouched(*layers):
         return None
     mesh, kinds = None, {*map(type, layers)}
     if kinds != _WHOLE:
@@ -91,7 +91,7 @@ def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
         # Unless FSDP2 has gathered a sharded weight, its mesh has one dim more.
         if mesh is None or any(other != mesh for other in meshes) or mesh.ndim > 1:
             return None
-    weights, biases = map(list, zip(*map(weight_and_bias, layers), strict=True))
+    weights, biases = weights_and_biases(layers)
     if mesh is None:
         tensors = weights + biases
     else:

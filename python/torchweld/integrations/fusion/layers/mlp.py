@@ -14,7 +14,7 @@ from torchweld.integrations.fusion.probes import Probes
 
 from .fused_module import ROW, FusedModule, instance_refusal, plain_tensors, stock_forward
 from .linears import copied, has_rows, local, mesh_of, operands, own, why_called
-from .stock_modules import activation_name, hooked
+from .stock_modules import activation_name, hooked, weight_and_bias
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
 GATES = {
@@ -86,36 +86,38 @@ class FusedMLP(FusedModule):
         gate = None if row is None else gate_of(self, row)
         if gate is None or hooked(self._modules[row.activation]) or _has_any_global_hook():
             return stock_forward(self, *args, **kwargs)
-        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        if kwargs or not args or args[1:] or not isinstance(args[0], Tensor):
             return stock_forward(self, *args, **kwargs)
         (hidden_states,) = args
-        layers = list(_gate_layers(self, row).values())
+        layers, down = [*_gate_layers(self, row).values()], self._modules["down_proj"]
         found = operands(layers, hidden_states)
         if found is None:
             return _call_layers(self, row, hidden_states)
         if recorder.calls is not None:
             recorder.record(self)
         (name, act_left), (weights, biases, mesh) = gate, found
-        down = self.down_proj
-        (x,) = copied(mesh, hidden_states)
-        if _is_gated_linear(self, row):
-            return down(ops.gated_linear(x, *weights, *biases, gate=name))
+        x = hidden_states if mesh is None else copied(mesh, hidden_states)[0]
         if row.packed:
+            if act_left:
+                return down(ops.gated_linear(x, *weights, *biases, gate=name))
             weights, biases = halves(*weights), halves(*biases)
         if not act_left:
             weights.reverse(), biases.reverse()
         if not fuses_down(self, layers[0]):
             return down(ops.gated_linear_pair(x, *weights, *biases, gate=name))
         if mesh is None:
-            return ops.gated_mlp(x, *weights, down.weight, *biases, down.bias, gate=name)
+            weight, bias = weight_and_bias(down)
+            return ops.gated_mlp(x, *weights, weight, *biases, bias, gate=name)
         return down.summed(ops.gated_mlp(x, *weights, local(down), *biases, gate=name))
 
 
 def fuses_down(mlp: nn.Module, gate: nn.Module) -> bool:
     """Whether down_proj is plain enough to be computed in the op of the gate's layers."""
-    down = mlp._modules["down_proj"]
-    if not has_rows(down, mesh_of(gate)):
+    down, mesh = mlp._modules["down_proj"], mesh_of(gate)
+    if not has_rows(down, mesh):
         return False
+    if mesh is None:
+        return plain_tensors(gate.weight, *weight_and_bias(down))
     return plain_tensors(own(gate, "weight"), own(down, "weight"), own(down, "bias"))
 
 

@@ -45,7 +45,7 @@ class FusedNorm(FusedModule):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:
+        if kwargs or not args or args[1:]:
             return stock_forward(self, *args, **kwargs)
         (x,) = args
         if type(x) is Sum and x.h is not None and self in x.norms and x.is_in_mode():
@@ -70,11 +70,11 @@ class FusedNorm(FusedModule):
     def linears(self, x: Tensor, parameters: Parameters, projections: Operands) -> list[Tensor]:
         """The results of layers that project the normalised x."""
         weights, biases, mesh = projections
-        if all(bias is None for bias in biases):
-            biases = []
-        else:  # the op takes one for each layer or none
+        given = [bias for bias in biases if bias is not None]
+        if given and len(given) < len(biases):  # the op takes one for each layer or none
             pairs = zip(weights, biases, strict=True)
-            biases = [w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs]
-        x, *parameters = copied(mesh, x, *parameters)
+            given = [w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs]
+        if mesh is not None:
+            x, *parameters = copied(mesh, x, *parameters)
         linears = getattr(ops, f"{self.op}_linears")
-        return linears(x, weights, biases, *parameters, **self.options())
+        return linears(x, weights, given, *parameters, **self.options())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .fused_module import ROW, instance_refusal, plain_tensors
+from .fused_module import instance_refusal, plain_tensors
 from .norm import FusedNorm
 
 
@@ -37,13 +37,16 @@ class FusedRMSNorm(FusedNorm):
     def operands(self, x: Any) -> tuple[Tensor, Tensor | None] | None:
         # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
         # results would differ visibly.
-        weight = _weight(self)
-        serves = isinstance(x, Tensor) and plain_tensors(x, weight) and x.dtype != torch.float64
+        own = self._parameters
+        weight = own["weight"] if "weight" in own else _weight(self)
+        serves = x is not None and plain_tensors(x, weight) and x.dtype != torch.float64
         return (x, weight) if serves else None
 
     def options(self) -> dict[str, float]:
-        row: Norm = getattr(self, ROW)
-        offset = row.weight_offset if row.weight_offset and _weight(self) is not None else 0.0
+        row: Norm = self._torchweld_row
+        offset = row.weight_offset
+        if offset and _weight(self) is None:
+            offset = 0.0
         return {"eps": getattr(self, row.eps), "weight_offset": offset}
 
 

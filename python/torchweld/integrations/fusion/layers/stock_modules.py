@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -65,12 +66,22 @@ def hooked(module: nn.Module, calls_recorders: bool = False) -> bool:
 
 def weight_and_bias(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Weight and bias, read three times as fast as through ``Module.__getattr__``."""
-    own = layer._parameters
-    try:
-        return own["weight"], own["bias"]
-    # the layer is a DataParallel replica, or its parameters are sharded into a flat one
-    except KeyError:
-        return layer.weight, layer.bias
+    (weight,), (bias,) = weights_and_biases((layer,))
+    return weight, bias
+
+
+def weights_and_biases(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases of several layers."""
+    weights, biases = [], []
+    for layer in layers:
+        own = layer._parameters
+        if "weight" in own and "bias" in own:
+            weights += [own["weight"]]
+            biases += [own["bias"]]
+        else:  # it is a DataParallel replica, or its parameters are sharded into a flat one
+            weights += [layer.weight]
+            biases += [layer.bias]
+    return weights, biases
 
 
 def implementation(config: Any) -> str | None:
