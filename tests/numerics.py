@@ -91,11 +91,7 @@ def assert_same_kind(out: Tensor, shape: Sequence[int], dtype: torch.dtype, labe
 
 def assert_same_nonfinite(out: Tensor, ref: Tensor, label: str) -> None:
     """NaN, +inf and -inf at the same positions."""
-    for name, where in (
-        ("NaN", torch.isnan),
-        ("+inf", torch.isposinf),
-        ("-inf", torch.isneginf),
-    ):
+    for name, where in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         wrong = where(out) != where(ref)
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())

@@ -437,12 +437,7 @@ class Sharded:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the op's rule for this call."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-        from torch.distributed.tensor._op_schema import (
-            OpSchema,
-            OpSpec,
-            OpStrategy,
-            TupleStrategy,
-        )
+        from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 
         def described(t: Any) -> Any:
             if isinstance(t, list) and t and isinstance(t[0], Tensor):

@@ -224,16 +224,7 @@ def default_scale(query: Tensor, scale: float | None) -> float:
 
 
 def attention_forward(
-    query,
-    key,
-    value,
-    leftpad=None,
-    *,
-    causal=False,
-    scale=None,
-    softcap=None,
-    sink=None,
-    **mask,
+    query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None, **mask
 ):
     batch, nheads, seqlen_q, _ = query.shape
     nheads_k, seqlen_k = key.shape[1:3]
@@ -732,11 +723,7 @@ def cross_entropy_forward(
 
 
 def rows_dloss(
-    dloss: Tensor,
-    target: Tensor,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    shift: int = 0,
+    dloss: Tensor, target: Tensor, reduction: str = "mean", ignore_index: int = -100, shift: int = 0
 ) -> Tensor:
     """The gradient of every row's loss, 0 for a row that has none."""
     if shift:
@@ -851,16 +838,7 @@ def eager_causal_softmax(scores, leftpad=None, *, scale=1.0, softcap=None, sink=
 
 
 def eager_attention(
-    query,
-    key,
-    value,
-    leftpad=None,
-    *,
-    causal=False,
-    scale=None,
-    softcap=None,
-    sink=None,
-    **mask,
+    query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None, **mask
 ):
     group = query.shape[1] // key.shape[1]
     size = (query.shape[0], query.shape[2], key.shape[2])

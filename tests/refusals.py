@@ -241,10 +241,7 @@ def with_grad(name: str):
 
 BMM = [Arg("a", anchor=True), Arg("b", sized=(0, 1))]
 
-PAIR = [
-    Arg("left", sized=(0, 1), blame=("right", "left_bias", "dy")),
-    Arg("right", sized=(0, 1)),
-]
+PAIR = [Arg("left", sized=(0, 1), blame=("right", "left_bias", "dy")), Arg("right", sized=(0, 1))]
 GATED = [Arg("left", anchor=True, rank="min", blame=("right",)), Arg("right", sized=(0, 1))]
 PAIR_OF_MLP = [Arg("left", sized=(0, 1), blame=("right", "down")), PAIR[1]]
 DOWN = Arg("down", sized=(0, 1), blame=("down_bias", "dy"))
@@ -347,12 +344,7 @@ SPECS: dict[str, Spec] = {
     "scalar_attention_forward": Spec("plain", scalar_attention),
     "scalar_attention_backward": Spec(
         "plain",
-        [
-            Arg("dz", sized=(0,)),
-            *scalar_attention,
-            Arg("mean", sized=(0,)),
-            Arg("sum", sized=(0,)),
-        ],
+        [Arg("dz", sized=(0,)), *scalar_attention, Arg("mean", sized=(0,)), Arg("sum", sized=(0,))],
     ),
     "softmax_matmul": Spec("padded", softmax_matmul, SCALE),
     "softmax_matmul_forward": Spec("padded", softmax_matmul, SCALE),
@@ -429,9 +421,7 @@ SPECS: dict[str, Spec] = {
         },
     ),
     "int4_linear_backward": Spec(
-        "plain",
-        [Arg("dy", anchor=True, rank="min", sized=(1,)), *INT4_WEIGHT],
-        extra=INT4_GROUPS,
+        "plain", [Arg("dy", anchor=True, rank="min", sized=(1,)), *INT4_WEIGHT], extra=INT4_GROUPS
     ),
     "int4_repack": Spec(
         "plain",
@@ -528,12 +518,7 @@ SPECS: dict[str, Spec] = {
     },
     "experts_backward": Spec(
         "bias",
-        [
-            Arg("dy", sized=(0, 1)),
-            *EXPERTS,
-            Arg("z", sized=(0, 1)),
-            EXPERT_BIASES[1],
-        ],
+        [Arg("dy", sized=(0, 1)), *EXPERTS, Arg("z", sized=(0, 1)), EXPERT_BIASES[1]],
         EXPERT_GATE,
     ),
     **{

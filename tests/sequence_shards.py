@@ -17,11 +17,7 @@ from torch.testing import assert_close
 
 import torchweld
 from meshes import DEVICE, TIGHT, TOLERANCE, WIDE, refused
-from torchweld.distributed import (
-    context_parallel_attention,
-    gather_sequence,
-    shard_sequence,
-)
+from torchweld.distributed import context_parallel_attention, gather_sequence, shard_sequence
 from torchweld.distributed.context import METHODS
 
 SEQLEN = 24

@@ -100,10 +100,7 @@ def styles(mesh: DeviceMesh) -> None:
         stock = drawn_anew(MLP(copy.deepcopy(up), nn.Linear(8, 6, bias=up.bias is not None)))
         ours = copy.deepcopy(stock)
         place = Shard(1) if sequence else Replicate()
-        plan = {
-            "up": NormColwise(input_layouts=place),
-            "down": rows(output_layouts=place),
-        }
+        plan = {"up": NormColwise(input_layouts=place), "down": rows(output_layouts=place)}
         parallelize_module(ours, mesh, plan)
         x = torch.randn(2, 4, 6, dtype=WIDE, device=DEVICE)
         dist.broadcast(x, 0)

@@ -68,10 +68,7 @@ def ranges(seed: int, batch: int, seqlen_q: int, seqlen_k: int) -> dict[str, Ten
         return {"key_start": draw(batch, seqlen_q), "key_end": draw(batch, seqlen_q)}
     bounds = torch.cat([ints(*[[0]] * batch), draw(batch, 4), draw(batch, 1)], 1).sort(1).values
     sequence = torch.randint(0, 5, (batch, seqlen_q), generator=g).sort(1).values
-    return {
-        "key_start": bounds.gather(1, sequence),
-        "key_end": bounds.gather(1, sequence + 1),
-    }
+    return {"key_start": bounds.gather(1, sequence), "key_end": bounds.gather(1, sequence + 1)}
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -161,11 +161,7 @@ def test_bad_arguments(capsys, argv, words):
     assert words in err
 
 
-HELP = [
-    [],
-    ["--help"],
-    *([name, "-h"] for name in ("info", "explain", "tune")),
-]
+HELP = [[], ["--help"], *([name, "-h"] for name in ("info", "explain", "tune"))]
 
 
 @pytest.mark.parametrize("argv", HELP)
@@ -328,11 +324,7 @@ def test_with_a_broken_library(tmp_path):
 
     def command(*argv):
         return subprocess.run(
-            [sys.executable, *argv],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
+            [sys.executable, *argv], env=env, cwd=tmp_path, capture_output=True, text=True
         )
 
     info = command(*TORCHWELD, "info", "--json")

@@ -301,16 +301,8 @@ def test_xformers_padded(device, shape):
         (None, (-1, -1), None),
         (mask_of("LowerTriangularMask"), causal, 0),
         (mask_of("LowerTriangularFromBottomRightMask"), causal, None),
-        (
-            mask_of("LowerTriangularFromBottomRightLocalAttentionMask", _window_size=3),
-            (2, 0),
-            None,
-        ),
-        (
-            mask_of("LocalAttentionFromBottomRightMask", window_left=3, window_right=1),
-            (3, 1),
-            None,
-        ),
+        (mask_of("LowerTriangularFromBottomRightLocalAttentionMask", _window_size=3), (2, 0), None),
+        (mask_of("LocalAttentionFromBottomRightMask", window_left=3, window_right=1), (3, 1), None),
     ):
         seen = band(*shape, False, window, offset).expand(2, -1, -1)
         close(memory_efficient_attention(q, k, v, mask), dense(q, k, v, seen)[0])

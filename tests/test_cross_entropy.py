@@ -122,11 +122,7 @@ def test_large_logits_are_as_accurate_as_in_torch(device, n, reduction):
     for z, smoothing in product(rows, (0.0, 0.1)):
         options = {"reduction": reduction, "label_smoothing": smoothing}
         found = []
-        for loss, dtype in (
-            (loss_of, F32),
-            (F.cross_entropy, F32),
-            (F.cross_entropy, F64),
-        ):
+        for loss, dtype in ((loss_of, F32), (F.cross_entropy, F32), (F.cross_entropy, F64)):
             leaf = z.to(dtype).requires_grad_()
             out = loss(leaf, target, **options)
             found.append((out, *torch.autograd.grad(out, leaf, dloss.to(dtype))))

@@ -244,10 +244,7 @@ def test_text_of_keywords_and_of_nothing_to_compute():
         torchweld.explain("causal_softmax", scores, scale=0.5)
     )
     empty = torchweld.explain("softmax", meta(0, 4))
-    assert str(empty).splitlines()[1:3] == [
-        "  kernel    none",
-        "  why       nothing to compute",
-    ]
+    assert str(empty).splitlines()[1:3] == ["  kernel    none", "  why       nothing to compute"]
     assert empty.tile == {} and empty.source == "" and empty.rejected == []
 
 

@@ -11,15 +11,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vjp, vmap
 
 import torchweld
-from samples import (
-    AUTOCAST,
-    DIFFERENTIABLE,
-    PUBLIC,
-    SAMPLES,
-    as_tuple,
-    call,
-    need_kernel,
-)
+from samples import AUTOCAST, DIFFERENTIABLE, PUBLIC, SAMPLES, as_tuple, call, need_kernel
 
 OPS = [op for op in PUBLIC if op in DIFFERENTIABLE]
 EVERY = [pytest.param(op, s, id=f"{op}-{s.name}") for op in OPS for s in SAMPLES[op]]

@@ -67,11 +67,7 @@ MODELS = {
             "ffn_dim": 48,
             "rope_max_seq_len": 32,
         },
-        {
-            "hidden_states": draw(2, 4, 1, 8, 8),
-            "encoder_hidden_states": TEXT,
-            "timestep": TIME,
-        },
+        {"hidden_states": draw(2, 4, 1, 8, 8), "encoder_hidden_states": TEXT, "timestep": TIME},
         {"attention": 4, "rms_norm": 8, "linear": 4},
     ),
     "UNet2DConditionModel": (

@@ -100,8 +100,7 @@ def test_a_fused_model(dim, dtype):
             model = transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval()
         report = fuse(model, only="attention", check=False)
         inputs = dict.fromkeys(
-            ("input_ids", "attention_mask"),
-            torch.ones(2, TOKENS, dtype=torch.int64, device="cuda"),
+            ("input_ids", "attention_mask"), torch.ones(2, TOKENS, dtype=torch.int64, device="cuda")
         )
         with Calls() as calls:
             model(**inputs)

@@ -195,8 +195,7 @@ def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm, mlp):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [DoubledNorm, CentredNorm, OuterEpsNorm, DetachedNorm, WideNorm, WeightlessTwiceNorm],
+    "kind", [DoubledNorm, CentredNorm, OuterEpsNorm, DetachedNorm, WideNorm, WeightlessTwiceNorm]
 )
 def test_norms_that_compute_something_else_stay_stock(device, kind):
     model = made_up(device, torch.bfloat16, norm=kind)

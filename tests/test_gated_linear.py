@@ -172,11 +172,7 @@ def test_output_mask(device, mask):
     check_output_mask(OP + "_backward", [randn(device, F32, 4, 3), x, weight, z], mask, 3)
 
 
-@given(
-    **linear_cases(),
-    gate=st.sampled_from(GATES),
-    interleaved=st.booleans(),
-)
+@given(**linear_cases(), gate=st.sampled_from(GATES), interleaved=st.booleans())
 def test_any_layout(m, n, k, gate, interleaved, matrix, vector, dtype, seed):
     dtype = getattr(torch, dtype)
     x = values((m, k), "normal", seed).to(dtype)

@@ -124,14 +124,7 @@ def test_old_versions_pass_cache_position_instead_of_lengths(device):
     assert pads_of(got) == [1]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "hole",
-        "mask shorter than the keys",
-        "must be materialised",
-    ],
-)
+@pytest.mark.parametrize("case", ["hole", "mask shorter than the keys", "must be materialised"])
 def test_other_patterns_get_the_mask_of_sdpa(case):
     from transformers.masking_utils import sdpa_mask
 

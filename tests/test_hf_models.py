@@ -24,10 +24,7 @@ register_attention()
 
 LENGTH = 9
 # First token and number of tokens of each row; None: no mask is given.
-BATCHES = {
-    "no mask": None,
-    "left and right padding": [(0, 9), (3, 6), (7, 2), (0, 4)],
-}
+BATCHES = {"no mask": None, "left and right padding": [(0, 9), (3, 6), (7, 2), (0, 4)]}
 
 # Model types that can't be built tiny, and why.
 UNBUILT = {

@@ -231,11 +231,7 @@ FORMATS = {
     ),
     "compressed-tensors": (
         Layer.compressed,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "ignore": ["lm_head"],
-        },
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]},
     ),
 }
 

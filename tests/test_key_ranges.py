@@ -88,10 +88,7 @@ REFUSED = [
     ({"cu_seqlens_q": torch.zeros(3)}, "cu_seqlens_q must be int32, but got float32"),
     ({"cu_seqlens_q": ints()}, "cu_seqlens_q must be (sequences + 1,), but got int32 (0,)"),
     ({"key_begin": ints(1)}, "key_begin must be (sequences,) = (2,), but got int32 (1,)"),
-    (
-        {"key_end": None},
-        "key_begin must be (sequences + 1,) = (3,), but got int32 (2,)",
-    ),
+    ({"key_end": None}, "key_begin must be (sequences + 1,) = (3,), but got int32 (2,)"),
     ({"key_end": ints(1)}, "key_end must be (sequences,) = (2,), but got int32 (1,)"),
     ({"tokens": -1}, "tokens must be from 0 to 2^31 - 1, but got -1"),
     ({"before": -1}, "before must be at least 0, but got -1"),

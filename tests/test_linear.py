@@ -201,11 +201,7 @@ def test_output_mask(device, mask):
     check_output_mask(OP + "_backward", [randn(device, F32, 4, 3), x, weight], mask, 3)
 
 
-@given(
-    **linear_cases(largest=65),
-    activation=st.sampled_from(ACTIVATIONS),
-    bias=st.booleans(),
-)
+@given(**linear_cases(largest=65), activation=st.sampled_from(ACTIVATIONS), bias=st.booleans())
 def test_any_layout(m, n, k, activation, bias, matrix, vector, dtype, seed):
     dtype = getattr(torch, dtype)
     x = values((m, k), "normal", seed).to(dtype)

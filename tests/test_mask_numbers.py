@@ -73,11 +73,7 @@ TABLES = [
     ((2, 5), {"causal": True, "key_end": ints(4), "leftpad": ints(3)}, "00000 00010"),
     ((2, 5), {"causal": True, "key_end": ints(2), "leftpad": ints(3)}, "00000 00000"),
     ((5, 5), {"causal": True, "leftpad": ints(2), "window": 2}, "00000 00000 00100 00110 00011"),
-    (
-        (5, 5),
-        {"causal": True, "key_start": ints([0, 0, 2, 2, 2])},
-        "10000 11000 00100 00110 00111",
-    ),
+    ((5, 5), {"causal": True, "key_start": ints([0, 0, 2, 2, 2])}, "10000 11000 00100 00110 00111"),
     ((5, 5), {"key_start": ints([0, 4, -7, 2, 9])}, "11111 00001 11111 00111 00000"),
     (
         (5, 5),
@@ -422,8 +418,7 @@ def test_gradcheck_of_sink_softcap_and_lse():
     scores = torch.randn(2, 4, 4, 5, dtype=F64, requires_grad=True)
     value = torch.randn(2, 4, 5, 2, dtype=F64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda s, v, sink: softmax_matmul(s, v, **numbers(sink, True)),
-        (scores, value, sink),
+        lambda s, v, sink: softmax_matmul(s, v, **numbers(sink, True)), (scores, value, sink)
     )
     assert torch.autograd.gradcheck(
         lambda s, sink: torchweld.causal_softmax(s, key_start=start, softcap=1.5, sink=sink),

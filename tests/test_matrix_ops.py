@@ -110,13 +110,7 @@ def test_nan_around_the_inputs_is_not_read(op, device, size, offset):
             torch.testing.assert_close(grad, ref)
 
 
-@given(
-    rows=sizes(65),
-    cols=sizes(129),
-    layout=layouts(2),
-    dtype=dtype_names,
-    seed=seeds,
-)
+@given(rows=sizes(65), cols=sizes(129), layout=layouts(2), dtype=dtype_names, seed=seeds)
 def test_any_layout(op, rows, cols, layout, dtype, seed):
     dtype = getattr(torch, dtype)
     shapes = [tuple(t.shape) for t in matrix_args(op, "cpu", dtype, rows, cols)]

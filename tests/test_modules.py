@@ -649,10 +649,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "module must",
     ),
-    "gated from odd": (
-        lambda: torchweld.nn.GatedLinear.from_torch(nn.Linear(6, 5)),
-        "module must",
-    ),
+    "gated from odd": (lambda: torchweld.nn.GatedLinear.from_torch(nn.Linear(6, 5)), "module must"),
     "gated from a norm": (
         lambda: torchweld.nn.GatedLinear.from_torch(nn.LayerNorm(6)),
         "module must",
@@ -839,11 +836,7 @@ OTHER_PARTS: dict[str, tuple[str, Callable[[], nn.Module], str]] = {
         "nn.ReLU with a forward hook",
     ),
     **{
-        f"{what} of {kind}": (
-            kind,
-            lambda norm=norm, change=change: change(norm),
-            text,
-        )
+        f"{what} of {kind}": (kind, lambda norm=norm, change=change: change(norm), text)
         for kind, norm in (("LayerNormLinear", nn.LayerNorm), ("RMSNormLinear", nn.RMSNorm))
         for what, change, text in (
             ("sequential", lambda norm: parts(norm(6), kind=Doubled), "Doubled, a subclass of nn."),

@@ -130,8 +130,7 @@ def test_heads_are_left_unless_skip_is_given(task):
 
 
 @pytest.mark.parametrize(
-    ("kind", "heads"),
-    [("Bert", ["classifier"]), ("DistilBert", ["pre_classifier", "classifier"])],
+    ("kind", "heads"), [("Bert", ["classifier"]), ("DistilBert", ["pre_classifier", "classifier"])]
 )
 def test_heads_of_encoders_are_left(kind, heads):
     transformers = pytest.importorskip("transformers")

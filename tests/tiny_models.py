@@ -71,10 +71,7 @@ SMALL: dict[str, Any] = {
         ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"],
         64,
     ),
-    **dict.fromkeys(
-        ["n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"],
-        4,
-    ),
+    **dict.fromkeys(["n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"], 4),
     **dict.fromkeys(
         [
             "moe_intermediate_size",

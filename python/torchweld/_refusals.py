@@ -81,10 +81,7 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     **{f"cu_seq_lens_{t}": [(f"cu_seqlens_{t}", f"use cu_seqlens_{t}=")] for t in "qk"},
     **dict.fromkeys(
         ("return_attn_probs", "return_softmax_lse", "return_aux"),
-        [
-            ("return_lse", "use return_lse="),
-            ("query", "use torchweld.attention_with_lse"),
-        ],
+        [("return_lse", "use return_lse="), ("query", "use torchweld.attention_with_lse")],
     ),
     "enable_gqa": [("query", "leave it out, key may have fewer heads than query")],
     **dict.fromkeys(("dim", "axis"), [("x", _LAST_DIM)]),

@@ -119,11 +119,7 @@ def flash_attn_func(
 
 
 @_with_options
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    *options: Any,
-    **named: Any,
-) -> Any:
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
     """`flash_attn.flash_attn_qkvpacked_func`: qkv is `(batch, seqlen, 3, nheads, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_func`.
@@ -139,12 +135,7 @@ def flash_attn_qkvpacked_func(
 
 
 @_with_options
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    *options: Any,
-    **named: Any,
-) -> Any:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
     """`flash_attn.flash_attn_kvpacked_func`: kv is `(batch, seqlen_k, 2, nheads_kv, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_func`.
@@ -208,11 +199,7 @@ def flash_attn_varlen_func(
 
 @_with_options
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | None = None,
-    *options: Any,
-    **named: Any,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *options: Any, **named: Any
 ) -> Any:
     """`flash_attn.flash_attn_varlen_qkvpacked_func`: qkv is `(tokens, 3, nheads, head_dim)`.
 

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchweld.compat._windows import Window, padded_attention
-from torchweld.ops.varlen import (
-    check_heads,
-    check_sizes,
-    packed_attention,
-    packed_mask,
-    row_ranges,
-)
+from torchweld.ops.varlen import check_heads, check_sizes, packed_attention, packed_mask, row_ranges
 
 __all__ = ["memory_efficient_attention"]
 

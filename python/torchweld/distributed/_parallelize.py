@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchweld.nn import Int4Linear
@@ -94,10 +90,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     packed.HEADS: packed.heads,
 }
 # The styles that transformers gives a packed layer, whose results are gathered, and the next one.
-_GATHERED = (
-    ("colwise_gather_output", "rowwise_split_input"),
-    ("colwise_rep", "rowwise_rep"),
-)
+_GATHERED = (("colwise_gather_output", "rowwise_split_input"), ("colwise_rep", "rowwise_rep"))
 # Names of layers whose columns are attention heads.
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 

@@ -121,11 +121,7 @@ def _every_leading(call: Call) -> list[Row]:
 
 def _batch(call: Call) -> Row:
     batch = _with_gradients(_HEADS, shard(0))
-    return {
-        **batch,
-        **all_of(("leftpad", "key_start", "key_end"), shard(0)),
-        "dsink": partial(),
-    }
+    return {**batch, **all_of(("leftpad", "key_start", "key_end"), shard(0)), "dsink": partial()}
 
 
 def _attention(call: Call) -> list[Row]:

@@ -180,12 +180,7 @@ class _LocalPart(torch.autograd.Function):
             return gradient_of(ctx.parameter, grad.clone() if ctx.copies else grad), None
         spec = ctx.parameter._spec
         placed = DTensor.from_local(
-            grad,
-            spec.mesh,
-            spec.placements,
-            run_check=False,
-            shape=spec.shape,
-            stride=spec.stride,
+            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )
         return placed, None
 

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 from torchweld._library import ops, require
 from torchweld.ops.int4_checks import check_float, check_method, group_of, state_errors
 from torchweld.ops.int4_formats import awq_codes, compressed_codes, gptq_codes
-from torchweld.ops.int4_weight import (
-    NoValues,
-    is_repacked_on,
-    portable_from_repacked,
-    round_weight,
-)
+from torchweld.ops.int4_weight import NoValues, is_repacked_on, portable_from_repacked, round_weight
 from torchweld.ops.stock import refuse_mixed, refuse_other
 
 _WEIGHT = ("qweight", "scale", "zero")

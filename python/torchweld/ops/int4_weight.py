@@ -169,8 +169,4 @@ def portable_from_repacked(
     codes = codes.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(tiles * 16, chunks * 64)
     scale = packed_scale.unflatten(2, (8, 2)).permute(0, 3, 2, 1).flatten(0, 2)
     zeros = ops.int4_unpack(packed_zero, 16).transpose(1, 2).flatten(0, 1)
-    return (
-        ops.int4_pack(codes[:n, :k]),
-        scale[:n].contiguous(),
-        ops.int4_pack(zeros[:n]),
-    )
+    return (ops.int4_pack(codes[:n, :k]), scale[:n].contiguous(), ops.int4_pack(zeros[:n]))

@@ -8,10 +8,7 @@ from torch import Tensor, nn
 from torchweld._library import ops, require
 from torchweld._refusals import readable_errors
 from torchweld._types import Activation
-from torchweld.ops.folded_layer_norm_linear import (
-    fold_layer_norm,
-    row_sums,
-)
+from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, row_sums
 from torchweld.ops.linear import activation_module
 from torchweld.ops.norm_linear import NormLinear, split_norm_linear
 from torchweld.ops.stock import refuse_other, text_of

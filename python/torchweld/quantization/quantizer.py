@@ -19,13 +19,7 @@ from torchweld.nn import Int4Linear
 
 from .config import Int4
 from .float_layers import heads_of, linear_classes, without_values
-from .layers import (
-    Plan,
-    dequantize_layers,
-    plan_layers,
-    quantize_layers,
-    replace_layer,
-)
+from .layers import Plan, dequantize_layers, plan_layers, quantize_layers, replace_layer
 from .upload import upload
 
 check_version("torchweld.integrations")  # before the classes below import transformers

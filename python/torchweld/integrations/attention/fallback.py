@@ -44,7 +44,6 @@ def warn_once(
         return False
     _warned.add(reason)
     warnings.warn(
-        f"torchweld: {reason}; such calls use {instead} instead of {op} (said once)",
-        stacklevel=3,
+        f"torchweld: {reason}; such calls use {instead} instead of {op} (said once)", stacklevel=3
     )
     return True
