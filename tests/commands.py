@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +28,21 @@ def run_command(
     return code, *capsys.readouterr()
 
 
+def captured(
+    *command: str | Path, cwd: Path | None = None, check: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A command that ran, its output as text, with more variables in its environment."""
+    environment = {**os.environ, **env}
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=check, env=environment
+    )
+
+
+def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`captured` of this Python with arguments."""
+    return captured(sys.executable, *arguments, **options)
+
+
 def build_cpp_programs(folder: Path, *programs: str) -> Path:
     """Builds programs of tests/cpp by find_package(torchweld). Returns their folder."""
     if shutil.which("cmake") is None:
@@ -38,6 +56,6 @@ def build_cpp_programs(folder: Path, *programs: str) -> Path:
         ["cmake", "-S", Path(__file__).parent / "cpp", "-B", build, *roots],
         ["cmake", "--build", build, "--target", *programs],
     ):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = captured(*command)
         assert done.returncode == 0, done.stdout + done.stderr
     return build

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 import torchweld._library as library
-from commands import build_cpp_programs
+from commands import build_cpp_programs, captured, python
 from torchweld.info import ops_of_library
 
 PACKAGE = Path(torchweld.__file__).parent
@@ -38,19 +38,12 @@ def ops_library() -> Path:
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-    )
+    return python("-c", textwrap.dedent(code), **env)
 
 
 def run_setup(folder: Path) -> str:
     """The error of setup.py with the modules of a folder before the installed ones."""
-    command = [sys.executable, "setup.py", "--version"]
-    env = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    done = python("setup.py", "--version", cwd=ROOT, PYTHONPATH=str(folder))
     assert done.returncode == 1 and done.stdout == ""
     return done.stderr
 
@@ -147,26 +140,20 @@ def test_empty_max_jobs_is_none_given(monkeypatch, capsys, build, given):
 
 
 def test_ops_library_has_no_python_symbols():
-    symbols = subprocess.run(
-        ["nm", "-D", ops_library()], capture_output=True, text=True, check=True
-    ).stdout
+    symbols = captured("nm", "-D", ops_library(), check=True).stdout
     assert "c10" in symbols  # nm did read it
     python = [s for s in symbols.split() if re.match(r"_?Py[A-Z_]|PyInit", s)]
     assert python == []
 
 
 def test_ops_library_does_not_need_libpython():
-    needed = subprocess.run(
-        ["ldd", ops_library()], capture_output=True, text=True, check=True
-    ).stdout
+    needed = captured("ldd", ops_library(), check=True).stdout
     assert "libc10.so" in needed
     assert "libpython" not in needed and "libtorch_python" not in needed
 
 
 def test_introspection_module_needs_no_torch():
-    needed = subprocess.run(
-        ["ldd", next(PACKAGE.glob("_C*.so"))], capture_output=True, text=True, check=True
-    ).stdout
+    needed = captured("ldd", next(PACKAGE.glob("_C*.so")), check=True).stdout
     assert "libtorch" not in needed and "libc10" not in needed
 
 
@@ -362,15 +349,11 @@ def test_cpp_programs_run_a_scripted_module_and_train(tmp_path):
     torch.jit.script(net).save(str(tmp_path / "net.pt"))
     build = build_cpp_programs(tmp_path, "run_scripted", "train")
     # How a matmul is cut into sums depends on the number of threads, and so do its last bits.
-    done = subprocess.run(
-        [build / "run_scripted", tmp_path / "net.pt"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )
+    threads = str(torch.get_num_threads())
+    done = captured(build / "run_scripted", tmp_path / "net.pt", OMP_NUM_THREADS=threads)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "same bits as Python, one step trained\n"
-    done = subprocess.run([build / "train"], capture_output=True, text=True, check=True)
+    done = captured(build / "train", check=True)
     losses = [float(loss) for loss in done.stdout.split()]
     assert len(losses) == 20 and losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
 
@@ -391,7 +374,7 @@ def test_cmake_says_where_torch_must_be(tmp_path):
         pytest.skip("cmake was not found")
     command = ["cmake", "-S", ROOT / "tests" / "cpp", "-B", tmp_path, "-DTORCH_ROOT=/missing"]
     command.append(f"-Dtorchweld_DIR={PACKAGE / 'cmake'}")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = captured(*command)
     assert done.returncode != 0
     assert "ATen.h is not there; set TORCH_ROOT" in " ".join(done.stderr.split())
 

@@ -15,6 +15,7 @@ import torch
 
 import torchweld
 import torchweld_cli
+from commands import python
 from commands import run_command as run
 from samples import as_tuple
 from torchweld.info import has_cuda_kernel
@@ -52,50 +53,30 @@ def test_info_json(capsys):
     assert "softmax" in values["ops"]
 
 
+# Ops by a shape that the command takes for them.
+SHAPES = {
+    "64,1024": "softmax",
+    "7": "softmax_backward layer_norm",
+    "4096": "scalar_attention",
+    "8,16": "fold_layer_norm outer_add outer_mul_relu mul_relu",
+    "2,3,5": "gated_activation rms_norm rms_norm_gated add_rms_norm add_layer_norm cross_entropy "
+    "row_sum add_scalar",
+    "8,16,32": "linear linear_backward int4_linear layer_norm_linear rms_norm_linear "
+    "folded_layer_norm_linear rms_norm_linears layer_norm_linears gated_linear_pair gated_mlp "
+    "linear_cross_entropy linear_token_logprobs",
+    "0,16,32": "gated_linear",
+    "2,3,16,16": "causal_softmax",
+    "2,3,5,8": "rotary",
+    "2,8,16,32": "bmm",
+    "6,16,24,4": "grouped_linear grouped_gated_linear",
+    "2,8,9,3,3": "conv2d",
+    "2,3,5,7,8": "softmax_matmul attention attention_with_lse attention_backward",
+    "6,16,24,4,2": "experts",
+}
+
+
 @pytest.mark.parametrize(
-    ("op", "shape"),
-    [
-        ("softmax", "64,1024"),
-        ("softmax_backward", "7"),
-        ("causal_softmax", "2,3,16,16"),
-        ("softmax_matmul", "2,3,5,7,8"),
-        ("attention", "2,3,5,7,8"),
-        ("attention_with_lse", "2,3,5,7,8"),
-        ("attention_backward", "2,3,5,7,8"),
-        ("linear", "8,16,32"),
-        ("linear_backward", "8,16,32"),
-        ("int4_linear", "8,16,32"),
-        ("layer_norm_linear", "8,16,32"),
-        ("rms_norm_linear", "8,16,32"),
-        ("fold_layer_norm", "8,16"),
-        ("folded_layer_norm_linear", "8,16,32"),
-        ("rms_norm_linears", "8,16,32"),
-        ("layer_norm_linears", "8,16,32"),
-        ("gated_linear", "0,16,32"),
-        ("gated_linear_pair", "8,16,32"),
-        ("gated_mlp", "8,16,32"),
-        ("experts", "6,16,24,4,2"),
-        ("grouped_linear", "6,16,24,4"),
-        ("grouped_gated_linear", "6,16,24,4"),
-        ("gated_activation", "2,3,5"),
-        ("rms_norm", "2,3,5"),
-        ("rms_norm_gated", "2,3,5"),
-        ("layer_norm", "7"),
-        ("add_rms_norm", "2,3,5"),
-        ("add_layer_norm", "2,3,5"),
-        ("rotary", "2,3,5,8"),
-        ("cross_entropy", "2,3,5"),
-        ("linear_cross_entropy", "8,16,32"),
-        ("linear_token_logprobs", "8,16,32"),
-        ("bmm", "2,8,16,32"),
-        ("scalar_attention", "4096"),
-        ("row_sum", "2,3,5"),
-        ("conv2d", "2,8,9,3,3"),
-        ("add_scalar", "2,3,5"),
-        ("outer_add", "8,16"),
-        ("outer_mul_relu", "8,16"),
-        ("mul_relu", "8,16"),
-    ],
+    ("op", "shape"), [(op, shape) for shape, ops in SHAPES.items() for op in ops.split()]
 )
 @pytest.mark.parametrize("on", ["cpu", "cuda"])
 def test_explain_needs_no_gpu(capsys, op, shape, on):
@@ -196,9 +177,7 @@ def test_help_of_a_tool_needs_no_torch(no_torch, command):
 
 
 def test_help_of_python_dash_m():
-    done = subprocess.run(
-        [sys.executable, "-m", "torchweld", "--help"], capture_output=True, text=True
-    )
+    done = python("-m", "torchweld", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: torchweld ")
 
@@ -271,12 +250,7 @@ def test_a_reader_that_has_gone(capsys):
 def test_what_the_encoding_lacks_is_printed_as_a_question_mark(tmp_path):
     path = tmp_path / "größe.png"
     argv = [*PUZZLES, "--puzzle", "1", "--device", "cpu", "--picture", str(path)]
-    done = subprocess.run(
-        [sys.executable, *argv],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
+    done = python(*argv, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert path.exists() and "gr??e.png" in done.stdout
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchweld
-from commands import build_cpp_programs
+from commands import build_cpp_programs, captured, python
 from samples import PUBLIC
 from torchweld._library import build_facts
 from torchweld.info import ops_of_library
@@ -72,10 +72,8 @@ def run_text(name: str, text: str, folder: Path) -> None:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TORCHWELD.parent)}
-    done = subprocess.run(
-        [sys.executable, path.name], cwd=folder, capture_output=True, text=True, env=env
-    )
+    path_of_python = str(TORCHWELD.parent)
+    done = python(path.name, cwd=folder, HF_HUB_OFFLINE="1", PYTHONPATH=path_of_python)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -166,12 +164,7 @@ def test_few_blocks_are_marked():
 def test_export_page_makes_what_its_cpp_program_runs(tmp_path):
     run(plain_blocks("export.md"), tmp_path)
     build = build_cpp_programs(tmp_path, "run_exported")
-    done = subprocess.run(
-        [build / "run_exported", "net.pt2", "net_example.pt"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = captured(build / "run_exported", "net.pt2", "net_example.pt", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "same result as Python\n"), done.stderr
 
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import torchweld
+from commands import python
 from samples import PUBLIC
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,9 +140,7 @@ def test_commands_of_a_document_exist(name):
     targets = re.findall(r"\bmake ([a-z-]+)", DOCUMENTS[name])
     assert targets
     assert [t for t in targets if not re.search(rf"^{t}:", makefile, re.M)] == []
-    text = subprocess.run(
-        [sys.executable, "-m", "torchweld", "--help"], capture_output=True, text=True, check=True
-    ).stdout
+    text = python("-m", "torchweld", "--help", check=True).stdout
     commands = re.findall(r"`torchweld ([a-z]+)", DOCUMENTS[name])
     assert [c for c in commands if not re.search(rf"^ +{c} ", text, re.M)] == []
 
@@ -173,13 +170,7 @@ def test_readme_names_every_op_and_module():
 def test_example_of_the_readme_runs(tmp_path):
     pytest.importorskip("transformers")
     example = "".join(re.findall(r"```python\n(.*?)```", README, re.S))
-    done = subprocess.run(
-        [sys.executable, "-c", example],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
+    done = python("-c", example, cwd=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert "torchweld::softmax(float32 (4096, 5000) on meta)" in done.stdout
     assert (tmp_path / "mlp.pt").stat().st_size > 0

@@ -24,6 +24,7 @@ from choices_helpers import (  # noqa: F401
     nothing_is_left_behind,
     ops,
 )
+from commands import python
 from refusals import SPECS, cases
 from samples import BF16, F32, F64, SAMPLES
 
@@ -165,13 +166,8 @@ def test_nothing_is_launched(tmp_path, reach):
     shim = tmp_path / "shim.so"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c"], check=True)
     folders = [Path(torchweld.__file__).parent.parent, Path(__file__).parent]
-    env = {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    done = subprocess.run(
-        [sys.executable, "-c", EXPLAIN_ALL, reach],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-    )
+    path = os.pathsep.join(map(str, folders))
+    done = python("-c", EXPLAIN_ALL, reach, LD_PRELOAD=str(shim), PYTHONPATH=path)
     assert done.stdout.split() == [str(2 * sum(map(len, SAMPLES.values())))], done.stderr
     assert done.returncode == (99 if reach else 0), "the shim is in the way"
 

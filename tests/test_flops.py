@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import samples
 import torchweld
+from commands import python
 from running import REFERENCES
 from torchweld._flops import formula
 
@@ -128,5 +126,5 @@ def test_the_order_of_imports_does_not_matter(first):
         "    torchweld.linear(torch.ones(2, 3), torch.ones(4, 3))\n"
         "assert counter.get_total_flops() == 48\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr

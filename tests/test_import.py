@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import subprocess
 import sys
 import textwrap
 from importlib import import_module
@@ -13,15 +12,12 @@ from importlib.machinery import SourceFileLoader
 import pytest
 import torch.distributed as dist
 
+from commands import python
 from torchweld._on_import import when_imported
 
 
 def run_python(code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(code), *arguments],
-        capture_output=True,
-        text=True,
-    )
+    done = python("-W", "error::UserWarning", "-c", textwrap.dedent(code), *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

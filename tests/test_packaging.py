@@ -5,10 +5,8 @@ from __future__ import annotations
 import email
 import importlib.util
 import json
-import os
 import platform
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -19,19 +17,14 @@ import pytest
 import torch
 
 import torchweld
+from commands import python
 
 ROOT = Path(__file__).resolve().parent.parent
 MINOR = ".".join(torch.__version__.split(".")[:2])
 
 
 def setup_py(*arguments: str | Path, **env: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **env},
-    )
+    done = python("setup.py", "-q", *arguments, cwd=ROOT, **env)
     assert done.returncode == 0, done.stderr
 
 
@@ -325,11 +318,7 @@ def test_a_wheel_with_another_hash_is_not_taken(wheels, address, tmp_path, monke
 def test_pip_downloads_from_the_index_of_a_torch(address, tmp_path):
     index = f"{address}torch{MINOR}.{CUDA}/"
     options = ["--no-deps", "--disable-pip-version-check", "--no-cache-dir", "--dest", tmp_path]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "torchweld", "--index-url", index, *options],
-        capture_output=True,
-        text=True,
-    )
+    done = python("-m", "pip", "download", "torchweld", "--index-url", index, *options)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.startswith(f"torchweld-{OURS}-")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import warnings
 
@@ -15,6 +13,7 @@ import torch
 import torchweld
 import torchweld._library as library
 from choices_helpers import GPU, LINEAR, nothing_is_left_behind, ops, picked, problem  # noqa: F401
+from commands import python
 from samples import BF16
 from torchweld.tuning import cache
 
@@ -199,12 +198,7 @@ def test_a_fresh_process_reads_the_file_and_touches_no_gpu(tmp_path):
         f"({GPU!r}, 'matmul', {LINEAR}), torch.cuda.is_initialized())"
     )
     for switch, expected in (("1", f"('{TILE}', 'tuned') False"), ("0", "'heuristic') False")):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "TORCHWELD_TUNE": switch},
-        )
+        done = python("-c", code, TORCHWELD_TUNE=switch)
         assert done.stdout.strip().endswith(expected), done.stderr
 
 
