@@ -83,12 +83,19 @@ def attention_device(device: str) -> str:
 
 @pytest.fixture(autouse=True)
 def _kernel(request: pytest.FixtureRequest) -> None:
-    """A page of an op, which names it OP, is skipped where its kernels are not in the build."""
-    op = getattr(request.module, "OP", None)
-    if op is not None and "device" in request.fixturenames:
-        from samples import need_kernel
+    """Skips a test on a device where the kernels of its op are not in the build.
 
-        need_kernel(op, request.getfixturevalue("device"))
+    The op is the page's OP, the test's parameter `op`, or the `op` of another parameter.
+    """
+    if "device" not in request.fixturenames:
+        return
+    params = request.node.callspec.params
+    ops = (getattr(p, "op", None) for p in params.values())
+    for op in (getattr(request.module, "OP", None), params.get("op"), *ops):
+        if op is not None:
+            from samples import need_kernel
+
+            need_kernel(op, params["device"])
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ must be equal. Bounds grow with condition magnitudes (|A| @ |B|), never with |re
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,7 @@ def assert_same_kind(out: Tensor, shape: Sequence[int], dtype: torch.dtype, labe
     assert out.dtype == dtype, f"{label}: dtype {out.dtype}, not {dtype}"
 
 
-def assert_same_nonfinite(out: Tensor, ref: Tensor, label: str) -> None:
+def assert_same_nonfinite(out: Tensor, ref: Tensor, label: str = "result") -> None:
     """NaN, +inf and -inf at the same positions."""
     for name, where in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
         wrong = where(out) != where(ref)
@@ -162,17 +162,30 @@ def check(
     return ratios
 
 
-def assert_equal(out: Tensor, expected: Tensor, label: str = "result") -> None:
+Tensors = Tensor | Iterable[Tensor | None]
+
+
+def pairs_of(out: Tensors, expected: Tensors) -> list[tuple[Tensor, Tensor]]:
+    """The pairs of two tensors, or of as many in two iterables, which have None at one place."""
+    if isinstance(out, Tensor):
+        return [(out, expected)]
+    pairs = list(zip(out, expected, strict=True))
+    assert all((a is None) == (b is None) for a, b in pairs), "None at other places"
+    return [pair for pair in pairs if pair[0] is not None]
+
+
+def assert_equal(out: Tensors, expected: Tensors, label: str = "result") -> None:
     """Equal in shape, dtype, device and every value; NaN equals NaN, -0 equals 0."""
-    assert_same_kind(out, expected.shape, expected.dtype, label)
-    assert out.device == expected.device, f"{label}: on {out.device}, not {expected.device}"
-    same = (out == expected) | (out.isnan() & expected.isnan())
-    if not same.all():
-        at = tuple((~same).nonzero()[0].tolist())
-        raise AssertionError(
-            f"{label}: {int((~same).sum())} of {same.numel()} values differ, first at {at}: got "
-            f"{out[at].item()!r}, expected {expected[at].item()!r}"
-        )
+    for got, ref in pairs_of(out, expected):
+        assert_same_kind(got, ref.shape, ref.dtype, label)
+        assert got.device == ref.device, f"{label}: on {got.device}, not {ref.device}"
+        same = (got == ref) | (got.isnan() & ref.isnan())
+        if not same.all():
+            at = tuple((~same).nonzero()[0].tolist())
+            raise AssertionError(
+                f"{label}: {int((~same).sum())} of {same.numel()} values differ, first at {at}: "
+                f"got {got[at].item()!r}, expected {ref[at].item()!r}"
+            )
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -184,8 +197,9 @@ def check_promise(out: Tensor, eager: Tensor, exact: Tensor) -> None:
     assert error <= 2 * allowed + 2 * 2**-24 * exact.abs().max()
 
 
-def assert_same_bits(out: Tensor, expected: Tensor, label: str = "result") -> None:
+def assert_same_bits(out: Tensors, expected: Tensors, label: str = "result") -> None:
     """Equal bit for bit, NaN payloads and signs of zero included."""
-    assert_same_kind(out, expected.shape, expected.dtype, label)
-    bits = _BITS[out.element_size()]
-    assert_equal(out.contiguous().view(bits), expected.contiguous().view(bits), label + " (bits)")
+    for got, ref in pairs_of(out, expected):
+        assert_same_kind(got, ref.shape, ref.dtype, label)
+        bits = _BITS[got.element_size()]
+        assert_equal(got.contiguous().view(bits), ref.contiguous().view(bits), label + " (bits)")

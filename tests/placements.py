@@ -19,63 +19,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import samples as S
 import torchweld
 from meshes import DEVICE, MESHES, TOLERANCE, WIDE
-from samples import (
-    DIFFERENTIABLE,
-    INT4_CALLS,
-    OPS_OF_LISTS,
-    Call,
-    Maker,
-    add_scalar_call,
-    as_tuple,
-    attention_call,
-    bmm_call,
-    call,
-    causal_call,
-    conv2d_call,
-    cross_entropy_backward_call,
-    experts_call,
-    exponentials_backward_call,
-    fold_call,
-    folded_call,
-    gate_call,
-    gated_backward_call,
-    gated_norm_call,
-    grouped_call,
-    int4_codes_call,
-    int4_unpack_call,
-    layer_backward_call,
-    layer_call,
-    logits_backward_call,
-    logits_call,
-    logprobs_backward_call,
-    loss_call,
-    mlp_call,
-    mul_relu_call,
-    norm_backward_call,
-    norm_call,
-    outer_call,
-    pair_call,
-    rotary_call,
-    scalar_attention_backward_call,
-    scalar_attention_call,
-    scaled_gradients_call,
-    scaled_logits_call,
-    softmax_backward_call,
-    softmax_call,
-    softmax_matmul_call,
-    with_dz,
-    without,
-)
+from samples import DIFFERENTIABLE, OPS_OF_LISTS, Builder, Call, Calls, Maker, as_tuple, call
 from torchweld.distributed import full_tensor, rules
 from torchweld.distributed.rows import Call as RuleCall
 from torchweld.distributed.rows import results_of
 
-Build = Callable[[Maker], Call]
 
-
-def masked(build: Build, *names: str, **more: Any) -> Build:
+def masked(build: Builder, *names: str, **more: Any) -> Builder:
     """The call with tensors of the mask by name: key_start, key_end, sink, or row_ends, the
     key_end of each row.
     """
@@ -98,7 +51,7 @@ def masked(build: Build, *names: str, **more: Any) -> Build:
     return make
 
 
-def with_dlse(build: Build) -> Build:
+def with_dlse(build: Builder) -> Builder:
     def make(m: Maker) -> Call:
         args, kwargs = build(m)
         return args, {**kwargs, "dlse": m.randn(*args[5].shape)}
@@ -106,7 +59,7 @@ def with_dlse(build: Build) -> Build:
     return make
 
 
-def linears_call(op: str, end: str, lead, sizes, k: int, biased: bool) -> Build:
+def linears_call(op: str, end: str, lead, sizes, k: int, biased: bool) -> Builder:
     """A call of rms_norm_linears or layer_norm_linears, or of their forward or backward op."""
 
     def make(m: Maker) -> Call:
@@ -123,7 +76,7 @@ def linears_call(op: str, end: str, lead, sizes, k: int, biased: bool) -> Build:
     return make
 
 
-def after(op: str, build: Build, inputs: int) -> Build:
+def after(op: str, build: Builder, inputs: int) -> Builder:
     """The arguments of the backward call of a forward call: dout, inputs, out and lse, leftpad."""
 
     def make(m: Maker) -> Call:
@@ -134,7 +87,7 @@ def after(op: str, build: Build, inputs: int) -> Build:
     return make
 
 
-def after_causal(build: Build) -> Build:
+def after_causal(build: Builder) -> Builder:
     def make(m: Maker) -> Call:
         args, kwargs = build(m)
         y = call("causal_softmax")(*args, **kwargs)
@@ -145,73 +98,59 @@ def after_causal(build: Build) -> Build:
     return make
 
 
-def _builds() -> dict[str, dict[str, Build]]:
-    builds: dict[str, dict[str, Build]] = {}
+WOVEN = {"interleaved": True}
 
-    def add(op: str, **named: Build) -> None:
-        builds.setdefault(op, {}).update(named)
 
+def _builds() -> Calls:
+    builds = Calls()
+    add, add_both = builds.add, builds.add_both
     lead, uneven = (4, 4), (3, 5)
     for kind, norms in (("linear", 0), ("layer_norm_linear", 2), ("rms_norm_linear", 1)):
         full = [True] * norms
         forward = {
-            "plain": layer_call(lead, 8, 8, *full),
-            "gelu": layer_call(uneven, 7, 5, *full, activation="gelu"),
-            "relu": layer_call((4,), 4, 8, *full, activation="relu"),
-            "bare": layer_call(lead, 8, 4, *[False] * norms, bias=False),
-            "last": layer_call(lead, 4, 4, *[False, True][-norms:][:norms], bias=False),
+            "plain": S.layer_call(lead, 8, 8, *full),
+            "gelu": S.layer_call(uneven, 7, 5, *full, activation="gelu"),
+            "relu": S.layer_call((4,), 4, 8, *full, activation="relu"),
+            "bare": S.layer_call(lead, 8, 4, *[False] * norms, bias=False),
+            "last": S.layer_call(lead, 4, 4, *[False, True][-norms:][:norms], bias=False),
         }
         if not norms:
             del forward["last"]
-        add(kind, **forward)
-        add(kind + "_forward", **forward)
+        add_both(kind, **forward)
         for i, (name, build) in enumerate(forward.items()):
             mask = [True] * 3 + full if i != 3 else [True, False, False] + [False] * norms
-            add(kind + "_backward", **{name: layer_backward_call(kind, build, mask)})
+            add(kind + "_backward", **{name: S.layer_backward_call(kind, build, mask)})
 
     for gate, interleaved in (("geglu", False), ("swiglu", True)):
         kwargs = {"gate": gate, "interleaved": interleaved}
         for sizes, n, k in ((lead, 8, 8), (uneven, 3, 5)):
-            forward = layer_call(sizes, 2 * n, k, **kwargs)
-            backward = gated_backward_call(sizes, n, k, [True] * 3, **kwargs)
-            add("gated_linear", **{f"{gate}_{n}": forward})
-            add("gated_linear_forward", **{f"{gate}_{n}": forward})
+            forward = S.layer_call(sizes, 2 * n, k, **kwargs)
+            backward = S.gated_backward_call(sizes, n, k, [True] * 3, **kwargs)
+            add_both("gated_linear", **{f"{gate}_{n}": forward})
             add("gated_linear_backward", **{f"{gate}_{n}": backward})
 
-    for name, shape, gate in (("plain", (*lead, 8), "swiglu"), ("uneven", (*uneven, 5), "geglu")):
-        add("gated_activation", **{name: gate_call(*shape, gate=gate)})
-        add("gated_activation_backward", **{name: gate_call(*shape, gate=gate, mask=[True] * 2)})
-    for name, sizes, options in (
-        ("plain", (lead, 8, 8), {}),
-        ("bare", (uneven, 4, 5, (False, True)), {"gate": "geglu"}),
+    geglu = {"gate": "geglu"}
+    gates = {"plain": ((*lead, 8), {}), "uneven": ((*uneven, 5), geglu)}
+    builds.add_masked(S.gate_call, S.every_gradient(2, gates), "gated_activation", "")
+    pairs = {"plain": ((lead, 8, 8), {}), "bare": ((uneven, 4, 5, (False, True)), geglu)}
+    builds.add_masked(S.pair_call, S.every_gradient(5, pairs), "gated_linear_pair", "", "_forward")
+    bare = (uneven, 4, 5, 3, (False, True, False))
+    mlps = {"plain": ((lead, 8, 8, 6), {}), "bare": (bare, geglu)}
+    builds.add_masked(S.mlp_call, S.every_gradient(7, mlps), "gated_mlp", "", "_forward")
+    experts = {
+        "plain": ((4, 8, 4, 3, 2), {}),
+        "bias": ((4, 4, 8, 2, 1), {"biases": True, "alpha": 1.7, "limit": 1.5}),
+        "interleaved": ((5, 4, 8, 2, 2), {"interleaved": True, "transposed": True}),
+        "bare": ((3, 4, 8, 2, 2), {"gate": "relu_squared"}),
+    }
+    builds.add_masked(S.experts_call, S.every_gradient(6, experts), "experts", "", "_forward")
+    sizes = (5, 4, 3, (2, 2, 4))
+    for op, options in (
+        ("grouped_linear", {"plain": {"activation": "gelu"}, "bare": {"activation": "none"}}),
+        ("grouped_gated_linear", {"halves": {"gate": "swiglu"}, "pairs": geglu | WOVEN}),
     ):
-        for end in ("", "_forward"):
-            add("gated_linear_pair" + end, **{name: pair_call(*sizes, **options)})
-        add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=[True] * 5)})
-    for name, sizes, options in (
-        ("plain", (lead, 8, 8, 6), {}),
-        ("bare", (uneven, 4, 5, 3, (False, True, False)), {"gate": "geglu"}),
-    ):
-        for end in ("", "_forward"):
-            add("gated_mlp" + end, **{name: mlp_call(*sizes, **options)})
-        add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=[True] * 7)})
-    for name, sizes, options in (
-        ("plain", (4, 8, 4, 3, 2), {}),
-        ("bias", (4, 4, 8, 2, 1), {"biases": True, "alpha": 1.7, "limit": 1.5}),
-        ("interleaved", (5, 4, 8, 2, 2), {"interleaved": True, "transposed": True}),
-        ("bare", (3, 4, 8, 2, 2), {"gate": "relu_squared"}),
-    ):
-        for end in ("", "_forward"):
-            add("experts" + end, **{name: experts_call(*sizes, **options)})
-        add("experts_backward", **{name: experts_call(*sizes, **options, mask=[True] * 6)})
-    for name, options in (("plain", {"activation": "gelu"}), ("bare", {"activation": "none"}),
-                          ("halves", {"gate": "swiglu"}),
-                          ("pairs", {"gate": "geglu", "interleaved": True})):  # fmt: skip
-        op = "grouped_gated_linear" if "gate" in options else "grouped_linear"
-        sizes = (5, 4, 3, (2, 2, 4))
-        for end in ("", "_forward"):
-            add(op + end, **{name: grouped_call(*sizes, **options)})
-        add(op + "_backward", **{name: grouped_call(*sizes, **options, mask=[True] * 3)})
+        cases = S.every_gradient(3, {name: (sizes, more) for name, more in options.items()})
+        builds.add_masked(S.grouped_call, cases, op, "", "_forward")
     for op in ("rms_norm_linears", "layer_norm_linears"):
         for name, sizes, biased in (("plain", (lead, (8, 4, 4), 8), True),
                                     ("one", (uneven, (5,), 4), False)):  # fmt: skip
@@ -219,78 +158,73 @@ def _builds() -> dict[str, dict[str, Build]]:
                 add(op + end, **{name: linears_call(op, end, *sizes, biased)})
     for name, sizes in (("plain", (lead, 8)), ("bare", ((4,), 4, False))):
         op = "rms_norm_gated"
-        for end in ("", "_forward"):
-            add(op + end, **{name: gated_norm_call(*sizes, gate_first=name == "bare")})
-        add(op + "_backward", **{name: gated_norm_call(*sizes, mask=[True] * 3)})
+        add_both(op, **{name: S.gated_norm_call(*sizes, gate_first=name == "bare")})
+        add(op + "_backward", **{name: S.gated_norm_call(*sizes, mask=[True] * 3)})
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         full = [True] * (1 + op.endswith("layer_norm"))
         norms = {
-            "plain": (norm_call(op, lead, 8, *full), [True, *full]),
-            "uneven": (norm_call(op, uneven, 5, *full), [True, *full]),
-            "bare": (norm_call(op, (4,), 4), [True, *[False] * len(full)]),
+            "plain": (S.norm_call(op, lead, 8, *full), [True, *full]),
+            "uneven": (S.norm_call(op, uneven, 5, *full), [True, *full]),
+            "bare": (S.norm_call(op, (4,), 4), [True, *[False] * len(full)]),
         }
-        for end in ("", "_forward"):
-            add(op + end, **{n: c for n, (c, _) in norms.items()})
-        backward = {n: norm_backward_call(op, c, mask) for n, (c, mask) in norms.items()}
-        add(op + "_backward", **backward)
+        builds.add_three(op, norms, partial(S.norm_backward_call, op))
 
     every = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1, "temperature": 0.7}
     losses = {
-        "none": loss_call(lead, 8, 5, reduction="none", ignored=2),
-        "sum": loss_call(uneven, 7, 4, bias=False, reduction="sum", **every),
-        "mean": loss_call(lead, 8, 4, ignored=3),
-        "shift": loss_call((4, 5), 6, 4, reduction="none", shift=1, ignored=2),
+        "none": S.loss_call(lead, 8, 5, reduction="none", ignored=2),
+        "sum": S.loss_call(uneven, 7, 4, bias=False, reduction="sum", **every),
+        "mean": S.loss_call(lead, 8, 4, ignored=3),
+        "shift": S.loss_call((4, 5), 6, 4, reduction="none", shift=1, ignored=2),
     }
     name = "linear_cross_entropy"
-    for end in ("", "_forward"):
-        add(name + end, **losses)
-    backward = {n: cross_entropy_backward_call(c, [True] * 3) for n, c in losses.items()}
+    add_both(name, **losses)
+    backward = {n: S.cross_entropy_backward_call(c, [True] * 3) for n, c in losses.items()}
     add(name + "_backward", **backward)
-    others = cross_entropy_backward_call(losses["none"], [True] * 3, ["dlse", "dmean"])
+    others = S.cross_entropy_backward_call(losses["none"], [True] * 3, ["dlse", "dmean"])
     add(name + "_backward", others=others)
     for n in ("sum", "mean"):
-        add(name + "_gradients_forward", **{n: without(losses[n], output_mask=[True] * 3)})
+        add(name + "_gradients_forward", **{n: S.without(losses[n], output_mask=[True] * 3)})
     for n, mask in (("plain", [True] * 3), ("x", [True, False, False])):
-        add(name + "_gradients_backward", **{n: scaled_gradients_call(lead, 8, 4, mask)})
-    kept = {n: without(c, "softcap") for n, c in losses.items()}
-    add(name + "_exponentials_forward", **kept, mean_of_z=without(kept["none"], mean=True))
-    mean_alone = without(losses["shift"], keep="nothing", mean=True)
+        add(name + "_gradients_backward", **{n: S.scaled_gradients_call(lead, 8, 4, mask)})
+    kept = {n: S.without(c, "softcap") for n, c in losses.items()}
+    add(name + "_exponentials_forward", **kept, mean_of_z=S.without(kept["none"], mean=True))
+    mean_alone = S.without(losses["shift"], keep="nothing", mean=True)
     add(name + "_exponentials_forward", mean_alone=mean_alone)
-    backward = {n: exponentials_backward_call(c, [True] * 3) for n, c in losses.items()}
+    backward = {n: S.exponentials_backward_call(c, [True] * 3) for n, c in losses.items()}
     add(name + "_exponentials_backward", **backward)
     logits = {
-        "none": logits_call(lead, 8, reduction="none", ignored=2),
-        "sum": logits_call(uneven, 7, reduction="sum", **every),
-        "mean": logits_call(lead, 8, ignored=3),
-        "shift": logits_call((4, 5), 6, reduction="none", shift=1, ignored=2),
+        "none": S.logits_call(lead, 8, reduction="none", ignored=2),
+        "sum": S.logits_call(uneven, 7, reduction="sum", **every),
+        "mean": S.logits_call(lead, 8, ignored=3),
+        "shift": S.logits_call((4, 5), 6, reduction="none", shift=1, ignored=2),
     }
     name = "cross_entropy"
-    for end in ("", "_forward"):
-        add(name + end, **logits)
-    add(name + "_backward", **{n: logits_backward_call(c) for n, c in logits.items()})
+    add_both(name, **logits)
+    add(name + "_backward", **{n: S.logits_backward_call(c) for n, c in logits.items()})
     add(name + "_gradients_forward", **{n: logits[n] for n in ("sum", "mean")})
-    add(name + "_gradients_backward", plain=scaled_logits_call(*lead, 8))
+    add(name + "_gradients_backward", plain=S.scaled_logits_call(*lead, 8))
     logprobs = {
-        "plain": loss_call(lead, 8, 5),
-        "entropy": loss_call(uneven, 7, 4, bias=False, entropy=True, temperature=0.7, softcap=2.0),
+        "plain": S.loss_call(lead, 8, 5),
+        "entropy": S.loss_call(
+            uneven, 7, 4, bias=False, entropy=True, temperature=0.7, softcap=2.0
+        ),
     }
     name = "linear_token_logprobs"
-    for end in ("", "_forward"):
-        add(name + end, **logprobs)
-    backward = {n: logprobs_backward_call(c, [True] * 3) for n, c in logprobs.items()}
+    add_both(name, **logprobs)
+    backward = {n: S.logprobs_backward_call(c, [True] * 3) for n, c in logprobs.items()}
     add(name + "_backward", **backward)
 
     calls = {
-        "plain": attention_call(4, 4, 4, 4, 4, 4, 2),
-        "padded": attention_call(4, 8, 4, 5, 5, 2, 3, pads=(0, 2, 5, 1), causal=True, scale=0.3),
-        "grouped": attention_call(3, 6, 3, 3, 5, 2, 2, causal=True, window=2),
+        "plain": S.attention_call(4, 4, 4, 4, 4, 4, 2),
+        "padded": S.attention_call(4, 8, 4, 5, 5, 2, 3, pads=(0, 2, 5, 1), causal=True, scale=0.3),
+        "grouped": S.attention_call(3, 6, 3, 3, 5, 2, 2, causal=True, window=2),
     }
     calls |= {
         "documents": masked(calls["plain"], "key_start", "sink"),
         "right_padded": masked(calls["plain"], "key_end", softcap=1.5),
         "row_ends": masked(calls["padded"], "row_ends", window=3),
         "all": masked(
-            attention_call(4, 8, 4, 5, 6, 2, 3, causal=True),
+            S.attention_call(4, 8, 4, 5, 6, 2, 3, causal=True),
             *("key_start", "key_end", "sink"),
             window=4,
             softcap=2.0,
@@ -302,24 +236,23 @@ def _builds() -> dict[str, dict[str, Build]]:
     add("attention_backward", **backward, dlse=with_dlse(backward["documents"]))
 
     calls = {
-        "plain": softmax_matmul_call(4, 4, 4, 4, 2),
-        "padded": softmax_matmul_call(4, 4, 5, 5, 2, pads=(0, 2, 5, 1), causal=True, scale=0.3),
+        "plain": S.softmax_matmul_call(4, 4, 4, 4, 2),
+        "padded": S.softmax_matmul_call(4, 4, 5, 5, 2, pads=(0, 2, 5, 1), causal=True, scale=0.3),
     }
     calls["all"] = masked(
-        softmax_matmul_call(4, 3, 5, 6, 3), "key_start", "key_end", "sink", window=4, softcap=2.0
+        S.softmax_matmul_call(4, 3, 5, 6, 3), "key_start", "key_end", "sink", window=4, softcap=2.0
     )
-    for end in ("", "_forward"):
-        add("softmax_matmul" + end, **calls)
+    add_both("softmax_matmul", **calls)
     backward = {name: after("softmax_matmul", build, 2) for name, build in calls.items()}
     add("softmax_matmul_backward", **backward)
 
     calls = {
-        "matrix": causal_call((4, 4)),
-        "padded": causal_call((4, 4, 5, 5), (0, 2, 5, 1), scale=0.3),
-        "rank5": causal_call((4, 2, 4, 3, 5), (0, 2, 3, 1)),
-        "three": causal_call((3, 4, 4)),
+        "matrix": S.causal_call((4, 4)),
+        "padded": S.causal_call((4, 4, 5, 5), (0, 2, 5, 1), scale=0.3),
+        "rank5": S.causal_call((4, 2, 4, 3, 5), (0, 2, 3, 1)),
+        "three": S.causal_call((3, 4, 4)),
         "all": masked(
-            causal_call((4, 4, 4, 6)), "key_start", "key_end", "sink", window=4, softcap=2.0
+            S.causal_call((4, 4, 4, 6)), "key_start", "key_end", "sink", window=4, softcap=2.0
         ),
     }
     add("causal_softmax", **calls)
@@ -327,17 +260,17 @@ def _builds() -> dict[str, dict[str, Build]]:
 
     for op, backward in (("", False), ("_backward", True)):
         for name, sizes, activation in (("plain", lead, "none"), ("gelu", uneven, "gelu")):
-            build = folded_call(sizes, 8, 5, backward=backward, activation=activation)
+            build = S.folded_call(sizes, 8, 5, backward=backward, activation=activation)
             add("folded_layer_norm_linear" + op, **{name: build})
-        build = folded_call(lead, 4, 4, bias=False, backward=backward)
+        build = S.folded_call(lead, 4, 4, bias=False, backward=backward)
         add("folded_layer_norm_linear" + op, bare=build)
-    add("fold_layer_norm", full=fold_call(8, 4, True, True, True))
-    add("fold_layer_norm", bare=fold_call(5, 3, False, True, False))
+    add("fold_layer_norm", full=S.fold_call(8, 4, True, True, True))
+    add("fold_layer_norm", bare=S.fold_call(5, 3, False, True, False))
 
-    for op, build in INT4_CALLS:
+    for op, build in S.INT4_CALLS:
         add(op, plain=build(lead, 8, 16, 2), bare=build(uneven, 5, 8, 1, False))
-    add("int4_pack", plain=int4_codes_call(4, 4, 16))
-    add("int4_unpack", plain=int4_unpack_call(4, 4, 16))
+    add("int4_pack", plain=S.int4_codes_call(4, 4, 16))
+    add("int4_unpack", plain=S.int4_unpack_call(4, 4, 16))
 
     shape = (4, 5, 8)
     rotaries = {
@@ -346,28 +279,27 @@ def _builds() -> dict[str, dict[str, Build]]:
         "one": (3, 4, 2, 4, 6, 6, 1),
     }
     for n, sizes in rotaries.items():
-        add("rotary", **{n: rotary_call(*sizes)})
-        add("rotary_backward", **{n: rotary_call(*sizes, mask=[True, n != "one"])})
+        add("rotary", **{n: S.rotary_call(*sizes)})
+        add("rotary_backward", **{n: S.rotary_call(*sizes, mask=[True, n != "one"])})
 
-    add("softmax", plain=softmax_call(*shape))
-    add("softmax_backward", plain=softmax_backward_call(*shape))
-    add("row_sum", plain=softmax_call(*shape))
-    add("add_scalar", plain=add_scalar_call(0.75, *shape))
+    add("softmax", plain=S.softmax_call(*shape))
+    add("softmax_backward", plain=S.softmax_backward_call(*shape))
+    add("row_sum", plain=S.softmax_call(*shape))
+    add("add_scalar", plain=S.add_scalar_call(0.75, *shape))
     for name, batches in (("plain", (4, 4)), ("one_a", (1, 4)), ("one_b", (4, 1))):
-        add("bmm", **{name: bmm_call(batches, 4, 5, 6)})
-        add("bmm_backward", **{name: bmm_call(batches, 4, 5, 6, [True, name != "one_b"])})
-    outer, scaled = outer_call(5, 4), mul_relu_call(4, 5)
+        add("bmm", **{name: S.bmm_call(batches, 4, 5, 6)})
+        add("bmm_backward", **{name: S.bmm_call(batches, 4, 5, 6, [True, name != "one_b"])})
+    outer, scaled = S.outer_call(5, 4), S.mul_relu_call(4, 5)
     add("outer_add", plain=outer)
-    add("outer_add_backward", plain=with_dz(outer, 5, 4, inputs=0))
+    add("outer_add_backward", plain=S.with_dz(outer, 5, 4, inputs=0))
     add("outer_mul_relu", plain=outer)
-    add("outer_mul_relu_backward", plain=with_dz(outer, 5, 4))
+    add("outer_mul_relu_backward", plain=S.with_dz(outer, 5, 4))
     add("mul_relu", plain=scaled)
-    add("mul_relu_backward", plain=with_dz(scaled, 4, 5))
-    add("conv2d", plain=conv2d_call((4, 5, 4), (3, 2)))
-    add("conv2d_backward", plain=conv2d_call((4, 5, 4), (3, 2), [True, True]))
-    for end in ("", "_forward"):
-        add("scalar_attention" + end, plain=scalar_attention_call(7))
-    add("scalar_attention_backward", plain=scalar_attention_backward_call(7, [True, False, True]))
+    add("mul_relu_backward", plain=S.with_dz(scaled, 4, 5))
+    add("conv2d", plain=S.conv2d_call((4, 5, 4), (3, 2)))
+    add("conv2d_backward", plain=S.conv2d_call((4, 5, 4), (3, 2), [True, True]))
+    add_both("scalar_attention", plain=S.scalar_attention_call(7))
+    add("scalar_attention_backward", plain=S.scalar_attention_backward_call(7, [True, False, True]))
     return builds
 
 
@@ -406,7 +338,9 @@ Placed = dict[str, tuple[Any, ...]]
 class Sharded:
     """A call on one process, and the same with its tensors placed on a mesh."""
 
-    def __init__(self, op: str, build: Build, mesh: DeviceMesh, dtype: torch.dtype = WIDE) -> None:
+    def __init__(
+        self, op: str, build: Builder, mesh: DeviceMesh, dtype: torch.dtype = WIDE
+    ) -> None:
         self.op, self.mesh = op, mesh
         self.args, self.kwargs = build(Maker(DEVICE, dtype, 0))
         arguments = call(op).default._schema.arguments
@@ -481,8 +415,8 @@ class Sharded:
         return ours
 
 
-def every_row(op: str, build: Build, mesh: DeviceMesh) -> None:
-    """Each combination of rows: equal to one process, and without a collective."""
+def every_row(op: str, build: Builder, mesh: DeviceMesh) -> None:
+    """Each combination of rows: equal to one process, and S.without a collective."""
     sharded = Sharded(op, build, mesh)
     everywhere = (Replicate(),) * mesh.ndim
     for placed, results in sharded.combined():
@@ -537,7 +471,7 @@ def checked_or_refused(sharded: Sharded, placed: Placed) -> None:
         assert str(error).startswith(tuple(sentences)), f"{placed}: {error}"
 
 
-def any_placement(op: str, build: Build, mesh: DeviceMesh) -> None:
+def any_placement(op: str, build: Builder, mesh: DeviceMesh) -> None:
     """Each argument alone in each placement, and some of all arguments at random."""
     sharded = Sharded(op, build, mesh)
     everywhere = (Replicate(),) * (mesh.ndim - 1)
@@ -556,7 +490,7 @@ def any_placement(op: str, build: Build, mesh: DeviceMesh) -> None:
             checked_or_refused(sharded, placed)
 
 
-def gradients(op: str, build: Build, mesh: DeviceMesh) -> None:
+def gradients(op: str, build: Builder, mesh: DeviceMesh) -> None:
     """Result and gradients through autograd of each combination of rows."""
     sharded = Sharded(op, build, mesh)
     wanted = [sharded.names[i] for i in DIFFERENTIABLE.get(op, ()) if i < len(sharded.names)]
@@ -586,7 +520,7 @@ def placed(mesh: DeviceMesh, t: Tensor, *placements: Any) -> DTensor:
 
 
 def promised_placements(mesh: DeviceMesh) -> None:
-    """The placements that tensor-parallel code relies on, derived without the rules."""
+    """The placements that tensor-parallel code relies on, derived S.without the rules."""
     m = Maker(DEVICE, WIDE, 0)
     ops, r, last = torch.ops.torchweld, Replicate(), mesh.ndim - 1
     x, weight, bias, scale = m.randn(4, 4, 8), m.randn(8, 8), m.randn(8), m.randn(8)
@@ -696,7 +630,7 @@ def experts_of_each_process(mesh: DeviceMesh) -> None:
     everywhere = (r,) * (mesh.ndim - 1)
     for experts, tokens, biases in product((4, 5), (r, first), (False, True)):
         m = Maker(DEVICE, WIDE, 0)
-        args, _ = experts_call(6, 4, 8, experts, 2, biases=biases)(m)
+        args, _ = S.experts_call(6, 4, 8, experts, 2, biases=biases)(m)
         args[3][0, 0], args[3][1, 1] = -1, experts  # sentinels of the caller
         whole = [t.requires_grad_() if t.is_floating_point() else t for t in args]
         wanted = [i for i, t in enumerate(whole) if t.requires_grad]

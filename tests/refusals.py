@@ -18,24 +18,11 @@ from torch import Tensor
 import samples
 
 NOT_FLOATING = (
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32,
+    torch.uint64, torch.bool, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
-)
+)  # fmt: skip
 OTHER_DTYPES = (torch.int64, torch.bool, torch.complex64, torch.float16, torch.float64)
 LEFTPAD_DTYPES = (torch.int64, torch.int16, torch.uint8, torch.bool, torch.float32)
 NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
@@ -235,8 +222,21 @@ heads = {
 }
 
 
+Z = Arg("z", rank="", sized=(0, 1))
+
+
 def with_grad(name: str):
     return (name, replace(name, lambda t: t.clone().requires_grad_()))
+
+
+def zeroed(name: str, *changes: Any, **named: Any):
+    """The argument as zeros of another shape, dtype or device."""
+    return (name, replace(name, lambda t: zeros(t, *changes, **named)))
+
+
+def both(op: str, *spec: Any, **more: Any) -> dict[str, Spec]:
+    """An op and its _forward, which has the same arguments."""
+    return dict.fromkeys((op, op + "_forward"), Spec(*spec, **more))
 
 
 BMM = [Arg("a", anchor=True), Arg("b", sized=(0, 1))]
@@ -263,7 +263,7 @@ PAIR_BIASES = [Arg("left_bias", sized=(0,)), Arg("right_bias", sized=(0,))]
 
 COS_SIN = [Arg("cos", rank="", sized=(0, 1, 2)), Arg("sin", sized=(0, 1, 2))]
 TABLES = {
-    f"cos {name}": ("cos", replace("cos", lambda t, shape=shape: zeros(t, shape)))
+    f"cos {name}": zeroed("cos", shape)
     for name, shape in {
         "rank 0": (),
         "rank 1": (4,),
@@ -279,11 +279,9 @@ DZ = Arg("dz", sized=(0, 1))
 
 IMAGES = [Arg("x", anchor=True), Arg("weight")]
 
-INT4_WEIGHT = [
-    Arg("qweight", sized=(0, 1), blame=("scale", "dy")),
-    Arg("scale", sized=(0,)),
-    Arg("zero", sized=(0, 1)),
-]
+ZERO = Arg("zero", sized=(0, 1))
+INT4_WEIGHT = [Arg("qweight", sized=(0, 1), blame=("scale", "dy")), Arg("scale", sized=(0,)), ZERO]
+CODES = Arg("qweight", sized=(0, 1), blame=("scale",))
 INT4_GROUPS = {
     "three groups of 16": ("scale", replace("scale", resized(1, 1))),
     "no group": ("scale", replace("scale", resized(1, -2))),
@@ -297,7 +295,7 @@ INT4_REPACKED = [
 NOT_BYTES = (torch.int64, torch.bool, torch.complex64, torch.float16, torch.float32, torch.float64)
 
 RANK_0 = {
-    f"x rank 0 {dtype}": ("x", replace("x", lambda t, d=dtype: zeros(t, (), dtype=d)))
+    f"x rank 0 {dtype}": zeroed("x", (), dtype=dtype)
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64)
 }
 
@@ -307,12 +305,9 @@ SPECS: dict[str, Spec] = {
         [Arg("x", anchor=True, rank="min")],
         extra={
             **RANK_0,
-            "x meta int64": (
-                "x",
-                replace("x", lambda t: zeros(t, dtype=torch.int64, device="meta")),
-            ),
-            "x meta rank 0": ("x", replace("x", lambda t: zeros(t, (), device="meta"))),
-            "x complex of one": ("x", replace("x", lambda t: zeros(t, (1,), torch.complex64))),
+            "x meta int64": zeroed("x", dtype=torch.int64, device="meta"),
+            "x meta rank 0": zeroed("x", (), device="meta"),
+            "x complex of one": zeroed("x", (1,), torch.complex64),
         },
     ),
     "softmax_backward": Spec(
@@ -327,7 +322,7 @@ SPECS: dict[str, Spec] = {
         [Arg("scores", anchor=True, rank="min"), LEFTPAD],
         SCALE,
         extra={
-            "scores rank 1": ("scores", replace("scores", lambda t: zeros(t, (3,)))),
+            "scores rank 1": zeroed("scores", (3,)),
             "scores of another batch": ("leftpad", replace("scores", lambda t: t[:2])),
         },
     ),
@@ -340,54 +335,41 @@ SPECS: dict[str, Spec] = {
         ],
         SCALE,
     ),
-    "scalar_attention": Spec("plain", scalar_attention),
-    "scalar_attention_forward": Spec("plain", scalar_attention),
+    **both("scalar_attention", "plain", scalar_attention),
     "scalar_attention_backward": Spec(
         "plain",
         [Arg("dz", sized=(0,)), *scalar_attention, Arg("mean", sized=(0,)), Arg("sum", sized=(0,))],
     ),
-    "softmax_matmul": Spec("padded", softmax_matmul, SCALE),
-    "softmax_matmul_forward": Spec("padded", softmax_matmul, SCALE),
+    **both("softmax_matmul", "padded", softmax_matmul, SCALE),
     "softmax_matmul_backward": Spec(
         "padded", [Arg("dout", sized=RANK_4), *softmax_matmul, *saved], SCALE
     ),
-    "attention": Spec("causal_padded", attention, SCALE, extra=heads),
-    "attention_forward": Spec("causal_padded", attention, SCALE, extra=heads),
+    **both("attention", "causal_padded", attention, SCALE, extra=heads),
     "attention_with_lse": Spec("causal_padded", attention, SCALE, extra=heads),
     "attention_backward": Spec(
         "causal_padded", [Arg("dout", sized=RANK_4), *attention, *saved], SCALE, extra=heads
     ),
-    "linear": Spec("relu", [X, WEIGHT, BIAS], ACTIVATION),
-    "linear_forward": Spec("relu", [X, WEIGHT, BIAS], ACTIVATION),
+    **both("linear", "relu", [X, WEIGHT, BIAS], ACTIVATION),
     "linear_backward": Spec("silu", [DY, X, WEIGHT, PREACT], ACTIVATION, drop=("preact",)),
-    "layer_norm_linear": Spec("relu", [X, WEIGHT, BIAS, *LN], ACTIVATION | EPS),
-    "layer_norm_linear_forward": Spec("relu", [X, WEIGHT, BIAS, *LN], ACTIVATION | EPS),
+    **both("layer_norm_linear", "relu", [X, WEIGHT, BIAS, *LN], ACTIVATION | EPS),
     "layer_norm_linear_backward": Spec(
         "relu", [DY, X, WEIGHT, *LN, *STATS, PREACT], ACTIVATION, drop=("preact",)
     ),
-    "rms_norm_linear": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS | OFFSET),
-    "rms_norm_linear_forward": Spec("relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS | OFFSET),
+    **both("rms_norm_linear", "relu", [X, WEIGHT, BIAS, *RMS], ACTIVATION | EPS | OFFSET),
     "rms_norm_linear_backward": Spec(
         "relu", [DY, X, WEIGHT, *RMS, STATS[1], PREACT], ACTIVATION | OFFSET, drop=("preact",)
     ),
-    **{
-        "rms_norm_gated" + end: Spec("plain", [X, GATE_OF_NORM, SCALE_OF_NORM], EPS)
-        for end in ("", "_forward")
-    },
+    **both("rms_norm_gated", "plain", [X, GATE_OF_NORM, SCALE_OF_NORM], EPS),
     "rms_norm_gated_backward": Spec(
         "plain", [DY_OF_NORM, X, GATE_OF_NORM, SCALE_OF_NORM, STATS[1]]
     ),
-    "rms_norm": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),
-    "rms_norm_forward": Spec("plain", [X, SCALE_OF_NORM], EPS | OFFSET),
+    **both("rms_norm", "plain", [X, SCALE_OF_NORM], EPS | OFFSET),
     "rms_norm_backward": Spec("plain", [DY_OF_NORM, X, SCALE_OF_NORM, STATS[1]], OFFSET),
-    "layer_norm": Spec("plain", [X, SCALE_OF_NORM, BIAS], EPS),
-    "layer_norm_forward": Spec("plain", [X, SCALE_OF_NORM, BIAS], EPS),
+    **both("layer_norm", "plain", [X, SCALE_OF_NORM, BIAS], EPS),
     "layer_norm_backward": Spec("plain", [DY_OF_NORM, X, SCALE_OF_NORM, *STATS]),
-    "add_rms_norm": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM], EPS | OFFSET),
-    "add_rms_norm_forward": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM], EPS | OFFSET),
+    **both("add_rms_norm", "plain", [X, RESIDUAL, SCALE_OF_NORM], EPS | OFFSET),
     "add_rms_norm_backward": Spec("plain", [DNORMED, SUM, SCALE_OF_NORM, STATS[1], DSUM], OFFSET),
-    "add_layer_norm": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM, BIAS], EPS),
-    "add_layer_norm_forward": Spec("plain", [X, RESIDUAL, SCALE_OF_NORM, BIAS], EPS),
+    **both("add_layer_norm", "plain", [X, RESIDUAL, SCALE_OF_NORM, BIAS], EPS),
     "add_layer_norm_backward": Spec("plain", [DNORMED, SUM, SCALE_OF_NORM, *STATS, DSUM]),
     "fold_layer_norm": Spec("full", [Arg("weight", anchor=True), BIAS, *LN]),
     "folded_layer_norm_linear": Spec(
@@ -400,22 +382,20 @@ SPECS: dict[str, Spec] = {
         },
     ),
     "folded_layer_norm_linear_backward": Spec("relu", [DY, *FOLDED], ACTIVATION | EPS),
-    **{
-        op: Spec(
-            "sigmoid_tanh",
-            [X, WEIGHT, BIAS],
-            GATE,
-            extra={"odd weight": ("weight", replace("weight", lambda t: t[:3]))},
-        )
-        for op in ("gated_linear", "gated_linear_forward")
-    },
+    **both(
+        "gated_linear",
+        "sigmoid_tanh",
+        [X, WEIGHT, BIAS],
+        GATE,
+        extra={"odd weight": ("weight", replace("weight", lambda t: t[:3]))},
+    ),
     "bmm": Spec("plain", BMM),
     "int4_linear": Spec(
         "plain",
         [X, *INT4_WEIGHT, BIAS],
         extra={
             **INT4_GROUPS,
-            "K of 12": ("x", replace("x", lambda t: zeros(t, (3, 12)))),
+            "K of 12": zeroed("x", (3, 12)),
             "scale requires grad": with_grad("scale"),
             "bias requires grad": with_grad("bias"),
         },
@@ -424,10 +404,7 @@ SPECS: dict[str, Spec] = {
         "plain", [Arg("dy", anchor=True, rank="min", sized=(1,)), *INT4_WEIGHT], extra=INT4_GROUPS
     ),
     "int4_repack": Spec(
-        "plain",
-        [Arg("qweight", sized=(0, 1), blame=("scale",)), Arg("scale", anchor=True, sized=(0,))]
-        + [Arg("zero", sized=(0, 1))],
-        extra=INT4_GROUPS,
+        "plain", [CODES, Arg("scale", anchor=True, sized=(0,)), ZERO], extra=INT4_GROUPS
     ),
     "int4_linear_repacked": Spec(
         "plain",
@@ -452,20 +429,20 @@ SPECS: dict[str, Spec] = {
         "plain",
         [],
         extra={
-            f"codes {dtype}": ("codes", replace("codes", lambda t, d=dtype: zeros(t, dtype=d)))
+            f"codes {dtype}": zeroed("codes", dtype=dtype)
             for dtype in (*NOT_BYTES, torch.int8, torch.int32, torch.bfloat16)
         }
-        | {"codes rank 0": ("codes", replace("codes", lambda t: zeros(t, ())))},
+        | {"codes rank 0": zeroed("codes", ())},
     ),
     "int4_unpack": Spec(
         "plain",
         [],
         extra={
-            f"packed {dtype}": ("packed", replace("packed", lambda t, d=dtype: zeros(t, dtype=d)))
+            f"packed {dtype}": zeroed("packed", dtype=dtype)
             for dtype in (*NOT_BYTES, torch.uint8, torch.uint32, torch.int16)
         }
         | {f"cols {c}": ("packed", put("cols", c)) for c in (-1, 0, 8, 17, 2**31)}
-        | {"packed rank 0": ("packed", replace("packed", lambda t: zeros(t, ())))},
+        | {"packed rank 0": zeroed("packed", ())},
     ),
     "rotary": Spec(
         "batch",
@@ -482,8 +459,8 @@ SPECS: dict[str, Spec] = {
         [Arg("x", anchor=True, rank="min")],
         extra={
             **RANK_0,
-            "x meta rank 0": ("x", replace("x", lambda t: zeros(t, (), device="meta"))),
-            "x meta int64": ("x", replace("x", lambda t: zeros(t, (2, 2), torch.int64, "meta"))),
+            "x meta rank 0": zeroed("x", (), device="meta"),
+            "x meta int64": zeroed("x", (2, 2), torch.int64, "meta"),
         },
     ),
     "add_scalar": Spec("matrix", [Arg("x", anchor=True, rank="")]),
@@ -498,34 +475,18 @@ SPECS: dict[str, Spec] = {
     "bmm_backward": Spec("plain", [Arg("dy", sized=(0, 1, 2)), *BMM]),
     "gated_activation": Spec("plain", GATED, GATE),
     "gated_activation_backward": Spec("plain", [Arg("dy", sized=(0, 1)), *GATED], GATE),
-    **{
-        op: Spec("plain", [X, *PAIR, *PAIR_BIASES], GATE)
-        for op in ("gated_linear_pair", "gated_linear_pair_forward")
-    },
-    "gated_linear_pair_backward": Spec(
-        "plain", [DY, X, *PAIR, Arg("z", rank="", sized=(0, 1))], GATE
-    ),
-    **{
-        op: Spec("plain", [X, *PAIR_OF_MLP, DOWN, *PAIR_BIASES, DOWN_BIAS], GATE)
-        for op in ("gated_mlp", "gated_mlp_forward")
-    },
-    "gated_mlp_backward": Spec(
-        "plain", [DY, X, *PAIR_OF_MLP, DOWN, Arg("z", rank="", sized=(0, 1))], GATE
-    ),
-    **{
-        op: Spec("bias", [*EXPERTS, *EXPERT_BIASES], EXPERT_GATE)
-        for op in ("experts", "experts_forward")
-    },
+    **both("gated_linear_pair", "plain", [X, *PAIR, *PAIR_BIASES], GATE),
+    "gated_linear_pair_backward": Spec("plain", [DY, X, *PAIR, Z], GATE),
+    **both("gated_mlp", "plain", [X, *PAIR_OF_MLP, DOWN, *PAIR_BIASES, DOWN_BIAS], GATE),
+    "gated_mlp_backward": Spec("plain", [DY, X, *PAIR_OF_MLP, DOWN, Z], GATE),
+    **both("experts", "bias", [*EXPERTS, *EXPERT_BIASES], EXPERT_GATE),
     "experts_backward": Spec(
         "bias",
         [Arg("dy", sized=(0, 1)), *EXPERTS, Arg("z", sized=(0, 1)), EXPERT_BIASES[1]],
         EXPERT_GATE,
     ),
-    **{
-        op + end: Spec("bias", [*GROUPS, Arg("bias", sized=(0, 1))], names)
-        for op, names in (("grouped_linear", ACTIVATION), ("grouped_gated_linear", GATE))
-        for end in ("", "_forward")
-    },
+    **both("grouped_linear", "bias", [*GROUPS, Arg("bias", sized=(0, 1))], ACTIVATION),
+    **both("grouped_gated_linear", "bias", [*GROUPS, Arg("bias", sized=(0, 1))], GATE),
     "grouped_linear_backward": Spec(
         "bias", [Arg("dy", sized=(0, 1)), *GROUPS, Arg("preact", sized=(0, 1))], ACTIVATION
     ),
@@ -534,7 +495,7 @@ SPECS: dict[str, Spec] = {
     ),
     "gated_linear_backward": Spec(
         "sigmoid_tanh",
-        [DY, X, WEIGHT, Arg("z", rank="", sized=(0, 1))],
+        [DY, X, WEIGHT, Z],
         GATE,
         extra={
             "odd weight": (

@@ -6,6 +6,7 @@ contract tests run all of them; an op of the dispatcher that is missing here fai
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,14 @@ class Maker:
         return t.to(acc_dtype(self.dtype) if stat else self.dtype).to(self.device)
 
 
+Builder = Callable[[Maker], Call]
+
+
 @dataclass(frozen=True)
 class Sample:
     op: str
     name: str
-    build: Callable[[Maker], Call]
+    build: Builder
 
     def make(self, device: str = "cpu", dtype: torch.dtype = F32, seed: int = 0) -> Call:
         seed += zlib.crc32(f"{self.op}/{self.name}".encode())
@@ -97,455 +101,369 @@ class Sample:
         return f"{self.op}-{self.name}"
 
 
+def builder(make: Callable[..., Call]) -> Callable[..., Builder]:
+    """make(m, ...) as a function of the other arguments, whose result makes the call with m."""
+    return lambda *args, **kwargs: lambda m: make(m, *args, **kwargs)
+
+
 # Builders. The shapes are tiny: gradcheck perturbs every element.
 
 
-def softmax_call(*shape: int) -> Callable[[Maker], Call]:
-    return lambda m: ([m.randn(*shape)], {})
+@builder
+def softmax_call(m: Maker, *shape: int) -> Call:
+    return [m.randn(*shape)], {}
 
 
-def softmax_backward_call(*shape: int) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        y = R.softmax(R.up(m.randn(*shape)))
-        return [m.randn(*shape), m.saved(y)], {}
-
-    return build
+@builder
+def softmax_backward_call(m: Maker, *shape: int) -> Call:
+    y = R.softmax(R.up(m.randn(*shape)))
+    return [m.randn(*shape), m.saved(y)], {}
 
 
-def causal_call(shape: Sequence[int], pads=None, **kwargs) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        return [m.randn(*shape), *([m.pads(*pads)] if pads else [])], kwargs
-
-    return build
+@builder
+def causal_call(m: Maker, shape: Sequence[int], pads=None, **kwargs) -> Call:
+    return [m.randn(*shape), *([m.pads(*pads)] if pads else [])], kwargs
 
 
-def causal_backward_call(shape: Sequence[int], pads=None, **kwargs) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (scores, *leftpad), _ = causal_call(shape, pads)(m)
-        y = R.causal_softmax(R.up(scores), *map(R.up, leftpad), **kwargs)
-        return [m.randn(*shape), m.saved(y), *leftpad], kwargs
-
-    return build
+@builder
+def causal_backward_call(m: Maker, shape: Sequence[int], pads=None, **kwargs) -> Call:
+    (scores, *leftpad), _ = causal_call(shape, pads)(m)
+    y = R.causal_softmax(R.up(scores), *map(R.up, leftpad), **kwargs)
+    return [m.randn(*shape), m.saved(y), *leftpad], kwargs
 
 
-def softmax_matmul_call(b, h, sq, sk, dv, pads=None, **kwargs) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        leftpad = [m.pads(*pads)] if pads else []
-        return [m.randn(b, h, sq, sk), m.randn(b, h, sk, dv), *leftpad], kwargs
-
-    return build
+@builder
+def softmax_matmul_call(m: Maker, b, h, sq, sk, dv, pads=None, **kwargs) -> Call:
+    leftpad = [m.pads(*pads)] if pads else []
+    return [m.randn(b, h, sq, sk), m.randn(b, h, sk, dv), *leftpad], kwargs
 
 
-def attention_call(b, h, hkv, sq, sk, d, dv, pads=None, **kwargs) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        q, k, v = m.randn(b, h, sq, d), m.randn(b, hkv, sk, d), m.randn(b, hkv, sk, dv)
-        return [q, k, v, *([m.pads(*pads)] if pads else [])], kwargs
-
-    return build
+@builder
+def attention_call(m: Maker, b, h, hkv, sq, sk, d, dv, pads=None, **kwargs) -> Call:
+    q, k, v = m.randn(b, h, sq, d), m.randn(b, hkv, sk, d), m.randn(b, hkv, sk, dv)
+    return [q, k, v, *([m.pads(*pads)] if pads else [])], kwargs
 
 
-def with_saved(forward, inputs: int, reference) -> Callable[[Maker], Call]:
+@builder
+def with_saved(m: Maker, forward, inputs: int, reference) -> Call:
     """The backward call that follows a forward call: dout, its inputs, out, lse, leftpad."""
-
-    def build(m: Maker) -> Call:
-        args, kwargs = forward(m)
-        out, lse = reference(*map(R.up, args), **kwargs)
-        saved = [m.saved(out), m.saved(lse, stat=True)]
-        return [m.randn(*out.shape), *args[:inputs], *saved, *args[inputs:]], kwargs
-
-    return build
+    args, kwargs = forward(m)
+    out, lse = reference(*map(R.up, args), **kwargs)
+    saved = [m.saved(out), m.saved(lse, stat=True)]
+    return [m.randn(*out.shape), *args[:inputs], *saved, *args[inputs:]], kwargs
 
 
-def layer_call(lead, n, k, *norm: bool, bias=True, **kwargs) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        x, weight = m.randn(*lead, k), m.randn(n, k, std=max(k, 1) ** -0.5)
-        args: list[Any] = [x, weight, m.randn(n) if bias else None]
-        mean = 1.0 - kwargs.get("weight_offset", 0)
-        for i, given in enumerate(norm):
-            args.append(m.randn(k, mean=mean - i, std=0.2) if given else None)
-        return args, kwargs
-
-    return build
+@builder
+def layer_call(m: Maker, lead, n, k, *norm: bool, bias=True, **kwargs) -> Call:
+    x, weight = m.randn(*lead, k), m.randn(n, k, std=max(k, 1) ** -0.5)
+    args: list[Any] = [x, weight, m.randn(n) if bias else None]
+    mean = 1.0 - kwargs.get("weight_offset", 0)
+    for i, given in enumerate(norm):
+        args.append(m.randn(k, mean=mean - i, std=0.2) if given else None)
+    return args, kwargs
 
 
-def layer_backward_call(kind: str, forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (x, weight, bias, *norm), kwargs = forward(m)
-        activation = kwargs.get("activation", "none")
-        offset = {name: kwargs[name] for name in ("weight_offset",) if name in kwargs}
-        up_norm = [t if t is None else R.up(t) + offset.get("weight_offset", 0) for t in norm]
-        rows, stats = R.up(x), []
-        if kind != "linear":
-            centred = kind == "layer_norm_linear"
-            rows, mean, rstd = R.normalise(rows, kwargs.get("eps", 1e-5), centred)
-            rows = R.scale_shift(rows, *up_norm)
-            stats = [m.saved(t[..., 0], stat=True) for t in ([mean, rstd] if centred else [rstd])]
-        z = R.affine(rows, R.up(weight), R.up(bias))
-        saved = R.activate(z, activation) if activation == "relu" else z
-        preact = [] if activation == "none" else [m.saved(saved)]
-        args = [m.randn(*z.shape), x, weight, *norm, *stats, *preact]
-        return args, {**offset, "activation": activation, "output_mask": list(mask)}
-
-    return build
+@builder
+def layer_backward_call(m: Maker, kind: str, forward, mask: Sequence[bool]) -> Call:
+    (x, weight, bias, *norm), kwargs = forward(m)
+    activation = kwargs.get("activation", "none")
+    offset = {name: kwargs[name] for name in ("weight_offset",) if name in kwargs}
+    up_norm = [t if t is None else R.up(t) + offset.get("weight_offset", 0) for t in norm]
+    rows, stats = R.up(x), []
+    if kind != "linear":
+        centred = kind == "layer_norm_linear"
+        rows, mean, rstd = R.normalise(rows, kwargs.get("eps", 1e-5), centred)
+        rows = R.scale_shift(rows, *up_norm)
+        stats = [m.saved(t[..., 0], stat=True) for t in ([mean, rstd] if centred else [rstd])]
+    z = R.affine(rows, R.up(weight), R.up(bias))
+    saved = R.activate(z, activation) if activation == "relu" else z
+    preact = [] if activation == "none" else [m.saved(saved)]
+    args = [m.randn(*z.shape), x, weight, *norm, *stats, *preact]
+    return args, {**offset, "activation": activation, "output_mask": list(mask)}
 
 
-def norm_call(op: str, lead, n, *given: bool, **kwargs) -> Callable[[Maker], Call]:
+@builder
+def norm_call(m: Maker, op: str, lead, n, *given: bool, **kwargs) -> Call:
     """A call of a norm; `given` says which of weight and bias there are."""
-
-    def build(m: Maker) -> Call:
-        args: list[Any] = [m.randn(*lead, n) for _ in range(1 + op.startswith("add_"))]
-        offset = kwargs.get("weight_offset", 0)
-        for i, there in enumerate(given):
-            args.append(m.randn(n, mean=1.0 - i - offset, std=0.2) if there else None)
-        return args, kwargs
-
-    return build
+    args: list[Any] = [m.randn(*lead, n) for _ in range(1 + op.startswith("add_"))]
+    offset = kwargs.get("weight_offset", 0)
+    for i, there in enumerate(given):
+        args.append(m.randn(n, mean=1.0 - i - offset, std=0.2) if there else None)
+    return args, kwargs
 
 
-def gated_norm_call(lead, n, weight=True, mask=None, **kwargs) -> Callable[[Maker], Call]:
+@builder
+def gated_norm_call(m: Maker, lead, n, weight=True, mask=None, **kwargs) -> Call:
     """A call of rms_norm_gated; with a mask that of the backward op."""
-
-    def build(m: Maker) -> Call:
-        x, gate = m.randn(*lead, n), m.randn(*lead, n)
-        scale = m.randn(n, mean=1.0, std=0.2) if weight else None
-        if mask is None:
-            return [x, gate, scale], kwargs
-        rows = R.up(x)
-        if kwargs.get("gate_first"):
-            rows = rows * R.activate(R.up(gate), "silu")
-        rstd = m.saved(R.normalise(rows, kwargs.get("eps", 1e-6), False)[2][..., 0], stat=True)
-        rest = {k: v for k, v in kwargs.items() if k != "eps"}
-        return [m.randn(*lead, n), x, gate, scale, rstd], {**rest, "output_mask": list(mask)}
-
-    return build
+    x, gate = m.randn(*lead, n), m.randn(*lead, n)
+    scale = m.randn(n, mean=1.0, std=0.2) if weight else None
+    if mask is None:
+        return [x, gate, scale], kwargs
+    rows = R.up(x)
+    if kwargs.get("gate_first"):
+        rows = rows * R.activate(R.up(gate), "silu")
+    rstd = m.saved(R.normalise(rows, kwargs.get("eps", 1e-6), False)[2][..., 0], stat=True)
+    rest = {k: v for k, v in kwargs.items() if k != "eps"}
+    return [m.randn(*lead, n), x, gate, scale, rstd], {**rest, "output_mask": list(mask)}
 
 
-def norm_backward_call(
-    op: str, forward, mask: Sequence[bool], dsum: bool = True
-) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        args, kwargs = forward(m)
-        adds, centred = op.startswith("add_"), op.endswith("layer_norm")
-        x = args[0] + args[1] if adds else args[0]
-        weight = args[1 + adds] if len(args) > 1 + adds else None
-        eps = kwargs.get("eps", 1e-5 if centred else 1e-6)
-        stats = R.normalise(R.up(x), eps, centred)[1 if centred else 2 :]
-        saved = [m.saved(t[..., 0], stat=True) for t in stats]
-        last = [m.randn(*x.shape)] if adds and dsum else []
-        rest = {k: v for k, v in kwargs.items() if k != "eps"}
-        given = [m.randn(*x.shape), x, weight, *saved, *last]
-        return given, {**rest, "output_mask": list(mask)}
-
-    return build
+@builder
+def norm_backward_call(m: Maker, op: str, forward, mask: Sequence[bool], dsum: bool = True) -> Call:
+    args, kwargs = forward(m)
+    adds, centred = op.startswith("add_"), op.endswith("layer_norm")
+    x = args[0] + args[1] if adds else args[0]
+    weight = args[1 + adds] if len(args) > 1 + adds else None
+    eps = kwargs.get("eps", 1e-5 if centred else 1e-6)
+    stats = R.normalise(R.up(x), eps, centred)[1 if centred else 2 :]
+    saved = [m.saved(t[..., 0], stat=True) for t in stats]
+    last = [m.randn(*x.shape)] if adds and dsum else []
+    rest = {k: v for k, v in kwargs.items() if k != "eps"}
+    given = [m.randn(*x.shape), x, weight, *saved, *last]
+    return given, {**rest, "output_mask": list(mask)}
 
 
-def loss_call(lead, n, k, bias=True, ignored=0, **kwargs) -> Callable[[Maker], Call]:
+@builder
+def loss_call(m: Maker, lead, n, k, bias=True, ignored=0, **kwargs) -> Call:
     """A call of a loss; the first `ignored` targets are ignored."""
-
-    def build(m: Maker) -> Call:
-        target = torch.randint(0, n, lead, generator=m.generator)
-        target.view(-1)[:ignored] = kwargs.get("ignore_index", -100)
-        x, weight = m.randn(*lead, k), m.randn(n, k, std=2 * max(k, 1) ** -0.5)
-        return [x, weight, target.to(m.device), m.randn(n) if bias else None], kwargs
-
-    return build
+    target = torch.randint(0, n, lead, generator=m.generator)
+    target.view(-1)[:ignored] = kwargs.get("ignore_index", -100)
+    x, weight = m.randn(*lead, k), m.randn(n, k, std=2 * max(k, 1) ** -0.5)
+    return [x, weight, target.to(m.device), m.randn(n) if bias else None], kwargs
 
 
-def logits_call(lead, n, ignored=0, **kwargs) -> Callable[[Maker], Call]:
+@builder
+def logits_call(m: Maker, lead, n, ignored=0, **kwargs) -> Call:
     """A call of cross_entropy; the first `ignored` targets are ignored."""
-
-    def build(m: Maker) -> Call:
-        target = torch.randint(0, n, lead, generator=m.generator)
-        target.view(-1)[:ignored] = kwargs.get("ignore_index", -100)
-        return [m.randn(*lead, n, std=2.0), target.to(m.device)], kwargs
-
-    return build
+    target = torch.randint(0, n, lead, generator=m.generator)
+    target.view(-1)[:ignored] = kwargs.get("ignore_index", -100)
+    return [m.randn(*lead, n, std=2.0), target.to(m.device)], kwargs
 
 
-def logits_backward_call(forward) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (logits, target), kwargs = forward(m)
-        loss, *statistics = R.cross_entropy_forward(R.up(logits), R.up(target), **kwargs)
-        dloss = m.saved(R.up(m.randn(*loss.shape)), stat=True)
-        return [dloss, logits, target, *[m.saved(t, stat=True) for t in statistics]], kwargs
-
-    return build
+@builder
+def logits_backward_call(m: Maker, forward) -> Call:
+    (logits, target), kwargs = forward(m)
+    loss, *statistics = R.cross_entropy_forward(R.up(logits), R.up(target), **kwargs)
+    dloss = m.saved(R.up(m.randn(*loss.shape)), stat=True)
+    return [dloss, logits, target, *[m.saved(t, stat=True) for t in statistics]], kwargs
 
 
-def scaled_logits_call(*shape: int) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        return [m.saved(R.up(m.randn()), stat=True), m.randn(*shape)], {}
-
-    return build
+@builder
+def scaled_logits_call(m: Maker, *shape: int) -> Call:
+    return [m.saved(R.up(m.randn()), stat=True), m.randn(*shape)], {}
 
 
-def without(call: Callable[[Maker], Call], *names: str, **more: Any) -> Callable[[Maker], Call]:
+@builder
+def without(m: Maker, call: Builder, *names: str, **more: Any) -> Call:
     """The call without these keywords, and with others."""
-
-    def build(m: Maker) -> Call:
-        args, kwargs = call(m)
-        return args, {**{k: v for k, v in kwargs.items() if k not in names}, **more}
-
-    return build
+    args, kwargs = call(m)
+    return args, {**{k: v for k, v in kwargs.items() if k not in names}, **more}
 
 
+@builder
 def cross_entropy_backward_call(
-    forward, mask: Sequence[bool], others: Sequence[str] = ()
-) -> Callable[[Maker], Call]:
+    m: Maker, forward, mask: Sequence[bool], others: Sequence[str] = ()
+) -> Call:
     """others: of "dlse" and "dmean", the gradients that are given beside dloss."""
-
-    def build(m: Maker) -> Call:
-        (x, weight, target, bias), kwargs = without(forward, "keep")(m)
-        loss, lse = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
-        saved = [m.saved(R.up(m.randn(*loss.shape)), stat=True), m.saved(lse, stat=True)]
-        args = [saved[0], x, weight, target, saved[1], bias]
-        for name in others:
-            kwargs = {**kwargs, name: m.saved(R.up(m.randn(*lse.shape)), stat=True)}
-        return args, {**kwargs, "output_mask": list(mask)}
-
-    return build
+    (x, weight, target, bias), kwargs = without(forward, "keep")(m)
+    loss, lse = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
+    saved = [m.saved(R.up(m.randn(*loss.shape)), stat=True), m.saved(lse, stat=True)]
+    args = [saved[0], x, weight, target, saved[1], bias]
+    for name in others:
+        kwargs = {**kwargs, name: m.saved(R.up(m.randn(*lse.shape)), stat=True)}
+    return args, {**kwargs, "output_mask": list(mask)}
 
 
-def exponentials_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
+@builder
+def exponentials_backward_call(m: Maker, forward, mask: Sequence[bool]) -> Call:
     """y and factor are drawn; y is 0 behind N, and factor where a row is ignored."""
-
-    def build(m: Maker) -> Call:
-        (x, weight, target, bias), kwargs = without(forward, "keep")(m)
-        loss, _ = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
-        n = weight.shape[0]
-        y = m.randn(*target.shape, -(-n // 64) * 64)
-        y[..., n:] = 0
-        names = ("reduction", "ignore_index", "label_smoothing", "shift", "temperature")
-        kept = {k: v for k, v in kwargs.items() if k in names}
-        ones = torch.ones((), dtype=torch.float64)
-        live = R.rows_dloss(
-            ones.expand(loss.shape) if loss.dim() else ones,
-            R.up(target),
-            "none" if loss.dim() else "sum",
-            kwargs.get("ignore_index", -100),
-            kwargs.get("shift", 0),
-        )
-        factor = R.up(m.randn(*target.shape)).abs() * live.view(target.shape)
-        factor = m.saved(factor, stat=True)
-        dloss = m.saved(R.up(m.randn(*loss.shape)), stat=True)
-        return [dloss, x, weight, target, y, factor], {**kept, "output_mask": list(mask)}
-
-    return build
+    (x, weight, target, bias), kwargs = without(forward, "keep")(m)
+    loss, _ = R.linear_cross_entropy_forward(*map(R.up, (x, weight, target, bias)), **kwargs)
+    n = weight.shape[0]
+    y = m.randn(*target.shape, -(-n // 64) * 64)
+    y[..., n:] = 0
+    names = ("reduction", "ignore_index", "label_smoothing", "shift", "temperature")
+    kept = {k: v for k, v in kwargs.items() if k in names}
+    ones = torch.ones((), dtype=torch.float64)
+    live = R.rows_dloss(
+        ones.expand(loss.shape) if loss.dim() else ones,
+        R.up(target),
+        "none" if loss.dim() else "sum",
+        kwargs.get("ignore_index", -100),
+        kwargs.get("shift", 0),
+    )
+    factor = R.up(m.randn(*target.shape)).abs() * live.view(target.shape)
+    factor = m.saved(factor, stat=True)
+    dloss = m.saved(R.up(m.randn(*loss.shape)), stat=True)
+    return [dloss, x, weight, target, y, factor], {**kept, "output_mask": list(mask)}
 
 
-def scaled_gradients_call(lead, n, k, wanted: Sequence[bool]) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        shapes = zip(((*lead, k), (n, k), (n,)), wanted, strict=True)
-        stored = [m.randn(*shape) if w else m.randn(0) for shape, w in shapes]
-        return [m.saved(R.up(m.randn()), stat=True), *stored], {}
-
-    return build
+@builder
+def scaled_gradients_call(m: Maker, lead, n, k, wanted: Sequence[bool]) -> Call:
+    shapes = zip(((*lead, k), (n, k), (n,)), wanted, strict=True)
+    stored = [m.randn(*shape) if w else m.randn(0) for shape, w in shapes]
+    return [m.saved(R.up(m.randn()), stat=True), *stored], {}
 
 
-def logprobs_backward_call(forward, mask: Sequence[bool]) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (x, weight, target, bias), kwargs = forward(m)
-        given = list(map(R.up, (x, weight, target, bias)))
-        logprob, uncertainty, lse = R.linear_token_logprobs_forward(*given, **kwargs)
+@builder
+def logprobs_backward_call(m: Maker, forward, mask: Sequence[bool]) -> Call:
+    (x, weight, target, bias), kwargs = forward(m)
+    given = list(map(R.up, (x, weight, target, bias)))
+    logprob, uncertainty, lse = R.linear_token_logprobs_forward(*given, **kwargs)
 
-        def per_token(t: Tensor) -> Tensor:
-            return m.saved(t, stat=True)
+    def per_token(t: Tensor) -> Tensor:
+        return m.saved(t, stat=True)
 
-        grads = [per_token(R.up(m.randn(*logprob.shape))) for _ in range(2)]
-        args = [grads[0], x, weight, target, per_token(lse), bias]
-        if kwargs.get("entropy"):
-            args += [per_token(uncertainty), grads[1]]
-        rest = {k: v for k, v in kwargs.items() if k != "entropy"}
-        return args, {**rest, "output_mask": list(mask)}
-
-    return build
+    grads = [per_token(R.up(m.randn(*logprob.shape))) for _ in range(2)]
+    args = [grads[0], x, weight, target, per_token(lse), bias]
+    if kwargs.get("entropy"):
+        args += [per_token(uncertainty), grads[1]]
+    rest = {k: v for k, v in kwargs.items() if k != "entropy"}
+    return args, {**rest, "output_mask": list(mask)}
 
 
-def fold_call(n, k, bias, scale, shift) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        return [
-            m.randn(n, k),
-            m.randn(n) if bias else None,
-            m.randn(k, mean=1.0, std=0.2) if scale else None,
-            m.randn(k, std=0.2) if shift else None,
-        ], {}
-
-    return build
+@builder
+def fold_call(m: Maker, n, k, bias, scale, shift) -> Call:
+    return [
+        m.randn(n, k),
+        m.randn(n) if bias else None,
+        m.randn(k, mean=1.0, std=0.2) if scale else None,
+        m.randn(k, std=0.2) if shift else None,
+    ], {}
 
 
-def folded_call(lead, n, k, bias=True, backward=False, **kwargs) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        x, weight = m.randn(*lead, k), m.randn(n, k, std=max(k, 1) ** -0.5)
-        total = m.saved(R.up(weight).sum(1), stat=True)
-        shift = [m.saved(R.up(m.randn(n)), stat=True)] if bias else []
-        dy = [m.randn(*lead, n)] if backward else []
-        return [*dy, x, weight, total, *shift], kwargs
-
-    return build
+@builder
+def folded_call(m: Maker, lead, n, k, bias=True, backward=False, **kwargs) -> Call:
+    x, weight = m.randn(*lead, k), m.randn(n, k, std=max(k, 1) ** -0.5)
+    total = m.saved(R.up(weight).sum(1), stat=True)
+    shift = [m.saved(R.up(m.randn(n)), stat=True)] if bias else []
+    dy = [m.randn(*lead, n)] if backward else []
+    return [*dy, x, weight, total, *shift], kwargs
 
 
-def gated_backward_call(lead, n, k, mask, **kwargs) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (x, weight, bias), _ = layer_call(lead, 2 * n, k)(m)
-        z = m.saved(R.affine(R.up(x), R.up(weight), R.up(bias)))
-        return [m.randn(*lead, n), x, weight, z], {**kwargs, "output_mask": list(mask)}
-
-    return build
+@builder
+def gated_backward_call(m: Maker, lead, n, k, mask, **kwargs) -> Call:
+    (x, weight, bias), _ = layer_call(lead, 2 * n, k)(m)
+    z = m.saved(R.affine(R.up(x), R.up(weight), R.up(bias)))
+    return [m.randn(*lead, n), x, weight, z], {**kwargs, "output_mask": list(mask)}
 
 
-def gate_call(*shape: int, mask=None, **kwargs) -> Callable[[Maker], Call]:
+@builder
+def gate_call(m: Maker, *shape: int, mask=None, **kwargs) -> Call:
     """A call of gated_activation; with a mask the call of the backward op."""
-
-    def build(m: Maker) -> Call:
-        operands = [m.randn(*shape), m.randn(*shape)]
-        if mask is None:
-            return operands, kwargs
-        return [m.randn(*shape), *operands], {**kwargs, "output_mask": list(mask)}
-
-    return build
+    operands = [m.randn(*shape), m.randn(*shape)]
+    if mask is None:
+        return operands, kwargs
+    return [m.randn(*shape), *operands], {**kwargs, "output_mask": list(mask)}
 
 
-def pair_call(lead, n, k, biases=(True, True), mask=None, **kwargs) -> Callable[[Maker], Call]:
+@builder
+def pair_call(m: Maker, lead, n, k, biases=(True, True), mask=None, **kwargs) -> Call:
     """A call of gated_linear_pair; with a mask the call of the backward op."""
-
-    def build(m: Maker) -> Call:
-        x, *weights = m.randn(*lead, k), *(m.randn(n, k, std=max(k, 1) ** -0.5) for _ in range(2))
-        vectors = [m.randn(n) if given else None for given in biases]
-        if mask is None:
-            return [x, *weights, *vectors], kwargs
-        branches = [
-            R.affine(R.up(x), R.up(w), R.up(b)) for w, b in zip(weights, vectors, strict=True)
-        ]
-        z = m.saved(torch.cat(branches, -1))
-        return [m.randn(*lead, n), x, *weights, z], {**kwargs, "output_mask": list(mask)}
-
-    return build
+    x, *weights = m.randn(*lead, k), *(m.randn(n, k, std=max(k, 1) ** -0.5) for _ in range(2))
+    vectors = [m.randn(n) if given else None for given in biases]
+    if mask is None:
+        return [x, *weights, *vectors], kwargs
+    branches = [R.affine(R.up(x), R.up(w), R.up(b)) for w, b in zip(weights, vectors, strict=True)]
+    z = m.saved(torch.cat(branches, -1))
+    return [m.randn(*lead, n), x, *weights, z], {**kwargs, "output_mask": list(mask)}
 
 
-def experts_call(
-    tokens, h, n, experts, k, biases=False, mask=None, **kwargs
-) -> Callable[[Maker], Call]:
+@builder
+def experts_call(m: Maker, tokens, h, n, experts, k, biases=False, mask=None, **kwargs) -> Call:
     """A call of experts; with a mask the call of the backward op."""
-
-    def build(m: Maker) -> Call:
-        width = 2 * n if "glu" in kwargs.get("gate", "swiglu") else n
-        x, weight = m.randn(tokens, h), m.randn(tokens, k)
-        gate_up, down = m.randn(experts, width, h, std=h**-0.5), m.randn(experts, h, n)
-        if kwargs.get("transposed"):
-            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
-        scores = torch.rand(tokens, experts, generator=m.generator)
-        index = scores.topk(k).indices.to(m.device)
-        vectors = [m.randn(experts, width), m.randn(experts, h)] if biases else []
-        args = [x, gate_up, down, index, weight]
-        if mask is None:
-            return [*args, *vectors], kwargs
-        given = map(R.up, (x, gate_up, index, vectors[0] if vectors else None))
-        z = R.expert_z(*given, kwargs.get("transposed", False))
-        return [m.randn(tokens, h), *args, m.saved(z), *vectors[1:]], {
-            **kwargs,
-            "output_mask": mask,
-        }
-
-    return build
+    width = 2 * n if "glu" in kwargs.get("gate", "swiglu") else n
+    x, weight = m.randn(tokens, h), m.randn(tokens, k)
+    gate_up, down = m.randn(experts, width, h, std=h**-0.5), m.randn(experts, h, n)
+    if kwargs.get("transposed"):
+        gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+    scores = torch.rand(tokens, experts, generator=m.generator)
+    index = scores.topk(k).indices.to(m.device)
+    vectors = [m.randn(experts, width), m.randn(experts, h)] if biases else []
+    args = [x, gate_up, down, index, weight]
+    if mask is None:
+        return [*args, *vectors], kwargs
+    given = map(R.up, (x, gate_up, index, vectors[0] if vectors else None))
+    z = R.expert_z(*given, kwargs.get("transposed", False))
+    return [m.randn(tokens, h), *args, m.saved(z), *vectors[1:]], {**kwargs, "output_mask": mask}
 
 
-def grouped_call(rows, n, k, ends, bias=True, mask=None, **kwargs) -> Callable[[Maker], Call]:
+@builder
+def grouped_call(m: Maker, rows, n, k, ends, bias=True, mask=None, **kwargs) -> Call:
     """A call of grouped_linear or grouped_gated_linear; with a mask that of the backward op."""
-
-    def build(m: Maker) -> Call:
-        width = 2 * n if "gate" in kwargs else n
-        x, weight = m.randn(rows, k), m.randn(len(ends), width, k, std=max(k, 1) ** -0.5)
-        offsets = torch.tensor(ends, dtype=torch.int32, device=m.device)
-        vectors = [m.randn(len(ends), width)] if bias else []
-        if mask is None:
-            return [x, weight, offsets, *vectors], kwargs
-        z = R.grouped_z(*map(R.up, (x, weight, offsets, *vectors)))
-        activation = kwargs.get("activation", "")
-        saved = R.activate(z, "relu") if activation == "relu" else z
-        args = [m.randn(rows, n), x, weight, offsets]
-        return args if activation == "none" else [*args, m.saved(saved)], {
-            **kwargs,
-            "output_mask": mask,
-        }
-
-    return build
+    width = 2 * n if "gate" in kwargs else n
+    x, weight = m.randn(rows, k), m.randn(len(ends), width, k, std=max(k, 1) ** -0.5)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=m.device)
+    vectors = [m.randn(len(ends), width)] if bias else []
+    if mask is None:
+        return [x, weight, offsets, *vectors], kwargs
+    z = R.grouped_z(*map(R.up, (x, weight, offsets, *vectors)))
+    activation = kwargs.get("activation", "")
+    saved = R.activate(z, "relu") if activation == "relu" else z
+    args = [m.randn(rows, n), x, weight, offsets]
+    preact = [] if activation == "none" else [m.saved(saved)]
+    return [*args, *preact], {**kwargs, "output_mask": mask}
 
 
-def mlp_call(
-    lead, n, k, p, biases=(True, True, True), mask=None, **kwargs
-) -> Callable[[Maker], Call]:
+@builder
+def mlp_call(m: Maker, lead, n, k, p, biases=(True, True, True), mask=None, **kwargs) -> Call:
     """A call of gated_mlp; with a mask the call of the backward op."""
-
-    def build(m: Maker) -> Call:
-        (x, *weights), _ = pair_call(lead, n, k, (False, False))(m)
-        weights = [*weights[:2], m.randn(p, n, std=max(n, 1) ** -0.5)]
-        sizes = zip((n, n, p), biases, strict=True)
-        vectors = [m.randn(size) if given else None for size, given in sizes]
-        if mask is None:
-            return [x, *weights, *vectors], kwargs
-        given = [R.up(t) for t in (x, *weights[:2], *vectors[:2])]
-        branches = [R.affine(given[0], w, b) for w, b in zip(given[1:3], given[3:], strict=True)]
-        z = m.saved(torch.cat(branches, -1))
-        return [m.randn(*lead, p), x, *weights, z], {**kwargs, "output_mask": list(mask)}
-
-    return build
+    (x, *weights), _ = pair_call(lead, n, k, (False, False))(m)
+    weights = [*weights[:2], m.randn(p, n, std=max(n, 1) ** -0.5)]
+    sizes = zip((n, n, p), biases, strict=True)
+    vectors = [m.randn(size) if given else None for size, given in sizes]
+    if mask is None:
+        return [x, *weights, *vectors], kwargs
+    given = [R.up(t) for t in (x, *weights[:2], *vectors[:2])]
+    branches = [R.affine(given[0], w, b) for w, b in zip(given[1:3], given[3:], strict=True)]
+    z = m.saved(torch.cat(branches, -1))
+    return [m.randn(*lead, p), x, *weights, z], {**kwargs, "output_mask": list(mask)}
 
 
+@builder
 def rotary_call(
-    b, h, hk, s, d, rotary_dim, *lead: int, wide=False, mask=None, **kwargs
-) -> Callable[[Maker], Call]:
+    m: Maker, b, h, hk, s, d, rotary_dim, *lead: int, wide=False, mask=None, **kwargs
+) -> Call:
     """q and k, and tables (*lead, s, rotary_dim) of independent values, in fp32 if wide; with a
     mask the call of the backward op.
     """
-
-    def build(m: Maker) -> Call:
-        tables = [R.up(m.randn(*lead, s, rotary_dim)) for _ in range(2)]
-        args = [m.randn(b, h, s, d), m.randn(b, hk, s, d), *(m.saved(t, wide) for t in tables)]
-        return args, kwargs if mask is None else {**kwargs, "output_mask": list(mask)}
-
-    return build
+    tables = [R.up(m.randn(*lead, s, rotary_dim)) for _ in range(2)]
+    args = [m.randn(b, h, s, d), m.randn(b, hk, s, d), *(m.saved(t, wide) for t in tables)]
+    return args, kwargs if mask is None else {**kwargs, "output_mask": list(mask)}
 
 
-def bmm_call(batches, m_size, n, k, mask=None) -> Callable[[Maker], Call]:
+@builder
+def bmm_call(m: Maker, batches, m_size, n, k, mask=None) -> Call:
     """`batches` of a and b; with a mask the call of the backward op."""
-
-    def build(m: Maker) -> Call:
-        a, b = m.randn(batches[0], m_size, k), m.randn(batches[1], k, n)
-        if mask is None:
-            return [a, b], {}
-        batch = batches[1] if batches[0] == 1 else batches[0]
-        return [m.randn(batch, m_size, n), a, b], {"output_mask": list(mask)}
-
-    return build
+    a, b = m.randn(batches[0], m_size, k), m.randn(batches[1], k, n)
+    if mask is None:
+        return [a, b], {}
+    batch = batches[1] if batches[0] == 1 else batches[0]
+    return [m.randn(batch, m_size, n), a, b], {"output_mask": list(mask)}
 
 
-def scalar_attention_call(n: int) -> Callable[[Maker], Call]:
-    return lambda m: ([m.randn(n), m.randn(n), m.randn(n)], {})
+@builder
+def scalar_attention_call(m: Maker, n: int) -> Call:
+    return [m.randn(n), m.randn(n), m.randn(n)], {}
 
 
-def scalar_attention_backward_call(n: int, mask: Sequence[bool]) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        qkv, _ = scalar_attention_call(n)(m)
-        q, k, v = map(R.up, qkv)
-        scores = q[:, None] * k
-        largest = scores.amax(-1, keepdim=True) if n else scores
-        total = torch.exp(scores - largest).sum(-1)
-        saved = [m.saved(t, stat=True) for t in (R.scalar_attention(q, k, v), total)]
-        return [m.randn(n), *qkv, *saved], {"output_mask": list(mask)}
-
-    return build
+@builder
+def scalar_attention_backward_call(m: Maker, n: int, mask: Sequence[bool]) -> Call:
+    qkv, _ = scalar_attention_call(n)(m)
+    q, k, v = map(R.up, qkv)
+    scores = q[:, None] * k
+    largest = scores.amax(-1, keepdim=True) if n else scores
+    total = torch.exp(scores - largest).sum(-1)
+    saved = [m.saved(t, stat=True) for t in (R.scalar_attention(q, k, v), total)]
+    return [m.randn(n), *qkv, *saved], {"output_mask": list(mask)}
 
 
-def conv2d_call(shape, kernel, mask=None) -> Callable[[Maker], Call]:
+@builder
+def conv2d_call(m: Maker, shape, kernel, mask=None) -> Call:
     """With a mask the call of the backward op."""
-
-    def build(m: Maker) -> Call:
-        args = [m.randn(*shape), m.randn(*kernel)]
-        if mask is None:
-            return args, {}
-        return [m.randn(*shape), *args], {"output_mask": list(mask)}
-
-    return build
+    args = [m.randn(*shape), m.randn(*kernel)]
+    if mask is None:
+        return args, {}
+    return [m.randn(*shape), *args], {"output_mask": list(mask)}
 
 
 def int4_weight(m: Maker, n: int, k: int, groups: int) -> list[Tensor]:
@@ -559,19 +477,19 @@ def int4_weight(m: Maker, n: int, k: int, groups: int) -> list[Tensor]:
     return [words(n, k // 8), scale, words(n, (groups + 7) // 8)]
 
 
-def int4_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
-    return lambda m: (
-        [m.randn(*lead, k), *int4_weight(m, n, k, groups), m.randn(n) if bias else None],
-        {},
-    )
+@builder
+def int4_call(m: Maker, lead, n, k, groups, bias=True) -> Call:
+    return [m.randn(*lead, k), *int4_weight(m, n, k, groups), m.randn(n) if bias else None], {}
 
 
-def int4_backward_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
-    return lambda m: ([m.randn(*lead, n), *int4_weight(m, n, k, groups)], {})
+@builder
+def int4_backward_call(m: Maker, lead, n, k, groups, bias=True) -> Call:
+    return [m.randn(*lead, n), *int4_weight(m, n, k, groups)], {}
 
 
-def int4_repack_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
-    return lambda m: (int4_weight(m, n, k, groups), {})
+@builder
+def int4_repack_call(m: Maker, lead, n, k, groups, bias=True) -> Call:
+    return int4_weight(m, n, k, groups), {}
 
 
 def int4_repacked(m: Maker, *weight: Tensor) -> list[Tensor]:
@@ -580,20 +498,16 @@ def int4_repacked(m: Maker, *weight: Tensor) -> list[Tensor]:
     return [words[0], m.saved(scale), words[1]]
 
 
-def int4_repacked_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (x, *weight, shift), _ = int4_call(lead, n, k, groups, bias)(m)
-        return [x, *int4_repacked(m, *weight), shift], {"out_features": n}
-
-    return build
+@builder
+def int4_repacked_call(m: Maker, lead, n, k, groups, bias=True) -> Call:
+    (x, *weight, shift), _ = int4_call(lead, n, k, groups, bias)(m)
+    return [x, *int4_repacked(m, *weight), shift], {"out_features": n}
 
 
-def int4_repacked_backward_call(lead, n, k, groups, bias=True) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (dy, *weight), _ = int4_backward_call(lead, n, k, groups)(m)
-        return [dy, *int4_repacked(m, *weight)], {"in_features": k}
-
-    return build
+@builder
+def int4_repacked_backward_call(m: Maker, lead, n, k, groups, bias=True) -> Call:
+    (dy, *weight), _ = int4_backward_call(lead, n, k, groups)(m)
+    return [dy, *int4_repacked(m, *weight)], {"in_features": k}
 
 
 # The calls that take a weight of 4 bits, by op.
@@ -606,53 +520,83 @@ INT4_CALLS = (
 )
 
 
-def int4_codes_call(*shape: int) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        codes = torch.randint(0, 16, shape, generator=m.generator, dtype=torch.uint8)
-        return [codes.to(m.device)], {}
-
-    return build
+@builder
+def int4_codes_call(m: Maker, *shape: int) -> Call:
+    codes = torch.randint(0, 16, shape, generator=m.generator, dtype=torch.uint8)
+    return [codes.to(m.device)], {}
 
 
-def int4_unpack_call(*shape: int) -> Callable[[Maker], Call]:
-    def build(m: Maker) -> Call:
-        (codes,), _ = int4_codes_call(*shape)(m)
-        return [R.int4_words(codes).to(torch.int32).to(m.device), shape[-1]], {}
-
-    return build
+@builder
+def int4_unpack_call(m: Maker, *shape: int) -> Call:
+    (codes,), _ = int4_codes_call(*shape)(m)
+    return [R.int4_words(codes).to(torch.int32).to(m.device), shape[-1]], {}
 
 
-def add_scalar_call(value: float, *shape: int) -> Callable[[Maker], Call]:
-    return lambda m: ([m.randn(*shape), value], {})
+@builder
+def add_scalar_call(m: Maker, value: float, *shape: int) -> Call:
+    return [m.randn(*shape), value], {}
 
 
-def outer_call(rows: int, cols: int) -> Callable[[Maker], Call]:
-    return lambda m: ([m.randn(cols), m.randn(rows)], {})
+@builder
+def outer_call(m: Maker, rows: int, cols: int) -> Call:
+    return [m.randn(cols), m.randn(rows)], {}
 
 
-def mul_relu_call(rows: int, cols: int) -> Callable[[Maker], Call]:
-    return lambda m: ([m.randn(rows, cols), m.randn(rows)], {})
+@builder
+def mul_relu_call(m: Maker, rows: int, cols: int) -> Call:
+    return [m.randn(rows, cols), m.randn(rows)], {}
 
 
-def with_dz(forward: Callable[[Maker], Call], rows: int, cols: int, inputs: int = 2):
+@builder
+def with_dz(m: Maker, forward: Builder, rows: int, cols: int, inputs: int = 2) -> Call:
     """The call of the backward op: dz, then as many of the forward op's arguments."""
-    return lambda m: ([m.randn(rows, cols), *forward(m)[0][:inputs]], {})
+    return [m.randn(rows, cols), *forward(m)[0][:inputs]], {}
 
 
-def _listed() -> dict[str, list[Sample]]:
-    samples: dict[str, list[Sample]] = {}
+Masked = tuple[Builder, Sequence[bool]]
+Case = tuple[tuple[Any, ...], dict[str, Any], Sequence[bool]]  # sizes, options, output_mask
 
-    def add(op: str, **named: Callable[[Maker], Call]) -> None:
-        samples.setdefault(op, []).extend(Sample(op, n, b) for n, b in named.items())
 
-    shapes = {
-        "vector": (7,),
-        "matrix": (3, 5),
-        "rank4": (2, 1, 3, 4),
-        "one": (2, 1),
-        "empty": (0, 4),
-    }
-    shapes["long"] = (2, 33)
+def bits(text: str) -> list[bool]:
+    return [c == "1" for c in text]
+
+
+class Calls(dict[str, dict[str, Builder]]):
+    """The builders of calls by op and name."""
+
+    def add(self, op: str, **named: Builder) -> None:
+        self.setdefault(op, {}).update(named)
+
+    def add_both(self, op: str, **named: Builder) -> None:
+        """An op and its _forward."""
+        for end in ("", "_forward"):
+            self.add(op + end, **named)
+
+    def add_three(self, op: str, calls: dict[str, Masked], backward: Callable[..., Builder]):
+        """An op, its _forward, and its _backward: that of a call and an output_mask."""
+        self.add_both(op, **{n: call for n, (call, _) in calls.items()})
+        self.add(op + "_backward", **{n: backward(*masked) for n, masked in calls.items()})
+
+    def add_masked(
+        self, build: Callable[..., Builder], cases: dict[str, Case], op: str, *ends: str
+    ):
+        """An op of each end, and its _backward, from a builder with a mask."""
+        for name, (sizes, options, mask) in cases.items():
+            for end in ends:
+                self.add(op + end, **{name: build(*sizes, **options)})
+            self.add(op + "_backward", **{name: build(*sizes, **options, mask=mask)})
+
+
+def every_gradient(count: int, cases: dict[str, tuple[Any, dict[str, Any]]]) -> dict[str, Case]:
+    """The cases with an output_mask of so many gradients."""
+    return {name: (*case, [True] * count) for name, case in cases.items()}
+
+
+def _listed() -> Calls:
+    calls = Calls()
+    add, add_both = calls.add, calls.add_both
+    shapes = {"vector": (7,), "matrix": (3, 5), "rank4": (2, 1, 3, 4), "one": (2, 1)}
+    shapes |= {"empty": (0, 4), "long": (2, 33)}
     add("softmax", **{n: softmax_call(*s) for n, s in shapes.items()})
     add("softmax_backward", **{n: softmax_backward_call(*s) for n, s in shapes.items()})
 
@@ -687,17 +631,16 @@ def _listed() -> dict[str, list[Sample]]:
         "tall": attention_call(2, 1, 1, 5, 2, 3, 2, pads=(1, -3), causal=True),
         "empty": attention_call(2, 1, 1, 3, 0, 2, 2),
     }
-    for op, calls, inputs, ref in (
+    for op, given, inputs, ref in (
         ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),
         ("attention", attention, 3, R.attention_forward),
     ):
-        add(op, **calls)
-        add(op + "_forward", **calls)
-        add(op + "_backward", **{n: with_saved(c, inputs, ref) for n, c in calls.items()})
+        add_both(op, **given)
+        add(op + "_backward", **{n: with_saved(c, inputs, ref) for n, c in given.items()})
     add("attention_with_lse", **attention)
 
-    masks = ([True, True, True], [True, False, True], [False, True, False], [False, False, False])
-    layers: dict[str, dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]]] = {}
+    masks = tuple(map(bits, ("111", "101", "010", "000")))
+    layers: dict[str, dict[str, Masked]] = {}
     layers["linear"] = {
         "plain": (layer_call((3,), 4, 5), masks[0]),
         "no_bias": (layer_call((2, 3), 4, 2, bias=False), masks[1]),
@@ -709,7 +652,7 @@ def _listed() -> dict[str, list[Sample]]:
     }
 
     every = {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1, "temperature": 0.7}
-    losses: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
+    losses: dict[str, Masked] = {
         "plain": (loss_call((4,), 7, 5, reduction="none", ignored=1), masks[0]),
         "mean": (loss_call((2, 3), 5, 4, ignored=2), masks[0]),
         "sum": (loss_call((3,), 6, 3, bias=False, reduction="sum", softcap=2.0), masks[1]),
@@ -765,8 +708,7 @@ def _listed() -> dict[str, list[Sample]]:
         "empty": logits_call((0,), 5, reduction="sum"),
     }
     name = "cross_entropy"
-    add(name, **logits)
-    add(name + "_forward", **logits)
+    add_both(name, **logits)
     add(name + "_backward", **{n: logits_backward_call(c) for n, c in logits.items()})
     add(
         name + "_gradients_forward",
@@ -780,7 +722,7 @@ def _listed() -> dict[str, list[Sample]]:
         one_class=scaled_logits_call(3, 1),
         empty=scaled_logits_call(0, 4),
     )
-    logprobs: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
+    logprobs: dict[str, Masked] = {
         "plain": (loss_call((4,), 7, 5), masks[0]),
         "entropy": (loss_call((2, 3), 5, 4, entropy=True), masks[0]),
         "options": (loss_call((3,), 6, 3, temperature=0.7, softcap=2.0, entropy=True), masks[2]),
@@ -789,13 +731,7 @@ def _listed() -> dict[str, list[Sample]]:
         "one_class": (loss_call((3,), 1, 4), masks[0]),
         "empty": (loss_call((0, 2), 5, 4, entropy=True), masks[3]),
     }
-    name = "linear_token_logprobs"
-    add(name, **{n: c for n, (c, _) in logprobs.items()})
-    add(name + "_forward", **{n: c for n, (c, _) in logprobs.items()})
-    add(
-        name + "_backward",
-        **{n: logprobs_backward_call(c, mask) for n, (c, mask) in logprobs.items()},
-    )
+    calls.add_three("linear_token_logprobs", logprobs, logprobs_backward_call)
 
     def wide(short: Sequence[bool], extra: int) -> list[bool]:
         return [*short, *([True, False, True][:extra] if short[0] else [False] * extra)]
@@ -821,22 +757,19 @@ def _listed() -> dict[str, list[Sample]]:
         [True] * 4,
     )
     first = {"gate_first": True}
-    for name, sizes, options, mask in (
-        ("plain", ((3,), 5), {}, [True] * 3),
-        ("first", ((2, 2), 6), first | {"eps": 0.1}, [True] * 3),
-        ("bare", ((2,), 4, False), {}, [True, True, False]),
-        ("vector", ((), 6), first, [False, True, True]),
-        ("empty", ((0, 2), 4), first, [True, False, True]),
-    ):
-        for end in ("", "_forward"):
-            add("rms_norm_gated" + end, **{name: gated_norm_call(*sizes, **options)})
-        build = gated_norm_call(*sizes, mask=mask, **options)
-        add("rms_norm_gated_backward", **{name: build})
+    gated_norms: dict[str, Case] = {
+        "plain": (((3,), 5), {}, bits("111")),
+        "first": (((2, 2), 6), first | {"eps": 0.1}, bits("111")),
+        "bare": (((2,), 4, False), {}, bits("110")),
+        "vector": (((), 6), first, bits("011")),
+        "empty": (((0, 2), 4), first, bits("101")),
+    }
+    calls.add_masked(gated_norm_call, gated_norms, "rms_norm_gated", "", "_forward")
     for op in ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"):
         centred = op.endswith("layer_norm")
         full, none = [True] * (1 + centred), [False] * (1 + centred)
         offset = {} if centred else {"weight_offset": 1.0}
-        norms: dict[str, tuple[Callable[[Maker], Call], Sequence[bool]]] = {
+        norms: dict[str, Masked] = {
             "plain": (norm_call(op, (3,), 5, *full), [True, *full]),
             "bare": (norm_call(op, (2, 2), 4), [True, *none]),
             "offset": (norm_call(op, (2,), 6, *full, eps=0.1, **offset), [True, *none]),
@@ -845,17 +778,13 @@ def _listed() -> dict[str, list[Sample]]:
         }
         if centred:
             norms["bias"] = (norm_call(op, (3,), 4, False, True), [True, False, True])
-        add(op, **{n: c for n, (c, _) in norms.items()})
-        add(op + "_forward", **{n: c for n, (c, _) in norms.items()})
+        add_both(op, **{n: c for n, (c, _) in norms.items()})
         add(
             op + "_backward",
             **{n: norm_backward_call(op, c, mask, n != "bare") for n, (c, mask) in norms.items()},
         )
-    for kind, calls in layers.items():
-        add(kind, **{n: c for n, (c, _) in calls.items()})
-        add(kind + "_forward", **{n: c for n, (c, _) in calls.items()})
-        backward = {n: layer_backward_call(kind, c, mask) for n, (c, mask) in calls.items()}
-        add(kind + "_backward", **backward)
+    for kind, given in layers.items():
+        calls.add_three(kind, given, functools.partial(layer_backward_call, kind))
 
     add(
         "fold_layer_norm",
@@ -885,42 +814,37 @@ def _listed() -> dict[str, list[Sample]]:
         interleaved, bias = i % 2 == 1, i != 2
         lead = [(3,), (), (2, 2), (4,), (1, 3)][i]
         forward = layer_call(lead, 4, 5, bias=bias, gate=gate, interleaved=interleaved)
-        add("gated_linear", **{gate: forward})
-        add("gated_linear_forward", **{gate: forward})
+        add_both("gated_linear", **{gate: forward})
         mask = masks[min(i, 2)]
         build = gated_backward_call(lead, 2, 5, mask, gate=gate, interleaved=interleaved)
         add("gated_linear_backward", **{gate: build})
     lengths = {"plain": 7, "one": 1, "two": 2, "some": 33, "empty": 0}
-    for op in ("scalar_attention", "scalar_attention_forward"):
-        add(op, **{n: scalar_attention_call(size) for n, size in lengths.items()})
+    add_both("scalar_attention", **{n: scalar_attention_call(s) for n, s in lengths.items()})
     wanted = ([True] * 3, masks[1], [False, True, True], [False, False, True], masks[3])
     builds = map(scalar_attention_backward_call, lengths.values(), wanted)
     add("scalar_attention_backward", **dict(zip(lengths, builds, strict=True)))
 
-    products: dict[str, tuple[tuple[Any, ...], Sequence[bool]]] = {
-        "plain": (((3, 3), 4, 5, 2), [True, True]),
-        "one_a": (((1, 3), 2, 3, 4), [True, True]),
-        "one_b": (((3, 1), 2, 3, 4), [True, True]),
-        "one": (((1, 1), 3, 1, 5), [True, False]),
-        "only_b": (((2, 2), 1, 3, 2), [False, True]),
-        "no_k": (((2, 1), 2, 3, 0), [True, True]),
-        "empty": (((0, 1), 2, 3, 4), [False, False]),
+    products: dict[str, Case] = {
+        "plain": (((3, 3), 4, 5, 2), {}, bits("11")),
+        "one_a": (((1, 3), 2, 3, 4), {}, bits("11")),
+        "one_b": (((3, 1), 2, 3, 4), {}, bits("11")),
+        "one": (((1, 1), 3, 1, 5), {}, bits("10")),
+        "only_b": (((2, 2), 1, 3, 2), {}, bits("01")),
+        "no_k": (((2, 1), 2, 3, 0), {}, bits("11")),
+        "empty": (((0, 1), 2, 3, 4), {}, bits("00")),
     }
-    add("bmm", **{n: bmm_call(*sizes) for n, (sizes, _) in products.items()})
-    add("bmm_backward", **{n: bmm_call(*sizes, mask) for n, (sizes, mask) in products.items()})
+    calls.add_masked(bmm_call, products, "bmm", "")
 
-    rotaries: dict[str, tuple[tuple[int, ...], dict[str, Any], Sequence[bool]]] = {
-        "plain": ((2, 4, 2, 5, 6, 6), {}, [True, True]),
-        "batch": ((3, 2, 1, 4, 4, 4, 3), {}, [True, False]),
-        "partial": ((2, 1, 3, 3, 7, 4, 1), {"wide": True}, [False, True]),
-        "interleaved": ((2, 2, 2, 3, 8, 6), {"interleaved": True}, [True, True]),
-        "one": ((1, 1, 1, 1, 2, 2, 1), {}, [True, True]),
-        "chunks": ((1, 5, 1, 2, 40, 32), {}, [True, True]),
-        "empty": ((2, 2, 1, 0, 4, 4), {}, [False, False]),
+    rotaries: dict[str, Case] = {
+        "plain": ((2, 4, 2, 5, 6, 6), {}, bits("11")),
+        "batch": ((3, 2, 1, 4, 4, 4, 3), {}, bits("10")),
+        "partial": ((2, 1, 3, 3, 7, 4, 1), {"wide": True}, bits("01")),
+        "interleaved": ((2, 2, 2, 3, 8, 6), {"interleaved": True}, bits("11")),
+        "one": ((1, 1, 1, 1, 2, 2, 1), {}, bits("11")),
+        "chunks": ((1, 5, 1, 2, 40, 32), {}, bits("11")),
+        "empty": ((2, 2, 1, 0, 4, 4), {}, bits("00")),
     }
-    for name, (sizes, options, wanted) in rotaries.items():
-        add("rotary", **{name: rotary_call(*sizes, **options)})
-        add("rotary_backward", **{name: rotary_call(*sizes, **options, mask=wanted)})
+    calls.add_masked(rotary_call, rotaries, "rotary", "")
 
     sums = {"matrix": (3, 5), "vector": (7,), "rank4": (2, 1, 3, 4), "one": (2, 1), "empty": (0, 4)}
     sums["no_columns"] = (2, 0)
@@ -938,15 +862,14 @@ def _listed() -> dict[str, list[Sample]]:
         add("mul_relu", **{name: scaled})
         add("mul_relu_backward", **{name: with_dz(scaled, rows, cols)})
 
-    images: dict[str, tuple[tuple[Any, ...], Sequence[bool]]] = {
-        "plain": (((2, 4, 5), (3, 2)), [True, True]),
-        "square": (((1, 8, 4), (3, 3)), [True, False]),
-        "wide": (((2, 2, 3), (4, 5)), [False, True]),
-        "one": (((3, 2, 2), (1, 1)), [False, False]),
-        "empty": (((0, 3, 4), (2, 2)), [True, True]),
+    images: dict[str, Case] = {
+        "plain": (((2, 4, 5), (3, 2)), {}, bits("11")),
+        "square": (((1, 8, 4), (3, 3)), {}, bits("10")),
+        "wide": (((2, 2, 3), (4, 5)), {}, bits("01")),
+        "one": (((3, 2, 2), (1, 1)), {}, bits("00")),
+        "empty": (((0, 3, 4), (2, 2)), {}, bits("11")),
     }
-    add("conv2d", **{n: conv2d_call(*sizes) for n, (sizes, _) in images.items()})
-    add("conv2d_backward", **{n: conv2d_call(*sizes, m) for n, (sizes, m) in images.items()})
+    calls.add_masked(conv2d_call, images, "conv2d", "")
 
     int4 = {
         "plain": ((3,), 4, 16, 2),
@@ -963,88 +886,46 @@ def _listed() -> dict[str, list[Sample]]:
     add("int4_pack", **{n: int4_codes_call(*s) for n, s in codes.items()})
     add("int4_unpack", **{n: int4_unpack_call(*s) for n, s in codes.items()})
 
-    add("gated_linear", empty=layer_call((0,), 4, 3))
-    add("gated_linear_forward", empty=layer_call((0,), 4, 3))
+    add_both("gated_linear", empty=layer_call((0,), 4, 3))
     add("gated_linear_backward", empty=gated_backward_call((0,), 2, 3, masks[0]))
-    gates: dict[str, tuple[tuple[int, ...], dict[str, Any], list[bool]]] = {
-        "plain": ((3, 5), {}, [True, True]),
-        "vector": ((4,), {"gate": "geglu"}, [True, False]),
-        "rank3": ((2, 1, 9), {"gate": "geglu_tanh"}, [False, True]),
-        "reglu": ((2, 8), {"gate": "reglu"}, [True, True]),
-        "sigmoid_tanh": ((3, 16), {"gate": "sigmoid_tanh"}, [True, True]),
-        "empty": ((0, 3), {}, [True, True]),
+    gates: dict[str, Case] = {
+        "plain": ((3, 5), {}, bits("11")),
+        "vector": ((4,), {"gate": "geglu"}, bits("10")),
+        "rank3": ((2, 1, 9), {"gate": "geglu_tanh"}, bits("01")),
+        "reglu": ((2, 8), {"gate": "reglu"}, bits("11")),
+        "sigmoid_tanh": ((3, 16), {"gate": "sigmoid_tanh"}, bits("11")),
+        "empty": ((0, 3), {}, bits("11")),
     }
-    for name, (shape, options, mask) in gates.items():
-        add("gated_activation", **{name: gate_call(*shape, **options)})
-        add("gated_activation_backward", **{name: gate_call(*shape, **options, mask=mask)})
-    pairs: dict[str, tuple[tuple[Any, ...], dict[str, Any], Sequence[bool]]] = {
-        "plain": (((3,), 4, 5), {}, [True] * 5),
-        "bare": (
-            ((2, 2), 3, 4, (False, False)),
-            {"gate": "geglu"},
-            [True, False, True, False, True],
-        ),
-        "left_bias": (
-            ((4,), 2, 3, (True, False)),
-            {"gate": "reglu"},
-            [False, True, True, True, False],
-        ),
-        "right_bias": (((), 3, 6, (False, True)), {"gate": "geglu_tanh"}, [True] * 5),
-        "sigmoid_tanh": (
-            ((1, 3), 4, 2),
-            {"gate": "sigmoid_tanh"},
-            [True, True, False, False, False],
-        ),
-        "empty": (((0, 2), 3, 4), {}, [True] * 5),
+    calls.add_masked(gate_call, gates, "gated_activation", "")
+    pairs: dict[str, Case] = {
+        "plain": (((3,), 4, 5), {}, bits("11111")),
+        "bare": (((2, 2), 3, 4, (False, False)), {"gate": "geglu"}, bits("10101")),
+        "left_bias": (((4,), 2, 3, (True, False)), {"gate": "reglu"}, bits("01110")),
+        "right_bias": (((), 3, 6, (False, True)), {"gate": "geglu_tanh"}, bits("11111")),
+        "sigmoid_tanh": (((1, 3), 4, 2), {"gate": "sigmoid_tanh"}, bits("11000")),
+        "empty": (((0, 2), 3, 4), {}, bits("11111")),
     }
-    for name, (sizes, options, mask) in pairs.items():
-        add("gated_linear_pair", **{name: pair_call(*sizes, **options)})
-        add("gated_linear_pair_forward", **{name: pair_call(*sizes, **options)})
-        add("gated_linear_pair_backward", **{name: pair_call(*sizes, **options, mask=mask)})
-    mlps: dict[str, tuple[tuple[Any, ...], dict[str, Any], Sequence[bool]]] = {
-        "plain": (((3,), 4, 5, 6), {}, [True] * 7),
-        "bare": (
-            ((2, 2), 3, 4, 2, (False, False, False)),
-            {"gate": "geglu"},
-            [True, False, True, False, True, False, True],
-        ),
-        "left_bias": (
-            ((4,), 2, 3, 5, (True, False, False)),
-            {"gate": "reglu"},
-            [False, True, True, True, True, False, False],
-        ),
-        "down_bias": (
-            ((), 3, 6, 1, (False, True, True)),
-            {"gate": "geglu_tanh"},
-            [False, False, False, True, False, False, True],
-        ),
-        "sigmoid_tanh": (
-            ((1, 3), 4, 2, 3),
-            {"gate": "sigmoid_tanh"},
-            [True, True, False, False, False, False, False],
-        ),
-        "empty": (((0, 2), 3, 4, 2), {}, [True] * 7),
+    calls.add_masked(pair_call, pairs, "gated_linear_pair", "", "_forward")
+    mlps: dict[str, Case] = {
+        "plain": (((3,), 4, 5, 6), {}, bits("1111111")),
+        "bare": (((2, 2), 3, 4, 2, bits("000")), {"gate": "geglu"}, bits("1010101")),
+        "left_bias": (((4,), 2, 3, 5, bits("100")), {"gate": "reglu"}, bits("0111100")),
+        "down_bias": (((), 3, 6, 1, bits("011")), {"gate": "geglu_tanh"}, bits("0001001")),
+        "sigmoid_tanh": (((1, 3), 4, 2, 3), {"gate": "sigmoid_tanh"}, bits("1100000")),
+        "empty": (((0, 2), 3, 4, 2), {}, bits("1111111")),
     }
-    for name, (sizes, options, mask) in mlps.items():
-        add("gated_mlp", **{name: mlp_call(*sizes, **options)})
-        add("gated_mlp_forward", **{name: mlp_call(*sizes, **options)})
-        add("gated_mlp_backward", **{name: mlp_call(*sizes, **options, mask=mask)})
-    expert_calls = {
-        "plain": ((5, 3, 2, 3, 2), {}, [True] * 6),
-        "bias": ((5, 2, 3, 2, 1), {"biases": True, "alpha": 1.7, "limit": 1.5}, [True] * 6),
-        "interleaved": (
-            (3, 2, 2, 4, 2),
-            {"interleaved": True, "transposed": True, "biases": True, "gate": "geglu"},
-            [True, False, True, True, False, True],
-        ),
-        "bare": (
-            (3, 4, 1, 2, 2), {"gate": "relu_squared"}, [False, True, False, False, True, False]
-        ),
-        "one_token": (
-            (1, 3, 2, 5, 3), {"gate": "geglu_tanh"}, [True, False, False, True, False, False]
-        ),
-        "empty": ((0, 3, 2, 2, 2), {}, [True] * 6),
-    }  # fmt: skip
+    calls.add_masked(mlp_call, mlps, "gated_mlp", "", "_forward")
+    woven = {"interleaved": True, "transposed": True, "biases": True, "gate": "geglu"}
+    limited = {"biases": True, "alpha": 1.7, "limit": 1.5}
+    expert_calls: dict[str, Case] = {
+        "plain": ((5, 3, 2, 3, 2), {}, bits("111111")),
+        "bias": ((5, 2, 3, 2, 1), limited, bits("111111")),
+        "interleaved": ((3, 2, 2, 4, 2), woven, bits("101101")),
+        "bare": ((3, 4, 1, 2, 2), {"gate": "relu_squared"}, bits("010010")),
+        "one_token": ((1, 3, 2, 5, 3), {"gate": "geglu_tanh"}, bits("100100")),
+        "empty": ((0, 3, 2, 2, 2), {}, bits("111111")),
+    }
+    calls.add_masked(experts_call, expert_calls, "experts", "", "_forward")
     groups = {
         "plain": ((7, 3, 5, (2, 2, 6)), {}),
         "beyond": ((7, 4, 8, (-1, 4, 3, 9)), {}),  # the offsets are clamped
@@ -1057,23 +938,18 @@ def _listed() -> dict[str, list[Sample]]:
         ("grouped_gated_linear", "gate", R.GATES),
     )
     for op, option, values in kinds:
+        cases: dict[str, Case] = {}
         for (name, (sizes, options)), value, mask in zip(
-            groups.items(), values, (*masks, [True] * 3), strict=True
+            groups.items(), values, (*masks, bits("111")), strict=True
         ):
-            options = {**options, option: value}
+            cases[name] = sizes, {**options, option: value}, mask
             if option == "gate":
-                options["interleaved"] = name != "plain"
-            for end in ("", "_forward"):
-                add(op + end, **{name: grouped_call(*sizes, **options)})
-            add(op + "_backward", **{name: grouped_call(*sizes, **options, mask=mask)})
-    for name, (sizes, options, mask) in expert_calls.items():
-        add("experts", **{name: experts_call(*sizes, **options)})
-        add("experts_forward", **{name: experts_call(*sizes, **options)})
-        add("experts_backward", **{name: experts_call(*sizes, **options, mask=mask)})
-    return samples
+                cases[name][1]["interleaved"] = name != "plain"
+        calls.add_masked(grouped_call, cases, op, "", "_forward")
+    return calls
 
 
-SAMPLES = _listed()
+SAMPLES = {op: [Sample(op, *item) for item in named.items()] for op, named in _listed().items()}
 # Ops with lists of tensors: test_norm_linears.py has their samples and checks their contract.
 OPS_OF_LISTS = tuple(op for op in ops_of_library() if public_op(op) in LISTS)
 PUBLIC = tuple(op for op in SAMPLES if public_op(op) == op)
@@ -1118,6 +994,11 @@ def need_kernel(op: str, device: str) -> None:
 # Running an op through the rules of numerics
 
 
+def trained(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors that require a gradient."""
+    return [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
+
+
 def requiring(op: str, args: Sequence[Any], wanted: Sequence[int] | None = None) -> list[Any]:
     """Fresh leaves: the differentiable arguments require a gradient, the strides stay."""
     wanted = DIFFERENTIABLE.get(op, ()) if wanted is None else wanted
@@ -1131,9 +1012,8 @@ def forward_backward(op, args, kwargs, dout: Tensor | None = None):
     """The first output and the gradients of the arguments (None if not differentiable)."""
     leaves = requiring(op, args)
     out = as_tuple(call(op)(*leaves, **kwargs))[0]
-    inputs = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
     dout = torch.ones_like(out) if dout is None else dout
-    grads = iter(torch.autograd.grad(out, inputs, dout))
+    grads = iter(torch.autograd.grad(out, trained(leaves), dout))
     return out.detach(), [
         next(grads) if isinstance(a, Tensor) and a.requires_grad else None for a in leaves
     ]
@@ -1170,7 +1050,7 @@ def check_op(
         dout = torch.randn(shape, dtype=F64).to(reference.dtype).to(device)
     out, grads = forward_backward(op, args, kwargs, dout)
     numerics.check(out, reference, label=op, eager=yardstick, device=device)
-    inputs = [a for a in eager_leaves if isinstance(a, Tensor) and a.requires_grad]
+    inputs = trained(eager_leaves)
     eager_grads = iter(torch.autograd.grad(yardstick, inputs, dout) if eager else [None] * 9)
     bounds = GRADIENTS[op](dout, *args, **kwargs)
     names = [a.name for a in getattr(torch.ops.torchweld, op).default._schema.arguments]

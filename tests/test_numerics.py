@@ -78,22 +78,26 @@ def test_overflow_of_the_dtype_is_expected_as_inf():
         check(torch.tensor([65504.0, 1.0], dtype=torch.float16), bound, label="copy")
 
 
-@pytest.mark.parametrize("shape", [(8, 2), (16, 1), (4, 4), (15,), (0,), ()])
-def test_shape_must_agree(shape):
-    bound = exact_bound(torch.float32, 16)
-    with pytest.raises(AssertionError, match="shape"):
-        check(torch.zeros(shape), bound, label="copy")
-    with pytest.raises(AssertionError, match="shape"):
-        assert_equal(torch.zeros(shape), bound.ref.float())
+def test_of_sequences_every_tensor_is_compared():
+    first, second = torch.zeros(3), torch.ones(3)
+    assert_same_bits((first, None, second), [first, None, second])
+    for other in ([first, None, -second], [first, second, None], [first, None]):
+        for compare in (assert_equal, assert_same_bits):
+            with pytest.raises((AssertionError, ValueError)):
+                compare([first, None, second], other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32])
-def test_dtype_must_agree(dtype):
+@pytest.mark.parametrize(
+    ("what", "out"),
+    [("shape", torch.zeros(s)) for s in ((8, 2), (16, 1), (4, 4), (15,), (0,), ())]
+    + [("dtype", torch.zeros(16, dtype=d)) for d in (*DTYPES[1:], torch.int32)],
+)
+def test_shape_and_dtype_must_agree(what, out):
     bound = exact_bound(torch.float32, 16)
-    with pytest.raises(AssertionError, match="dtype"):
-        check(bound.ref.to(dtype), bound, label="copy")
-    with pytest.raises(AssertionError, match="dtype"):
-        assert_equal(bound.ref.to(dtype), bound.ref.float())
+    with pytest.raises(AssertionError, match=what):
+        check(out, bound, label="copy")
+    with pytest.raises(AssertionError, match=what):
+        assert_equal(out, bound.ref.float())
 
 
 def test_device_must_agree():
