@@ -83,12 +83,10 @@ def test_results_lie_as_the_inputs(device, sizes, masked):
         for d in (dout, by_position(dout)):
             got = results(moved, d, args, kwargs)
             assert all(lies_by_position(t) for t in got)
-            for one, other in zip(got, plain, strict=True):
-                assert_same_bits(one, other)
+            assert_same_bits(got, plain)
         mixed = results((moved[0], k, moved[2]), dout, args, kwargs)
         assert [lies_by_position(t) for t in mixed] == [True, True, False, True]
-        for one, other in zip(mixed, plain, strict=True):
-            assert_same_bits(one, other)
+        assert_same_bits(mixed, plain)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -102,10 +100,7 @@ def test_every_kernel_stores_by_position(sizes, masked):
         moved = [by_position(t) for t in (q, k, v)]
         for name in each_choice("attention_forward", q, k, v, *args, **kwargs):
             plain = ops.attention_forward(q, k, v, *args, **kwargs)
-            for one, other in zip(
-                ops.attention_forward(*moved, *args, **kwargs), plain, strict=True
-            ):
-                assert_same_bits(one, other, name)
+            assert_same_bits(ops.attention_forward(*moved, *args, **kwargs), plain, name)
         dout = torch.randn_like(plain[0])
         given = (dout, q, k, v, *plain, *args)
         for name in each_choice("attention_backward", *given, **kwargs):
@@ -113,8 +108,7 @@ def test_every_kernel_stores_by_position(sizes, masked):
             got = ops.attention_backward(by_position(dout), *moved, *saved, *args, **kwargs)
             assert all(lies_by_position(t) for t in got[:3]), name
             grads = ops.attention_backward(*given, **kwargs)
-            for one, other in zip(got, grads, strict=True):
-                assert_same_bits(one, other, name)
+            assert_same_bits(got, grads, name)
 
 
 def test_packed_projections(device):

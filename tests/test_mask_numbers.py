@@ -138,7 +138,7 @@ def check_seen(device: str, seen: Tensor, numbers: dict) -> None:
         assert_equal(out[0, 0], expected)
 
 
-def numbers_of(seed: int, op: str, b: int, h: int, sq: int, sk: int, dtype) -> tuple:
+def numbers_of(seed: int, op: str, b: int, h: int, sq: int, sk: int, dtype, device: str) -> tuple:
     """A leftpad or None, and random numbers; at least one of those beyond leftpad."""
     pick = random.Random(seed)
     g = torch.Generator().manual_seed(seed)
@@ -164,7 +164,7 @@ def numbers_of(seed: int, op: str, b: int, h: int, sq: int, sk: int, dtype) -> t
     if pick.random() < 0.4 or len(numbers) < 2:
         sink = torch.randn(h, generator=g, dtype=F64)
         numbers["sink"] = sink.to(pick.choice([dtype, acc_dtype(dtype)]))
-    return leftpad, numbers
+    return None if leftpad is None else leftpad.to(device), moved(device, numbers)
 
 
 def case(seed: int, op: str, device: str) -> tuple:
@@ -184,9 +184,7 @@ def case(seed: int, op: str, device: str) -> tuple:
         args = [randn(device, dtype, b, h, sq, sk)]
         if op == "softmax_matmul":
             args.append(randn(device, dtype, b, h, sk, 6))
-    leftpad, numbers = numbers_of(seed, op, b, h, sq, sk, dtype)
-    leftpad = leftpad if leftpad is None else leftpad.to(device)
-    numbers = moved(device, numbers)
+    leftpad, numbers = numbers_of(seed, op, b, h, sq, sk, dtype, device)
     if pick.random() < 0.5:
         numbers["scale"] = pick.choice([0.7, -1.0])
     return args, leftpad, numbers
@@ -216,9 +214,8 @@ def test_large_random_masks(device, shape, seed):
     for dtype in dtypes(device)[:3]:
         seed += 3
         torch.manual_seed(seed)
-        leftpad, numbers = numbers_of(seed, "attention", b, h, sq, sk, dtype)
-        leftpad = leftpad if leftpad is None else leftpad.to(device)
-        compare("attention", qkv(dtype, *shape, device), leftpad, moved(device, numbers))
+        numbers = numbers_of(seed, "attention", b, h, sq, sk, dtype, device)
+        compare("attention", qkv(dtype, *shape, device), *numbers)
 
 
 # seqlen_q, seqlen_k, head_dim_v of softmax_matmul: edges of its tiles of 128 rows, 32 or 64 keys
@@ -236,10 +233,9 @@ def test_random_masks_of_tiles(device, shape, seed):
     for dtype in dtypes(device)[:3]:
         seed += 6
         torch.manual_seed(seed)
-        leftpad, numbers = numbers_of(seed, "softmax_matmul", 2, 2, sq, sk, dtype)
-        leftpad = leftpad if leftpad is None else leftpad.to(device)
+        numbers = numbers_of(seed, "softmax_matmul", 2, 2, sq, sk, dtype, device)
         args = [randn(device, dtype, 2, 2, sq, sk), randn(device, dtype, 2, 2, sk, dv)]
-        compare("softmax_matmul", args, leftpad, moved(device, numbers))
+        compare("softmax_matmul", args, *numbers)
 
 
 # seqlen_q, seqlen_k of the kernels of causal_softmax: a row in registers of a warp and of more
@@ -257,12 +253,10 @@ def test_random_masks_of_rows(device, shape, seed):
     for dtype in dtypes(device)[:3]:
         seed += 6
         torch.manual_seed(seed)
-        leftpad, numbers = numbers_of(seed, "causal_softmax", 2, 2, sq, sk, dtype)
+        leftpad, numbers = numbers_of(seed, "causal_softmax", 2, 2, sq, sk, dtype, device)
         if "window" in numbers:
             numbers["window"] *= max(1, sk // 100)
-        leftpad = leftpad if leftpad is None else leftpad.to(device)
-        scores = randn(device, dtype, 2, 2, sq, sk)
-        compare("causal_softmax", [scores], leftpad, moved(device, numbers))
+        compare("causal_softmax", [randn(device, dtype, 2, 2, sq, sk)], leftpad, numbers)
 
 
 CAPPED = [{}, {"softcap": 2.0}, {"sink": (0.5, -1.0)}, {"softcap": 0.5, "sink": (3.0, -math.inf)}]
@@ -296,8 +290,7 @@ def test_hidden_scores_are_not_read(device, capped, sk, offset):
             for t in (x, y, dy):
                 t.masked_fill_(~seen, hole)
             holed = [torchweld.causal_softmax(x, **numbers), *backward(dy, y, **numbers, **more)]
-            for got, want in zip(holed, [forward, *gradients], strict=True):
-                assert_same_bits(got, want)
+            assert_same_bits(holed, [forward, *gradients])
 
 
 @pytest.mark.parametrize("sq", [3, 140])
@@ -308,10 +301,9 @@ def test_unseen_keys_are_not_read_by_softmax_matmul(device, hole, sq):
     start = torch.full((3, sq), 5, dtype=torch.int32)
     start[1] = torch.arange(sq) % 90 + 20
     start[2, sq // 3 :: 2] = 999
-    numbers = {"key_start": start, "key_end": ints(60, 200, 41), "softcap": 3.0}
-    numbers = moved(device, numbers)
-    mask = {"key_start": numbers["key_start"], "key_end": numbers["key_end"]}
-    seen = R.visible(3, sq, sk, None, False, **mask)[:, None].to(device)
+    numbers = {"key_start": start, "key_end": ints(60, 200, 41)}
+    seen = R.visible(3, sq, sk, None, False, **numbers)[:, None].to(device)
+    numbers = {**moved(device, numbers), "softcap": 3.0}
     rows, keys = ~seen.any(3)[..., None], ~seen.any(2)[..., None]
     for dtype in dtypes(device):
         scores, value = randn(device, dtype, 3, 2, sq, sk), randn(device, dtype, 3, 2, sk, dv)
@@ -397,8 +389,7 @@ def test_with_lse_and_its_gradient(device, seed):
     for alone, grad, both in ((lse, dlse, (none[0], dlse)), (out, dout, (dout, none[1]))):
         got = torch.autograd.grad(alone, leaves, grad, retain_graph=True)
         want = torch.autograd.grad((out, lse), leaves, both, retain_graph=True)
-        for a, b in zip(got, want, strict=True):
-            assert_same_bits(a, b)
+        assert_same_bits(got, want)
 
 
 def test_gradcheck_of_sink_softcap_and_lse():
@@ -439,9 +430,9 @@ def test_unseen_keys_are_not_read(device, hole, sq):
     start = torch.full((3, sq), 5, dtype=torch.int32)
     start[1] = torch.arange(sq) + 20
     start[2, sq // 2 :] = 99
-    numbers = {"key_start": start, "key_end": ints(60, 66, 41), "softcap": 3.0}
-    numbers = moved(device, numbers)
-    seen = R.visible(3, sq, sk, None, False, key_start=start, key_end=numbers["key_end"]).to(device)
+    numbers = {"key_start": start, "key_end": ints(60, 66, 41)}
+    seen = R.visible(3, sq, sk, None, False, **numbers).to(device)
+    numbers = {**moved(device, numbers), "softcap": 3.0}
     rows, keys = ~seen.any(2)[:, None, :, None], ~seen.any(1)[:, None, :, None]
     for dtype in dtypes(device):
         q, k, v = qkv(dtype, 3, 2, 1, sq, sk, device=device)
@@ -549,8 +540,7 @@ def test_packed_documents_are_calls_of_their_own(device):
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     wanted = torch.autograd.grad(torch.cat(parts, 2), (q, k, v), dout)
-    for got, want in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads, wanted)
 
 
 def test_parts_of_the_keys_join_by_lse(device):
@@ -562,22 +552,21 @@ def test_parts_of_the_keys_join_by_lse(device):
     torch.testing.assert_close(combined, whole)
 
 
+def hiding_nothing(sq: int, sk: int, dtype, device: str) -> list[dict]:
+    """Numbers of two sequences that hide nothing."""
+    start = torch.zeros(2, sq, dtype=torch.int32) - 2**31
+    sink = torch.full((2,), -math.inf, dtype=dtype)
+    every = ({"window": sk}, {"key_end": ints(sk, 2**31 - 1)}, {"key_start": start}, {"sink": sink})
+    return [moved(device, numbers) for numbers in every]
+
+
 def test_numbers_that_hide_nothing_change_no_bit(device):
     for sq in (4, 70):
         for dtype in dtypes(device):
             args = qkv(dtype, sq=sq, sk=70, device=device)
             plain = attention_with_lse(*args, causal=True)
-            for numbers in (
-                {"window": 70},
-                {"key_end": ints(70, 2**31 - 1)},
-                {"key_start": torch.zeros(2, sq, dtype=torch.int32) - 2**31},
-                {"sink": torch.full((2,), -math.inf, dtype=dtype)},
-            ):
-                numbers = moved(device, numbers)
-                for got, want in zip(
-                    attention_with_lse(*args, causal=True, **numbers), plain, strict=True
-                ):
-                    assert_same_bits(got, want)
+            for numbers in hiding_nothing(sq, 70, dtype, device):
+                assert_same_bits(attention_with_lse(*args, causal=True, **numbers), plain)
 
 
 def test_numbers_that_hide_nothing_change_no_bit_of_the_scores_ops(device):
@@ -587,17 +576,8 @@ def test_numbers_that_hide_nothing_change_no_bit_of_the_scores_ops(device):
         scores, value = randn(device, dtype, 2, 2, sq, sk), randn(device, dtype, 2, 2, sk, 65)
         plain = forward(scores, value, causal=True)
         rows = torchweld.causal_softmax(scores)
-        for numbers in (
-            {"window": sk},
-            {"key_end": ints(sk, 2**31 - 1)},
-            {"key_start": torch.zeros(2, sq, dtype=torch.int32) - 2**31},
-            {"sink": torch.full((2,), -math.inf, dtype=dtype)},
-        ):
-            numbers = moved(device, numbers)
-            for got, want in zip(
-                forward(scores, value, causal=True, **numbers), plain, strict=True
-            ):
-                assert_same_bits(got, want)
+        for numbers in hiding_nothing(sq, sk, dtype, device):
+            assert_same_bits(forward(scores, value, causal=True, **numbers), plain)
             if "sink" not in numbers:
                 assert_same_bits(torchweld.causal_softmax(scores, **numbers), rows)
 
@@ -620,8 +600,7 @@ def test_gradients_have_the_same_bits_in_every_run(device, dim):
 
     first = grads(start)
     for _ in range(2 if device == ON_CPU else 20):
-        for got, want in zip(grads(start), first, strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(grads(start), first)
     others = start.clone()
     others[1:] = 0
     for got, want in zip(grads(others)[:3], first, strict=False):
@@ -645,8 +624,7 @@ def check_replays(run, start, end, sink, all_ends) -> None:
         with torch.no_grad():
             sink.copy_(torch.randn(sink.shape))
         graph.replay()
-        for got, want in zip(captured, run(), strict=True):
-            assert_same_bits(got.detach(), want.detach())
+        assert_same_bits([got.detach() for got in captured], [want.detach() for want in run()])
 
 
 @on_gpu
@@ -779,8 +757,7 @@ def test_opcheck_compile_export_and_script(op):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     out = compiled(*leaves)
     assert_same_bits(out.detach(), plain.detach())
-    for got, want in zip(torch.autograd.grad(out.square().sum(), leaves), grads, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), grads)
 
     class Module(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference as R
@@ -76,7 +77,7 @@ def test_a_graph_made_for_one_document_serves_others():
             torch._dynamo.mark_dynamic(t, 0)
         starts, out = run(q, k, v, *ends)
         assert_equal(starts, torchweld.key_start_from_cu_seqlens(ends[0], 12))
-        torch.testing.assert_close(out, torchweld.varlen_attention(q, k, v, *ends))
+        assert_close(out, torchweld.varlen_attention(q, k, v, *ends))
     assert compiles.frame_count == 1
 
 
@@ -155,8 +156,8 @@ def test_sequences_are_calls_of_their_own(device, kind, mask):
         assert out.shape == (q.shape[0], 4, 8) and lse.shape == (4, q.shape[0])
         want, want_lse = one_by_one(*leaves[:3], *lengths, **mask, sink=sink)
         tolerance = TOLERANCE[dtype]
-        torch.testing.assert_close(out[: tokens[0]], want, **tolerance)
-        torch.testing.assert_close(lse[:, : tokens[0]], want_lse)
+        assert_close(out[: tokens[0]], want, **tolerance)
+        assert_close(lse[:, : tokens[0]], want_lse)
         assert (out[tokens[0] :] == 0).all()
         dout, dlse = torch.randn_like(out), torch.randn_like(lse) * lse.isfinite()
         grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
@@ -164,8 +165,7 @@ def test_sequences_are_calls_of_their_own(device, kind, mask):
         wanted = list(torch.autograd.grad((want, want_lse), leaves, part))
         # The lse of a token that sees nothing is the sink.
         wanted[3] = wanted[3] + dlse[:, tokens[0] :].sum(1)
-        for got, expected in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(got, expected, **tolerance)
+        assert_close(grads, wanted, **tolerance)
 
 
 def test_against_the_formula(device):
@@ -193,7 +193,7 @@ def test_against_the_formula(device):
             scores = torch.einsum("ihd,jhd->hij", R.up(q), R.up(k).repeat_interleave(2, 1)) / 4
             p = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
             want = torch.einsum("hij,jhd->ihd", p, R.up(v).repeat_interleave(2, 1))
-            torch.testing.assert_close(R.up(out), want, **TOLERANCE[dtype])
+            assert_close(R.up(out), want, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -208,12 +208,12 @@ def test_padding_may_be_nan(device, causal):
         t[70:] = torch.nan
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = torchweld.varlen_attention(*leaves, lengths, lengths, causal=causal)
-    torch.testing.assert_close(out[:70], want)
+    assert_close(out[:70], want)
     assert (out[70:] == 0).all()
     dout = torch.ones_like(out)
     dout[70:] = torch.nan
     for got, expected in zip(torch.autograd.grad(out, leaves, dout), wanted, strict=True):
-        torch.testing.assert_close(got[:70], expected)
+        assert_close(got[:70], expected)
         assert (got[70:] == 0).all()
 
 
@@ -227,10 +227,10 @@ def test_tokens_before_the_first_sequence(device, kind, causal):
     out = torchweld.varlen_attention(q, k, v, lengths, lengths_k, causal=causal)
     tokens = [t[5:] for t in (q, k, v)]
     want = torchweld.varlen_attention(*tokens, lengths - 5, lengths - 5, causal=causal)
-    torch.testing.assert_close(out[5:], want)
+    assert_close(out[5:], want)
     first = [t.transpose(0, 1)[None] for t in (q[:5], k[5:45], v[5:45])]
     before = torch.zeros_like(out[:5]) if causal else torchweld.attention(*first)[0].transpose(0, 1)
-    torch.testing.assert_close(out[:5], before)
+    assert_close(out[:5], before)
 
 
 def test_views_of_a_fused_projection(device):
@@ -269,8 +269,7 @@ def test_symbolic_trace_keeps_the_call(causal):
     traced = torch.fx.symbolic_trace(run)
     for lengths in (offsets([7, 5]), offsets([2, 3, 4])):
         tensors = packed("cpu", F32, int(lengths[-1]), int(lengths[-1]))
-        for got, want in zip(traced(*tensors, lengths), run(*tensors, lengths), strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(traced(*tensors, lengths), run(*tensors, lengths))
 
 
 def test_float64_passes_gradcheck():
@@ -296,11 +295,10 @@ def test_compiles_once_for_all_lengths(same):
         lengths_k = lengths_q if same else offsets(lengths[::-1])
         loss = run(q, k, v, lengths_q, lengths_k)
         eager = torchweld.varlen_attention(q, k, v, lengths_q, lengths_k, causal=True)
-        torch.testing.assert_close(loss, eager.square().sum())
+        assert_close(loss, eager.square().sum())
         grads = torch.autograd.grad(loss, (q, k, v))
         wanted = torch.autograd.grad(eager.square().sum(), (q, k, v))
-        for got, want in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(got, want)
+        assert_close(grads, wanted)
     assert compiles.frame_count == 1
 
 
@@ -311,9 +309,7 @@ def test_dynamic_numbers_of_tokens_and_sequences_compile_once():
         q, k, v = packed("cpu", F32, sum(lengths), sum(lengths))
         ends = offsets(lengths)
         got = run(q, k, v, ends, ends, causal=True)
-        torch.testing.assert_close(
-            got, torchweld.varlen_attention(q, k, v, ends, ends, causal=True)
-        )
+        assert_close(got, torchweld.varlen_attention(q, k, v, ends, ends, causal=True))
     assert compiles.frame_count == 1
 
 
@@ -381,8 +377,7 @@ def test_one_graph_serves_all_lengths(causal):
     for other in ([512, 0, 0], [1, 1, 400], [128, 256, 128]):
         lengths.copy_(offsets(other))
         graph.replay()
-        for got, want in zip(results, run(), strict=True):
-            assert_same_bits(got, want)
+        assert_same_bits(results, run())
 
 
 ENDS = offsets([3, 5])
