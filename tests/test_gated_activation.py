@@ -8,7 +8,7 @@ import torch
 import torchweld
 from numerics import assert_same_bits
 from reference import GATES
-from samples import check_op, dtypes, forward_backward, need_kernel
+from samples import check_op, dtypes, forward_backward
 from tensors import check_output_mask, randn
 
 OP = "gated_activation"
@@ -16,11 +16,6 @@ ops = torch.ops.torchweld
 # With 16-byte accesses and without; more rows than a block handles at a time; more columns than one
 # tile.
 SHAPES = [(1,), (7,), (3, 1), (33, 65), (2, 40, 264), (5, 1, 2056), (300, 520)]
-
-
-@pytest.fixture(autouse=True)
-def kernel(device):
-    need_kernel(OP, device)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -42,8 +37,7 @@ def test_operands_anywhere_in_memory(device):
         for pair in (packed.chunk(2, -1), wide.unbind(-1), (far, right), (left, right.clone())):
             other, other_grads = forward_backward(OP, list(pair), {})
             assert_same_bits(other, y)
-            for one, grad in zip(other_grads, grads, strict=True):
-                assert_same_bits(one, grad)
+            assert_same_bits(other_grads, grads)
         row = right[:1, :1].expand_as(right)
         assert_same_bits(ops.gated_activation(left, row), ops.gated_activation(left, row.clone()))
 

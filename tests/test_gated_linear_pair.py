@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import torchweld
 from numerics import assert_equal, assert_same_bits
 from reference import GATES
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward, need_kernel
+from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from tensors import check_output_mask, need_dtype, randn
 
 OP = "gated_linear_pair"
@@ -21,11 +21,6 @@ SIZES = [(1, 1, 1), (1, 33, 31), (31, 1, 33), (33, 65, 64), (64, 32, 127), (127,
 SIZES += [(65, 63, 129), (5, 128, 1021), (96, 192, 192)]
 # Where the two weights (N, K) lie.
 LAYOUTS = ("apart", "packed", "reversed", "woven", "gaps", "transposed", "unlike", "one")
-
-
-@pytest.fixture(autouse=True)
-def kernel(device):
-    need_kernel(OP, device)
 
 
 def laid_out(left: Tensor, right: Tensor, layout: str) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import reference as R
 import torchweld._library as library
-from numerics import assert_equal, assert_same_bits
+from numerics import assert_equal, assert_same_bits, assert_same_nonfinite
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, strided, values
 from tensors import need_dtype, randn
@@ -151,24 +151,11 @@ def test_all_pairs_of_code_and_zero(device, m):
 
 
 GRID = [  # M, N, K, group
-    (1, 1, 8, 8),
-    (1, 17, 136, 8),
-    (2, 31, 160, 16),
-    (3, 33, 96, 32),
-    (7, 64, 192, 64),
-    (8, 65, 256, 128),
-    (9, 127, 512, 256),
-    (16, 129, 640, 640),
-    (17, 96, 1088, 64),
-    (31, 48, 120, 24),
-    (33, 130, 1024, 128),
-    (64, 128, 320, 64),
-    (65, 257, 384, 128),
-    (129, 200, 256, 64),
-    (131, 33, 104, 104),
-    (256, 264, 192, 64),
-    (257, 40, 512, 256),
-]
+    (1, 1, 8, 8), (1, 17, 136, 8), (2, 31, 160, 16), (3, 33, 96, 32), (7, 64, 192, 64),
+    (8, 65, 256, 128), (9, 127, 512, 256), (16, 129, 640, 640), (17, 96, 1088, 64),
+    (31, 48, 120, 24), (33, 130, 1024, 128), (64, 128, 320, 64), (65, 257, 384, 128),
+    (129, 200, 256, 64), (131, 33, 104, 104), (256, 264, 192, 64), (257, 40, 512, 256),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("size", GRID, ids=str)
@@ -206,24 +193,12 @@ def test_long_k_is_exact(device, m):
 # The kernel for few tokens, and the others in its place
 
 FEW_TOKENS = [  # M, N, K, group
-    (1, 16, 128, 128),
-    (2, 15, 64, 64),
-    (3, 33, 2048, 128),
-    (8, 130, 1024, 1024),
-    (5, 4099, 640, 128),
-    (7, 48, 320, 64),
-    (4, 40000, 192, 192),
-    (1, 17, 14336, 128),
-    (7, 40000, 1152, 128),
-    (8, 2500, 8320, 128),
-    (9, 2200, 256, 256),
-    (12, 4099, 1152, 384),
-    (16, 129, 4096, 64),
-    (16, 8500, 512, 128),
-    (8, 9000, 1024, 128),
-    (3, 36000, 256, 64),
+    (1, 16, 128, 128), (2, 15, 64, 64), (3, 33, 2048, 128), (8, 130, 1024, 1024),
+    (5, 4099, 640, 128), (7, 48, 320, 64), (4, 40000, 192, 192), (1, 17, 14336, 128),
+    (7, 40000, 1152, 128), (8, 2500, 8320, 128), (9, 2200, 256, 256), (12, 4099, 1152, 384),
+    (16, 129, 4096, 64), (16, 8500, 512, 128), (8, 9000, 1024, 128), (3, 36000, 256, 64),
     (13, 300, 14336, 128),
-]
+]  # fmt: skip
 
 
 def check_every_tile(size, dtype):
@@ -267,11 +242,10 @@ def check_special_values(where, value, sizes, at_scale, at_x):
                 weight[1][at_scale] = value
             else:
                 x[at_x] = value
-            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            dense = R.int4_weight(*(t.cpu() for t in weight))
             got = ops.int4_linear(x, *weight).cpu()
             expected = x.cpu() @ dense.T
-            for f in (torch.isnan, torch.isposinf, torch.isneginf):
-                assert_equal(f(got), f(expected))
+            assert_same_nonfinite(got, expected)
 
 
 @needs_gpu
@@ -326,20 +300,11 @@ def test_a_kernel_that_begins_early_waits_for_what_it_reads(m):
 # The tiles for many tokens, and every other one in their place
 
 MANY_TOKENS = [  # M, N, K, group
-    (17, 130, 512, 128),
-    (32, 128, 4096, 4096),
-    (33, 257, 1152, 64),
-    (64, 1000, 1024, 128),
-    (64, 1030, 1664, 128),
-    (65, 129, 320, 64),
-    (100, 40, 832, 64),
-    (128, 4099, 640, 128),
-    (129, 520, 192, 64),
-    (256, 136, 2048, 2048),
-    (257, 260, 64, 64),
-    (2100, 264, 384, 128),
+    (17, 130, 512, 128), (32, 128, 4096, 4096), (33, 257, 1152, 64), (64, 1000, 1024, 128),
+    (64, 1030, 1664, 128), (65, 129, 320, 64), (100, 40, 832, 64), (128, 4099, 640, 128),
+    (129, 520, 192, 64), (256, 136, 2048, 2048), (257, 260, 64, 64), (2100, 264, 384, 128),
     (1024, 4099, 128, 128),
-]
+]  # fmt: skip
 
 
 @needs_gpu
@@ -437,15 +402,14 @@ def test_scales_are_data(device, m, value):
             x = randn(device, dtype, m, 128)
             weight = random_weight(5, 128, group, dtype, device)
             weight[1][3, 1] = value
-            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            dense = R.int4_weight(*(t.cpu() for t in weight))
             expected = x.cpu() @ dense.T
             packed = ops.int4_repack(*weight)
             for got in (
                 ops.int4_linear(x, *weight),
                 ops.int4_linear_repacked(x, *packed, out_features=5),
             ):
-                for f in (torch.isnan, torch.isposinf, torch.isneginf):
-                    assert_equal(f(got.cpu()), f(expected))
+                assert_same_nonfinite(got.cpu(), expected)
             if math.isfinite(value):
                 check_both(x, weight)
 
@@ -457,11 +421,10 @@ def test_inf_and_nan_in_x_spread_as_in_torch(device, value):
             x = randn(device, dtype, m, 128)
             x[1, 70] = value
             weight = random_weight(33, 128, group, dtype, device)
-            dense = R.int4_weight(weight[0].cpu(), weight[1].cpu(), weight[2].cpu())
+            dense = R.int4_weight(*(t.cpu() for t in weight))
             expected = x.cpu() @ dense.T
             got = ops.int4_linear(x, *weight).cpu()
-            for f in (torch.isnan, torch.isposinf, torch.isneginf):
-                assert_equal(f(got), f(expected))
+            assert_same_nonfinite(got, expected)
 
 
 @given(
@@ -893,8 +856,7 @@ def test_module_loads_the_repacked_layout():
     state = dict(zip(("qweight", "scale", "zero"), packed, strict=True))
     fresh = Int4Linear(72, 17, group_size=24)
     assert not any(fresh.load_state_dict({**state, "bias": module.bias}))
-    for got, ref in zip(fresh.buffers(), module.buffers(), strict=True):
-        assert_equal(got, ref)
+    assert_equal(fresh.buffers(), module.buffers())
 
 
 @needs_gpu
@@ -909,8 +871,7 @@ def test_module_changes_its_layout_with_the_device():
         assert torch.cuda.memory_allocated() - start < 1.05 * size
         assert [t.dim() for t in module.buffers()] == [3, 3, 3, 1]
         state = module.state_dict()
-        for got, ref in zip(module.cpu().buffers(), before, strict=True):
-            assert_equal(got, ref)
+        assert_equal(module.cpu().buffers(), before)
         fresh = Int4Linear(1088, 1000, group_size=64, device="cuda", dtype=dtype)
         fresh.load_state_dict(state)
         for got, ref in zip(fresh.portable(), before, strict=False):

@@ -12,23 +12,18 @@ from hypothesis import strategies as st
 import reference as R
 from numerics import assert_same_bits, check
 from running import Running
-from samples import BF16, F16, F32, F64, call, check_op, dtypes, forward_backward, need_kernel
+from samples import BF16, F16, F32, F64, call, check_op, dtypes, forward_backward
 from strategies import linear_cases, strided, values
 from tensors import check_output_mask, need_dtype, permuted, randn
 
-LAYER_NORM, RMS_NORM = "layer_norm_linear", "rms_norm_linear"
+OP = LAYER_NORM = "layer_norm_linear"
+RMS_NORM = "rms_norm_linear"
 NORMS = (LAYER_NORM, RMS_NORM)
 OPS = tuple(op + part for op in NORMS for part in ("", "_forward", "_backward"))
 EPS = {LAYER_NORM: 1e-5, RMS_NORM: 1e-6}  # the ops' own
 VECTORS = {LAYER_NORM: ("bias", "scale", "shift"), RMS_NORM: ("bias", "scale")}
 
 both_norms = pytest.mark.parametrize("op", NORMS)
-
-
-@pytest.fixture(autouse=True)
-def _kernels(request):
-    if "device" in request.fixturenames:
-        need_kernel(LAYER_NORM, request.getfixturevalue("device"))
 
 
 def call_args(op, device, dtype, m, n, k, *, mean=0.0, bias=True, scale=True, shift=True):
@@ -79,16 +74,14 @@ def test_calls_of_many_sizes_have_the_same_bits(op, device):
     calls = [call_args(op, device, BF16, m, 136, 256) for m in (256, 1500, 300, 4000, 129)]
     first = [call(op)(*args) for args in calls]
     for _ in range(5):
-        for args, expected in zip(calls, first, strict=True):
-            assert_same_bits(call(op)(*args), expected)
+        assert_same_bits([call(op)(*args) for args in calls], first)
     if device == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = [call(op)(*args) for args in calls]
         for _ in range(3):
             graph.replay()
-            for out, expected in zip(captured, first, strict=True):
-                assert_same_bits(out, expected)
+            assert_same_bits(captured, first)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vjp, vmap
+from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
 from numerics import assert_same_bits, assert_same_kind, check
 from running import GRADIENTS, REFERENCES
-from samples import BF16, F16, F32, call, dtypes, need_kernel, requiring
+from samples import BF16, F16, F32, call, dtypes, requiring
 from tensors import permuted, randn
 
-OPS = ("rms_norm_linears", "layer_norm_linears")
+OP = "rms_norm_linears"
+OPS = (OP, "layer_norm_linears")
 VECTORS = {"rms_norm_linears": 1, "layer_norm_linears": 2}
 each_op = pytest.mark.parametrize("op", OPS)
 
@@ -34,12 +36,6 @@ CASES = {
     "long": ((130,), (256, 64, 64), 264, False, True, {}),
 }
 each_case = pytest.mark.parametrize("case", CASES)
-
-
-@pytest.fixture(autouse=True)
-def _kernels(request):
-    if "device" in request.fixturenames:
-        need_kernel(OPS[0], request.getfixturevalue("device"))
 
 
 def single(op: str) -> str:
@@ -117,9 +113,9 @@ def test_a_weight_offset(device):
     """Gemma's scale 1 + weight, of rows that a matmul normalises on a GPU and of more rows."""
     for rows in (3, 40):
         for dtype in dtypes(device):
-            x, weights, biases, _, _ = made(OPS[0], "k_blocks", device, dtype)
+            x, weights, biases, _, _ = made(OP, "k_blocks", device, dtype)
             vectors = [randn(device, dtype, x.shape[-1], scale=0.2)]
-            check_call(OPS[0], x[:rows], weights, biases, vectors, {"weight_offset": 1.0})
+            check_call(OP, x[:rows], weights, biases, vectors, {"weight_offset": 1.0})
     with pytest.raises(RuntimeError, match="weight_offset must be 0 without a norm_weight"):
         torchweld.rms_norm_linears(x, weights, [], weight_offset=1)
 
@@ -152,9 +148,8 @@ def test_strides_and_offsets_do_not_matter(op, device):
         odd = [torch.cat([d.new_zeros(1), d.flatten()])[1:].view(d.shape) for d in dys]
         for moved in (views, odd):
             got = backward(op, moved, x, weights, vectors, options, mask)
-            torch.testing.assert_close(got[0], plain[0], rtol=2e-2, atol=2e-2)
-            for a, b in zip([*got[1], *got[2]], [*plain[1], *plain[2]], strict=True):
-                torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+            assert_close(got[0], plain[0], rtol=2e-2, atol=2e-2)
+            assert_close([*got[1], *got[2]], [*plain[1], *plain[2]], rtol=2e-2, atol=2e-2)
         ones = [torch.ones((), dtype=dtype, device=device).expand(y.shape) for y in ys]
         got = backward(op, ones, x, weights, vectors, options, mask)
         same = backward(op, [t.contiguous() for t in ones], x, weights, vectors, options, mask)
@@ -172,8 +167,7 @@ def test_only_what_is_asked_for(op, device):
         some = backward(op, dys, x, weights, vectors, options, mask)
         for i, (got, ref) in enumerate(zip(some, every, strict=True)):
             if i in (1, 2):
-                for a, b in zip(got, ref, strict=True):
-                    assert_same_bits(a, b if i == at else b.new_empty(0), op)
+                assert_same_bits(got, [b if i == at else b.new_empty(0) for b in ref], op)
             elif i == at:
                 assert_same_bits(got, ref, op)
             else:
@@ -189,14 +183,13 @@ def test_autograd(op, device):
     mask = [True] * (3 + len(vectors))
     dx, dweights, _, *dvectors = backward(op, ones, x, weights, vectors, options, mask)
     expected = [dx, *dweights, *(torch.full_like(b, x.shape[0]) for b in biases), *dvectors]
-    for got, ref in zip(grads, expected, strict=True):
-        torch.testing.assert_close(got, ref)
+    assert_close(grads, expected)
     leaf = x.clone().requires_grad_()
     first = call(op)(leaf, weights, biases, *vectors, **options)[0]
     (alone,) = torch.autograd.grad(first.sum(), leaf)
     again = x.clone().requires_grad_()
     one = call(single(op))(again, weights[0], biases[0], *vectors, **options)
-    torch.testing.assert_close(alone, torch.autograd.grad(one.sum(), again)[0])
+    assert_close(alone, torch.autograd.grad(one.sum(), again)[0])
     assert not call(op)(x, weights, biases, *vectors, **options)[0].requires_grad
 
 
@@ -213,7 +206,7 @@ def test_one_of_a_list_is_trained(op, which, at, device):
     (got,) = torch.autograd.grad([y.square().sum() for y in ys], leaf)
     bias, weight = layers["biases"][at], layers["weights"][at]
     alone = call(single(op))(x, weight, bias, *vectors, **options)
-    torch.testing.assert_close(got, torch.autograd.grad(alone.square().sum(), leaf)[0])
+    assert_close(got, torch.autograd.grad(alone.square().sum(), leaf)[0])
 
 
 @each_op
@@ -327,8 +320,7 @@ def test_an_aotinductor_package_without_biases(op, tmp_path):
     path = str(tmp_path / "net.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path)
     found = torch._inductor.aoti_load_package(path)(x, *weights)
-    for got, want in zip(found, call(op)(x, weights, [], *vectors, **options), strict=True):
-        assert_same_bits(got, want)
+    assert_same_bits(found, call(op)(x, weights, [], *vectors, **options))
 
 
 @each_op
@@ -344,15 +336,12 @@ def test_compile_export_and_script(op, device):
     leaves = [[t.clone().requires_grad_() for t in ts] for ts in ([x], weights, biases, vectors)]
     ys = compiled(leaves[0][0], *leaves[1:])
     flat = [t for ts in leaves for t in ts]
-    for got, ref in zip(torch.autograd.grad(ys, flat, [torch.ones_like(y) for y in ys]), grads,
-                        strict=True):  # fmt: skip
-        assert_same_bits(got, ref, op)
+    assert_same_bits(torch.autograd.grad(ys, flat, [torch.ones_like(y) for y in ys]), grads, op)
     program = torch.export.export(Projections(), (x, weights, biases, vectors))
     for got, ref in zip(program.module()(x, weights, biases, vectors), expected, strict=True):
         assert_same_bits(got, ref.detach(), op)
     scripted = torch.jit.script(SCRIPTED[op])
-    for got, ref in zip(scripted(x, weights, biases, *vectors), expected, strict=True):
-        assert_same_bits(got, ref.detach(), op)
+    assert_same_bits(scripted(x, weights, biases, *vectors), [ref.detach() for ref in expected], op)
 
 
 def rms_projections(x: Tensor, weights: list[Tensor], biases: list[Tensor], scale: Tensor):
@@ -379,10 +368,8 @@ def test_autocast(op, dtype, device):
     expected, grads = recorded(op, x.to(dtype), cast(weights), cast(biases), cast(vectors), options)
     with torch.autocast(device, dtype=dtype):
         ys, cast_grads = recorded(op, x, weights, biases, vectors, options)
-    for y, ref in zip(ys, expected, strict=True):
-        assert_same_bits(y.detach(), ref.detach(), op)
-    for got, ref in zip(cast_grads, grads, strict=True):
-        assert_same_bits(got, ref.to(F32), op)
+    assert_same_bits([y.detach() for y in ys], [ref.detach() for ref in expected], op)
+    assert_same_bits(cast_grads, [ref.to(F32) for ref in grads], op)
 
 
 @each_op
@@ -399,19 +386,17 @@ def test_torch_func(op, device):
     mask = [True] * (3 + len(vectors))
     ones = [torch.ones_like(y) for y in ys]
     expected = backward(op, ones, x, weights, vectors, options, mask)
-    torch.testing.assert_close(dx, expected[0])
-    for got, ref in zip(dweights, expected[1], strict=True):
-        torch.testing.assert_close(got, ref)
+    assert_close(dx, expected[0])
+    assert_close(dweights, expected[1])
     batch = torch.stack([x, x * 0.5], 1)
     mapped = vmap(lambda x: call(op)(x, weights, biases, *vectors, **options), 1)(batch)
     for i in range(2):
         entry = call(op)(batch[:, i], weights, biases, *vectors, **options)
-        for got, ref in zip(mapped, entry, strict=True):
-            torch.testing.assert_close(got[i], ref)
+        assert_close([got[i] for got in mapped], entry)
 
 
 def test_flops_are_those_of_linear():
-    x, weights, *_ = made(OPS[0], "k_blocks", "cpu")
+    x, weights, *_ = made(OP, "k_blocks", "cpu")
 
     def counted(function) -> int:
         leaves = [t.clone().requires_grad_() for t in (x, *weights)]
@@ -425,24 +410,21 @@ def test_flops_are_those_of_linear():
 
 def test_reruns_have_the_same_bits(device):
     for dtype in dtypes(device):
-        x, weights, biases, vectors, options = made(OPS[0], "long", device, dtype)
-        first = recorded(OPS[0], x, weights, biases, vectors, options)[1]
-        for got, ref in zip(
-            recorded(OPS[0], x, weights, biases, vectors, options)[1], first, strict=True
-        ):
-            assert_same_bits(got, ref, OPS[0])
+        x, weights, biases, vectors, options = made(OP, "long", device, dtype)
+        first = recorded(OP, x, weights, biases, vectors, options)[1]
+        assert_same_bits(recorded(OP, x, weights, biases, vectors, options)[1], first, OP)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_cuda_graph_replays_with_changed_inputs():
-    x, weights, biases, vectors, options = made(OPS[0], "long", "cuda", BF16)
-    recorded(OPS[0], x, weights, biases, vectors, options)
+    x, weights, biases, vectors, options = made(OP, "long", "cuda", BF16)
+    recorded(OP, x, weights, biases, vectors, options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ys, grads = recorded(OPS[0], x, weights, biases, vectors, options)
+        ys, grads = recorded(OP, x, weights, biases, vectors, options)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        expected = recorded(OPS[0], x, weights, biases, vectors, options)
+        expected = recorded(OP, x, weights, biases, vectors, options)
         for got, ref in zip([*ys, *grads], [*expected[0], *expected[1]], strict=True):
-            assert_same_bits(got.detach(), ref.detach(), OPS[0])
+            assert_same_bits(got.detach(), ref.detach(), OP)
