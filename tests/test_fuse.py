@@ -23,6 +23,10 @@ from transformers.pytorch_utils import Conv1D  # noqa: E402
 from test_hf_attention import Calls  # noqa: E402
 from tiny_models import (  # noqa: E402
     VOCAB,
+    batch,
+    fuse_keeping_stock,
+    own_warnings,
+    saved_and_loaded,
     static_cache_in_graphs,
     tiny_gpt2,
     tiny_grouped,
@@ -68,25 +72,19 @@ def gpt2(device="cpu", cls="GPT2LMHeadModel", implementation="sdpa", seed=0, **c
 def pair(device="cpu", **changes):
     """A fused and a stock model of equal weights."""
     model = gpt2(device, **changes)
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert report.skipped == []
     return model, stock
-
-
-def batch(device, pads=(0, 3, 7), length=12):
-    ids = torch.randint(1, VOCAB, (len(pads), length), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    for row, pad in enumerate(pads):
-        mask[row, :pad] = 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    values = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    return {name: value.to(device) for name, value in values.items()}
 
 
 def logits(model, **inputs):
     with torch.no_grad():
         return model(**inputs).logits
+
+
+def assert_same_logits(model, stock, inputs=None):
+    inputs = batch(stock.device, (0, 0)) if inputs is None else inputs
+    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
 
 
 def loss_and_grads(model, inputs):
@@ -108,8 +106,7 @@ def places(layers=LAYERS, prefix="transformer.h"):
 @pytest.mark.parametrize("pads", [(0, 0), (0, 3, 7)])
 def test_logits_equal_stock_and_the_report_says_so(fused_device, pads):
     model = gpt2(fused_device)
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert set(report.replaced) == places() and report.skipped == []
     assert 0 <= report.max_abs_diff < 1e-5
     assert report.compared == f"logits (2, 16, {VOCAB}) float32, whole and over a cache"
@@ -147,8 +144,7 @@ def test_the_ops_really_run(fused_device):
 def test_every_activation_with_a_fused_form(fused_device, activation, name):
     model, stock = pair(fused_device, activation_function=activation)
     assert gpt2_block.activation_name(model.transformer.h[0].mlp.act) == name
-    inputs = batch(fused_device, (0, 0))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 def test_the_activation_object_counts_and_not_the_config(fused_device):
@@ -157,8 +153,7 @@ def test_the_activation_object_counts_and_not_the_config(fused_device):
         block.mlp.act = nn.ReLU()
     stock = copy.deepcopy(model)
     assert fuse(model).skipped == []
-    inputs = batch(fused_device, (0, 0))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -186,11 +181,7 @@ def test_gradients_equal_stock(fused_device, pads, checkpointing):
     loss, grads = loss_and_grads(model.train(), inputs)
     stock_loss, stock_grads = loss_and_grads(stock.train(), inputs)
     assert_close(loss, stock_loss, rtol=1e-6, atol=1e-6)
-    assert grads.keys() == stock_grads.keys()
-    for name, grad in grads.items():
-        assert_close(
-            grad, stock_grads[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_close(grads, stock_grads, rtol=1e-4, atol=1e-6)
 
 
 def test_a_cache_that_was_empty_is_not_kept_for_the_gradient(fused_device):
@@ -215,27 +206,22 @@ def test_a_cache_that_was_empty_is_not_kept_for_the_gradient(fused_device):
         (out.logits.square().sum() + late.logits.square().sum()).backward()
         given.append((cached, late.logits, [p.grad for p in each.parameters()]))
     (cached, late, grads), (stock_cached, stock_late, stock_grads) = given
-    for ours, theirs in zip((*cached, late), (*stock_cached, stock_late), strict=True):
-        assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(grads, stock_grads, strict=True):
-        assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_close((*cached, late), (*stock_cached, stock_late), rtol=1e-5, atol=1e-5)
+    assert_close(grads, stock_grads, rtol=1e-4, atol=1e-5)
 
 
 def test_training_with_dropout_draws_what_stock_draws():
     model = gpt2(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert any("(attn_pdrop=0.1)" in note for note in report.notes)
     inputs = batch("cpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with own_warnings() as said:
         torch.manual_seed(3)
         loss, _ = loss_and_grads(model.train(), inputs)
     torch.manual_seed(3)
     stock_loss, _ = loss_and_grads(stock.train(), inputs)
     assert_close(loss, stock_loss, rtol=1e-5, atol=1e-6)
-    ours = [str(w.message) for w in caught if str(w.message).startswith("torchweld:")]
-    assert len(ours) == 1 and "dropout" in ours[0]
+    assert len(said) == 1 and "dropout" in said[0]
 
 
 def test_32_training_steps_converge_as_stock(fused_device):
@@ -258,8 +244,8 @@ def test_32_training_steps_converge_as_stock(fused_device):
     ours, want = (torch.tensor(curve) for curve in curves)
     assert want[-1] < 0.8 * want[0]
     assert_close(ours, want, rtol=1e-5, atol=0)
-    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
-        assert_close(p, q, rtol=5e-3, atol=5e-3, msg=lambda m, n=name: f"{n}: {m}")
+    ours, want = (dict(each.named_parameters()) for each in (model, stock))
+    assert_close(ours, want, rtol=5e-3, atol=5e-3)
 
 
 def test_generation_of_a_left_padded_batch(fused_device):
@@ -268,10 +254,9 @@ def test_generation_of_a_left_padded_batch(fused_device):
     inputs = batch(fused_device, pads)
     del inputs["position_ids"]
     settings = dict(max_new_tokens=10, do_sample=False, eos_token_id=None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with own_warnings() as said:
         together = model.generate(**inputs, **settings)
-    assert [w for w in caught if "torchweld" in str(w.message)] == []
+    assert said == []
     assert torch.equal(together, stock.generate(**inputs, **settings))
     for row, pad in enumerate(pads):
         prompt = inputs["input_ids"][row : row + 1, pad:]
@@ -423,9 +408,8 @@ def test_a_fused_block_runs_the_hooks_that_record_outputs(fused_device, name, sh
 def test_another_attention_that_is_chosen_after_fuse_runs(fused_device):
     model, stock = pair(fused_device)
     model.set_attn_implementation("eager")
-    inputs = batch(fused_device, (0, 0))
     with Calls() as calls:
-        assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+        assert_same_logits(model, stock)
     assert calls.names["torchweld::layer_norm_linear"] and not calls.names["torchweld::attention"]
 
 
@@ -433,13 +417,13 @@ def test_compiles_in_one_graph(fused_device):
     model, stock = pair(fused_device)
     inputs = batch(fused_device, (0, 0))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_close(logits(compiled, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(compiled, stock, inputs)
     loss = compiled(**inputs).logits.square().mean()
     loss.backward()
     stock_loss = stock(**inputs).logits.square().mean()
     stock_loss.backward()
-    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
-        assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    ours, want = ([p.grad for p in each.parameters()] for each in (model, stock))
+    assert_close(ours, want, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_with_a_static_cache_compiles_in_one_graph(fused_device):
@@ -565,7 +549,7 @@ def test_a_layer_that_was_parametrised_after_fuse_runs_stock_and_unfuse_works():
         nn.utils.parametrizations.weight_norm(each.transformer.h[1].attn.c_attn)
     inputs = batch("cpu", (0, 0))
     assert gpt2_block.fused_sites(model.transformer.h[1]) == [gpt2_block.MLP]
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock, inputs)
     assert set(unfuse(model)) == places()
     assert torch.equal(logits(model, **inputs), logits(stock, **inputs))
     assert all(type(block) is GPT2Block for block in model.transformer.h)
@@ -646,10 +630,7 @@ def test_copies_are_fused_and_independent(fused_device, how):
     elif how == "pickle":
         copied = pickle.loads(pickle.dumps(model))
     else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
+        copied = saved_and_loaded(model)
     inputs = batch(fused_device, (0, 0))
     want = logits(model, **inputs)
     assert torch.equal(logits(copied, **inputs), want)
@@ -734,8 +715,7 @@ def test_hooks_are_refused_with_a_reason(hooked, stays, kind):
     reason = report.skipped[0][1]
     assert hooked.split(".")[-1] in reason and "hooks" in reason
     assert set(report.replaced) == places() - {f"transformer.h.1.{stays}"}
-    inputs = batch("cpu", (0, 0))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 class LoraConv1D(nn.Module):
@@ -775,55 +755,56 @@ class OtherNorm(nn.LayerNorm):
     pass
 
 
-def spoil(model, case):
-    block = model.transformer.h[1]
-    if case == "quantised":
-        data = block.mlp.c_fc.weight.detach().as_subclass(Quantised)
-        block.mlp.c_fc.weight = nn.Parameter(data)
-        return "mlp", "Quantised"
-    if case == "norm subclass":
-        block.ln_1.__class__ = OtherNorm
-        return "attn.c_attn", "OtherNorm"
-    if case == "mixed dtypes":
-        block.ln_2.float()
-        return "mlp", "mixed dtypes: ln_2.weight float32"
-    if case == "activation":
-        block.mlp.act = transformers.activations.ACT2FN["quick_gelu"]
-        return "mlp", "QuickGELUActivation"
-    if case == "lambda":
-        block.mlp._modules.pop("act")
-        block.mlp.act = lambda x: x
-        return "mlp", "function"
-    if case == "parametrised":
-        nn.utils.parametrizations.weight_norm(block.mlp.c_fc)
-        return "mlp", "ParametrizedConv1D"
-    if case == "instance forward":
-        block.ln_2.forward = nn.LayerNorm.forward.__get__(block.ln_2)
-        return "mlp", "ln_2.forward was replaced"
-    if case == "mlp subclass":
-        block.mlp.__class__ = type("OtherMLP", (type(block.mlp),), {})
-        return "mlp", "OtherMLP"
-    raise AssertionError(case)
+def quantised(block):
+    weight = block.mlp.c_fc.weight.detach().as_subclass(Quantised)
+    block.mlp.c_fc.weight = nn.Parameter(weight)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "quantised",
-        "norm subclass",
-        "mixed dtypes",
-        "activation",
-        "lambda",
-        "parametrised",
-        "instance forward",
-        "mlp subclass",
-    ],
-)
+def with_a_lambda(block):
+    del block.mlp.act
+    block.mlp.act = lambda x: x
+
+
+# The change of a block, the place below it that stays stock, and the reason.
+UNSAFE = {
+    "quantised": (quantised, "mlp", "Quantised"),
+    "norm subclass": (
+        lambda b: setattr(b.ln_1, "__class__", OtherNorm),
+        "attn.c_attn",
+        "OtherNorm",
+    ),
+    "mixed dtypes": (lambda b: b.ln_2.float(), "mlp", "mixed dtypes: ln_2.weight float32"),
+    "activation": (
+        lambda b: setattr(b.mlp, "act", transformers.activations.ACT2FN["quick_gelu"]),
+        "mlp",
+        "QuickGELUActivation",
+    ),
+    "lambda": (with_a_lambda, "mlp", "function"),
+    "parametrised": (
+        lambda b: nn.utils.parametrizations.weight_norm(b.mlp.c_fc),
+        "mlp",
+        "ParametrizedConv1D",
+    ),
+    "instance forward": (
+        lambda b: setattr(b.ln_2, "forward", nn.LayerNorm.forward.__get__(b.ln_2)),
+        "mlp",
+        "ln_2.forward was replaced",
+    ),
+    "mlp subclass": (
+        lambda b: setattr(b.mlp, "__class__", type("OtherMLP", (type(b.mlp),), {})),
+        "mlp",
+        "OtherMLP",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSAFE)
 def test_unsafe_places_are_refused_with_a_reason(case):
     model = gpt2()
     if case == "mixed dtypes":
         model.bfloat16()
-    below, why = spoil(model, case)
+    change, below, why = UNSAFE[case]
+    change(model.transformer.h[1])
     report = fuse(model, check=False)
     path = f"transformer.h.1.{below}"
     assert [entry for entry, _ in report.skipped] == [path]
@@ -834,21 +815,18 @@ def test_unsafe_places_are_refused_with_a_reason(case):
 
 def test_lora_before_fuse_stays_stock():
     model = wrap_in_lora(gpt2())
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     skipped = dict(report.skipped)
     assert skipped.keys() == {"transformer.h.0.mlp", "transformer.h.0.attn.c_attn"}
     assert all("LoraConv1D" in reason for reason in skipped.values())
-    inputs = batch("cpu", (0, 0))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 def test_lora_after_fuse_makes_the_place_stock():
     model, stock = pair()
     wrap_in_lora(model)
     wrap_in_lora(stock)
-    inputs = batch("cpu", (0, 0))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 CALLED = ["attn.c_proj", "attn.resid_dropout", "mlp.c_proj", "mlp.dropout"]
@@ -921,9 +899,8 @@ def test_parameters_that_come_and_go_are_read_by_their_module_alone(fused_device
 @pytest.mark.parametrize("name", ["attn.c_proj", "mlp.c_proj"])
 def test_a_wrapped_projection_is_called(fused_device, name):
     model, stock = pair(fused_device)
-    inputs = batch(fused_device, (0, 0))
     offload(model.transformer.h[1].get_submodule(name))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -1072,14 +1049,12 @@ def test_an_op_without_a_kernel_leaves_its_places_stock(monkeypatch):
 
 def test_a_device_without_kernels_is_named_and_stays_stock(device):
     model = gpt2(device)
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert {path for path, _ in report.skipped} | set(report.replaced) == places()
     if device == "cpu":
         assert report.skipped == []
     assert all("CUDA" in reason for _, reason in report.skipped)
-    inputs = batch(device, (0, 0))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 # ---- the sample
@@ -1148,8 +1123,7 @@ def test_nan_from_the_fused_model_leaves_it_stock(monkeypatch):
 )
 def test_every_class_that_holds_a_gpt2(fused_device, cls, prefix):
     model = gpt2(fused_device, cls=cls)
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert set(report.replaced) == places(prefix=prefix)
     assert report.max_abs_diff < 1e-5
     ids = batch(fused_device, (0, 0))["input_ids"]
@@ -1171,8 +1145,7 @@ def test_inside_another_module(fused_device):
 
 def test_cross_attention(fused_device):
     model = gpt2(fused_device, add_cross_attention=True)
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     cross = {f"transformer.h.{layer}.crossattention" for layer in range(LAYERS)}
     assert set(report.replaced) == places() | cross and report.skipped == []
     inputs = batch(fused_device, (0, 0))
@@ -1224,15 +1197,13 @@ def test_assisted_generation_with_attention_weights():
         assistant = gpt2(seed=1, implementation="eager")
         outs.append(each.generate(prompt, assistant_model=assistant, **settings))
     assert torch.equal(outs[0].sequences, outs[1].sequences)
-    for ours, want in zip(outs[0].attentions, outs[1].attentions, strict=True):
-        assert_close(ours, want, rtol=1e-5, atol=1e-5)
+    assert_close(outs[0].attentions, outs[1].attentions, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"])
 def test_attention_options(fused_device, option):
     model, stock = pair(fused_device, implementation="eager", **{option: True})
-    inputs = batch(fused_device, (0, 0))
-    assert_close(logits(model, **inputs), logits(stock, **inputs), rtol=1e-5, atol=1e-5)
+    assert_same_logits(model, stock)
 
 
 # ---- the report
@@ -1271,53 +1242,51 @@ def test_report_as_text_dict_and_table():
 # ---- modules in several places, and in other places
 
 
-def in_several_places(case):
-    model = gpt2()
-    blocks = model.transformer.h
-    if case == "block":
-        model.transformer.h = nn.ModuleList([blocks[0]] * LAYERS)
-    elif case == "ln_1 and ln_2":
-        blocks[1].ln_2 = blocks[1].ln_1
-    elif case == "ln_f":
-        model.transformer.ln_f = blocks[0].ln_1
-    elif case == "attn.c_attn":
-        blocks[1].attn.c_attn = blocks[0].attn.c_attn
-    else:
-        setattr(blocks[1], case, getattr(blocks[0], case))
-    return model
+def put(model, place, source):
+    """A module of the transformer at one more place, by their paths."""
+    base = model.transformer
+    base.set_submodule(place, base.get_submodule(source))
 
 
+FIRST, SECOND = "transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"
+# A place, the module that is put there, and the places that stay stock.
 SEVERAL = {
-    "block": set(),
-    "attn": {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"},
-    "attn.c_attn": {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"},
-    "ln_1": {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn"},
-    "mlp": {"transformer.h.0.mlp", "transformer.h.1.mlp"},
-    "ln_1 and ln_2": {"transformer.h.1.attn.c_attn", "transformer.h.1.mlp"},
-    "ln_f": {"transformer.h.0.attn.c_attn"},
+    "block": ("h.1", "h.0", set()),
+    "attn": ("h.1.attn", "h.0.attn", {FIRST, SECOND}),
+    "attn.c_attn": ("h.1.attn.c_attn", "h.0.attn.c_attn", {FIRST, SECOND}),
+    "ln_1": ("h.1.ln_1", "h.0.ln_1", {FIRST, SECOND}),
+    "mlp": ("h.1.mlp", "h.0.mlp", {"transformer.h.0.mlp", "transformer.h.1.mlp"}),
+    "ln_1 and ln_2": ("h.1.ln_2", "h.1.ln_1", {SECOND, "transformer.h.1.mlp"}),
+    "ln_f": ("ln_f", "h.0.ln_1", {FIRST}),
 }
 
 
 @pytest.mark.parametrize("case", SEVERAL)
 def test_modules_that_a_model_uses_in_several_places(case):
-    model = in_several_places(case)
+    place, source, stay = SEVERAL[case]
+    model = gpt2()
+    put(model, place, source)
     stock = copy.deepcopy(model)
     # A cache holds keys by the layer, which a shared attention has one of.
     inputs = {**batch("cpu", (0, 0)), "use_cache": False}
     want = logits(stock, **inputs)
     report = fuse(model)
-    assert {path for path, _ in report.skipped} == SEVERAL[case]
+    assert {path for path, _ in report.skipped} == stay
     assert all("is used in 2 places of the model" in why for _, why in report.skipped)
-    assert set(report.replaced) == places() - SEVERAL[case]
+    assert set(report.replaced) == places() - stay
     # Every place runs once in a pass, also where several are one module.
     names = [report.ops[path].split(" ")[0] for path in report.replaced]
     assert report.calls == Counter(f"torchweld::{name}" for name in names)
     assert_close(logits(model, **inputs), want, rtol=1e-5, atol=1e-5)
-    assert set(unfuse(model)) == places() - SEVERAL[case]
+    assert set(unfuse(model)) == places() - stay
     assert torch.equal(logits(model, **inputs), want)
 
 
-MOVED = ["attn", "mlp", "ln_1", "ln_2", "attn.c_attn", "ln_1 to ln_2", "ln_1 to ln_f"]
+MOVED = {
+    **{n: (f"h.0.{n}", f"h.1.{n}") for n in ("attn", "mlp", "ln_1", "ln_2", "attn.c_attn")},
+    "ln_1 to ln_2": ("h.1.ln_2", "h.1.ln_1"),
+    "ln_1 to ln_f": ("ln_f", "h.1.ln_1"),
+}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -1325,15 +1294,7 @@ MOVED = ["attn", "mlp", "ln_1", "ln_2", "attn.c_attn", "ln_1 to ln_2", "ln_1 to 
 def test_a_part_that_was_moved_after_fuse_computes_what_it_did(case, compiled):
     model, stock = pair()
     for each in (model, stock):
-        blocks = each.transformer.h
-        if case == "attn.c_attn":
-            blocks[0].attn.c_attn = blocks[1].attn.c_attn
-        elif case == "ln_1 to ln_2":
-            blocks[1].ln_2 = blocks[1].ln_1
-        elif case == "ln_1 to ln_f":
-            each.transformer.ln_f = blocks[1].ln_1
-        else:
-            setattr(blocks[0], case, getattr(blocks[1], case))
+        put(each, *MOVED[case])
     # A cache holds keys by the layer, which a shared attention has one of.
     inputs = {**batch("cpu", (0, 0)), "use_cache": False}
     want = logits(stock, **inputs)
@@ -1444,8 +1405,7 @@ def with_a_copied_layer(name, implementation):
 def test_layers_with_a_config_of_their_own_are_switched(name, implementation, pads):
     model, config = with_a_copied_layer(name, implementation)
     assert config is not model.config
-    stock = copy.deepcopy(model)
-    report = fuse(model, only="attention")
+    stock, report = fuse_keeping_stock(model, only="attention")
     assert report.skipped == [] and report.calls == {"torchweld::attention": LAYERS}
     inputs = {"input_ids": batch("cpu")["input_ids"]} if pads is None else batch("cpu", pads)
     if name == "bert":
@@ -1462,8 +1422,7 @@ def test_layers_with_a_config_of_their_own_are_switched(name, implementation, pa
 def test_a_layer_whose_own_config_has_another_attention_is_listed(name):
     model, config = with_a_copied_layer(name, "eager")
     config._attn_implementation = "sdpa"
-    stock = copy.deepcopy(model)
-    report = fuse(model, only="attention")
+    stock, report = fuse_keeping_stock(model, only="attention")
     assert not report and len(report.skipped) == LAYERS
     for _, reason in report.skipped:
         assert 'has a config of its own with attn_implementation="sdpa"' in reason
@@ -1604,11 +1563,9 @@ def test_norms_and_mlps_that_stay_stock_are_listed(kind, cls, others):
 def test_the_report_says_what_runs_in_training_mode(kind, cls, name, dropout):
     changes = {name: dropout, "is_decoder": kind in ("llama", "gpt2")}
     model = tiny_model(kind, cls, "sdpa", **changes).float().train()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with own_warnings() as said:
         report = fuse(model, only="attention")
-    # The steps that really drop warn.
-    assert not [w for w in caught if str(w.message).startswith("torchweld:")]
+    assert not said  # the steps that really drop warn
     runs = "torch's scaled_dot_product_attention runs: attention dropout is on"
     places = len(report.replaced)
     note = f"in training mode: {places} x {runs} ({name}={dropout})"

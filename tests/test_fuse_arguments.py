@@ -14,8 +14,8 @@ from torch.testing import assert_close
 transformers = pytest.importorskip("transformers")
 
 from test_fuse import Calls  # noqa: E402
-from test_fuse_families import LAYERS, NAMES, labelled, tiny  # noqa: E402
-from tiny_models import batch, tiny_gpt2, tiny_model  # noqa: E402
+from test_fuse_families import LAYERS, NAMES, assert_same_logits, labelled, tiny  # noqa: E402
+from tiny_models import batch, fuse_keeping_stock, tiny_gpt2, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, register_attention  # noqa: E402
 from torchweld.integrations import version as hf_version  # noqa: E402
 from torchweld.integrations.attention import fallback  # noqa: E402
@@ -95,8 +95,7 @@ def first(out):
 def test_an_argument_that_is_not_known_runs_the_stock_forward(monkeypatch, cls, call, op):
     monkeypatch.setattr(cls, "forward", with_strength(cls.forward))
     model = (tiny_gpt2() if cls is gpt2.GPT2Block else tiny("Llama")).eval()
-    stock = copy.deepcopy(model)
-    fuse(model, loss=True)
+    stock, _ = fuse_keeping_stock(model, loss=True)
     ours, given = call(model)
     theirs, _ = call(stock)
     name = cls.__qualname__
@@ -117,8 +116,7 @@ def test_a_layer_hands_its_stock_forward_every_argument(monkeypatch):
     cls = llama.LlamaDecoderLayer
     monkeypatch.setattr(cls, "forward", with_strength(cls.forward))
     model = tiny("Llama").eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     ours, given = layer_call(model)
     theirs, _ = layer_call(stock)
     with Calls() as calls:
@@ -216,8 +214,7 @@ def test_an_attention_or_a_head_of_another_form_is_listed():
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_forwards_have_the_signatures_of_stock(name):
     model = tiny(name)
-    stock = copy.deepcopy(model)
-    fuse(model, loss=True, check=False)
+    stock, _ = fuse_keeping_stock(model, loss=True, check=False)
     fused = 0
     for ours, theirs in zip(model.modules(), stock.modules(), strict=True):
         fused += type(ours) is not type(theirs)
@@ -228,8 +225,7 @@ def test_fused_forwards_have_the_signatures_of_stock(name):
 @pytest.mark.parametrize("call", [attention_call, layer_call])
 def test_arguments_by_position(call):
     model = tiny("Llama").eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     for each in (model, stock):
         module, given = call(each)
         names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -260,8 +256,7 @@ def test_the_cache_by_both_of_its_names(kind, name):
             return super().update(key, value, layer_idx, *args, **kwargs)
 
     model = (tiny("Llama") if kind == "Llama" else tiny_gpt2()).eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     logits = []
     for each in (model, stock):
         cache = Recording()
@@ -281,8 +276,7 @@ def test_parts_that_are_called_alone_know_both_names(call, name):
     if name != CACHE and CACHE == "past_key_values":
         pytest.skip("this transformers has one name")
     model = (tiny_gpt2() if call is block_call else tiny("Llama")).eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     outs = []
     for each in (model, stock):
         module, given = call(each)
@@ -298,14 +292,11 @@ def test_layers_without_a_rotary_table_run_stock():
     torch.manual_seed(0)
     kind = ("granitemoehybrid", "GraniteMoeHybridForCausalLM")
     model = tiny_model(*kind, "sdpa", layer_types=["full_attention"] * 2).eval()
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     for where, reason in report.skipped:
         if where.endswith("rotary"):
             assert "the stock forward runs: no rotary table is given" in reason
-    with torch.no_grad():
-        outs = [each(batch("cpu")["input_ids"]).logits for each in (model, stock)]
-    assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert_same_logits(model, stock, {"input_ids": batch("cpu")["input_ids"]})
 
 
 # The comparison over a cache

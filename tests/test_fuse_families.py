@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 
 import pytest
@@ -16,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 from fused_parts import parts_of, random_model  # noqa: E402
 from test_fuse import Calls  # noqa: E402
-from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
+from tiny_models import VOCAB, batch, fuse_keeping_stock, saved_and_loaded, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.version import NEWEST, release  # noqa: E402
 
@@ -140,6 +139,19 @@ def step(model, inputs):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
+def assert_same_step(model, stock, inputs):
+    """Loss and gradients; an expert without tokens has none in both."""
+    (loss, grads), (want, want_grads) = (step(each, inputs) for each in (model, stock))
+    assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    assert_close(grads, want_grads, rtol=1e-4, atol=2e-5)
+
+
+def assert_same_logits(model, stock, inputs=None):
+    with torch.no_grad():
+        outs = [each(**(inputs or batch("cpu"))).logits for each in (model, stock)]
+    assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
 def parts(report):
     """The ops of a report, without the attention."""
     return {path: op.split(" ")[0] for path, op in report.ops.items() if op != "attention"}
@@ -189,16 +201,14 @@ def test_the_report_lists_what_runs(device, name):
 @pytest.mark.parametrize("name", [*NAMES, *RECOGNISED])
 def test_loss_and_every_gradient_equal_stock(device, name, checkpointing):
     model = tiny(name, device, attention_dropout=0.0)
-    stock = copy.deepcopy(model)
-    fuse(model, loss=True)
+    stock, _ = fuse_keeping_stock(model, loss=True)
     for each in (model, stock):
         each.train()
         if checkpointing:
             each.gradient_checkpointing_enable()
     inputs = labelled(device)
     with Calls() as calls:
-        loss, grads = step(model, inputs)
-    want, want_grads = step(stock, inputs)
+        assert_same_step(model, stock, inputs)
     ran = " ".join(calls.names)
     ops = ["torchweld::attention", "rms_norm", "rotary"]
     if name in NAMES:
@@ -206,13 +216,6 @@ def test_loss_and_every_gradient_equal_stock(device, name, checkpointing):
     for op in ops:
         assert op in ran, op
     assert ("rms_norm_linears" in ran) == (name != "Olmo2")
-    assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    assert grads.keys() == want_grads.keys()
-    for key, grad in grads.items():
-        if want_grads[key] is None:  # an expert without tokens
-            assert grad is None, key
-        else:
-            assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -221,21 +224,13 @@ def test_other_decoders_train_and_generate_as_stock(kind):
     model = random_model(kind, name)
     if model is None:
         pytest.skip("not in this transformers")
-    stock = copy.deepcopy(model)
-    report = fuse(model, loss=True)
+    stock, report = fuse_keeping_stock(model, loss=True)
     ran = [part for part, count in parts_of(report).ops.items() if count]
     # Older versions have parts of other forms, which stay stock.
     assert set(wanted.split(", ")) <= set(ran) or release() < NEWEST, report
     assert report.max_abs_diff < 1e-4, report
     inputs = labelled("cpu")
-    loss, grads = step(model.train(), inputs)
-    want, want_grads = step(stock.train(), inputs)
-    assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    for key, grad in grads.items():
-        if want_grads[key] is None:
-            assert grad is None, key
-        else:
-            assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
+    assert_same_step(model.train(), stock.train(), inputs)
     prompts = {key: inputs[key] for key in ("input_ids", "attention_mask")}
     tokens = [
         each.eval().generate(**prompts, max_new_tokens=6, do_sample=False)
@@ -259,20 +254,15 @@ def test_every_activation_of_a_gated_mlp(device, name, activation, biased):
     assert op == ("gated_linear" if packed and activation == "silu" else "gated_mlp")
     inputs = labelled(device)
     with Calls() as calls:
-        loss, grads = step(model, inputs)
+        assert_same_step(model, stock, inputs)
     assert calls.names[f"torchweld::{op}_backward"] == LAYERS
-    want, want_grads = step(stock, inputs)
-    assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    for key, grad in grads.items():
-        assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *RECOGNISED])
 def test_saved_and_loaded(tmp_path, name):
     """A fused model is saved as stock, and the loaded model computes the same, fused and stock."""
     model = tiny(name).eval()
-    stock = copy.deepcopy(model)
-    report = fuse(model, loss=True)
+    stock, report = fuse_keeping_stock(model, loss=True)
     assert report.compared.endswith("whole and over a cache") and report.max_abs_diff < 1e-4
     model.save_pretrained(tmp_path)
     implementation = stock.config._attn_implementation
@@ -306,13 +296,9 @@ def test_bfloat16_is_no_worse_than_stock(device, name):
 @pytest.mark.parametrize("name", ["Llama", "Phi3"])
 def test_unfuse_copies_and_files(tmp_path, name):
     model = tiny(name)
-    stock = copy.deepcopy(model)
-    report = fuse(model, loss=True)
+    stock, report = fuse_keeping_stock(model, loss=True)
     copied = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = saved_and_loaded(model)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
         f"{name}ForCausalLM"
@@ -334,15 +320,8 @@ def test_unfuse_copies_and_files(tmp_path, name):
 def test_only_some_kinds(kind):
     report = fuse(tiny("Llama"), only=[kind])
     ops = {op.split(" ")[0] for op in report.ops.values()}
-    assert (
-        ops
-        == {
-            "attention": {"attention"},
-            "norm": {"rms_norm", "add_rms_norm", "rms_norm_linears"},
-            "mlp": {"gated_mlp"},
-            "rotary": {"rotary"},
-        }[kind]
-    )
+    norms = {"rms_norm", "add_rms_norm", "rms_norm_linears"}
+    assert ops == {"norm": norms, "mlp": {"gated_mlp"}}.get(kind, {kind})
 
 
 def test_an_unknown_kind_is_one_sentence():
@@ -368,15 +347,10 @@ def test_layers_of_others_are_called_before_and_after_fuse():
             assert norm.startswith("rms_norm (input_layernorm; q_proj: test_fuse_families.Lora")
             assert not report.skipped
             assert report.ops["model.layers.1.mlp"].startswith("gated_linear_pair")
-        inputs = labelled("cpu")
         with Calls() as calls:
-            loss, grads = step(model, inputs)
+            assert_same_step(model, stock, labelled("cpu"))
         assert calls.names["torchweld::gated_activation"] == 1
-        want, want_grads = step(stock, inputs)
-        assert_close(loss, want, rtol=1e-5, atol=1e-5)
-        assert any("lora" in key for key in grads)
-        for key, grad in grads.items():
-            assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5)
+        assert any("lora" in key for key, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -392,26 +366,21 @@ def test_layers_of_others_are_called_before_and_after_fuse():
 )
 def test_a_hook_after_fuse_sees_stock_values(path):
     model = tiny("Llama").eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     seen = []
     for each in (model, stock):
         module = each.model.layers[0].get_submodule(path)
         module.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
-    with torch.no_grad():
-        outs = [each(**batch("cpu")).logits for each in (model, stock)]
+    assert_same_logits(model, stock)
     assert len(seen) == 2
-    for ours, want in zip(*seen, strict=True):
-        assert_close(ours, want, rtol=1e-5, atol=1e-5)
-    assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert_close(*seen, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", ["hook", "lora", "double", "quantised"])
 def test_projections_that_another_layer_makes_stay_stock(change):
     """A change to attention after fuse keeps the norm and the projections apart."""
     model = tiny("Qwen2").eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     seen = []
 
     def hook(module, args, kwargs, out):
@@ -449,8 +418,7 @@ def test_projections_that_another_layer_makes_stay_stock(change):
 
 def test_a_hook_on_all_modules_sees_stock_values():
     model = tiny("Llama").eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     seen = []
 
     def hook(module, args, out):
@@ -475,8 +443,7 @@ def test_a_hook_on_all_modules_sees_stock_values():
 
 def test_a_norm_that_is_cast_alone_runs_stock():
     model = tiny("Llama").eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     for each in (model, stock):
         each.model.layers[0].post_attention_layernorm.double()
         each.model.norm.double()
@@ -517,9 +484,8 @@ def test_unfuse_keeps_a_parametrization(name, path):
         assert_close(model(**inputs).logits, want, rtol=1e-4, atol=1e-4)
         unfuse(model)
         assert torch.equal(model(**inputs).logits, want)
-        assert {type(each).__name__ for each in model.modules()} == {
-            type(each).__name__ for each in stock.modules()
-        }
+        names, wanted = ({type(m).__name__ for m in each.modules()} for each in (model, stock))
+        assert names == wanted
         for each in (model, stock):
             parametrize.remove_parametrizations(each.get_submodule(path), "weight")
         assert torch.equal(model(**inputs).logits, stock(**inputs).logits)
@@ -541,9 +507,7 @@ def test_a_norm_of_another_library_stays():
     stock = copy.deepcopy(model)
     reasons = dict(fuse(model).skipped)
     assert "OtherNorm, not transformers' norm" in reasons["model.layers.0.post_attention_layernorm"]
-    with torch.no_grad():
-        outs = [each(**batch("cpu")).logits for each in (model, stock)]
-    assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert_same_logits(model, stock)
 
 
 def test_a_norm_with_the_parts_of_another_stays():
@@ -558,9 +522,7 @@ def test_a_norm_with_the_parts_of_another_stays():
     reasons = dict(fuse(model).skipped)
     for name in ("input_layernorm", "post_attention_layernorm"):
         assert "TwiceNorm has the parts of an RMSNorm and" in reasons[f"model.layers.0.{name}"]
-    with torch.no_grad():
-        outs = [each(**batch("cpu")).logits for each in (model, stock)]
-    assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert_same_logits(model, stock)
 
 
 def test_mixed_dtypes_are_listed():
@@ -641,8 +603,7 @@ def test_compiled_in_one_graph(mask):
 
 def test_autocast(device):
     model = tiny("Llama", device)
-    stock = copy.deepcopy(model)
-    fuse(model, loss=True)
+    stock, _ = fuse_keeping_stock(model, loss=True)
     inputs = labelled(device)
     with torch.autocast(torch.device(device).type, torch.bfloat16), Calls() as calls:
         losses = [each.train()(**inputs).loss for each in (model, stock)]
@@ -657,9 +618,6 @@ def test_an_unknown_class_of_the_same_shape_stays_stock():
 
     model = tiny("Llama").eval()
     model.model.layers[0].mlp.__class__ = OtherMLP
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert "model.layers.0.mlp" not in report.ops
-    with torch.no_grad():
-        outs = [each(**batch("cpu")).logits for each in (model, stock)]
-    assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert_same_logits(model, stock)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -11,7 +9,7 @@ from torch.testing import assert_close
 pytest.importorskip("transformers")
 
 from test_fuse import Calls  # noqa: E402
-from tiny_models import causal_models, tiny_model  # noqa: E402
+from tiny_models import causal_models, fuse_keeping_stock, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.fusion.layers.fused_module import stock_forward  # noqa: E402
 
@@ -40,8 +38,7 @@ def step(model):
 @pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
 def test_a_model_trains_as_stock(device, kind):
     model = model_of(kind, device).train()
-    stock = copy.deepcopy(model)
-    report = fuse(model, only="norm")
+    stock, report = fuse_keeping_stock(model, only="norm")
     gated = [path for path, op in report.ops.items() if op == "rms_norm_gated"]
     assert gated
     with Calls() as calls:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -11,8 +9,7 @@ pytest.importorskip("transformers")
 
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import LAYERS, NAMES, RECOGNISED, tiny  # noqa: E402
-from tiny_models import batch, static_cache_in_graphs  # noqa: E402
-from torchweld.integrations import fuse  # noqa: E402
+from tiny_models import batch, fuse_keeping_stock, static_cache_in_graphs  # noqa: E402
 
 # Greedy search ends at no token, so that every call makes as many.
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -23,8 +20,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU her
 
 def pair(name, device):
     model = tiny(name, device).eval()
-    stock = copy.deepcopy(model)
-    fuse(model)
+    stock, _ = fuse_keeping_stock(model)
     return model, stock
 
 

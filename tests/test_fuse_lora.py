@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ peft = pytest.importorskip("peft")
 
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import LAYERS, labelled, step, tiny  # noqa: E402
-from tiny_models import batch  # noqa: E402
+from tiny_models import batch, saved_and_loaded  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 
 KEPT = ("rms_norm", "add_rms_norm", "rotary", "attention", "gated_activation")
@@ -270,12 +269,9 @@ def test_adapters_are_saved_merged_and_pickled(tmp_path):
     inputs = batch("cpu")
     with torch.no_grad():
         want = model.eval()(**inputs).logits
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     model.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(tiny("Llama"), tmp_path)
     merged = copy.deepcopy(model).merge_and_unload()
-    for each in (torch.load(file, weights_only=False), loaded, merged):
+    for each in (saved_and_loaded(model), loaded, merged):
         with torch.no_grad():
             assert_close(each.eval()(**inputs).logits, want, rtol=1e-4, atol=1e-4)

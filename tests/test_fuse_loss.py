@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import json
 
 import pytest
@@ -15,7 +14,7 @@ from torch.testing import assert_close
 transformers = pytest.importorskip("transformers")
 
 from test_fuse import Calls, batch, gpt2  # noqa: E402
-from tiny_models import VOCAB  # noqa: E402
+from tiny_models import VOCAB, fuse_keeping_stock, saved_and_loaded  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 
 families = pytest.importorskip("torchweld.integrations.fusion.layers.families")
@@ -26,8 +25,7 @@ DROPOUTS = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 def pair(device="cpu", **changes):
     """A model with a fused loss and a stock one, of equal weights and in training mode."""
     model = gpt2(device, **DROPOUTS, **changes)
-    stock = copy.deepcopy(model)
-    report = fuse(model, loss=True)
+    stock, report = fuse_keeping_stock(model, loss=True)
     assert "lm_head" in report.replaced, report
     return model.train(), stock.train()
 
@@ -169,10 +167,7 @@ def test_unfuse_copies_and_files(tmp_path):
     model, stock = pair()
     copied = copy.deepcopy(model)
     assert type(copied) is families.FusedGPT2LMHeadModel
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert type(torch.load(file, weights_only=False)) is families.FusedGPT2LMHeadModel
+    assert type(saved_and_loaded(model)) is families.FusedGPT2LMHeadModel
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
         "GPT2LMHeadModel"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import io
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ transformers = pytest.importorskip("transformers")
 
 from fused_parts import random_model  # noqa: E402
 from test_fuse import Calls  # noqa: E402
-from tiny_models import causal_models, tiny_model  # noqa: E402
+from test_fuse_families import assert_same_logits  # noqa: E402
+from tiny_models import causal_models, fuse_keeping_stock, saved_and_loaded, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.fusion.layers import decoder  # noqa: E402
 
@@ -127,13 +127,8 @@ class PackedMLP(nn.Module):
         return self.down_proj(self.act(gate) * up)
 
 
-class InterleavedMLP(nn.Module):
+class InterleavedMLP(PackedMLP):
     """Its packed columns are not two halves."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 96), nn.Linear(48, WIDTH)
-        self.act = nn.SiLU()
 
     def forward(self, x):
         both = self.gate_up_proj(x)
@@ -169,6 +164,13 @@ def step(model, first=0):
     return logits.detach(), [p.grad for p in model.parameters()]
 
 
+def assert_same_step(model, stock, tolerance=1e-4):
+    """Logits and gradients."""
+    (logits, grads), (want, want_grads) = (step(each) for each in (model, stock))
+    assert_close(logits, want, rtol=tolerance, atol=tolerance)
+    assert_close(grads, want_grads, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("norm", "mlp"),
     [(Norm, MLP), (OffsetNorm, MLP), (WeightlessNorm, MLP), (Norm, PackedMLP)],
@@ -177,21 +179,16 @@ def step(model, first=0):
 def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm, mlp):
     model = made_up(device, norm=norm, mlp=mlp).train()
     model.last.forward = model.last.forward  # on the instance: stays stock
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert {path: op.split(" ")[0] for path, op in report.ops.items()} == {
         "first": "rms_norm",
         "mlp": "gated_mlp",
     }
     assert f"test_fuse_recognised.{norm.__name__}" in " ".join(report.notes)
     with Calls() as calls:
-        logits, grads = step(model)
+        assert_same_step(model, stock, 1e-5)
     assert calls.names["torchweld::rms_norm_forward"] == 1
     assert calls.names["torchweld::gated_mlp_backward"] == 1
-    want, want_grads = step(stock)
-    assert_close(logits, want, rtol=1e-5, atol=1e-5)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +197,8 @@ def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm, mlp):
 def test_norms_that_compute_something_else_stay_stock(device, kind):
     model = made_up(device, torch.bfloat16, norm=kind)
     reasons = dict(fuse(model, check=False).skipped)
-    assert reasons["first"].startswith(
-        f"test_fuse_recognised.{kind.__name__} has the parts of an RMSNorm and c"
-    )
+    has = f"test_fuse_recognised.{kind.__name__} has the parts of"
+    assert reasons["first"].startswith(f"{has} an RMSNorm and c")
     assert type(model.first) is type(model.last) is kind
 
 
@@ -210,10 +206,8 @@ def test_norms_that_compute_something_else_stay_stock(device, kind):
 def test_mlps_that_compute_something_else_stay_stock(device, kind):
     model = made_up(device, mlp=kind)
     reasons = dict(fuse(model, check=False).skipped)
-    assert reasons["mlp"] == (
-        f"test_fuse_recognised.{kind.__name__} has the parts of a gated MLP and computes something "
-        "else"
-    )
+    has = f"test_fuse_recognised.{kind.__name__} has the parts of"
+    assert reasons["mlp"] == f"{has} a gated MLP and computes something else"
     assert type(model.mlp) is kind
 
 
@@ -271,10 +265,7 @@ def test_copies_pickles_and_unfuse():
     model = made_up()
     want = step(model)[0]
     replaced = fuse(model).replaced
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for each in (copy.deepcopy(model), torch.load(file, weights_only=False), model):
+    for each in (copy.deepcopy(model), saved_and_loaded(model), model):
         assert_close(step(each)[0], want, rtol=1e-5, atol=1e-5)
         assert sorted(unfuse(each)) == sorted(replaced)
         assert (type(each.first), type(each.mlp)) == (Norm, MLP)
@@ -284,19 +275,13 @@ def test_copies_pickles_and_unfuse():
 @pytest.mark.parametrize("name", ["Arcee", "Cohere"])
 def test_models_of_transformers_that_no_table_has(device, name):
     model = tiny_of(name, device).train()
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     kinds = {op.split(" ")[0] for op in report.ops.values()}
     block = {"attention", "rotary", "rms_norm", "add_rms_norm", "rms_norm_linears"}
     assert kinds == ({"attention", "rotary", "gated_mlp"} if name == "Cohere" else block)
     # Cohere's norm subtracts the mean.
     assert any("CohereLayerNorm" in reason for _, reason in report.skipped) == (name == "Cohere")
-    logits, grads = step(model)
-    want, want_grads = step(stock)
-    assert_close(logits, want, rtol=1e-4, atol=1e-4)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        if want_grad is not None:
-            assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
+    assert_same_step(model, stock)
 
 
 # Attention and decoder layers
@@ -319,27 +304,18 @@ def tiny_of(name, device="cpu", dtype=torch.float32, **changes):
 @pytest.mark.parametrize("name", ["Ministral", "Mixtral", "Glm"])
 def test_decoder_layers_that_no_table_has(device, name):
     model = tiny_of(name, device, head_dim=8).train()
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert report.max_abs_diff < 1e-4
     kinds = [op.split(" ")[0] for op in report.ops.values()]
     mlp = {"Glm": ["gated_linear"], "Ministral": ["gated_mlp"]}.get(name, [])
     for op in ("attention", "rotary", "add_rms_norm", "rms_norm_linears", *mlp):
         assert kinds.count(op) == 2, op
     with Calls() as calls:
-        logits, grads = step(model)
+        assert_same_step(model, stock)
     assert calls.names["torchweld::rotary"] == 2
     assert calls.names["torchweld::rms_norm_linears_forward"] == 2
-    want, want_grads = step(stock)
-    assert_close(logits, want, rtol=1e-4, atol=1e-4)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        if want_grad is not None:
-            assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert_close(step(loaded)[0], logits, rtol=0, atol=0)
+    loaded = saved_and_loaded(model)
+    assert_close(step(loaded)[0], step(model)[0], rtol=0, atol=0)
     unfuse(loaded)
     assert {type(m) for m in loaded.modules()} == {type(m) for m in stock.modules()}
 
@@ -359,8 +335,7 @@ def test_query_and_key_are_rotated_one_by_one(kind, layers, shared):
         types = ["sliding_attention", "full_attention"] * 2
         sizes |= {"num_hidden_layers": layers, "layer_types": types}
     model = tiny_model(kind, models[kind], "sdpa", **sizes).train()
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert report.max_abs_diff < 1e-4
     assert [op for op in report.ops.values() if op == "rotary"] == ["rotary"] * layers
     if kind == "gemma4_text":
@@ -435,27 +410,19 @@ def test_a_rotary_function_of_a_complex_table(kind, dtype):
         with Calls() as calls:
             found = rotate(*heads, table)
         assert calls.names["torchweld::rotary"] == (rows == 5)
-        for x, y in zip(found, want, strict=True):
-            assert_close(x, y)
+        assert_close(found, want)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "llama4_text"])
 def test_models_with_complex_tables(kind):
     torch.manual_seed(0)
     model = tiny_model(kind, dict(causal_models())[kind], "sdpa", initializer_range=0.2).train()
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert report.max_abs_diff < 1e-4
     with Calls() as calls:
-        logits, grads = step(model)
-    assert (
-        calls.names["torchweld::rotary"] == calls.names["torchweld::rms_norm_linears_forward"] == 2
-    )
-    want, want_grads = step(stock)
-    assert_close(logits, want, rtol=1e-4, atol=1e-4)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        if want_grad is not None:
-            assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
+        assert_same_step(model, stock)
+    assert calls.names["torchweld::rotary"] == 2
+    assert calls.names["torchweld::rms_norm_linears_forward"] == 2
 
 
 def of_llama(**overrides):
@@ -512,12 +479,9 @@ def rotated_after_scaling(self, position_embeddings, **more):
 def test_attention_whose_forward_calls_no_rotary_function_stays_stock(forward):
     cls = of_llama(attention={"forward": forward})["attention"]
     model = with_class(cls, "self_attn")
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert "model.layers.0.self_attn.rotary" in dict(report.skipped)
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+    assert_same_logits(model, stock)
 
 
 def apply_rotary_pos_emb(q, k, cos, sin):
@@ -556,13 +520,10 @@ def test_an_attention_without_a_source_is_projected_behind_its_norm():
     names = dict(vars(llama))
     exec("class OtherAttention(LlamaAttention):\n" + "\n".join(lines), names)
     model = with_class(names["OtherAttention"], "self_attn")
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     assert report.ops["model.layers.0.self_attn.rotary"] == "rotary"
     assert report.ops["model.layers.0.input_layernorm"] == "rms_norm"
-    ids = torch.arange(12)[None]
-    with torch.no_grad():
-        assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+    assert_same_logits(model, stock)
 
 
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "half_rotated", "rotated_back"])
@@ -572,19 +533,14 @@ def test_rotary_functions_are_compared(monkeypatch, name):
     monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
     cls = type("OtherAttention", (llama.LlamaAttention,), {"forward": rotated})
     model = with_class(cls, "self_attn").train()
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     runs = name == "apply_rotary_pos_emb"
     where = "model.layers.0.self_attn.rotary"
     assert (where in report.replaced) == runs, report
     if not runs:
         why = "OtherAttention has the parts of a rotary embedding and computes something else"
         assert dict(report.skipped)[where].endswith(why)
-    logits, grads = step(model)
-    want, want_grads = step(stock)
-    assert_close(logits, want, rtol=1e-4, atol=1e-4)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
+    assert_same_step(model, stock)
 
 
 def first_result(self, hidden_states, **kwargs):
@@ -627,17 +583,12 @@ def passing(self, hidden_states, **kwargs):
 def test_a_layer_runs_its_own_forward(forward):
     cls = of_llama(layer={"forward": forward})["layer"]
     model = with_class(cls, "").train()
-    stock = copy.deepcopy(model)
-    report = fuse(model)
+    stock, report = fuse_keeping_stock(model)
     adds = sum(op.startswith("add_rms_norm") for op in report.ops.values())
     reason = "OtherLlamaDecoderLayer is none of the decoder layers that fuse knows"
     assert [why for _, why in report.skipped] == ([reason] * 2 if forward is passing else [])
     assert adds == (0 if forward in (parallel, passing) else 2)
-    logits, grads = step(model)
-    want, want_grads = step(stock)
-    assert_close(logits, want, rtol=1e-4, atol=1e-4)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        assert_close(grad, want_grad, rtol=1e-4, atol=1e-5)
+    assert_same_step(model, stock)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -657,6 +608,18 @@ def labelled_step(model, **given):
     return out, [p.grad for p in model.parameters()]
 
 
+def assert_same_loss(model, stock, **given):
+    """Loss and gradients of a model whose loss makes no logits; the outputs are returned."""
+    with Calls() as calls:
+        out, grads = labelled_step(model, **given)
+    assert any("linear_cross_entropy" in name for name in calls.names)
+    want, want_grads = labelled_step(stock, **given)
+    assert out.logits is None and type(out) is type(want)
+    assert_close(out.loss, want.loss, rtol=1e-5, atol=1e-5)
+    assert_close(grads, want_grads, rtol=1e-4, atol=1e-4)
+    return out, want
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -668,23 +631,11 @@ def labelled_step(model, **given):
 )
 def test_losses_of_models_that_no_table_has(device, name, changes):
     model = tiny_of(name, device, **changes).train()
-    stock = copy.deepcopy(model)
-    report = fuse(model, loss=True)
+    stock, report = fuse_keeping_stock(model, loss=True)
     assert report.ops["lm_head"].startswith("linear_cross_entropy"), report
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for each in (model, torch.load(file, weights_only=False)):
+    for each in (model, saved_and_loaded(model)):
         for given in ({}, {"num_items_in_batch": 7}):
-            with Calls() as calls:
-                out, grads = labelled_step(each, **given)
-            assert any("linear_cross_entropy" in name for name in calls.names)
-            want, want_grads = labelled_step(stock, **given)
-            assert out.logits is None and type(out) is type(want)
-            assert_close(out.loss, want.loss, rtol=1e-5, atol=1e-5)
-            for grad, want_grad in zip(grads, want_grads, strict=True):
-                if want_grad is not None:
-                    assert_close(grad, want_grad, rtol=1e-4, atol=1e-4)
+            assert_same_loss(each, stock, **given)
         unfuse(each)
         assert type(each) is type(stock)
 
@@ -698,20 +649,11 @@ def test_losses_of_models_with_more_arguments(kind):
     model = random_model(kind, models[kind]).train()
     if "CrossEntropyLoss" in inspect.getsource(type(model).forward):
         pytest.skip("in this transformers the model computes a loss of its own")
-    stock = copy.deepcopy(model)
-    report = fuse(model, loss=True, check=False)
+    stock, report = fuse_keeping_stock(model, loss=True, check=False)
     assert report.ops["lm_head"].startswith("linear_cross_entropy"), report
     given = {"token_type_ids": torch.zeros(2, 12, dtype=torch.long)} if kind == "gemma3" else {}
-    with Calls() as calls:
-        out, grads = labelled_step(model, **given)
-    assert any("linear_cross_entropy" in name for name in calls.names)
-    want, want_grads = labelled_step(stock, **given)
-    assert out.logits is None and type(out) is type(want)
+    out, want = assert_same_loss(model, stock, **given)
     assert [*out] == [name for name in want if name != "logits"]
-    assert_close(out.loss, want.loss, rtol=1e-5, atol=1e-5)
-    for grad, want_grad in zip(grads, want_grads, strict=True):
-        if want_grad is not None:
-            assert_close(grad, want_grad, rtol=1e-4, atol=1e-4)
 
 
 def test_a_recognised_loss_compiles_in_one_graph():

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import VOCAB, batch, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
+from tiny_models import VOCAB, batch, own_warnings, tiny_config, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
 from torchweld.integrations import register_attention  # noqa: E402
 from torchweld.integrations.attention import (  # noqa: E402
     fallback,
@@ -36,17 +36,20 @@ def fresh_warnings():
     fallback._warned.clear()
 
 
-def gpt2(device, implementation="torchweld", **changes):
-    return tiny_gpt2(implementation=implementation, **changes).to(device).eval()
+_NAMES = ("torchweld", "sdpa")
 
 
 def small(name, device, implementation="torchweld", **changes):
-    """A tiny model with grouped heads: Llama, Mistral."""
-    return tiny_grouped(name, implementation, **changes).to(device).eval()
+    """A tiny GPT2, or a model with grouped heads: Llama, Mistral."""
+    if name == "GPT2":
+        model = tiny_gpt2(implementation=implementation, **changes)
+    else:
+        model = tiny_grouped(name, implementation, **changes)
+    return model.to(device).eval()
 
 
-def own_warnings(caught):
-    return [str(w.message) for w in caught if str(w.message).startswith("torchweld:")]
+def gpt2(device, implementation="torchweld", **changes):
+    return small("GPT2", device, implementation, **changes)
 
 
 def test_both_interfaces_are_registered_and_registering_again_changes_nothing():
@@ -192,7 +195,7 @@ def test_a_cuda_graph_follows_the_mask():
 def test_right_padding_is_exact_at_every_token(attention_device):
     inputs = batch(attention_device, side="right")
     real = inputs["attention_mask"].bool()
-    pair = [gpt2(attention_device, name) for name in ("torchweld", "sdpa")]
+    pair = [gpt2(attention_device, name) for name in _NAMES]
     compare(*pair, inputs, real)
     with torch.no_grad():
         assert pair[0](**inputs).logits.isfinite().all()
@@ -204,7 +207,7 @@ def test_a_prompt_that_holds_the_pad_token(attention_device, beams):
     prompt = torch.tensor([[5, 3, 7, 8]], device=attention_device)
     settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, num_beams=beams)
     answers = []
-    for name in ("torchweld", "sdpa"):
+    for name in _NAMES:
         model = gpt2(attention_device, name, pad_token_id=3)
         answers.append(model.generate(prompt, **settings))
         # The device still answers.
@@ -222,7 +225,7 @@ def with_a_hole(device):
 def test_training_on_holes_equals_sdpa(attention_device):
     inputs = with_a_hole(attention_device)
     grads = []
-    for name in ("torchweld", "sdpa"):
+    for name in _NAMES:
         model = gpt2(attention_device, name).train()
         model(**inputs).loss.backward()
         grads.append([p.grad for p in model.parameters()])
@@ -233,7 +236,7 @@ def test_training_on_holes_equals_sdpa(attention_device):
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 def test_holes_fail_an_assertion_in_a_compiled_model(name, train):
     """The CPU alone: on a GPU a failed assertion ends the process."""
-    model = (gpt2("cpu") if name == "GPT2" else small(name, "cpu")).train(train)
+    model = small(name, "cpu").train(train)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     inputs = with_a_hole("cpu")
     del inputs["labels"]
@@ -374,8 +377,7 @@ def test_what_the_op_cannot_do_runs_sdpa_with_one_warning(more, said, masked):
     dense = mask_numbers.Numbers(True, leftpad).dense(6, 6) if masked else None
     mask = mask_numbers.leftpad_mask(leftpad) if masked else None
     outs = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with own_warnings() as said_so:
         for _ in range(2):
             torch.manual_seed(3)
             outs.append(hf_attention.attention_forward(Layer(), *qkv, mask, **more)[0])
@@ -384,7 +386,6 @@ def test_what_the_op_cannot_do_runs_sdpa_with_one_warning(more, said, masked):
     torch.manual_seed(3)
     stock = sdpa_attention_forward(Layer(), *qkv, dense, **more)[0]
     assert torch.equal(outs[0], stock) and torch.equal(outs[1], stock)
-    said_so = own_warnings(caught)
     assert len(said_so) == 1 and said in said_so[0]
 
 
@@ -431,16 +432,9 @@ def test_mllama_without_a_cross_attention_mask_equals_eager():
     """Its cross attention has no is_causal, and SDPA takes it for causal."""
     from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-    config = MllamaTextConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+    config = tiny_config(
+        MllamaTextConfig,
         cross_attention_layers=[1],
-        pad_token_id=0,
-        max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         initializer_range=0.3,
     )
@@ -473,8 +467,7 @@ BOTH_WAYS = {"no mask": None, "ones": (0, 0, 0), "left": (0, 3, 7)}
 def test_a_decoder_made_bidirectional_by_its_layers(attention_device, name, mask):
     """As LLM2Vec does: each prompt sees itself in both directions, padded or not."""
     pads = BOTH_WAYS[mask]
-    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
-    ours, stock = (make(attention_device, each) for each in _NAMES)
+    ours, stock = (small(name, attention_device, each) for each in _NAMES)
     layers = [m for model in (ours, stock) for m in model.modules() if hasattr(m, "is_causal")]
     assert len(layers) == 4
     for layer in layers:
@@ -538,25 +531,18 @@ def test_a_mask_of_another_batch_is_refused(dtype, shape):
 
 
 def compare(ours, stock, inputs, real=None, warn=0):
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
-        got = [ours(**inputs).logits for _ in range(2)]
-    with torch.no_grad():
-        want = stock(**inputs).logits
-    for logits in got:
-        if real is None:
-            assert_close(logits, want, rtol=1e-5, atol=1e-5)
-        else:
-            assert_close(logits[real], want[real], rtol=1e-5, atol=1e-5)
-    assert len(own_warnings(caught)) == warn, own_warnings(caught)
+    real = slice(None) if real is None else real
+    with own_warnings() as said:
+        got = [logits_of(ours, inputs)[real] for _ in range(2)]
+    want = logits_of(stock, inputs)[real]
+    assert_close(got, [want, want], rtol=1e-5, atol=1e-5)
+    assert len(said) == warn, said
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral"])
 @pytest.mark.parametrize("pads", [(0, 0, 0), (0, 3, 7), (2, 11, 1)])
 def test_left_padded_batch_equals_sdpa_and_each_prompt_alone(attention_device, name, pads):
-    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
-    ours = make(attention_device, "torchweld")
-    stock = make(attention_device, "sdpa")
+    ours, stock = (small(name, attention_device, each) for each in _NAMES)
     inputs = batch(attention_device, pads)
     real = inputs["attention_mask"].bool()
     compare(ours, stock, inputs, real)
@@ -599,20 +585,15 @@ def test_a_window_wider_than_the_context_stays_with_torchweld(attention_device):
     compare(*pair, inputs, inputs["attention_mask"].bool())
 
 
-_NAMES = ("torchweld", "sdpa")
-
-
 def test_each_reason_is_said_once():
     ours = gpt2("cpu")
     holes = batch("cpu", (0, 0, 0))
     holes["attention_mask"][0, 4] = 0
     custom = batch("cpu", (0, 0, 0))
     custom["attention_mask"] = torch.ones(3, 1, 12, 12, dtype=torch.bool)
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
+    with own_warnings() as said, torch.no_grad():
         for inputs in (holes, custom, holes, custom):
             ours(**inputs)
-    said = own_warnings(caught)
     assert len(said) == 2 and said[0] != said[1]
 
 
@@ -631,17 +612,15 @@ def test_chunked_prefill_with_a_cache_equals_one_pass(attention_device):
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generate_left_padded_equals_sdpa(attention_device, name, beams):
-    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
     inputs = batch(attention_device, (0, 4, 9))
     del inputs["position_ids"]
     settings = dict(max_new_tokens=8, do_sample=False, num_beams=beams, eos_token_id=None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        ours = make(attention_device, "torchweld").generate(**inputs, **settings)
-    stock = make(attention_device, "sdpa").generate(**inputs, **settings)
+    models = [small(name, attention_device, each) for each in _NAMES]
+    with own_warnings() as said:
+        ours, stock = (model.generate(**inputs, **settings) for model in models)
     assert ours.shape == (3, 20)
     assert torch.equal(ours, stock)
-    assert own_warnings(caught) == []
+    assert said == []
 
 
 def test_cross_attention_and_encoders(attention_device):
@@ -651,13 +630,8 @@ def test_cross_attention_and_encoders(attention_device):
     pair = [gpt2(attention_device, name, add_cross_attention=True) for name in _NAMES]
     compare(*pair, {**inputs, "encoder_hidden_states": memory})
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 64}
-    counts = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4}
-    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    config = transformers.BertConfig(**sizes, **counts, **dropouts)
-    encoder = transformers.BertForMaskedLM._from_config(config, attn_implementation="torchweld")
-    stock = transformers.BertForMaskedLM._from_config(
-        copy.deepcopy(config), attn_implementation="sdpa"
+    encoder, stock = (
+        tiny_model("bert", "BertForMaskedLM", name, is_decoder=False) for name in _NAMES
     )
     stock.load_state_dict(encoder.state_dict())
     pair = [model.to(attention_device).eval() for model in (encoder, stock)]
@@ -667,14 +641,13 @@ def test_cross_attention_and_encoders(attention_device):
 def test_training_with_dropout_equals_sdpa_with_one_warning():
     inputs = batch("cpu")
     losses = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with own_warnings() as said:
         for name in _NAMES:
             model = gpt2("cpu", name, attn_pdrop=0.2, resid_pdrop=0.1).train()
             torch.manual_seed(6)
             losses.append(model(**inputs, labels=inputs["input_ids"]).loss)
     assert torch.equal(*losses)
-    assert len(own_warnings(caught)) == 1
+    assert len(said) == 1
 
 
 class Calls(TorchDispatchMode):
@@ -800,7 +773,6 @@ def weights_of(model, inputs):
 @pytest.mark.parametrize("name", ["GPT2", "Llama"])
 @pytest.mark.parametrize("mask", ["none", "left padding", "holes", "4-D"])
 def test_attention_weights_are_those_of_eager(attention_device, name, mask):
-    make = gpt2 if name == "GPT2" else lambda *args: small(name, *args)
     inputs = batch(attention_device, (0, 0, 0) if mask == "none" else (0, 3, 7))
     if mask == "none":
         inputs = {"input_ids": inputs["input_ids"]}
@@ -809,8 +781,8 @@ def test_attention_weights_are_those_of_eager(attention_device, name, mask):
     elif mask == "4-D":
         inputs["attention_mask"] = torch.zeros(3, 1, 12, 12, device=attention_device)
     with pytest.warns(UserWarning, match="attention weights are asked for; such calls use the mod"):
-        ours = weights_of(make(attention_device), inputs)
-    stock = weights_of(make(attention_device, "eager"), inputs)
+        ours = weights_of(small(name, attention_device), inputs)
+    stock = weights_of(small(name, attention_device, "eager"), inputs)
     assert len(ours.attentions) == 2 and ours.attentions[0].shape == (3, 4, 12, 12)
     assert_close(ours.attentions, stock.attentions, rtol=0, atol=0)
     assert_close(ours.logits, stock.logits, rtol=0, atol=0)
@@ -822,8 +794,7 @@ def test_attention_weights_with_a_cache_and_while_generating(attention_device):
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, **asked}
     outs = [gpt2(attention_device, name).generate(**inputs, **settings) for name in _EAGER]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
-    for ours, stock in zip(outs[0].attentions, outs[1].attentions, strict=True):
-        assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+    assert_close(outs[0].attentions, outs[1].attentions, rtol=1e-5, atol=1e-6)
 
 
 _EAGER = ("torchweld", "eager")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-import io
 import re
 from pathlib import Path
 
@@ -20,9 +19,9 @@ from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
 
-from test_fuse_families import labelled, step  # noqa: E402
+from test_fuse_families import assert_same_step, labelled, step  # noqa: E402
 from test_hf_attention import Calls  # noqa: E402
-from tiny_models import SMALL, batch, tiny_config, tiny_model  # noqa: E402
+from tiny_models import SMALL, batch, fuse_keeping_stock, saved_and_loaded, tiny_config, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, recorder, register_experts, unfuse  # noqa: E402
 from torchweld.integrations.attention import fallback  # noqa: E402
 
@@ -291,8 +290,7 @@ def test_other_gates_run_grouped_mm(gate, reason):
     given = inputs(module)
     with pytest.warns(UserWarning, match=reason):
         got = run(module, *given)
-    for ours, want in zip(got, eager(module, *given), strict=True):
-        assert_close(ours, want)
+    assert_close(got, eager(module, *given))
 
 
 def test_a_limit_counts_from_the_next_call():
@@ -438,15 +436,8 @@ def test_a_fused_mixture_trains_and_generates_as_stock(kind):
     if hasattr(model.config, "output_router_logits") and has_router_loss(kind):
         inputs["output_router_logits"] = True
     with Calls() as calls:
-        loss, grads = step(model.train(), inputs)
+        assert_same_step(model.train(), stock.train(), inputs)
     assert calls.names["torchweld::experts_forward"] == len(paths)
-    want, want_grads = step(stock.train(), inputs)
-    assert_close(loss, want, rtol=1e-5, atol=1e-5)
-    for key, grad in grads.items():
-        if want_grads[key] is None:  # no token reached a dense expert, no image was given
-            assert grad is None, key
-        else:
-            assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
     prompts = {key: value for key, value in batch("cpu").items() if key != "position_ids"}
     tokens = [
         each.eval().generate(**prompts, max_new_tokens=6, do_sample=False)
@@ -461,10 +452,7 @@ def test_unfuse_copies_and_files(kind, tmp_path):
     stock, paths = copy.deepcopy(model), paths_of(model)
     report = fuse(model, only="experts")
     assert report.replaced == paths
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = saved_and_loaded(model)
     model.save_pretrained(tmp_path)
     saved = type(stock).from_pretrained(tmp_path, attn_implementation="eager")
     saved.config._experts_implementation = "torchweld"
@@ -488,12 +476,10 @@ def test_the_name_for_a_whole_model():
     except ValueError as error:
         pytest.skip(f"this transformers knows no registered names: {error}")
     with Calls() as calls:
-        loss, grads = step(model.train(), labelled("cpu"))
+        got = step(model.train(), labelled("cpu"))[0]
     assert calls.names["torchweld::experts_forward"] == len(paths_of(model))
-    want, want_grads = step(stock.train(), labelled("cpu"))
-    assert_close(loss, want)
-    for key, grad in grads.items():
-        assert_close(grad, want_grads[key], rtol=1e-4, atol=2e-5)
+    assert_close(got, step(stock.train(), labelled("cpu"))[0])
+    assert_same_step(model, stock, labelled("cpu"))
     report = fuse(model, only="experts")
     assert not report and {why for _, why in report.skipped} == {"fused already"}
 
@@ -509,12 +495,9 @@ def test_the_fused_loss_of_a_mixture_has_the_loss_of_its_router(kind):
     # NOTE: once a model has run, transformers' hooks for router_logits can't be pickled.
     report = fuse(model, loss=True, check=False)
     assert report.ops["lm_head"].startswith("linear_cross_entropy (lm_head -> loss)"), report
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
     padded = labelled("cpu")
     whole = {"input_ids": padded["input_ids"], "labels": padded["input_ids"]}
-    for each in (model, torch.load(file, weights_only=False)):
+    for each in (model, saved_and_loaded(model)):
         for given in (padded, whole, {**padded, "num_items_in_batch": 7}):
             for router in (None, False):
                 with Calls() as calls:
@@ -528,11 +511,7 @@ def test_the_fused_loss_of_a_mixture_has_the_loss_of_its_router(kind):
                     assert_close(out.aux_loss, want.aux_loss)
                 if router is None and given is whole:  # padding attends to arbitrary keys
                     assert_close(out.router_logits, want.router_logits, rtol=1e-4, atol=1e-5)
-        want_grads = step(stock, padded)[1]
-        for key, grad in step(each, padded)[1].items():
-            if want_grads[key] is not None:
-                want_grad = want_grads[key]
-                assert_close(grad, want_grad, rtol=1e-4, atol=2e-5, msg=lambda m, n=key: n + m)
+        assert_same_step(each, stock, padded)
 
 
 def test_a_mixture_with_its_loss_compiles_in_one_graph():
@@ -664,8 +643,7 @@ def test_experts_without_the_decorator_are_listed():
 
 def test_a_hook_after_fuse_runs_stock():
     model = mixture("mixtral")
-    stock = copy.deepcopy(model)
-    fuse(model, only="experts")
+    stock, _ = fuse_keeping_stock(model, only="experts")
     module = model.get_submodule(paths_of(model)[0])
     seen = []
     module.act_fn.register_forward_hook(lambda m, args, out: seen.append(out))

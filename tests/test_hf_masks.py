@@ -76,6 +76,29 @@ def pair(kind, name, device, **changes):
     return ours.to(device).eval(), stock.to(device).eval()
 
 
+def pair_of(case, device, **more):
+    """The pair of a case of the tables below, with further changes."""
+    kind, name, changes = case
+    return pair(kind, name, device, **{**changes, **more})
+
+
+CHUNKS = ((0, 6), (6, 7), (7, 10), (10, 11), (11, 12))
+
+
+def in_chunks(model, inputs, cache=None):
+    """The logits of the tokens, some at a time, over a cache; every layer runs the op."""
+    mask, got = inputs["attention_mask"], []
+    for start, end in CHUNKS:
+        given = {name: value[:, start:end] for name, value in inputs.items()}
+        given["attention_mask"] = mask[:, :end]
+        with Calls() as calls:
+            out = model(**given, past_key_values=cache, use_cache=True)
+        expect(calls, layers_of(model))
+        got.append(out.logits)
+        cache = out.past_key_values
+    return torch.cat(got, 1)
+
+
 def assert_equal_at(tokens, got, want):
     scale = want[tokens].abs().max().item()
     assert_close(got[tokens], want[tokens], rtol=0, atol=2e-5 * max(scale, 1))
@@ -292,14 +315,11 @@ def test_a_layer_of_one_query_takes_its_numbers_without_a_copy():
 # ---- whole models
 
 
+SOFTCAP = {"sliding_window": 4, "attn_logit_softcapping": 2.0}
 LOCAL = {
     "Mistral": ("mistral", "MistralForCausalLM", {"sliding_window": 4}),
     "Phi-3": ("phi3", "Phi3ForCausalLM", {"sliding_window": 4}),
-    "Gemma 2": (
-        "gemma2",
-        "Gemma2ForCausalLM",
-        {"sliding_window": 4, "attn_logit_softcapping": 2.0},
-    ),
+    "Gemma 2": ("gemma2", "Gemma2ForCausalLM", SOFTCAP),
     "Gemma 3": ("gemma3_text", "Gemma3ForCausalLM", {"sliding_window": 4}),
     "gpt-oss": ("gpt_oss", "GptOssForCausalLM", {"sliding_window": 4}),
     "Llama 4": ("llama4_text", "Llama4ForCausalLM", {"attention_chunk_size": 4}),
@@ -308,8 +328,7 @@ LOCAL = {
 
 @pytest.fixture(params=LOCAL)
 def local(request, attention_device):
-    kind, name, changes = LOCAL[request.param]
-    return pair(kind, name, attention_device, **changes)
+    return pair_of(LOCAL[request.param], attention_device)
 
 
 def layers_of(model):
@@ -330,10 +349,8 @@ def test_windows_softcap_and_sinks_equal_eager(local, attention_device, padding)
     local_call = [call for call in calls.op if call.get("key_start") is not None][0]
     assert local_call["key_end"].tolist() == [12, 12, 12] and local_call["causal"]
     position = torch.arange(12)
-    if ours.config.model_type == "llama4_text":
-        want = position // 4 * 4
-    else:
-        want = (position - 3).clamp_min(0)
+    is_chunked = ours.config.model_type == "llama4_text"
+    want = position // 4 * 4 if is_chunked else (position - 3).clamp_min(0)
     assert local_call["key_start"][0].tolist() == want.tolist()
     assert all(
         (call.get("softcap") == 2.0) == ("gemma2" in ours.config.model_type) for call in calls.op
@@ -346,27 +363,15 @@ def test_windows_with_a_cache(local, attention_device):
     """The cache of a layer with a window keeps no more than the window."""
     ours, stock = local
     inputs = batch(attention_device, (0, 3, 5))
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    del inputs["position_ids"]
     with torch.no_grad():
-        want = stock(ids, attention_mask=mask, use_cache=False).logits
-        got, cache = [], None
-        for start, end in ((0, 6), (6, 7), (7, 10), (10, 11), (11, 12)):
-            with Calls() as calls:
-                out = ours(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-            expect(calls, layers_of(ours))
-            got.append(out.logits)
-            cache = out.past_key_values
-    assert_equal_at(mask.bool(), torch.cat(got, 1), want)
+        want = stock(**inputs, use_cache=False).logits
+        assert_equal_at(inputs["attention_mask"].bool(), in_chunks(ours, inputs), want)
 
 
 def test_a_full_window_is_no_mask(attention_device):
     """One query sees all that a sliding cache holds: plain left padding."""
-    ours, stock = pair(*LOCAL["Mistral"][:2], attention_device, sliding_window=4)
+    ours, stock = pair_of(LOCAL["Mistral"], attention_device)
     inputs = batch(attention_device, (0, 1, 2))
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad():
@@ -450,8 +455,7 @@ def flattened(device):
 )
 @pytest.mark.parametrize("model", FLATTENED)
 def test_flattened_documents_equal_each_alone(attention_device, model, case):
-    kind, name, changes = FLATTENED[model]
-    ours, stock = pair(kind, name, attention_device, **changes)
+    ours, stock = pair_of(FLATTENED[model], attention_device)
     documents, packed = flattened(attention_device)
     labels = packed.pop("labels")
     length = labels.shape[1]
@@ -542,25 +546,20 @@ def ends_of(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def both_ends(*values):
+    return dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(*values))
+
+
 GOOD = ends_of(0, 3, 8, 9, 12)
 MISFITS = {
     "one of them": ({"cu_seq_lens_k": None}, "integer tensors .documents . 1,., but got cu_seq_le"),
     "no tensor": ({"cu_seq_lens_q": [0, 12]}, "must be integer tensors"),
     "2-D": ({"cu_seq_lens_q": GOOD[None]}, "must be integer tensors"),
-    "other documents of the keys": (
-        {"cu_seq_lens_k": ends_of(0, 4, 8, 9, 12)},
-        "must be equal and",
-    ),
+    "other documents": ({"cu_seq_lens_k": ends_of(0, 4, 8, 9, 12)}, "must be equal and"),
     "other counts": ({"cu_seq_lens_k": ends_of(0, 12)}, "must be equal, for as many keys as quer"),
-    "too short": (
-        dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(0, 4)),
-        "split the batch",
-    ),
-    "not from 0": (
-        dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(1, 12)),
-        "split the batch",
-    ),
-    "downwards": (dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends_of(0, 9, 3, 12)), "split"),
+    "too short": (both_ends(0, 4), "split the batch"),
+    "not from 0": (both_ends(1, 12), "split the batch"),
+    "downwards": (both_ends(0, 9, 3, 12), "split"),
     "rows": ({"input_ids": torch.ones(2, 12, dtype=torch.int64), "position_ids": None}, "2 x 12"),
 }
 
@@ -591,7 +590,7 @@ def test_flattened_documents_of_other_attention_are_refused():
     encoder = bert("cpu")[0]
     with pytest.raises(ValueError, match="must be for causal attention, but got it in BertSelf"):
         encoder(input_ids=misfit()["input_ids"], cu_seq_lens_q=GOOD, cu_seq_lens_k=GOOD)
-    chunks, _ = pair(*LOCAL["Llama 4"][:2], "cpu", attention_chunk_size=4)
+    chunks, _ = pair_of(LOCAL["Llama 4"], "cpu")
     with pytest.raises(ValueError, match="whose config has attention_chunk_size"):
         chunks(**misfit())
     with pytest.raises(ValueError, match="context_parallel must see .*, but cu_seq_lens_q is give"):
@@ -606,8 +605,7 @@ def test_flattened_documents_of_other_attention_are_refused():
 
 @pytest.mark.parametrize("model", ["gpt-oss", "Gemma 2"])
 def test_gradients_of_sinks_and_through_softcap(attention_device, model):
-    kind, name, changes = LOCAL[model]
-    ours, stock = pair(kind, name, attention_device, attention_dropout=0.0, **changes)
+    ours, stock = pair_of(LOCAL[model], attention_device, attention_dropout=0.0)
     inputs = batch(attention_device)
     # The first token of a prompt would be predicted from padding.
     counted = inputs["position_ids"] > 0
@@ -695,26 +693,12 @@ STATIC = {
 @pytest.mark.parametrize("model", STATIC)
 @pytest.mark.parametrize("pads", [(0, 0, 0), (0, 3, 5)])
 def test_static_caches_equal_eager(attention_device, model, pads):
-    kind, name, changes = STATIC[model]
-    ours, stock = pair(kind, name, attention_device, **changes)
+    ours, stock = pair_of(STATIC[model], attention_device)
     inputs = batch(attention_device, pads)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    positions = inputs["position_ids"]
     cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
     with torch.no_grad():
-        want = stock(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        got = []
-        for start, end in ((0, 6), (6, 7), (7, 10), (10, 11), (11, 12)):
-            with Calls() as calls:
-                out = ours(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end],
-                    past_key_values=cache,
-                )
-            expect(calls, layers_of(ours))
-            got.append(out.logits)
-    assert_equal_at(mask.bool(), torch.cat(got, 1), want)
+        want = stock(**inputs, use_cache=False).logits
+        assert_equal_at(inputs["attention_mask"].bool(), in_chunks(ours, inputs, cache), want)
 
 
 GRAPHS = []
@@ -727,16 +711,14 @@ def keep_graph(module, inputs):
 
 @pytest.mark.parametrize("model", ["Llama", "GPT-2", "Mistral", "Gemma 2", "Gemma 3"])
 def test_generate_with_a_static_cache_compiles_one_graph(attention_device, model):
-    kind, name, changes = STATIC[model]
-    pads = (0, 4, 9)
-    inputs = batch(attention_device, pads)
+    inputs = batch(attention_device, (0, 4, 9))
     del inputs["position_ids"]
     compiled = transformers.CompileConfig(fullgraph=True, backend=keep_graph, mode=None)
     compiled._compile_all_devices = True
     settings = dict(max_new_tokens=8, do_sample=False, eos_token_id=None)
     settings.update(cache_implementation="static", compile_config=compiled)
     outs, graphs = [], []
-    for each in pair(kind, name, attention_device, **changes):
+    for each in pair_of(STATIC[model], attention_device):
         torch._dynamo.reset()
         GRAPHS.clear()
         outs.append(each.generate(**inputs, **settings))
@@ -756,13 +738,12 @@ def test_generate_with_a_static_cache_compiles_one_graph(attention_device, model
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("model", ["GPT-2", "Llama", "Mistral", "gpt-oss"])
 def test_generate_equals_eager(attention_device, model, cache):
-    kind, name, changes = STATIC[model]
     inputs = batch(attention_device, (0, 4, 9))
     del inputs["position_ids"]
     settings = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, disable_compile=True)
     if cache == "static":
         settings["cache_implementation"] = "static"
-    ours, stock = pair(kind, name, attention_device, **changes)
+    ours, stock = pair_of(STATIC[model], attention_device)
     got = ours.generate(**inputs, **settings)
     assert not fallback._warned
     assert torch.equal(got, stock.generate(**inputs, **settings))
@@ -782,8 +763,7 @@ def test_a_static_cache_that_the_prompt_fills(attention_device, new_tokens):
 @pytest.mark.parametrize("model", ["Llama", "Mistral"])
 def test_a_compiled_model_with_a_static_cache(attention_device, model):
     """Without generate: the mask is made inside of the graph."""
-    kind, name, changes = STATIC[model]
-    ours, stock = pair(kind, name, attention_device, **changes)
+    ours, stock = pair_of(STATIC[model], attention_device)
     ids = batch(attention_device)["input_ids"]
     cache = transformers.StaticCache(config=ours.config, max_cache_len=16)
     compiled = torch.compile(ours, fullgraph=True, backend=keep_graph)
@@ -807,8 +787,7 @@ def test_a_compiled_model_with_a_static_cache(attention_device, model):
 @pytest.mark.parametrize("case", ["holes", "4-D", "dropout"])
 @pytest.mark.parametrize("model", ["Gemma 2", "gpt-oss"])
 def test_softcap_and_sinks_with_other_masks_run_eager(attention_device, model, case):
-    kind, name, changes = LOCAL[model]
-    ours, stock = pair(kind, name, attention_device, attention_dropout=0.3, **changes)
+    ours, stock = pair_of(LOCAL[model], attention_device, attention_dropout=0.3)
     inputs = batch(attention_device, (0, 0, 0))
     if case == "holes":
         inputs["attention_mask"][1, 3:5] = 0
@@ -833,8 +812,7 @@ def test_softcap_and_sinks_with_other_masks_run_eager(attention_device, model, c
 
 
 def test_a_warning_says_which_attention_runs_instead(attention_device):
-    kind, name, changes = LOCAL["gpt-oss"]
-    ours, _ = pair(kind, name, attention_device, **changes)
+    ours, _ = pair_of(LOCAL["gpt-oss"], attention_device)
     inputs = batch(attention_device, (0, 0, 0))
     inputs["attention_mask"][1, 3:5] = 0
     sentence = "padding between tokens; such calls use the model's eager attention instead of torch"
@@ -883,8 +861,7 @@ def test_fuse_serves_softcap_and_sinks(attention_device):
     import torchweld
 
     for name in ("Gemma 2", "gpt-oss"):
-        kind, cls, changes = LOCAL[name]
-        _, model = pair(kind, cls, attention_device, **changes)
+        _, model = pair_of(LOCAL[name], attention_device)
         report = torchweld.fuse(model)
         assert report.replaced and report.max_abs_diff < 1e-4
         torchweld.unfuse(model)

@@ -20,6 +20,7 @@ from test_hf_masks import (  # noqa: E402
     flattened,
     misfit,
     pair,
+    pair_of,
 )
 from tiny_models import VOCAB  # noqa: E402
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
@@ -67,8 +68,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_step_equals_each_document_alone(attention_device, case):
     name, more = CASES[case]
-    kind, cls, changes = FLATTENED[name]
-    ours, stock = pair(kind, cls, attention_device, **changes)
+    ours, stock = pair_of(FLATTENED[name], attention_device)
     documents, packed = flattened(attention_device)
     if case.startswith("positions"):
         packed = {key: packed[key] for key in ("input_ids", "position_ids", "labels")}
@@ -103,8 +103,7 @@ def multipack(documents, pad, counts_padding):
 @pytest.mark.parametrize("counts_padding", [False, True])
 def test_rows_of_axolotl_without_their_mask(attention_device, counts_padding, how):
     """Two rows of documents; the padding behind one of them changes nothing."""
-    kind, cls, changes = FLATTENED["Llama"]
-    ours, stock = pair(kind, cls, attention_device, **changes)
+    ours, stock = pair_of(FLATTENED["Llama"], attention_device)
     generator = torch.Generator().manual_seed(2)
     rows = [
         [torch.randint(1, VOCAB, (1, n), generator=generator) for n in lengths]
@@ -141,8 +140,7 @@ class Ranges(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_ends_are_read_once_in_a_forward_pass(attention_device, windows, use_cache):
     """Once for all layers, and again in the next pass, whatever has become of the ends."""
-    kind, cls, changes = FLATTENED["Mistral" if windows else "Llama"]
-    ours, _ = pair(kind, cls, attention_device, **changes)
+    ours, _ = pair_of(FLATTENED["Mistral" if windows else "Llama"], attention_device)
     _, packed = flattened(attention_device)
     several = packed["cu_seq_lens_q"]
     one = torch.where(several > 0, 12, 0)
@@ -198,8 +196,7 @@ def test_ends_that_are_written_in_place_are_read_again(attention_device):
 
 def test_a_recomputed_layer_reads_the_ends_again(attention_device):
     """Gradient checkpointing runs each layer twice."""
-    kind, cls, changes = FLATTENED["Llama"]
-    ours, stock = pair(kind, cls, attention_device, **changes)
+    ours, stock = pair_of(FLATTENED["Llama"], attention_device)
     documents, packed = flattened(attention_device)
     ours.train().gradient_checkpointing_enable({"use_reentrant": False})
     ours(**packed, use_cache=False).loss.backward()
@@ -341,8 +338,7 @@ def test_one_captured_step_serves_every_packing():
         for name, t in on_gpu(other, 8).items():
             static[name].copy_(t)
         graph.replay()
-        for got, want in zip(results, step(), strict=True):
-            assert_close(got, want, rtol=1e-5, atol=1e-6)
+        assert_close(results, step(), rtol=1e-5, atol=1e-6)
 
 
 @needs_gpu

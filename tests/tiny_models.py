@@ -2,106 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
 
-from torchweld.integrations import register_attention
+from torchweld.integrations import FuseReport, fuse, register_attention
 
 register_attention()
 
 VOCAB = 61
 
-# Whatever of these a config has is set to it.
+# The sizes that a config has are set to these.
+SIZES = {
+    VOCAB: "vocab_size vocab_size_per_layer_input entity_vocab_size shape_vocab_size",
+    64: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
+    48: "intermediate_size ffn_dim d_ff decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size",
+    32: "hidden_size d_model n_embd embed_dim dim word_embed_proj_dim embedding_size hidden_dim",
+    16: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "q_lora_rank kv_lora_rank index_head_dim mamba_d_head mamba_head_dim",
+    8: "qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim "
+    "head_dim attention_head_dim hidden_size_per_layer_input laurel_rank mamba_d_state "
+    "ssm_state_size state_size",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads "
+    "encoder_attention_heads n_routed_experts num_local_experts num_experts moe_num_experts "
+    "mamba_n_heads mamba_num_heads",
+    2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+    "num_decoder_layers num_encoder_layers",
+}
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(
-        ["vocab_size", "vocab_size_per_layer_input", "entity_vocab_size", "shape_vocab_size"], VOCAB
-    ),
-    **dict.fromkeys(
-        [
-            "hidden_size",
-            "d_model",
-            "n_embd",
-            "embed_dim",
-            "dim",
-            "word_embed_proj_dim",
-            "embedding_size",
-            "hidden_dim",
-        ],
-        32,
-    ),
-    **dict.fromkeys(
-        [
-            "intermediate_size",
-            "ffn_dim",
-            "d_ff",
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "n_inner",
-            "ffn_hidden_size",
-        ],
-        48,
-    ),
-    **dict.fromkeys(
-        [
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "decoder_layers",
-            "encoder_layers",
-            "num_decoder_layers",
-            "num_encoder_layers",
-        ],
-        2,
-    ),
-    **dict.fromkeys(
-        [
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "decoder_attention_heads",
-            "encoder_attention_heads",
-        ],
-        4,
-    ),
-    **dict.fromkeys(
-        ["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"],
-        64,
-    ),
-    **dict.fromkeys(["n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"], 4),
-    **dict.fromkeys(
-        [
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "index_head_dim",
-        ],
-        16,
-    ),
-    **dict.fromkeys(
-        [
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "head_dim",
-            "attention_head_dim",
-            "hidden_size_per_layer_input",
-            "laurel_rank",
-            "mamba_d_state",
-            "ssm_state_size",
-            "state_size",
-        ],
-        8,
-    ),
-    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads"], 4),
-    **dict.fromkeys(["mamba_d_head", "mamba_head_dim"], 16),
+    **{name: size for size, names in SIZES.items() for name in names.split()},
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -233,6 +168,30 @@ def tiny_model(
     return model_class._from_config(
         config, attn_implementation=implementation, experts_implementation=experts
     )
+
+
+def fuse_keeping_stock(model: Any, **options: Any) -> tuple[Any, FuseReport]:
+    """A stock copy of the model, and the report of fuse, which changes the model itself."""
+    stock = copy.deepcopy(model)
+    return stock, fuse(model, **options)
+
+
+@contextlib.contextmanager
+def own_warnings() -> Iterator[list[str]]:
+    """A list that holds every warning of torchweld's at the end."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(w.message) for w in caught if str(w.message).startswith("torchweld:")]
+
+
+def saved_and_loaded(model: Any) -> Any:
+    """A model that went through torch.save."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def causal_models() -> list[tuple[str, str]]:
