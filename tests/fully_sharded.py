@@ -74,22 +74,30 @@ def of_one_process(stock: nn.Module, count: int) -> dict[str, Tensor]:
     """Stock's gradients, averaged over the batches of that many processes."""
     stock = copy.deepcopy(stock)
     sum(loss_of(stock, ids) for ids in batches(count)).div(count).backward()
-    return {name: p.grad for name, p in stock.named_parameters()}
+    return gradients_of(stock)
+
+
+def fused_gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A fused model, and stock's gradients."""
+    model = gpt2()
+    wanted = of_one_process(model, 2)
+    torchweld.fuse(model, check=False)
+    return model, wanted
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    grads = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {n: full_tensor(g) if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
 def trained_alike(
     ours: nn.Module, wanted: dict[str, Tensor], rank: int | None = None, **tolerance: Any
 ) -> Counter[str]:
     """Runs forward and backward with this process's batch; returns how often each op ran."""
-    ops: list[str] = []
     rank = dist.get_rank() if rank is None else rank
-    with Names(ops):
+    with Names() as ops:
         loss_of(ours, batches(rank + 1)[rank]).backward()
-    names = [name.removeprefix("module.") for name, _ in ours.named_parameters()]
-    assert names == list(wanted)
-    for name, p in zip(names, ours.parameters(), strict=True):
-        grad = full_tensor(p.grad) if isinstance(p.grad, DTensor) else p.grad
-        assert_close(grad, wanted[name], **(tolerance or TIGHT), msg=lambda m, n=name: f"{n}: {m}")
+    assert_close(gradients_of(ours), wanted, **(tolerance or TIGHT))
     return Counter(ops)
 
 
@@ -111,9 +119,7 @@ def fused_first(mesh: DeviceMesh) -> None:
 
 def recomputed(mesh: DeviceMesh) -> None:
     """Non-reentrant checkpointing: the same gradients, the forward ops run twice."""
-    stock = gpt2()
-    wanted = of_one_process(stock, 2)
-    torchweld.fuse(stock, check=False)
+    stock, wanted = fused_gpt2()
     shard_blocks(stock, mesh)
     stock.gradient_checkpointing_enable({"use_reentrant": False})
     ran = trained_alike(stock, wanted)
@@ -149,19 +155,15 @@ def recomputed_in_part(mesh: DeviceMesh) -> None:
     plain = copy.deepcopy(block)
     fully_shard(block, mesh=mesh)
     x = torch.randn(2, 6, 16, dtype=WIDE, device=DEVICE)
-    ops: list[str] = []
-    with Names(ops):
+    with Names() as ops:
         block(x).square().sum().backward()
     plain(x, kept=False).square().sum().backward()
-    for a, b in zip(block.parameters(), plain.parameters(), strict=True):
-        assert_close(full_tensor(a.grad), b.grad, **TIGHT)
+    assert_close(gradients_of(block), gradients_of(plain), **TIGHT)
     assert (ops.count(HEADS), ops.count(SITE)) == (1, 2)
 
 
 def compiled(mesh: DeviceMesh) -> None:
-    stock = gpt2()
-    wanted = of_one_process(stock, 2)
-    torchweld.fuse(stock, check=False)
+    stock, wanted = fused_gpt2()
     shard_blocks(stock, mesh)
     for block in stock.transformer.h:
         block.compile(backend="aot_eager")
@@ -189,9 +191,7 @@ def mixed_precision(mesh: DeviceMesh) -> None:
 
 def an_mlp_of_its_own(mesh: DeviceMesh) -> None:
     """Its parameters are gathered when it runs, so the site there runs stock."""
-    stock = gpt2()
-    wanted = of_one_process(stock, 2)
-    torchweld.fuse(stock, check=False)
+    stock, wanted = fused_gpt2()
     for block in stock.transformer.h:
         fully_shard(block.mlp, mesh=mesh)
     shard_blocks(stock, mesh)
@@ -229,13 +229,10 @@ def decoders_sharded_first(mesh: DeviceMesh) -> None:
         assert not report.skipped and report.max_abs_diff < 1e-5
         assert not any("not run" in op for op in report.ops.values())
         for runs in (2, 0):
-            ops: list[str] = []
             ours.zero_grad()
-            with Names(ops):
+            with Names() as ops:
                 labelled_loss(ours, batches(2)[dist.get_rank()]).backward()
-            for (path, ours_p), p in zip(ours.named_parameters(), whole.parameters(), strict=True):
-                grad = full_tensor(ours_p.grad)
-                assert_close(grad, p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=path: f"{n}: {m}")
+            assert_close(gradients_of(ours), gradients_of(whole), rtol=1e-4, atol=1e-6)
             for op in ("rms_norm_linears_forward", "gated_mlp_backward", "add_rms_norm_forward"):
                 assert ops.count(f"torchweld::{op}") == runs, op
             assert len(torchweld.unfuse(ours)) == (len(report.replaced) if runs else 0)
@@ -258,15 +255,11 @@ def adapters(mesh: DeviceMesh) -> None:
         fully_shard(ours, mesh=mesh)
         if not before:
             assert not torchweld.fuse(ours, check=False).skipped
-        ops: list[str] = []
-        with Names(ops):
+        with Names() as ops:
             labelled_loss(ours, batches(2)[dist.get_rank()]).backward()
         assert ops.count("torchweld::gated_activation") == 2
         assert ops.count("aten::addmm_") >= 14
-        for (path, p), want in zip(ours.named_parameters(), whole.parameters(), strict=True):
-            assert (p.grad is None) == (want.grad is None), path
-            if p.grad is not None:
-                assert_close(full_tensor(p.grad), want.grad, rtol=1e-4, atol=1e-6)
+        assert_close(gradients_of(ours), gradients_of(whole), rtol=1e-4, atol=1e-6)
 
 
 def labelled_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -294,9 +287,7 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
 
 
 def data_parallel(mesh: DeviceMesh) -> None:
-    stock = gpt2()
-    wanted = of_one_process(stock, 2)
-    torchweld.fuse(stock, check=False)
+    stock, wanted = fused_gpt2()
     ran = trained_alike(nn.parallel.DistributedDataParallel(stock), wanted)
     assert (ran[SITE], ran[HEADS]) == (4, 2)
 
@@ -373,14 +364,11 @@ def losses_with_tensor_parallel(mesh: DeviceMesh) -> None:
         shard_blocks(ours, mesh["outer"])
         if not before:
             torchweld.fuse(ours, check=False, loss=True)
-        ops: list[str] = []
-        with Names(ops):
+        with Names() as ops:
             loss = labelled_loss(ours, batches(2)[mesh.get_local_rank("outer")])
         assert sum("torchweld::linear_cross_entropy" in op for op in ops) == 1
         loss.backward()
-        for (name, p), want in zip(ours.named_parameters(), whole.parameters(), strict=True):
-            grad = full_tensor(p.grad) if isinstance(p.grad, DTensor) else p.grad
-            assert_close(grad, want.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close(gradients_of(ours), gradients_of(whole), rtol=1e-4, atol=1e-5)
 
 
 def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
@@ -399,8 +387,7 @@ def modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
             stock(whole).square().sum().div(2).backward()
             x = whole[mesh.get_local_rank("outer")].chunk(2, 1)[mesh.get_local_rank("inner")]
             ours(x).square().sum().backward()
-        for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-            assert_close(a.grad.full_tensor(), b.grad, **TIGHT)
+        assert_close(gradients_of(ours), gradients_of(stock), **TIGHT)
 
 
 def mixed_modules_with_tensor_parallel(mesh: DeviceMesh) -> None:
@@ -445,9 +432,7 @@ def packed_weights_are_not_lost(mesh: DeviceMesh) -> None:
 
 def with_context_parallel(mesh: DeviceMesh) -> None:
     """Tokens over one dim, batches over the other, parameters over both."""
-    stock = gpt2()
-    wanted = of_one_process(stock, 2)
-    torchweld.fuse(stock, check=False)
+    stock, wanted = fused_gpt2()
     shard_blocks(stock, mesh["outer", "inner"]._flatten("all"))
     ids = batches(2)[mesh.get_local_rank("outer")]
     group = mesh["inner"]
@@ -458,8 +443,7 @@ def with_context_parallel(mesh: DeviceMesh) -> None:
         # FSDP2 averages over all processes; the inner ones each have a part of one loss.
         loss = F.cross_entropy(logits.flatten(0, 1), mine.flatten())
         loss.backward()
-    for (name, p), want in zip(stock.named_parameters(), wanted.values(), strict=True):
-        assert_close(p.grad.full_tensor(), want, **TIGHT, msg=lambda m, n=name: f"{n}: {m}")
+    assert_close(gradients_of(stock), wanted, **TIGHT)
 
 
 def example(options: str, mesh: DeviceMesh) -> None:
@@ -480,29 +464,16 @@ def example(options: str, mesh: DeviceMesh) -> None:
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [
-        fused_first,
-        recomputed,
-        recomputed_in_part,
-        compiled,
-        mixed_precision,
-        an_mlp_of_its_own,
-        sharded_first,
-        decoders_sharded_first,
-        plan_of_transformers,
-        data_parallel,
+        fused_first, recomputed, recomputed_in_part, compiled, mixed_precision, an_mlp_of_its_own,
+        sharded_first, decoders_sharded_first, plan_of_transformers, data_parallel,
         saved_and_loaded,
-    ]
+    ]  # fmt: skip
     if mesh == "2x2":
         every = [
-            with_tensor_parallel,
-            gpt2_with_tensor_parallel,
-            packed_mlps_with_tensor_parallel,
-            losses_with_tensor_parallel,
-            modules_with_tensor_parallel,
-            mixed_modules_with_tensor_parallel,
-            packed_weights_are_not_lost,
-            with_context_parallel,
-        ]
+            with_tensor_parallel, gpt2_with_tensor_parallel, packed_mlps_with_tensor_parallel,
+            losses_with_tensor_parallel, modules_with_tensor_parallel,
+            mixed_modules_with_tensor_parallel, packed_weights_are_not_lost, with_context_parallel,
+        ]  # fmt: skip
     elif importlib.util.find_spec("peft") is not None:
         every.append(adapters)
     of_example = {

@@ -139,11 +139,12 @@ def said_by(module: str, tmp_path_factory: Any) -> Callable[[str], dict[str, str
 
 
 class Names(TorchDispatchMode):
-    """The ops that run."""
+    """A list of the ops that run in the block."""
 
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.names = names
+    def __enter__(self) -> list[str]:
+        super().__enter__()
+        self.names: list[str] = []
+        return self.names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func._schema.name)

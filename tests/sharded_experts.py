@@ -71,8 +71,8 @@ def plan_of_transformers(kind: str, options: dict[str, Any], mesh: DeviceMesh) -
             distributed_config=config,
         ).train()
     layers = stock.config.num_hidden_layers
-    ids, ops = tokens(1), []
-    with Names(ops):
+    ids = tokens(1)
+    with Names() as ops:
         loss = ours(input_ids=ids, labels=ids).loss
     assert ops.count(EXPERTS) == layers
     want = stock(input_ids=ids, labels=ids).loss
@@ -106,8 +106,8 @@ def fully_sharded(kind: str, order: str, mesh: DeviceMesh) -> None:
     if order != "fused first":
         assert torchweld.fuse(ours, only="experts").replaced
     assert list(ours.state_dict()) == list(stock.state_dict())
-    ids, ops = tokens(dist.get_rank() + 1), []
-    with Names(ops):
+    ids = tokens(dist.get_rank() + 1)
+    with Names() as ops:
         ours(input_ids=ids, labels=ids).loss.backward()
     assert ops.count(EXPERTS) == stock.config.num_hidden_layers
     same_gradients(ours, stock)
@@ -115,7 +115,7 @@ def fully_sharded(kind: str, order: str, mesh: DeviceMesh) -> None:
     for name, t in state.items():
         assert torch.equal(full_tensor(t), want[name]), name
     assert len(torchweld.unfuse(ours)) == stock.config.num_hidden_layers
-    with Names(ops := []):
+    with Names() as ops:
         ours(input_ids=ids)
     assert EXPERTS not in ops
 

@@ -210,13 +210,7 @@ def refusals(mesh: DeviceMesh) -> None:
 
 def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [
-        equals_one_process,
-        shards_far_apart,
-        sixteen_bits,
-        ignored_rows_may_hold_nan,
-        style,
-        frozen,
-        under_autocast,
-        refusals,
-    ]
+        equals_one_process, shards_far_apart, sixteen_bits, ignored_rows_may_hold_nan, style,
+        frozen, under_autocast, refusals,
+    ]  # fmt: skip
     return {case.__name__: case for case in every}

@@ -75,6 +75,19 @@ def steps(ours: nn.Module, stock: nn.Module) -> None:
         assert_close(whole(a.detach()), b.detach(), **TIGHT, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def tokens(mesh: DeviceMesh, place: Any, *size: int, dtype: torch.dtype = WIDE) -> list[Tensor]:
+    """Random tokens of all processes, and this one's part of them; both are leaves."""
+    x = torch.randn(size, device=DEVICE).to(dtype)
+    dist.broadcast(x, 0)
+    part = distribute_tensor(x, mesh, [place]).to_local().clone()
+    return [x.requires_grad_(), part.requires_grad_()]
+
+
+def same_parts(mesh: DeviceMesh, place: Any, *pairs: tuple[Tensor, Tensor]) -> None:
+    for part, want in pairs:
+        assert_close(full_tensor(DTensor.from_local(part, mesh, [place])), want, **TIGHT)
+
+
 class MLP(nn.Module):
     def __init__(self, up: nn.Module, down: nn.Linear) -> None:
         super().__init__()
@@ -82,6 +95,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x))
+
+
+def sharded(stock: MLP, mesh: DeviceMesh, place: Any, rows: Any = Rowwise) -> MLP:
+    """A copy with its tokens in this placement."""
+    ours = copy.deepcopy(stock)
+    plan = {"up": NormColwise(input_layouts=place), "down": rows(output_layouts=place)}
+    return parallelize_module(ours, mesh, plan)
 
 
 def styles(mesh: DeviceMesh) -> None:
@@ -98,21 +118,15 @@ def styles(mesh: DeviceMesh) -> None:
     ]
     for up, sequence, rows in product(ups, (False, True), (Rowwise, RowwiseParallel)):
         stock = drawn_anew(MLP(copy.deepcopy(up), nn.Linear(8, 6, bias=up.bias is not None)))
-        ours = copy.deepcopy(stock)
         place = Shard(1) if sequence else Replicate()
-        plan = {"up": NormColwise(input_layouts=place), "down": rows(output_layouts=place)}
-        parallelize_module(ours, mesh, plan)
-        x = torch.randn(2, 4, 6, dtype=WIDE, device=DEVICE)
-        dist.broadcast(x, 0)
-        mine = distribute_tensor(x, mesh, [place]).to_local().clone()
-        x.requires_grad_(), mine.requires_grad_()
+        ours = sharded(stock, mesh, place, rows)
+        x, mine = tokens(mesh, place, 2, 4, 6)
         y, want = ours(mine), stock(x)
         draw = torch.Generator().manual_seed(1)
         dy = torch.randn(want.shape, dtype=WIDE, generator=draw).to(DEVICE)
         want.backward(dy)
         y.backward(distribute_tensor(dy, mesh, [place]).to_local())
-        for a, b in ((y, want), (mine.grad, x.grad)):
-            assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
+        same_parts(mesh, place, (y, want), (mine.grad, x.grad))
         same_gradients(ours, stock)
         steps(ours, stock)
 
@@ -135,10 +149,8 @@ def collectives_of_sequences(mesh: DeviceMesh) -> None:
     """Forward and backward each gather and scatter the tokens once; backward also sums the norm's
     gradients, and nothing else.
     """
-    ours = MLP(torchweld.nn.LayerNormLinear(6, 8, activation="gelu"), nn.Linear(8, 6)).to(DEVICE)
-    place = Shard(1)
-    plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
-    parallelize_module(ours, mesh, plan)
+    stock = MLP(torchweld.nn.LayerNormLinear(6, 8, activation="gelu"), nn.Linear(8, 6)).to(DEVICE)
+    ours = sharded(stock, mesh, Shard(1))
 
     def counted(call: Callable[[], Any]) -> tuple[Any, list[str]]:
         with CommDebugMode() as comms:
@@ -215,23 +227,17 @@ def overlap_equals_one_process(mesh: DeviceMesh) -> None:
     for activation, bias in product(("none", "gelu_tanh", "gelu", "silu", "relu"), (True, False)):
         layer = torchweld.nn.LayerNormLinear(16, 32, bias=bias, activation=activation)
         stock = drawn_anew(MLP(layer, nn.Linear(32, 16, bias=bias)))
-        ours = copy.deepcopy(stock)
         place = Shard(1)
-        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
-        parallelize_module(ours, mesh, plan)
+        ours = sharded(stock, mesh, place)
         for batch in (1, 2, 17):
-            x = torch.randn(batch, 8, 16, dtype=WIDE, device=DEVICE)
-            dist.broadcast(x, 0)
-            mine = distribute_tensor(x, mesh, [place]).to_local().clone().requires_grad_()
-            x.requires_grad_()
+            x, mine = tokens(mesh, place, batch, 8, 16)
             with overlapped() as calls:
                 y, want = ours(mine), stock(x)
                 want.square().sum().backward(), y.square().sum().backward()
                 assert calls == (every if batch < 17 else []), calls
                 with torch.no_grad():
                     assert_close(ours(mine), y, **TIGHT)
-            for a, b in ((y, want), (mine.grad, x.grad)):
-                assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
+            same_parts(mesh, place, (y, want), (mine.grad, x.grad))
         same_gradients(ours, stock)
     small, weight = torch.randn(1, 8, 16, device=DEVICE), ours.up.weight.to_local()
     with patch.object(overlap, "_supports_p2p", lambda x: True):
@@ -244,13 +250,11 @@ def some_gradients_of_overlap(mesh: DeviceMesh) -> None:
     strides. Backward inside autocast computes in the dtypes of forward.
     """
     place = Shard(0)
-    plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
     every = ["up.weight", "up.bias", "down.weight", "down.bias"]
     for frozen in ([], every[:2], every[1:3], every[3:], every):
         layer = torchweld.nn.LayerNormLinear(16, 32, activation="gelu_tanh")
         stock = drawn_anew(MLP(layer, nn.Linear(32, 16))).to(torch.float32)
-        ours = copy.deepcopy(stock)
-        parallelize_module(ours, mesh, plan)
+        ours = sharded(stock, mesh, place)
         for model in (ours, stock):
             for name in frozen:
                 model.get_parameter(name).requires_grad_(False)
@@ -296,9 +300,8 @@ def overlap_in_graphs(mesh: DeviceMesh) -> None:
     allocate its buffers. The graph is replayed with other tokens.
     """
     stock = drawn_anew(MLP(torchweld.nn.LayerNormLinear(16, 32), nn.Linear(32, 16)))
-    ours, place = copy.deepcopy(stock), Shard(1)
-    plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
-    parallelize_module(ours, mesh, plan)
+    place = Shard(1)
+    ours = sharded(stock, mesh, place)
     whole_x = torch.randn(2, 8, 16, dtype=WIDE, device=DEVICE)
     dist.broadcast(whole_x, 0)
     x = distribute_tensor(whole_x, mesh, [place]).to_local().clone().requires_grad_()
@@ -326,8 +329,7 @@ def overlap_in_graphs(mesh: DeviceMesh) -> None:
         want_x = whole_x.clone().requires_grad_()
         want = stock(want_x)
         (want_dx,) = torch.autograd.grad(want.square().sum(), want_x)
-        for a, b in ((y, want.detach()), (dx, want_dx)):
-            assert_close(full_tensor(DTensor.from_local(a, mesh, [place])), b, **TIGHT)
+        same_parts(mesh, place, (y, want.detach()), (dx, want_dx))
 
 
 def gradients_of_parameters(mesh: DeviceMesh) -> None:
@@ -364,8 +366,7 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
     # AccumulateGrad, which DDP hooks, receives the gradient of every parameter of a layer.
     for place in (Replicate(), Shard(1)):
         layers = MLP(torchweld.nn.LayerNormLinear(6, 8), nn.Linear(8, 6)).to(DEVICE)
-        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
-        parallelize_module(layers, mesh, plan)
+        layers = sharded(layers, mesh, place)
         received: dict[str, Tensor] = {}
         nodes = []  # a node that nothing references is made anew, without its hooks
         for name, parameter in layers.named_parameters():
@@ -397,9 +398,7 @@ def gradients_of_parameters(mesh: DeviceMesh) -> None:
     # A second derivative, which the layers lack, raises.
     for place in (Replicate(), Shard(1)):
         layer = torchweld.nn.LayerNormLinear(6, 8, activation="gelu").to(DEVICE)
-        ours = MLP(layer, nn.Linear(8, 6).to(DEVICE))
-        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
-        parallelize_module(ours, mesh, plan)
+        ours = sharded(MLP(layer, nn.Linear(8, 6).to(DEVICE)), mesh, place)
         loss = ours(torch.randn(1, 4, 6, device=DEVICE)).square().sum()
         for parameter in (ours.up.ln_weight, ours.down.weight)[: 1 + place.is_shard()]:
             with refused(RuntimeError, "create_graph must be False, because a second derivative"):
@@ -416,14 +415,11 @@ def compiled_sequences(mesh: DeviceMesh) -> None:
     """Layers in sequence parallel compile without a graph break."""
     for layer in (torchweld.nn.LayerNormLinear, torchweld.nn.RMSNormLinear):
         stock = drawn_anew(MLP(layer(6, 8, activation="gelu"), nn.Linear(8, 6)))
-        ours, place = copy.deepcopy(stock), Shard(1)
-        plan = {"up": NormColwise(input_layouts=place), "down": Rowwise(output_layouts=place)}
-        parallelize_module(ours, mesh, plan)
+        ours = sharded(stock, mesh, Shard(1))
         ours.compile(backend="aot_eager", fullgraph=True)
-        x = torch.randn(2, 4, 6, dtype=WIDE, device=DEVICE)
-        dist.broadcast(x, 0)
-        y, want = ours(distribute_tensor(x, mesh, [place]).to_local()), stock(x)
-        assert_close(full_tensor(DTensor.from_local(y, mesh, [place])), want, **TIGHT)
+        x, mine = tokens(mesh, Shard(1), 2, 4, 6)
+        y, want = ours(mine), stock(x)
+        same_parts(mesh, Shard(1), (y, want))
         y.square().sum().backward(), want.square().sum().backward()
         same_gradients(ours, stock)
 
@@ -444,15 +440,11 @@ def norms_of_shards(mesh: DeviceMesh) -> None:
         ours = copy.deepcopy(stock)
         style = NormColwise(input_layouts=Shard(1), output_layouts=Replicate())
         parallelize_module(ours, mesh, style)
-        x = torch.randn(2, 4, 6, device=DEVICE).to(given)
-        dist.broadcast(x, 0)
-        mine = distribute_tensor(x, mesh, [Shard(1)]).to_local().clone().requires_grad_()
-        x.requires_grad_()
-        ran: list[str] = []
+        x, mine = tokens(mesh, Shard(1), 2, 4, 6, dtype=given)
         with (
             torch.autocast(x.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16),
             patch("torchweld.distributed.products.gathered", wraps=gathered) as gathering,
-            Names(ran),
+            Names() as ran,
         ):
             y, want = ours(mine), stock(x)
         rows = gathering.call_args_list[0].args[2]
@@ -549,8 +541,7 @@ def parallelized(make: Callable[[], nn.Module], before: bool, mesh: DeviceMesh) 
         report = torchweld.fuse(ours, check=False)
     assert expected_skips(report) and report.replaced
     assert any(isinstance(p, DTensor) for p in ours.parameters())
-    ops: list[str] = []
-    with Names(ops):
+    with Names() as ops:
         trained_alike(ours, stock)
     assert "torchweld::attention_forward" in ops
     assert ("torchweld::layer_norm_linear_forward" in ops) == (make is gpt2)
@@ -558,20 +549,10 @@ def parallelized(make: Callable[[], nn.Module], before: bool, mesh: DeviceMesh) 
     assert_close(loss_of(ours), loss_of(stock), **TIGHT)
 
 
-def gpt2_fused_first(mesh: DeviceMesh) -> None:
-    parallelized(gpt2, True, mesh)
-
-
-def gpt2_sharded_first(mesh: DeviceMesh) -> None:
-    parallelized(gpt2, False, mesh)
-
-
-def llama_fused_first(mesh: DeviceMesh) -> None:
-    parallelized(llama, True, mesh)
-
-
-def llama_sharded_first(mesh: DeviceMesh) -> None:
-    parallelized(llama, False, mesh)
+def sharded_and_fused(stock: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    ours = parallelize(copy.deepcopy(stock), mesh)
+    torchweld.fuse(ours, check=False)
+    return ours
 
 
 def decoders_in_float32(mesh: DeviceMesh) -> None:
@@ -607,11 +588,10 @@ def decoders_in_float32(mesh: DeviceMesh) -> None:
 
 def parts_run(ours: nn.Module, stock: nn.Module) -> dict[str, int]:
     """How often a step runs two ops, with the logits and gradients of the stock model."""
-    ops: list[str] = []
     mask = prompts()["attention_mask"].bool()
     logits = [model(**prompts()).logits[mask] for model in (ours, stock)]
     assert_close(*logits, rtol=1e-4, atol=1e-5)
-    with Names(ops):
+    with Names() as ops:
         loss_of(ours).backward()
     loss_of(stock).backward()
     same_gradients(ours, stock, rtol=1e-4, atol=1e-5)
@@ -627,8 +607,7 @@ def adapted_mlps(mesh: DeviceMesh) -> None:
     torchweld.fuse(ours)
     for layer in ours.model.layers:
         layer.mlp.down_proj.register_forward_hook(lambda module, args, out: None)
-    ops: list[str] = []
-    with Names(ops):
+    with Names() as ops:
         loss = loss_of(ours)
     assert ops.count("torchweld::gated_linear_pair_forward") == 2
     loss.backward(), loss_of(stock).backward()
@@ -650,8 +629,7 @@ def packed_mlps(mesh: DeviceMesh) -> None:
         assert torch.equal(full_tensor(mlp.gate_up_proj.weight), whole_mlp.gate_up_proj.weight)
         x = torch.randn(2, 3, 32, dtype=WIDE, device=DEVICE)
         dist.broadcast(x, 0)
-        ops: list[str] = []
-        with Names(ops):
+        with Names() as ops:
             assert_close(mlp(x), whole_mlp(x), **TIGHT)
         assert [op for op in ops if op.startswith("c10d")] == ["c10d::allreduce_"]
         trained_alike(ours, copy.deepcopy(stock))
@@ -719,8 +697,7 @@ def losses_of_sharded_heads(mesh: DeviceMesh) -> None:
             report = torchweld.fuse(ours, check=False, loss=True)
             assert report.ops["lm_head"].startswith("vocab_parallel_linear_cross_entropy (lm_head")
         given = prompts((0, 0))
-        ops: list[str] = []
-        with Names(ops):
+        with Names() as ops:
             out = ours(**given, labels=given["input_ids"])
         want = stock(**given, labels=given["input_ids"])
         assert out.logits is None and any("torchweld::linear_cross_entropy" in op for op in ops)
@@ -756,8 +733,7 @@ def sums_of_parallelize(mesh: DeviceMesh) -> None:
         ours = parallelize(make(), mesh)
         torchweld.fuse(ours, check=False)
         sums = 2 * ours.config.num_hidden_layers
-        ops: list[str] = []
-        with Names(ops):
+        with Names() as ops:
             loss = loss_of(ours)
             assert sums_in(ops) == sums, ops
             loss.backward()
@@ -772,8 +748,7 @@ def compiled_blocks(mesh: DeviceMesh) -> None:
     """Blocks compile without a graph break. torch 2.15 fails after its own style of embedding."""
     for make in (gpt2, llama) if torch.__version__ < "2.15" else (gpt2,):
         stock = make()
-        ours = parallelize(copy.deepcopy(stock), mesh)
-        torchweld.fuse(ours, check=False)
+        ours = sharded_and_fused(stock, mesh)
         for block in ours.transformer.h if make is gpt2 else ours.model.layers:
             block.compile(backend="aot_eager", fullgraph=True)
         trained_alike(ours, stock)
@@ -796,8 +771,7 @@ def kept_products(mesh: DeviceMesh) -> None:
     contexts = partial(create_selective_checkpoint_contexts, policy)
     for make, options in product((gpt2, llama), ({}, {"context_fn": contexts})):
         stock = make()
-        ours = parallelize(copy.deepcopy(stock), mesh)
-        torchweld.fuse(ours, check=False)
+        ours = sharded_and_fused(stock, mesh)
         ours.gradient_checkpointing_enable({"use_reentrant": False, **options})
         loss_of(ours).backward(), loss_of(stock).backward()
         same_gradients(ours, stock)
@@ -870,8 +844,7 @@ def frozen_parameters(mesh: DeviceMesh) -> None:
         stock = make()
         for i, parameter in enumerate(stock.parameters()):
             parameter.requires_grad_(i % 3 == 0)
-        ours = parallelize(copy.deepcopy(stock), mesh)
-        torchweld.fuse(ours, check=False)
+        ours = sharded_and_fused(stock, mesh)
         loss_of(ours).backward(), loss_of(stock).backward()
         same_gradients(ours, stock)
 
@@ -880,8 +853,7 @@ def copied_once(mesh: DeviceMesh) -> None:
     """Two copies of one x are one tensor with one sum of gradients; another x has its own."""
     x = torch.ones(2, dtype=WIDE, device=DEVICE, requires_grad=True)
     y = x * 1
-    ops: list[str] = []
-    with Names(ops):
+    with Names() as ops:
         (first, kept), (again, same) = (
             copy_to_tp_region_once(mesh, y),
             copy_to_tp_region_once(mesh, y),
@@ -1009,8 +981,7 @@ def plan_of_transformers(mesh: DeviceMesh) -> None:
             if implementation == "sdpa":
                 assert expected_skips(torchweld.fuse(ours))
             want = copy.deepcopy(stock)
-            ops: list[str] = []
-            with Names(ops):
+            with Names() as ops:
                 trained_alike(ours, want)
             assert "torchweld::attention_forward" in ops
 
@@ -1019,43 +990,21 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     if mesh == "4":
         return {"overlap_equals_one_process": overlap_equals_one_process}
     every = [
-        styles,
-        memory_of_styles,
-        collectives_of_sequences,
-        overlap_equals_one_process,
-        some_gradients_of_overlap,
-        compiled_sequences,
-        gradients_of_parameters,
-        norms_of_shards,
-        refusals_of_styles,
-        gpt2_fused_first,
-        gpt2_sharded_first,
-        llama_fused_first,
-        llama_sharded_first,
-        decoders_in_float32,
-        adapted_mlps,
-        packed_mlps,
-        packed_heads,
-        packed_mlps_that_stay_gathered,
-        losses_of_sharded_heads,
-        tied_weights,
-        norms_of_heads,
-        sums_of_parallelize,
-        compiled_blocks,
-        compiled_model,
-        kept_products,
-        accumulated_gradients,
-        what_stays_alive,
-        dtypes_under_autocast,
-        one_process_gives_the_parameters,
-        what_needs_no_gradient,
-        frozen_parameters,
-        copied_once,
-        norms_in_float32,
-        copies_of_sharded_models,
-        refusals_of_parallelize,
-        plan_of_transformers,
-    ]
+        styles, memory_of_styles, collectives_of_sequences, overlap_equals_one_process,
+        some_gradients_of_overlap, compiled_sequences, gradients_of_parameters, norms_of_shards,
+        refusals_of_styles, decoders_in_float32, adapted_mlps, packed_mlps, packed_heads,
+        packed_mlps_that_stay_gathered, losses_of_sharded_heads, tied_weights, norms_of_heads,
+        sums_of_parallelize, compiled_blocks, compiled_model, kept_products, accumulated_gradients,
+        what_stays_alive, dtypes_under_autocast, one_process_gives_the_parameters,
+        what_needs_no_gradient, frozen_parameters, copied_once, norms_in_float32,
+        copies_of_sharded_models, refusals_of_parallelize, plan_of_transformers,
+    ]  # fmt: skip
     if DEVICE == "cuda":
         every += [overlap_in_graphs, errors_of_overlap]
-    return {case.__name__: case for case in every}
+    orders = {
+        f"{make.__name__}_{'fused' if before else 'sharded'}_first": partial(
+            parallelized, make, before
+        )
+        for make, before in product((gpt2, llama), (True, False))
+    }
+    return {case.__name__: case for case in every} | orders
