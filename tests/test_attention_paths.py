@@ -20,17 +20,10 @@ def test_the_families_that_fuse_knows_are_among_them():
 
 # Families whose masks differ; the others are traced for the table of the documentation.
 TRACED = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Gemma2ForCausalLM",
-    "GPT2LMHeadModel",
-    "GptOssForCausalLM",
-    "Llama4ForCausalLM",
-    "BertForMaskedLM",
-    "ModernBertForMaskedLM",
-    "BartForConditionalGeneration",
-    "T5ForConditionalGeneration",
-)
+    "LlamaForCausalLM", "MistralForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel",
+    "GptOssForCausalLM", "Llama4ForCausalLM", "BertForMaskedLM", "ModernBertForMaskedLM",
+    "BartForConditionalGeneration", "T5ForConditionalGeneration",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)

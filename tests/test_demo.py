@@ -282,20 +282,42 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, prose):
     assert found["generation"] is None
 
 
-def test_ctrl_c_before_anything_writes_nothing(tmp_path, capsys, prose, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+def interrupt(*_):
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr(train.Trainer, "warm_up", interrupt)
-    assert demo("--text", prose, "--out", tmp_path / "out") == 130
-    assert "nothing was written" in capsys.readouterr().err
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("long text")
+
+
+def diverge(*_):
+    return torch.tensor(float("nan"), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "backward", "status", "words"),
+    [
+        (interrupt, None, 130, "nothing was written"),
+        (out_of_memory, None, 1, "a smaller --batch"),
+        (lambda *_: None, diverge, 1, "the loss of the stock model is nan at step 1\n"),
+    ],
+)
+def test_a_run_that_ends_at_once_writes_nothing(
+    tmp_path, capsys, prose, monkeypatch, warm_up, backward, status, words
+):
+    monkeypatch.setattr(train.Trainer, "warm_up", warm_up)
+    if backward is not None:
+        monkeypatch.setattr(train.Trainer, "_backward", backward)
+    assert demo("--text", prose, "--out", tmp_path / "out") == status
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_ctrl_c_in_a_later_part(tmp_path, capsys, prose, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(generate, "_explain", interrupt)
     monkeypatch.setattr("demo.optable.cases", interrupt)
     assert demo("--text", prose, "--steps", 2, "--out", tmp_path / "out") == 130
@@ -323,9 +345,6 @@ def test_terminal_that_is_not_utf8(tmp_path, capsys, monkeypatch, encoding):
 def test_output_that_can_not_be_written_takes_no_results(
     tmp_path, capsys, prose, monkeypatch, fails
 ):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(report, fails, full)
     assert demo("--text", prose, "--steps", 2, "--out", tmp_path / "out") == 1
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
@@ -337,12 +356,6 @@ def test_output_that_can_not_be_written_takes_no_results(
 
 
 def test_ctrl_c_writes_before_it_prints(tmp_path, capsys, prose, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(generate, "_explain", interrupt)
     monkeypatch.setattr("demo.generate.generate", interrupt)
     printed = report.print_training
@@ -446,26 +459,6 @@ def test_a_wrong_fused_model_fails_the_checks(prose):
     generate.generate(chosen, pair, tokens, result, lambda what: None)
     assert result.passed() is False
     assert "differs from stock at new token 1" in result.completions[0].difference
-
-
-def test_a_diverged_loss_is_one_sentence(tmp_path, capsys, prose, monkeypatch):
-    monkeypatch.setattr(
-        train.Trainer, "_backward", lambda *_: torch.tensor(float("nan"), requires_grad=True)
-    )
-    monkeypatch.setattr(train.Trainer, "warm_up", lambda self: None)
-    assert demo("--text", prose, "--out", tmp_path / "out") == 1
-    assert "the loss of the stock model is nan at step 1\n" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_out_of_memory_is_one_sentence(tmp_path, capsys, prose, monkeypatch):
-    def fail(self):
-        raise torch.OutOfMemoryError("long text")
-
-    monkeypatch.setattr(train.Trainer, "warm_up", fail)
-    assert demo("--text", prose, "--out", tmp_path / "out") == 1
-    assert "a smaller --batch" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_compile_needs_a_compiler(capsys, monkeypatch):

@@ -77,9 +77,8 @@ class Layer:
 
 
 def check(module, layer):
-    assert (
-        module.group_size == min(layer.group, layer.k) and module.scale.dtype == layer.scales.dtype
-    )
+    assert module.group_size == min(layer.group, layer.k)
+    assert module.scale.dtype == layer.scales.dtype
     assert_equal(module.dequantise(), layer.weight)
 
 
@@ -293,6 +292,22 @@ def write_checkpoint(folder, kind, files=1, groups=None, model=None, names=(), *
     return model
 
 
+def assert_same_weights(model, reference):
+    """Every 4-bit layer has the reference's weights; returns those layers."""
+    found = layers_of(model)
+    for path, layer in found.items():
+        assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
+    return found
+
+
+def refuses(folder, text):
+    """load_quantized raises one sentence that has a text."""
+    with pytest.raises(ValueError, match=re.escape(text)) as error:
+        torchweld.load_quantized(folder)
+    sentence = str(error.value)
+    assert sentence.startswith("torchweld.load_quantized: ") and "\n" not in sentence
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_checkpoint_becomes_a_model(tmp_path, kind):
     """The tensors of a layer lie in several files; the loaded model saves in our own format."""
@@ -302,10 +317,8 @@ def test_a_checkpoint_becomes_a_model(tmp_path, kind):
     reference = write_checkpoint(tmp_path, kind, files=3)
     model = torchweld.load_quantized(tmp_path)
     assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.float16
-    found = layers_of(model)
+    found = assert_same_weights(model, reference)
     assert len(found) == 14 and "lm_head" not in found and not model.training
-    for path, layer in found.items():
-        assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
     torch.testing.assert_close(logits(model), logits(reference), rtol=0.01, atol=0.02)
     model.save_pretrained(tmp_path / "ours")
     assert_same_bits(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")), logits(model))
@@ -323,10 +336,8 @@ def test_a_checkpoint_becomes_a_model(tmp_path, kind):
 def test_a_checkpoint_with_several_group_sizes(tmp_path, kind, groups):
     """Each layer has that of the targets that name it, of its class last."""
     reference = write_checkpoint(tmp_path, kind, groups=groups)
-    found = layers_of(torchweld.load_quantized(tmp_path))
+    found = assert_same_weights(torchweld.load_quantized(tmp_path), reference)
     assert len({layer.group_size for layer in found.values()}) == len({64, *groups.values()})
-    for path, layer in found.items():
-        assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -362,16 +373,10 @@ def test_a_checkpoint_whose_groups_do_not_divide_the_columns(tmp_path, kind):
     ],
 )
 def test_a_format_that_is_refused(tmp_path, kind, settings, text):
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "quantization_config": settings_of(kind, {"Linear": GROUP}) | settings,
-            }
-        )
-    )
-    with pytest.raises(ValueError, match=re.escape(f"torchweld.load_quantized: {text}")):
-        torchweld.load_quantized(tmp_path)
+    method = settings_of(kind, {"Linear": GROUP}) | settings
+    config = {"model_type": "llama", "quantization_config": method}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuses(tmp_path, f"torchweld.load_quantized: {text}")
 
 
 def change_config(folder, **settings):
@@ -440,9 +445,7 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, name):
     change, text = BROKEN[name]
     write_checkpoint(tmp_path, "awq")
     change_state(tmp_path, change)
-    with pytest.raises(ValueError, match=re.escape(text)) as error:
-        torchweld.load_quantized(tmp_path)
-    assert str(error.value).startswith("torchweld.load_quantized: ")
+    refuses(tmp_path, text)
 
 
 def test_names_are_mapped_as_transformers_maps_them(tmp_path):
@@ -468,10 +471,7 @@ def test_names_are_mapped_as_transformers_maps_them(tmp_path):
     ours = transformers.AutoModelForImageTextToText.from_pretrained
     for load, folder in ((torchweld.load_quantized, tmp_path), (ours, tmp_path / "ours")):
         loaded = load(folder)
-        found = layers_of(loaded)
-        assert len(found) == 7 + 2 * 7
-        for path, layer in found.items():
-            assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
+        assert len(assert_same_weights(loaded, reference)) == 7 + 2 * 7
         assert_equal(loaded.lm_head.weight, reference.lm_head.weight)
         loaded.save_pretrained(tmp_path / "ours")
 
@@ -492,8 +492,7 @@ def test_an_architecture_of_remote_code_is_refused(tmp_path):
     write_checkpoint(tmp_path, "awq")
     change_config(tmp_path, architectures=["MyRemoteForCausalLM"])
     text = "architectures of config.json must name a class of transformers, but got 'MyRemoteFor"
-    with pytest.raises(ValueError, match=text):
-        torchweld.load_quantized(tmp_path)
+    refuses(tmp_path, text)
     assert len(layers_of(torchweld.load_quantized(tmp_path, LlamaForCausalLM))) == 14
 
 
@@ -509,16 +508,14 @@ def test_a_quantised_head_is_not_tied(tmp_path):
     check(torchweld.load_quantized(tmp_path).lm_head, head)
     change_config(tmp_path, tie_word_embeddings=True)
     text = "lm_head must have float weights, which the config ties to others, but got 4-bit codes"
-    with pytest.raises(ValueError, match=text):
-        torchweld.load_quantized(tmp_path)
+    refuses(tmp_path, text)
 
 
 def test_layers_that_gptq_skips_are_floats(tmp_path):
     write_checkpoint(tmp_path, "gptq", dynamic={"-:.*lm_head": {}})
     assert len(layers_of(torchweld.load_quantized(tmp_path))) == 14
     change_method(tmp_path, lambda method: method.update(dynamic={"-:x": {}, "+:y": {"bits": 8}}))
-    with pytest.raises(ValueError, match=r"dynamic of the quantization_config must be {}, but got"):
-        torchweld.load_quantized(tmp_path)
+    refuses(tmp_path, "dynamic of the quantization_config must be {}, but got")
 
 
 class Counted(dict):
@@ -564,8 +561,7 @@ def test_zeros_that_are_not_those_of_sym(tmp_path, kind, stored):
         f"_proj: a zero must be 8, by sym=True and checkpoint_format={kind!r} of the "
         f"quantization_config, but got {got}; if the file stores it as {other!r} does, write that"
     )
-    with pytest.raises(ValueError, match=text):
-        torchweld.load_quantized(tmp_path)
+    refuses(tmp_path, text)
 
 
 def of_weights(**settings):
@@ -613,15 +609,12 @@ def test_settings_that_are_not_those_of_the_tensors(tmp_path, name):
     change_method(tmp_path, change)
     lost = text.split()[0] if "must be there" in text else "no tensor"
     change_state(tmp_path, lambda s: [s.pop(n) for n in list(s) if n.endswith(f".{lost}")])
-    with pytest.raises(ValueError, match=re.escape(text)) as error:
-        torchweld.load_quantized(tmp_path)
-    assert "\n" not in str(error.value)
+    refuses(tmp_path, text)
 
 
 def test_a_float_checkpoint_is_refused(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="config.json must have a quantization_config, but got no"):
-        torchweld.load_quantized(tmp_path)
+    refuses(tmp_path, "config.json must have a quantization_config, but got no")
 
 
 def test_missing_files_are_named(tmp_path):
@@ -644,5 +637,4 @@ def test_the_settings_of_older_gptq_files(tmp_path):
     del settings["quant_method"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "quantize_config.json").write_text(json.dumps(settings))
-    for path, layer in layers_of(torchweld.load_quantized(tmp_path)).items():
-        assert_equal(layer.dequantise(), reference.get_submodule(path).weight.detach())
+    assert_same_weights(torchweld.load_quantized(tmp_path), reference)

@@ -515,20 +515,19 @@ def test_every_legal_configuration_is_right(op, dtype):
 
 
 @needs_gpu
-@pytest.mark.parametrize("op", ["softmax_backward", "attention_backward", "linear_backward"])
-def test_gradients_are_tuned_too(op):
-    names = {"softmax_backward": "matrix", "attention_backward": "plain", "linear_backward": "relu"}
-    args, kwargs = sample(op, names[op]).make("cuda", BF16)
+@pytest.mark.parametrize(
+    ("op", "name", "dtype"),
+    [
+        ("softmax_backward", "matrix", BF16),
+        ("attention_backward", "plain", BF16),
+        ("linear_backward", "relu", BF16),
+        ("int4_linear", "whole_chunks", F32),
+        ("int4_linear", "whole_chunks", BF16),
+    ],
+)
+def test_gradients_and_int4_are_tuned_too(op, name, dtype):
+    args, kwargs = sample(op, name).make("cuda", dtype)
     result = torchweld.tune(op, *args, rounds=2, **kwargs)
-    assert result.best is not None
-    assert not any("wrong" in row["reason"] for row in result.rows)
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_int4_is_tuned(dtype):
-    args, kwargs = sample("int4_linear", "whole_chunks").make("cuda", dtype)
-    result = torchweld.tune("int4_linear", *args, rounds=2, **kwargs)
     assert result.best is not None
     assert not any("wrong" in row["reason"] for row in result.rows)
 
