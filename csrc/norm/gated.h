@@ -1,7 +1,8 @@
 // The host interface of the CUDA kernels of rms_norm_gated and of its gradients.
 //
-//   y = r * rstd * scale * silu(gate),  r = x;  gate_first: y = r * rstd * scale,  r = x *
-//   silu(gate) rstd = 1 / sqrt(mean(r^2) + eps)
+//   y = r * rstd * scale * silu(gate),  r = x
+//   gate_first:  y = r * rstd * scale,  r = x * silu(gate)
+//   rstd = 1 / sqrt(mean(r * r) + eps)
 //
 // x, gate and y are (rows, n), scale is (n,), rstd is (rows,) in fp32. All matrices have stride 1
 // along a row; y, dx and dgate are contiguous. scale and dscale have the dtype vector_dtype, which
@@ -38,12 +39,15 @@ struct NormGatedBackwardParams {
   void* dx;         // nullptr if not requested
   void* dgate;      // nullptr if not requested
   void* dscale;     // nullptr if not requested
-  float* partials;  // column_partials(rows, n) values, if dscale is requested
+  float* partials;  // norm_gated_partials() values, if dscale is requested
   int64_t rows, n;
   int64_t dy_row_stride, x_row_stride, gate_row_stride;
   bool gate_first;
   DType dtype, vector_dtype;
 };
+
+// The number of fp32 values of workspace that the sums for dscale need on the current device.
+int64_t norm_gated_partials(const NormGatedBackwardParams& params);
 
 // rows and n must be at least 1.
 void launch_norm_gated(const NormGatedParams& params, cudaStream_t stream);

@@ -96,15 +96,27 @@ void norm_gated_backward_cuda(const NormUpstream& in, const NormGradients& out) 
   const OnDevice on(in.x.device());
   const Rows dy(in.dy), x(in.x), gate(*in.gate);
   const Vector scale(in.weight), rstd(in.rstd);
-  const bool sums = out.dweight.numel() > 0;
-  const Tensor partials = sums ? empty_floats(column_partials(x.rows, x.n), in.x) : Tensor();
-  launch_norm_gated_backward(
-      {const_data<void>(dy.tensor), const_data<void>(x.tensor), const_data<void>(gate.tensor),
-       scale.data(), rstd.data<float>(), data_if_wanted(out.dx), data_if_wanted(out.dgate),
-       data_if_wanted(out.dweight), data_if_wanted<float>(partials), x.rows, x.n, dy.row_stride,
-       x.row_stride, gate.row_stride, in.gate_first, dtype_of(in.x),
-       dtype_of(vectors_like(in.x, in.weight))},
-      current_stream());
+  NormGatedBackwardParams params = {const_data<void>(dy.tensor),
+                                    const_data<void>(x.tensor),
+                                    const_data<void>(gate.tensor),
+                                    scale.data(),
+                                    rstd.data<float>(),
+                                    data_if_wanted(out.dx),
+                                    data_if_wanted(out.dgate),
+                                    data_if_wanted(out.dweight),
+                                    nullptr,
+                                    x.rows,
+                                    x.n,
+                                    dy.row_stride,
+                                    x.row_stride,
+                                    gate.row_stride,
+                                    in.gate_first,
+                                    dtype_of(in.x),
+                                    dtype_of(vectors_like(in.x, in.weight))};
+  const Tensor partials =
+      params.dscale != nullptr ? empty_floats(norm_gated_partials(params), in.x) : Tensor();
+  params.partials = data_if_wanted<float>(partials);
+  launch_norm_gated_backward(params, current_stream());
 }
 #endif
 
