@@ -315,6 +315,7 @@ CUDA_GROUPS = {
         "norm/backward.cu",
         "norm/vectors_backward.cu",
         "norm/gated.cu",
+        "ops/causal_conv1d/kernels.cu",
         "ops/rotary/kernels.cu",
         "ops/folded_layer_norm_linear/fold_kernels.cu",
     ),

@@ -342,6 +342,7 @@ PAGES = {
             "Masks of attention": "leftpad_from_mask key_start_from_position_ids "
             "key_start_from_documents key_start_from_cu_seqlens",
             "Rotary embedding": "rotary",
+            "Convolution": "causal_conv1d",
             "Norms": "rms_norm add_rms_norm rms_norm_gated layer_norm add_layer_norm",
             "Linear layers": "linear gated_mlp experts gated_linear gated_linear_pair "
             "grouped_linear grouped_gated_linear gated_activation bmm",
@@ -403,8 +404,8 @@ tokens = torch.randint(0, 100, (2, 16))
 """,
     ),
     "compat": Page(
-        "flash-attn and xformers",
-        "Functions with the names, layouts and defaults of other attention libraries.",
+        "flash-attn, xformers, causal_conv1d",
+        "Functions with the names, layouts and defaults of other libraries.",
         "torchweld.compat.",
         {
             "flash-attn": "flash_attn.flash_attn_func flash_attn.flash_attn_varlen_func "
@@ -412,8 +413,9 @@ tokens = torch.randint(0, 100, (2, 16))
             "flash_attn.flash_attn_kvpacked_func flash_attn.flash_attn_varlen_qkvpacked_func "
             "flash_attn.flash_attn_varlen_kvpacked_func",
             "xformers": "xformers.memory_efficient_attention",
+            "causal_conv1d": "causal_conv1d.causal_conv1d_fn causal_conv1d.causal_conv1d_update",
         },
-        "from torchweld.compat import flash_attn, xformers\n",
+        "from torchweld.compat import causal_conv1d, flash_attn, xformers\n",
     ),
     "tools": Page(
         "Tools",

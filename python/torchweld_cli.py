@@ -76,6 +76,10 @@ _CALLS = {
         "batch,nheads,seqlen,head_dim",
         "batch,nheads,seqlen,head_dim " * 2 + "seqlen,head_dim " * 2,
     ),
+    "causal_conv1d": (
+        "batch,channels,seqlen,width",
+        "batch,channels,seqlen channels,width channels",
+    ),
     "conv2d": ("batch,H,W,KH,KW", "batch,H,W KH,KW"),
 }
 

@@ -282,6 +282,11 @@ def _builds() -> Calls:
         add("rotary", **{n: S.rotary_call(*sizes)})
         add("rotary_backward", **{n: S.rotary_call(*sizes, mask=[True, n != "one"])})
 
+    for n, sizes in {"plain": (4, 8, 4, 4, "bias", "state"), "bare": (4, 4, 5, 2)}.items():
+        mask = [True, True, *[n == "plain"] * 2]
+        add("causal_conv1d", **{n: S.conv1d_call(*sizes)})
+        add("causal_conv1d_backward", **{n: S.conv1d_call(*sizes, mask=mask)})
+
     add("softmax", plain=S.softmax_call(*shape))
     add("softmax_backward", plain=S.softmax_backward_call(*shape))
     add("row_sum", plain=S.softmax_call(*shape))

@@ -772,6 +772,28 @@ def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
     return activate(x[None, :] * y[:, None], "relu")
 
 
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    activation: str = "none",
+    key_start: Tensor | None = None,
+) -> Tensor:
+    """Each position and the width - 1 before it, of which those before key_start count as 0."""
+    seqlen, width = x.shape[-1], weight.shape[-1]
+    if initial_state is None:
+        initial_state = torch.zeros(*x.shape[:2], width - 1, dtype=torch.float64)
+    rows = torch.cat([initial_state, x], -1)
+    seen = torch.stack([rows[..., j : j + seqlen] for j in range(width)], -1)
+    if key_start is not None:
+        positions = torch.arange(seqlen)[:, None] + torch.arange(1 - width, 1)
+        seen = torch.where((positions >= here(key_start)[..., None])[:, None], seen, 0.0)
+    z = (seen * weight[:, None]).sum(-1)
+    return rounded(activate(z if bias is None else z + bias[:, None], activation))
+
+
 def rotate(x: Tensor, interleaved: bool = False) -> Tensor:
     """Each pair (a, b) becomes (-b, a)."""
     a, b = halves(x, interleaved)
@@ -948,6 +970,17 @@ def eager_rms_norm_gated(x, gate, weight=None, *, eps, gate_first):
     return eager_rms_norm(x, weight, eps=eps) * F.silu(gate)
 
 
+def eager_causal_conv1d(
+    x, weight, bias=None, initial_state=None, *, activation="none", key_start=None
+):
+    """torch's convolution knows no documents."""
+    assert key_start is None
+    width = weight.shape[-1]
+    rows = F.pad(x, (width - 1, 0)) if initial_state is None else torch.cat([initial_state, x], -1)
+    z = F.conv1d(rows, weight[:, None], bias, groups=x.shape[1])
+    return F.silu(z) if activation == "silu" else z
+
+
 def eager_layer_norm(x, weight=None, bias=None, *, eps):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
@@ -1010,6 +1043,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "rms_norm": eager_rms_norm,
     "rms_norm_gated": eager_rms_norm_gated,
     "layer_norm": eager_layer_norm,
+    "causal_conv1d": eager_causal_conv1d,
     "add_rms_norm": lambda x, residual, *args, **kwargs: eager_rms_norm(
         x + residual, *args, **kwargs
     ),

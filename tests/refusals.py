@@ -444,6 +444,20 @@ SPECS: dict[str, Spec] = {
         | {f"cols {c}": ("packed", put("cols", c)) for c in (-1, 0, 8, 17, 2**31)}
         | {"packed rank 0": zeroed("packed", ())},
     ),
+    **{
+        "causal_conv1d" + end: Spec(
+            "state",
+            [
+                *[Arg("dy", sized=(0, 1, 2))] * bool(end),
+                Arg("x", anchor=True),
+                Arg("weight", sized=(0, 1)),
+                Arg("bias", sized=(0,)),
+                Arg("initial_state", sized=(0, 1, 2)),
+            ],
+            {"activation": (*NOT_A_NAME, "relu", "gelu")},
+        )
+        for end in ("", "_backward")
+    },  # fmt: skip
     "rotary": Spec(
         "batch",
         [Arg("q", anchor=True), Arg("k", sized=(0, 2, 3)), *COS_SIN],

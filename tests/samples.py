@@ -432,6 +432,23 @@ def rotary_call(
 
 
 @builder
+def conv1d_call(
+    m: Maker, batch, channels, seqlen, width, *given: str, key_start=None, mask=None, **kwargs
+) -> Call:
+    """The optional tensors that are `given`; with a mask the call of the backward op."""
+    dy = [m.randn(batch, channels, seqlen)] * (mask is not None)
+    args = [m.randn(batch, channels, seqlen), m.randn(channels, width)]
+    args.append(m.randn(channels) if "bias" in given else None)
+    args.append(m.randn(batch, channels, width - 1) if "state" in given else None)
+    options = dict(kwargs)
+    if key_start is not None:
+        options["key_start"] = m.pads(*key_start * batch).view(batch, seqlen)
+    if mask is not None:
+        options["output_mask"] = list(mask)
+    return [*dy, *args], options
+
+
+@builder
 def bmm_call(m: Maker, batches, m_size, n, k, mask=None) -> Call:
     """`batches` of a and b; with a mask the call of the backward op."""
     a, b = m.randn(batches[0], m_size, k), m.randn(batches[1], k, n)
@@ -845,6 +862,16 @@ def _listed() -> Calls:
         "empty": ((2, 2, 1, 0, 4, 4), {}, bits("00")),
     }
     calls.add_masked(rotary_call, rotaries, "rotary", "")
+
+    convolutions: dict[str, Case] = {
+        "plain": ((2, 5, 7, 4, "bias"), {}, bits("1110")),
+        "silu": ((2, 8, 5, 3, "bias"), {"activation": "silu"}, bits("1110")),
+        "state": ((3, 4, 2, 4, "bias", "state"), {"activation": "silu"}, bits("1111")),
+        "documents": ((2, 4, 6, 2), {"key_start": [0, 0, 2, 2, 2, 5]}, bits("1100")),
+        "one": ((1, 4, 1, 4, "state"), {}, bits("0101")),
+        "empty": ((2, 4, 0, 3, "bias", "state"), {}, bits("1111")),
+    }
+    calls.add_masked(conv1d_call, convolutions, "causal_conv1d", "")
 
     sums = {"matrix": (3, 5), "vector": (7,), "rank4": (2, 1, 3, 4), "one": (2, 1), "empty": (0, 4)}
     sums["no_columns"] = (2, 0)

@@ -263,6 +263,11 @@ SCHEMAS = [
     "outer_mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
     "mul_relu(Tensor x, Tensor y) -> Tensor",
     "mul_relu_backward(Tensor dz, Tensor x, Tensor y) -> (Tensor dx, Tensor dy)",
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, Tensor? initial_state=None, *, str "
+    'activation="none", Tensor? key_start=None) -> Tensor',
+    "causal_conv1d_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias=None, Tensor? "
+    'initial_state=None, *, str activation="none", Tensor? key_start=None, bool[4] output_mask) '
+    "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial_state)",
     "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, *, bool interleaved=False) -> "
     "(Tensor q_out, Tensor k_out)",
     "rotary_backward(Tensor dq_out, Tensor dk_out, Tensor cos, Tensor sin, *, "
@@ -554,7 +559,7 @@ LONGER = {
     "causal_softmax": [(0, -1)],
     "experts": [(3, 0), (4, 0)],
     "rotary": [(1, -2), (2, -2), (3, -2)],
-    "scalar_attention": [(1, 0), (2, 0)],
+    **dict.fromkeys(("scalar_attention", "causal_conv1d"), [(1, 0), (2, 0)]),
 }
 
 

@@ -17,6 +17,7 @@ from torchweld.info import ops_of_library as _ops_of_library
 from torchweld.ops.add_scalar import add_scalar
 from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.bmm import bmm
+from torchweld.ops.causal_conv1d import causal_conv1d
 from torchweld.ops.causal_softmax import causal_softmax
 from torchweld.ops.conv2d import conv2d
 from torchweld.ops.cross_entropy import cross_entropy
@@ -85,6 +86,7 @@ __all__ = [
     "attention",
     "attention_with_lse",
     "bmm",
+    "causal_conv1d",
     "causal_softmax",
     "conv2d",
     "cross_entropy",

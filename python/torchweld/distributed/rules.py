@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from torchweld.distributed.conv1d_rules import CONV1D_RULES
 from torchweld.distributed.linears_rules import LINEARS_RULES
 from torchweld.distributed.loss_rules import LOSS_RULES
 from torchweld.distributed.norm_rules import NORM_RULES
@@ -192,6 +193,7 @@ def _replicated(call: Call) -> list[Row]:
 # The rule of an op is also the rule of <op>_forward and of <op>_backward without one of its own.
 _RULES: dict[str, Rule] = {
     **LINEARS_RULES,
+    **CONV1D_RULES,
     **LOSS_RULES,
     **NORM_RULES,
     **PAIR_RULES,

@@ -1,0 +1,58 @@
+"""causal_conv1d: the short filter of each channel in front of linear attention and Mamba."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchweld._library import ops
+from torchweld._refusals import readable_errors
+
+
+@readable_errors
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    activation: str = "none",
+    key_start: Tensor | None = None,
+) -> Tensor:
+    """Convolves each channel with a filter of its own: position t sees t - width + 1 to t.
+
+    Torch needs a padded `F.conv1d`, a slice and the activation. All arithmetic is fp32 (fp64 for
+    fp64) with one rounding of the result.
+
+    Args:
+        x: `(batch, channels, seqlen)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+            The transpose of a projection `(batch, seqlen, channels)` is read as it is; another
+            memory order is copied first.
+        weight: `(channels, width)` with a width of 2 to 4, dtype of `x`; its last column multiplies
+            position t.
+        bias: `(channels,)`, dtype of `x`.
+        initial_state: `(batch, channels, width - 1)`, dtype of `x`: the values in front of position
+            0, which are zeros otherwise.
+        activation: "none" or "silu".
+        key_start: int32 `(batch, seqlen)`: position t sees none before `key_start[b, t]`, for
+            packed documents; see `key_start_from_documents`. Not with an `initial_state`.
+
+    Returns:
+        `(batch, channels, seqlen)`, dtype of `x`, in the memory order of a projection.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or activation.
+
+    Limits: differentiable once.
+
+    Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023.
+
+    Example::
+
+        x, weight = torch.randn(2, 16, 8).transpose(1, 2), torch.randn(8, 4)
+        y = torchweld.causal_conv1d(x, weight, activation="silu")
+        padded = F.conv1d(F.pad(x, (3, 0)), weight[:, None], groups=8)
+        torch.testing.assert_close(y, F.silu(padded))
+    """
+    return ops.causal_conv1d(
+        x, weight, bias, initial_state, activation=activation, key_start=key_start
+    )
