@@ -77,8 +77,8 @@ _CALLS = {
         "batch,nheads,seqlen,head_dim " * 2 + "seqlen,head_dim " * 2,
     ),
     "causal_conv1d": (
-        "batch,channels,seqlen,width",
-        "batch,channels,seqlen channels,width channels",
+        "batch,channels,seqlen",
+        "batch,channels,seqlen channels,4 channels",
     ),
     "conv2d": ("batch,H,W,KH,KW", "batch,H,W KH,KW"),
 }
@@ -214,6 +214,9 @@ def tensors(
         dtypes = {"": dtype, "wide": torch.promote_types(dtype, torch.float32)}
         whole: list[int] = []
         for dim in dims.split(","):
+            if dim.isdigit():
+                whole.append(int(dim))
+                continue
             whole += leading if dim == "..." else [sum(sizes[name] for name in dim.split("+"))]
         kwargs = {"dtype": dtypes[kind] if kind in dtypes else getattr(torch, kind)}
         if device == "cuda":

@@ -781,7 +781,7 @@ def causal_conv1d(
     activation: str = "none",
     key_start: Tensor | None = None,
 ) -> Tensor:
-    """Each position and the width - 1 before it, of which those before key_start count as 0."""
+    """Sums over each position and the width - 1 before it; those before key_start are 0."""
     seqlen, width = x.shape[-1], weight.shape[-1]
     if initial_state is None:
         initial_state = torch.zeros(*x.shape[:2], width - 1, dtype=torch.float64)

@@ -450,14 +450,14 @@ SPECS: dict[str, Spec] = {
             [
                 *[Arg("dy", sized=(0, 1, 2))] * bool(end),
                 Arg("x", anchor=True),
-                Arg("weight", sized=(0, 1)),
+                Arg("weight", sized=(0, 1), blame=("initial_state",)),
                 Arg("bias", sized=(0,)),
                 Arg("initial_state", sized=(0, 1, 2)),
             ],
             {"activation": (*NOT_A_NAME, "relu", "gelu")},
         )
         for end in ("", "_backward")
-    },  # fmt: skip
+    },
     "rotary": Spec(
         "batch",
         [Arg("q", anchor=True), Arg("k", sized=(0, 2, 3)), *COS_SIN],

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import commands
 import torchweld
-from numerics import assert_same_bits
+from numerics import assert_equal, assert_same_bits
 from samples import BF16, F32, F64, call, check_op, dtypes, forward_backward
 from tensors import randn
 from torchweld.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
@@ -231,3 +235,49 @@ def test_refusals_of_the_package(device):
             causal_conv1d_update(x, state, weight, **{name: numbers})
     with pytest.raises(ValueError, match=r"conv_state must be \(batch, channels, 3 or more\)"):
         causal_conv1d_update(x, state[..., :2], weight)
+
+
+# A process of its own: transformers looks for the package once, when it loads a model's code.
+STEPS = """
+import sys, torch
+if {ours}:
+    import torchweld.compat.causal_conv1d
+    sys.modules["causal_conv1d"] = torchweld.compat.causal_conv1d
+from torch.utils._python_dispatch import TorchDispatchMode
+from tiny_models import batch, tiny_model
+
+class Calls(TorchDispatchMode):
+    count = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "causal_conv1d" in str(func)
+        return func(*args, **(kwargs or {{}}))
+
+torch.manual_seed(0)
+model = tiny_model("{kind}", "{name}ForCausalLM", "sdpa")
+inputs = batch("cpu")
+del inputs["position_ids"]
+with Calls() as calls:
+    model(**inputs).logits.square().mean().backward()
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    tokens = model.eval().generate(**inputs, **options)
+assert (calls.count > 6) == {ours}
+grads = [p.grad for p in model.parameters() if p.grad is not None]
+torch.save([tokens, grads], sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_next", "Qwen3Next"), ("falcon_h1", "FalconH1")])
+def test_models_run_it_in_the_packages_place(tmp_path, kind, name):
+    transformers = pytest.importorskip("transformers")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
+        pytest.skip("this transformers asks for the metadata of the package")
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    results = []
+    for ours in (False, True):
+        script = STEPS.format(ours=ours, kind=kind, name=name)
+        done = commands.python("-c", script, tmp_path / "results.pt", **path)
+        assert done.returncode == 0, done.stderr
+        results.append(torch.load(tmp_path / "results.pt"))
+    (want, want_grads), (tokens, grads) = results
+    assert_equal(tokens, want)
+    torch.testing.assert_close(grads, want_grads, rtol=1e-4, atol=1e-6)

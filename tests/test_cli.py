@@ -67,7 +67,7 @@ SHAPES = {
     "0,16,32": "gated_linear",
     "2,3,16,16": "causal_softmax",
     "2,3,5,8": "rotary",
-    "2,8,5,4": "causal_conv1d",
+    "2,8,5": "causal_conv1d",
     "2,8,16,32": "bmm",
     "6,16,24,4": "grouped_linear grouped_gated_linear",
     "2,8,9,3,3": "conv2d",

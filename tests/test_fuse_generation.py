@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import LAYERS, NAMES, RECOGNISED, tiny  # noqa: E402
@@ -49,10 +49,20 @@ def test_left_padded_prompts(device, name, beams, cache):
 @needs_gpu
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3"])
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
-def test_caches_on_the_host(name, cache):
+def test_caches_on_the_host(monkeypatch, name, cache):
+    """transformers reads a copy on the host before it is complete, where others use the GPU too."""
+    for move in ("offload", "prefetch"):
+        stock_move = getattr(transformers.Cache, move)
+
+        def complete(*args, stock_move=stock_move, **kwargs):
+            torch.cuda.synchronize()
+            stock_move(*args, **kwargs)
+            torch.cuda.synchronize()
+
+        monkeypatch.setattr(transformers.Cache, move, complete)
     model, stock = pair(name, "cuda")
+    want = stock.generate(**prompts("cuda"), **OPTIONS)
     options = {**OPTIONS, "cache_implementation": cache, "disable_compile": True}
-    want = stock.generate(**prompts("cuda"), **options)
     assert torch.equal(model.generate(**prompts("cuda"), **options), want)
 
 

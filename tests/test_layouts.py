@@ -395,7 +395,7 @@ def alike(plain: list[Tensor], bounds: list[Bound]) -> list[Bound]:
     def twice(out: Tensor, bound: Bound) -> Bound:
         if isinstance(bound, Exact):
             return bound
-        ref = R.up(out)
+        ref = R.up(out).to(bound.ref.device)
         last = UNIT[bound.dtype] * roundable(ref, bound.dtype)
         worst, statistical, extra = (2 * e for e in bound.errors)
         return replace(bound, ref=ref, errors=(worst + last, statistical + last, extra))

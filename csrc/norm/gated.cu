@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(tile_threads(kLanes), resident_blocks(kLanes, 
   int64_t row = int64_t(blockIdx.x) * kRows + group;
   ring.fill(row, step, from);
   int exchange = 0;
-  // All threads of a block take part in every sum, also those whose row does not exist.
+  // Every thread of a block joins every sum, even if its row does not exist.
   for (; row - group < p.rows; row += step) {
     ring.advance(row, step, from);
     const bool live = row < ring.rows;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(tile_threads(kLanes), resident_blocks(kLanes, 
   ring.fill(row, step, from);
   float next_rstd = row < p.rows ? p.rstd[row] : 0.f;
   int exchange = 0;
-  // All threads of a block take part in every sum, also those whose row does not exist.
+  // Every thread of a block joins every sum, even if its row does not exist.
   for (; row - group < p.rows; row += step) {
     const float rstd = next_rstd;
     next_rstd = row + step < p.rows ? p.rstd[row + step] : 0.f;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
+ConvActivation = Literal["none", "silu"]
 Gate = Literal["sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"]
 ExpertGate = Literal[
     "swiglu", "geglu", "geglu_tanh", "reglu", "relu", "relu_squared", "silu", "gelu", "gelu_tanh"

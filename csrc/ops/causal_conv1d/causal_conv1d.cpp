@@ -12,7 +12,6 @@
 
 #include "core/dispatch.h"
 #include "core/linear_common.h"
-#include "layers/activation.h"
 #include "ops/causal_conv1d/causal_conv1d_cpu.h"
 
 #ifdef TORCHWELD_CUDA
@@ -28,10 +27,10 @@ using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Wanted = std::array<bool, 4>;
 
 bool is_silu(const char* op, c10::string_view activation) {
-  const Activation kind = parse_activation(op, activation);
-  TW_CHECK(kind == Activation::kNone || kind == Activation::kSilu, op,
-           "activation must be none or silu, but got '", activation, "'");
-  return kind == Activation::kSilu;
+  const bool silu = activation == "silu";
+  TW_CHECK(silu || activation == "none", op, "activation must be none or silu, but got '",
+           activation, "'");
+  return silu;
 }
 
 void causal_conv1d_checks(const char* op, const Tensor& x, const Tensor& weight,

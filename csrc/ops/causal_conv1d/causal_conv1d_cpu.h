@@ -1,4 +1,4 @@
-// Computes causal_conv1d and its gradients on the CPU. A task walks through a chunk of positions of
+// Computes causal_conv1d and its gradients on the CPU. A task processes a chunk of positions of
 // one sequence, for a block of channels, and keeps the last rows of x in the dtype A of the
 // computation. The tasks depend on the shape alone, so the results have the same bits with any
 // number of threads.

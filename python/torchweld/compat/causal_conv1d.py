@@ -77,6 +77,12 @@ def causal_conv1d_fn(
     Raises:
         RuntimeError: a wrong shape, dtype or device.
         ValueError: another activation; documents with states.
+
+    Example::
+
+        x, weight = torch.randn(2, 8, 16), torch.randn(8, 4)
+        y, state = causal_conv1d.causal_conv1d_fn(x, weight, return_final_states=True)
+        assert torch.equal(state, x[..., -3:])
     """
     name, key_start = "causal_conv1d_fn", None
     if seq_idx is not None:
@@ -114,6 +120,12 @@ def causal_conv1d_update(
     Raises:
         RuntimeError: a wrong shape, dtype or device.
         ValueError: another activation, a short state, a ring buffer or a pool.
+
+    Example::
+
+        x, weight, state = torch.randn(2, 8), torch.randn(8, 4), torch.zeros(2, 8, 4)
+        y = causal_conv1d.causal_conv1d_update(x, state, weight)
+        torch.testing.assert_close(y, x * weight[:, -1])
     """
     name = "causal_conv1d_update"
     for argument, value in zip(

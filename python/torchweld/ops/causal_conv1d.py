@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchweld._library import ops
 from torchweld._refusals import readable_errors
+from torchweld._types import ConvActivation
 
 
 @readable_errors
@@ -15,7 +16,7 @@ def causal_conv1d(
     bias: Tensor | None = None,
     initial_state: Tensor | None = None,
     *,
-    activation: str = "none",
+    activation: ConvActivation = "none",
     key_start: Tensor | None = None,
 ) -> Tensor:
     """Convolves each channel with a filter of its own: position t sees t - width + 1 to t.
