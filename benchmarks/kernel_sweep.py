@@ -139,10 +139,10 @@ def products() -> Iterator[Call]:
 
 def norms() -> Iterator[Call]:
     for n, rows, dtype in each((384, 640, *LENGTHS), (1, 5000), DTYPES):
-        for offset, given in each((0, 1), (True, False)):
+        for offset, vectors in each((0, 1), (None, dtype, F32)):
             x = empty(rows, n, dtype=dtype, offset=offset)
             dy, stat = empty(rows, n, dtype=dtype), f32(rows)
-            w = empty(n, dtype=dtype) if given else None
+            w = None if vectors is None else empty(n, dtype=vectors)
             yield Call("rms_norm_forward", (x, w))
             yield Call("layer_norm_forward", (x, w, w))
             yield Call("add_rms_norm_forward", (x, dy, w))
@@ -187,6 +187,37 @@ def gates() -> Iterator[Call]:
         yield Call("gated_linear_pair_forward", (x, left, left, h, h), {"gate": gate})
         options = {"gate": gate, "output_mask": [True, True, True, bias, bias]}
         yield Call("gated_linear_pair_backward", (dy, x, left, left, z), options)
+
+
+EXPERT_GATES = ("swiglu", "geglu", "geglu_tanh", "reglu")
+EXPERT_GATES += ("relu", "relu_squared", "silu", "gelu", "gelu_tanh")
+
+
+def mixtures() -> Iterator[Call]:
+    for (h, n, experts, k), tokens, dtype in each(
+        ((64, 48, 8, 2), (1024, 512, 16, 4), (30, 10, 3, 1)), (1, 40, 3000), DTYPES
+    ):
+        x, weight = empty(tokens, h, dtype=dtype), empty(tokens, k, dtype=dtype)
+        index = empty(tokens, k, dtype=torch.int64)
+        stacked, ends = empty(experts, n, h, dtype=dtype), empty(experts, dtype=torch.int32)
+        dy, preact = (empty(tokens, n, dtype=dtype) for _ in range(2))
+        for activation, mask in each(("none", "gelu"), (True, False)):
+            options = {"activation": activation}
+            yield Call("grouped_linear_forward", (x, stacked, ends), options)
+            args = (dy, x, stacked, ends, None if activation == "none" else preact)
+            yield Call(
+                "grouped_linear_backward", args, options | {"output_mask": [mask, True, mask]}
+            )
+        for gate, transposed, biased in each(EXPERT_GATES, (False, True), (False, True)):
+            width = 2 * n if "glu" in gate else n
+            shapes = ((h, width), (n, h)) if transposed else ((width, h), (h, n))
+            gate_up, down = (empty(experts, *shape, dtype=dtype) for shape in shapes)
+            vectors = [empty(experts, size, dtype=dtype) if biased else None for size in (width, h)]
+            options = {"gate": gate, "transposed": transposed}
+            yield Call("experts", (x, gate_up, down, index, weight, *vectors), options)
+            args = (x, x, gate_up, down, index, weight, empty(tokens * k, width, dtype=dtype))
+            options["output_mask"] = [True, True, True, True, biased, biased]
+            yield Call("experts_backward", (*args, vectors[1]), options)
 
 
 def int4s() -> Iterator[Call]:
@@ -249,11 +280,26 @@ def others() -> Iterator[Call]:
         yield Call("rotary", (q, q[:, :2], table, table), {"interleaved": interleaved})
         options = {"interleaved": interleaved, "output_mask": [True, True]}
         yield Call("rotary_backward", (q, q[:, :2], table, table), options)
+    for dtype, channels, width, documents in each(DTYPES, (1, 40), (2, 3, 4), (False, True)):
+        x = empty(2, 70, channels, dtype=dtype).transpose(1, 2)
+        weight, vector = empty(channels, width, dtype=dtype), empty(channels, dtype=dtype)
+        starts = empty(2, 70, dtype=torch.int32) if documents else None
+        state = None if documents else empty(2, channels, width - 1, dtype=dtype)
+        args, options = (x, weight, vector, state), {"activation": "silu", "key_start": starts}
+        yield Call("causal_conv1d", args, options)
+        yield Call("causal_conv1d_backward", (x, *args), options | {"output_mask": [True] * 4})
     for dtype, n, rows, offset in each(DTYPES, LENGTHS, (1, 64, 5000), (0, 1)):
         x = empty(rows, n, dtype=dtype, offset=offset)
         yield Call("gated_activation", (x, x), {"gate": "swiglu"})
         options = {"gate": "swiglu", "output_mask": [True, True]}
         yield Call("gated_activation_backward", (x, x, x), options)
+        for first, wide in each((False, True), (False, True)):
+            weight, options = empty(n, dtype=F32 if wide else dtype), {"gate_first": first}
+            yield Call("rms_norm_gated_forward", (x, x, weight), options)
+            options["output_mask"] = [True] * 3
+            yield Call(
+                "rms_norm_gated_backward", (x, x, x, weight, empty(rows, dtype=F32)), options
+            )
         column, row, dz = (
             empty(rows, dtype=dtype),
             empty(n, dtype=dtype),
@@ -285,5 +331,5 @@ def others() -> Iterator[Call]:
 
 
 def calls() -> Iterator[Call]:
-    for part in (softmaxes, attentions, products, norms, gates, int4s, losses, others):
+    for part in (softmaxes, attentions, products, norms, gates, mixtures, int4s, losses, others):
         yield from part()

@@ -40,6 +40,7 @@ FAMILIES = {
     "curves": "Shares of the roofline",
     "int4": "4-bit weights",
     "norms": "Norms of rows",
+    "hybrids": "Ops of hybrid models",
     "rows": "Softmax and sums over rows",
     "pointwise": "Pointwise ops",
     "conv2d": "Convolution",

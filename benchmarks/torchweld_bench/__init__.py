@@ -23,6 +23,7 @@ FAMILIES = {
     "experts": "cuda",
     "projections": "cuda",
     "norms": "cuda",
+    "hybrids": "cuda",
     "attention": "cuda",
     "attention_masks": "cuda",
     "varlen": "cuda",
