@@ -432,20 +432,13 @@ def rotary_call(
 
 
 @builder
-def conv1d_call(
-    m: Maker, batch, channels, seqlen, width, *given: str, key_start=None, mask=None, **kwargs
-) -> Call:
+def conv1d_call(m: Maker, batch, channels, seqlen, width, *given: str, mask=None, **kwargs) -> Call:
     """The optional tensors that are `given`; with a mask the call of the backward op."""
     dy = [m.randn(batch, channels, seqlen)] * (mask is not None)
     args = [m.randn(batch, channels, seqlen), m.randn(channels, width)]
     args.append(m.randn(channels) if "bias" in given else None)
     args.append(m.randn(batch, channels, width - 1) if "state" in given else None)
-    options = dict(kwargs)
-    if key_start is not None:
-        options["key_start"] = m.pads(*key_start * batch).view(batch, seqlen)
-    if mask is not None:
-        options["output_mask"] = list(mask)
-    return [*dy, *args], options
+    return [*dy, *args], kwargs if mask is None else {**kwargs, "output_mask": list(mask)}
 
 
 @builder
@@ -867,7 +860,7 @@ def _listed() -> Calls:
         "plain": ((2, 5, 7, 4, "bias"), {}, bits("1110")),
         "silu": ((2, 8, 5, 3, "bias"), {"activation": "silu"}, bits("1110")),
         "state": ((3, 4, 2, 4, "bias", "state"), {"activation": "silu"}, bits("1111")),
-        "documents": ((2, 4, 6, 2), {"key_start": [0, 0, 2, 2, 2, 5]}, bits("1100")),
+        "bare": ((2, 4, 6, 2), {}, bits("1100")),
         "one": ((1, 4, 1, 4, "state"), {}, bits("0101")),
         "empty": ((2, 4, 0, 3, "bias", "state"), {}, bits("1111")),
     }

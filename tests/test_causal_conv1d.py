@@ -64,6 +64,8 @@ def test_documents(device):
         args = inputs(device, dtype, 2, 12, 50, 4)
         options = {"activation": "silu", "key_start": documents(device, 2, 50)}
         check_op("causal_conv1d", args, options, eager=False)
+        strided = options | {"key_start": options["key_start"].T.contiguous().T}
+        assert_same_bits(op(*args, **strided), op(*args, **options))
 
 
 def test_documents_are_those_of_single_calls(device):
@@ -175,6 +177,8 @@ def test_refusals(device):
         op(x, weight, bias, state, key_start=starts)
     with pytest.raises(RuntimeError, match="activation must be none or silu, but got 'gelu'"):
         op(x, weight, activation="gelu")
+    with pytest.raises(RuntimeError, match=r"key_start must be \(batch, seqlen\) = \(2, 5\)"):
+        op(x, weight, key_start=starts[:, :4])
     with pytest.raises(RuntimeError, match="key_start must be int32"):
         op(x, weight, key_start=starts.long())
 

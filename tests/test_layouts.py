@@ -93,6 +93,18 @@ def masked(forward: S.Builder, *names: str, **numbers: Any) -> S.Builder:
     return build
 
 
+def of_documents(forward: S.Builder) -> S.Builder:
+    """causal_conv1d's call, for documents of three positions."""
+
+    def build(m: Maker) -> Call:
+        args, kwargs = forward(m)
+        batch, _, seqlen = args[0].shape
+        starts = torch.arange(seqlen, dtype=torch.int32, device=m.device) // 3 * 3
+        return args, {**kwargs, "key_start": starts.repeat(batch, 1)}
+
+    return build
+
+
 def host(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: R.up(value) for name, value in kwargs.items()}
 
@@ -251,6 +263,11 @@ def _further() -> S.Calls:
     sizes = (2, 264, 150, 4, "bias", "state")
     add("causal_conv1d", large=S.conv1d_call(*sizes))
     add("causal_conv1d_backward", large=S.conv1d_call(*sizes, mask=[True] * 4))
+    sizes = (2, 5, 7, 4, "bias")
+    add("causal_conv1d", documents=of_documents(S.conv1d_call(*sizes)))
+    wanted = [True, True, True, False]
+    packed = of_documents(S.conv1d_call(*sizes, mask=wanted))
+    add("causal_conv1d_backward", documents=packed)
     add("row_sum", large=S.softmax_call(33, 1030))
     add("add_scalar", large=lambda m: ([m.randn(33, 1030), 0.5], {}))
     add_both("scalar_attention", large=S.scalar_attention_call(300))
