@@ -216,7 +216,7 @@ def mixtures() -> Iterator[Call]:
             options = {"gate": gate, "transposed": transposed}
             yield Call("experts", (x, gate_up, down, index, weight, *vectors), options)
             args = (x, x, gate_up, down, index, weight, empty(tokens * k, width, dtype=dtype))
-            options["output_mask"] = [True, True, True, True, biased, biased]
+            options = options | {"output_mask": [True, True, True, True, biased, biased]}
             yield Call("experts_backward", (*args, vectors[1]), options)
 
 
@@ -296,10 +296,8 @@ def others() -> Iterator[Call]:
         for first, wide in each((False, True), (False, True)):
             weight, options = empty(n, dtype=F32 if wide else dtype), {"gate_first": first}
             yield Call("rms_norm_gated_forward", (x, x, weight), options)
-            options["output_mask"] = [True] * 3
-            yield Call(
-                "rms_norm_gated_backward", (x, x, x, weight, empty(rows, dtype=F32)), options
-            )
+            masked = options | {"output_mask": [True] * 3}
+            yield Call("rms_norm_gated_backward", (x, x, x, weight, empty(rows, dtype=F32)), masked)
         column, row, dz = (
             empty(rows, dtype=dtype),
             empty(n, dtype=dtype),
