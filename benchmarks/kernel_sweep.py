@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+
+from torchweld._types import Activation, ExpertGate, Gate
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (F32, F16, BF16)
@@ -112,8 +114,7 @@ def layouts(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return empty(*shape, dtype=dtype), empty(*lead, columns, rows, dtype=dtype).transpose(-1, -2)
 
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-GATES = ("reglu", "geglu", "geglu_tanh", "swiglu", "sigmoid_tanh")
+ACTIVATIONS, GATES, EXPERT_GATES = map(get_args, (Activation, Gate, ExpertGate))
 # Rows, columns and K of products.
 PRODUCTS = ((1, 768, 768), (5, 64, 2048), (16, 4096, 4096), (100, 33, 65), (4096, 4096, 4096))
 PRODUCTS += ((64, 7, 8),)
@@ -187,10 +188,6 @@ def gates() -> Iterator[Call]:
         yield Call("gated_linear_pair_forward", (x, left, left, h, h), {"gate": gate})
         options = {"gate": gate, "output_mask": [True, True, True, bias, bias]}
         yield Call("gated_linear_pair_backward", (dy, x, left, left, z), options)
-
-
-EXPERT_GATES = ("swiglu", "geglu", "geglu_tanh", "reglu")
-EXPERT_GATES += ("relu", "relu_squared", "silu", "gelu", "gelu_tanh")
 
 
 def mixtures() -> Iterator[Call]:

@@ -35,7 +35,7 @@ _CONVOLUTIONS = ((4, 4096, 8192), (1, 16384, 2048), (64, 1, 8192))
 
 def _gated(gate_first: bool) -> Function:
     def norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        factor = F.silu(gate.to(weight.dtype))
+        factor = F.silu(gate)
         rows = x * factor if gate_first else x
         y = F.rms_norm(rows, x.shape[-1:], weight, _EPS)
         return y if gate_first else y * factor

@@ -67,10 +67,8 @@ class Numbers(NamedTuple):
 
     def ranges(self) -> dict[str, Any]:
         """The keyword arguments that are given, beside causal and leftpad."""
-        names = ("key_start", "key_end", "window")
-        values = (self.key_start, self.key_end, self.window)
-        pairs = zip(names, values, strict=True)
-        return {name: value for name, value in pairs if value is not None}
+        given = {"key_start": self.key_start, "key_end": self.key_end, "window": self.window}
+        return {name: value for name, value in given.items() if value is not None}
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor | None:
         """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` of the same meaning, None for none."""

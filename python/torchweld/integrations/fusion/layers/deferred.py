@@ -30,9 +30,6 @@ class Deferred:
 
     __slots__ = ("mode", "x")
 
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.mode = x, _mode()
-
     def __add__(self, other: Any) -> Any:
         return self.tensor() + computed(other)
 
