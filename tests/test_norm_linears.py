@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -304,22 +308,47 @@ def test_meta_fake_and_opcheck(op, device):
         )
 
 
+def loaded_elsewhere(
+    module: nn.Module, args: tuple[Tensor, ...], folder: Path
+) -> list[Tensor] | None:
+    """Runs the module's AOTInductor package in another process; None if it crashed there.
+
+    With torch 2.11 some machines crash while they load any package for CUDA, some for the CPU too.
+    """
+    package, inputs, outputs = (str(folder / name) for name in ("net.pt2", "in.pt", "out.pt"))
+    program = torch.export.export(module, args)
+    torch._inductor.aoti_compile_and_package(program, package_path=package)
+    torch.save(args, inputs)
+    child = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import torch, torchweld\n"
+            f"found = torch._inductor.aoti_load_package({package!r})(*torch.load({inputs!r}))\n"
+            f"torch.save(found, {outputs!r})",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if child.returncode < 0:
+        return None
+    assert not child.returncode, child.stderr
+    return torch.load(outputs)
+
+
 @each_op
 def test_an_aotinductor_package_without_biases(op, tmp_path):
-    """The package passes None for an empty list, on every device.
-
-    It is loaded on the CPU: with torch 2.11 some machines crash while they load any CUDA package.
-    """
+    """The package passes None for an empty list, on every device."""
     x, weights, _, vectors, options = made(op, "bare", "cpu")
 
     class Projections(nn.Module):
         def forward(self, x: Tensor, first: Tensor, second: Tensor) -> list[Tensor]:
             return call(op)(x, [first, second], [], *vectors, **options)
 
-    program = torch.export.export(Projections(), (x, *weights))
-    path = str(tmp_path / "net.pt2")
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
-    found = torch._inductor.aoti_load_package(path)(x, *weights)
+    found = loaded_elsewhere(Projections(), (x, *weights), tmp_path)
+    if found is None:
+        assert loaded_elsewhere(nn.Identity(), (x,), tmp_path) is None
+        pytest.skip("torch crashes on this machine while it loads a package of its own ops")
     assert_same_bits(found, call(op)(x, weights, [], *vectors, **options))
 
 
