@@ -35,11 +35,11 @@ MATHS = {"float16": 0, "bfloat16": 1, "tf32": 2, "float32": 3}
 ATTENTION_MATHS = {"float16": 0, "bfloat16": 0, "tf32": 1, "float32": 2}
 
 _HEADS = dict(heads=8, seqlen_q=1024, seqlen_k=1024, head_dim=64, head_dim_v=64, math=0, group=1)
-_HEADS |= dict(causal=0, padded=0, bfloat16=1, window=0, packed=0, softcap=0)
+_HEADS |= dict(causal=0, padded=0, bfloat16=1, window=0, packed=0, softcap=0, invariant=0)
 _USUAL = {
     "matmul": dict(
         m=1024, n=2048, k=2048, batch=1, gated=0, pointwise=0, math=1, a_k_major=1, b_k_major=1,
-        normed=0, grouped=0,
+        normed=0, grouped=0, invariant=0,
     ),
     "softmax": dict(
         n=1024, elem_size=4, aligned=1, backward=0, tiled=1, in_phase=1, rows=64, masked=0,
@@ -47,7 +47,7 @@ _USUAL = {
     ),
     "attention": _HEADS,
     "attention_backward": _HEADS,
-    "int4": dict(m=64, n=4096, k=4096, groups=32, elem_size=2, bfloat16=1),
+    "int4": dict(m=64, n=4096, k=4096, groups=32, elem_size=2, bfloat16=1, invariant=0),
     "row_sum": dict(rows=64, n=1024, elem_size=4, contiguous=1, aligned=1, bfloat16=0),
     "conv2d": dict(
         batch=4096, height=64, width=64, kernel_height=3, kernel_width=3, elem_size=4, flipped=0,

@@ -72,7 +72,8 @@ struct AttentionBlock {
   static constexpr int kNoLimit = 1 << 30;
 };
 
-// The work tile under a general mask. Key indices count from `pad`, a multiple of kPadMultiple. A
+// The work tile under a general mask. Key indices count from `pad`, which is a multiple of
+// kPadMultiple, or lies a multiple of AttentionParams::key_grid behind the padding. A
 // row of the block sees the keys [begin[row], end[row]), and no row sees the first `unseen` keys.
 // last_begin[warp] is the largest `begin` of the warp's kWarpRows rows, and first_end[warp] is the
 // smallest `end` of these rows. Every row of the warp that sees any key sees all keys of
@@ -94,7 +95,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     const int row = threadIdx.x;
     if (row == 0) {
       static_cast<AttentionBlock&>(*this) = find_rows<kRows>(params, schedule);
-      pad = kSeesNothing;
+      pad = unseen = kSeesNothing;
       all_keys = 0;
     }
     if (row < kRows / kWarpRows) last_begin[row] = 0, first_end[row] = INT_MAX;
@@ -107,9 +108,13 @@ struct MaskedAttentionBlock : AttentionBlock {
     if (sees) {
       atomicMin(&pad, static_cast<int>(live.begin));
       atomicMax(&all_keys, static_cast<int>(live.end));
+      atomicMin(&unseen, sequence.key_start ? sequence.key_start[first_row + row] : 0);
     }
     __syncthreads();
-    const int first = all_keys > 0 ? pad : 0, last = all_keys;
+    const int seen = all_keys > 0 ? pad : 0, last = all_keys;
+    const int origin = max(static_cast<int>(sequence.pad), unseen);
+    const int before_first = last > 0 ? (seen - origin) % params.key_grid : 0;
+    const int first = seen - before_first;
     __syncthreads();
     const int own_begin = static_cast<int>(live.begin) - first;
     const int own_end = static_cast<int>(live.end) - first;
@@ -121,7 +126,10 @@ struct MaskedAttentionBlock : AttentionBlock {
       atomicMax(&last_begin[row / kWarpRows], own_begin);
       atomicMin(&first_end[row / kWarpRows], own_end);
     }
-    if (row == 0) set_keys(mask, static_cast<int>(sequence.end), first, last);
+    if (row == 0) {
+      unseen = before_first;
+      set_keys(mask, static_cast<int>(sequence.end), first, last);
+    }
     __syncthreads();
     if (mask.may_have_gaps()) {
       find_gaps(row, kRows);
@@ -147,7 +155,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     // Lanes without rows of their own process the last kLaneRows rows, too.
     const int lane_row = min(lane * kLaneRows, kRows - kLaneRows), last_row = rows - 1;
     const int first_pos = mask.position(first_row, sequence.end);
-    int first = kSeesNothing, last = 0;
+    int first = kSeesNothing, last = 0, first_start = kSeesNothing;
     int begins[kStep], ends[kStep];
 #pragma unroll 1
     for (int step = 0; step < kLaneRows; step += kStep) {
@@ -173,13 +181,17 @@ struct MaskedAttentionBlock : AttentionBlock {
         ends[i] = sees ? live.end : 0;
         first = min(first, begins[i]);
         last = max(last, ends[i]);
+        first_start = min(first_start, sees ? starts[i] : kSeesNothing);
         if constexpr (kStep < kLaneRows) begin[row + i] = begins[i], end[row + i] = ends[i];
       }
     }
     first = __reduce_min_sync(~0u, first);
     last = __reduce_max_sync(~0u, last);
     if (last == 0) first = 0;
-    const int before_first = first % kPadMultiple;
+    first_start = __reduce_min_sync(~0u, first_start);
+    const int origin =
+        kPadMultiple > 1 || last == 0 ? 0 : max(static_cast<int>(sequence.pad), first_start);
+    const int before_first = (first - origin) % max(kPadMultiple, params.key_grid);
     first -= before_first;
     if (lane == 0) {
       unseen = before_first;

@@ -108,6 +108,10 @@ struct AttentionSm90Tile {
   static constexpr int kBoxColumns = 64;
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
+  // The number of keys in a step under a general mask.
+  // NOTE: a mask needs registers. If the accumulators of O are wide, they leave enough registers
+  // for a mask only if the tile has fewer keys.
+  constexpr int masked_keys() const { return dim_v > 128 ? 64 : keys; }
   // If several blocks share an SM, the producer is a warp. Otherwise the producer is a warpgroup,
   // which gives most of its registers to the consumers (setmaxnreg).
   constexpr int threads() const { return 128 * warpgroups + (blocks == 1 ? 128 : 32); }
@@ -170,6 +174,7 @@ struct AttentionProblem {
   AttentionMath math;
   AttentionLoad load;
   DeviceFacts device;
+  bool invariant = false;  // whether the bits of a row must not depend on the other rows
 };
 
 // kSync uses mma.sync. kGeneral supports any sizes and uses no tensor cores. kDecode is for few
@@ -182,8 +187,19 @@ struct AttentionChoice {
   int splits = 1;  // the number of splits of the keys, for kDecode
 };
 
+// Returns the number of keys in a step of the chosen tensor-core kernel under a general mask, and 1
+// for other kernels.
+inline int attention_step_keys(const AttentionChoice& choice) {
+  if (choice.engine == AttentionEngine::kSm90)
+    return kAttentionSm90Tiles[choice.tile].masked_keys();
+  if (choice.engine == AttentionEngine::kSync) return kAttentionTiles[choice.tile].keys;
+  return 1;
+}
+
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
+inline constexpr const char* kAttentionOtherKeys =
+    "the batch-invariant mode has steps of another number of keys";
 
 // Returns the reason why no tile supports the problem, or an empty Refusal if a tile may support
 // it.
@@ -223,6 +239,21 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   const double tiles = static_cast<double>(p.load.heads) *
                        static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
   return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+
+// Returns the number of keys of the tiles that the batch-invariant mode uses on Hopper, or 0 if no
+// tile supports the problem. The number depends on the head dims alone.
+inline int attention_sm90_invariant_keys(const AttentionProblem& p) {
+  const AttentionSm90Tile* fastest = nullptr;
+  // The padding up to the tile's head dims costs time, too.
+  const auto speed = [](const AttentionSm90Tile& tile) {
+    return static_cast<double>(tile.speed) / (tile.dim + tile.dim_v);
+  };
+  for (const AttentionSm90Tile& tile : kAttentionSm90Tiles) {
+    if (attention_sm90_refusal(p, tile)) continue;
+    if (fastest == nullptr || speed(tile) > speed(*fastest)) fastest = &tile;
+  }
+  return fastest == nullptr ? 0 : fastest->keys;
 }
 
 // Estimates the time of the busiest SM, in a unit that is the same for all tiles. The values of
@@ -278,6 +309,7 @@ inline int64_t attention_decode_groups(const AttentionProblem& p) {
 inline Refusal attention_decode_refusal(const AttentionProblem& p, const AttentionDecodeTile& tile,
                                         int splits) {
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
+  if (p.invariant) return kAttentionOtherKeys;
   if (p.seqlen_q > AttentionDecodeTile::kMaxSeqlenQ) {
     return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMaxSeqlenQ};
   }
@@ -314,8 +346,10 @@ inline AttentionChoice choose_attention(const AttentionProblem& p) {
   }
   int fastest = -1;
   double min_cost = 0;
+  const int invariant_keys = p.invariant ? attention_sm90_invariant_keys(p) : 0;
   for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
     if (attention_sm90_refusal(p, kAttentionSm90Tiles[i])) continue;
+    if (invariant_keys > 0 && kAttentionSm90Tiles[i].keys != invariant_keys) continue;
     const double cost = attention_sm90_cost(p, kAttentionSm90Tiles[i]);
     if (fastest < 0 || cost < min_cost) fastest = i, min_cost = cost;
   }

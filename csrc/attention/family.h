@@ -22,7 +22,8 @@ struct AttentionNumbers {
                                       {"bfloat16", 0, 1},
                                       {"window", 0, kMaxSize},
                                       {"packed", 0, 1},
-                                      {"softcap", 0, 1}};
+                                      {"softcap", 0, 1},
+                                      {"invariant", 0, 1}};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
@@ -32,7 +33,7 @@ struct AttentionNumbers {
             p.head_dim,      p.head_dim_v,  static_cast<int64_t>(p.math),
             p.load.group,    p.load.causal, p.load.padded,
             p.load.bfloat16, p.load.window, p.load.packed,
-            p.load.softcap};
+            p.load.softcap,  p.invariant};
   }
   static AttentionProblem decode_fields(const Encoded& x) {
     return {x[1],
@@ -41,7 +42,8 @@ struct AttentionNumbers {
             x[4],
             static_cast<AttentionMath>(x[5]),
             {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0},
-            {}};
+            {},
+            x[13] != 0};
   }
   static Encoded shape_class(Encoded x) {
     for (int i : {0, 1, 2, 10}) x[i] = size_class(x[i]);
@@ -93,6 +95,12 @@ struct AttentionFamily : AttentionNumbers {
   static Refusal refusal(const AttentionProblem& p, const Encoded& x) {
     if (decode(x)) {
       return attention_decode_refusal(p, kAttentionDecodeTiles[x[1]], static_cast<int>(x[2]));
+    }
+    if (p.invariant) {
+      const Encoded chosen = encode(choose_attention(p));
+      const bool same_keys = sm90(x) && sm90(chosen) &&
+                             kAttentionSm90Tiles[x[1]].keys == kAttentionSm90Tiles[chosen[1]].keys;
+      if (x != chosen && !same_keys) return kAttentionOtherKeys;
     }
     if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
     return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);

@@ -19,6 +19,13 @@
 
 namespace torchweld {
 
+// The first `count` keys, in the form of a gap.
+struct FirstKeys {
+  int count;
+  __device__ __forceinline__ bool may_overlap(int key, int) const { return key < count; }
+  __device__ __forceinline__ bool contains(int key) const { return key < count; }
+};
+
 template <int kRows>
 struct GapKeys {
   static_assert(kRows % kWarp == 0);

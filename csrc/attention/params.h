@@ -7,6 +7,7 @@
 
 #include "attention/config.h"
 #include "attention/mask.h"
+#include "core/batch_invariance.h"
 #include "core/device.h"
 #include "core/dtype.h"
 #include "core/macros.h"
@@ -66,6 +67,11 @@ struct AttentionParams {
   // The ticket counter of Hopper's kernels. It is 0 before and after a call. For other kernels,
   // `counters` is nullptr.
   unsigned* counters;
+  // Under a general mask, the tiles of keys start a multiple of key_grid behind the padding, or
+  // behind the first key_start of a block's rows. In the batch-invariant mode
+  // (core/batch_invariance.h) it is the number of keys of a tile: the tiles then do not depend on
+  // the window of the block's other rows.
+  int key_grid = 1;
 };
 
 inline AttentionMath attention_math(DType dtype, bool tf32) {
@@ -83,7 +89,8 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           {s.batch * s.nheads, s.nheads / s.nheads_kv, mask.causal, mask.leftpad != nullptr,
            dtype == DType::kBFloat16, mask.window, mask.key_start || mask.has_row_ends,
            mask.softcap > 0.f},
-          device_facts()};
+          device_facts(),
+          is_batch_invariant()};
 }
 
 // The number of flags of a call. A group consists of the splits of one tile of query rows. Every

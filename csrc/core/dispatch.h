@@ -24,6 +24,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/batch_invariance.h"
 #include "core/check.h"
 
 namespace torchweld {
@@ -242,6 +243,7 @@ struct Recorded : torch::autograd::Function<Recorded<F, Op>> {
   // `outputs` receives the outputs, so that release() can find the node.
   template <typename... Args>
   static auto forward(AutogradContext* ctx, variable_list* outputs, const Args&... args) {
+    if (is_batch_invariant()) ctx->saved_data[kInvariant] = true;
     auto results = F::forward(ctx, args...);
     *outputs = {};
     if constexpr (std::is_same_v<decltype(results), Tensor>) {
@@ -257,6 +259,9 @@ struct Recorded : torch::autograd::Function<Recorded<F, Op>> {
     if (node) check_not_split(Op::kName, *node, grads);
     const bool refuses = node && at::GradMode::is_enabled() && !Twice<F>::value;
     const at::AutoGradMode mode(at::GradMode::is_enabled() && !refuses);
+    // The backward of a batch-invariant forward is batch invariant.
+    const BatchInvariantScope invariant(is_batch_invariant() ||
+                                        ctx->saved_data.count(kInvariant) > 0);
     variable_list results = F::backward(ctx, grads);
     if (refuses) refuse_second_derivative(Op::kName, *node, grads, results);
     results.emplace(results.begin());  // for `outputs`
@@ -281,6 +286,8 @@ struct Recorded : torch::autograd::Function<Recorded<F, Op>> {
   }
 
  private:
+  static constexpr const char* kInvariant = "batch_invariant";
+
   static auto* node_of(const Tensor& output) {
     return dynamic_cast<torch::autograd::CppNode<Recorded>*>(output.grad_fn().get());
   }

@@ -7,6 +7,7 @@
 #include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@
 
 #include "core/check.h"
 #include "core/index.h"
+#include "core/parallel.h"
 #include "core/simd_cpu.h"
 #include "core/transpose_cpu.h"
 
@@ -160,6 +162,28 @@ MatrixView<T> view_of(const Tensor& t) {
 template <typename T>
 MatrixView<const T> const_view_of(const Tensor& t) {
   return {static_cast<const T*>(t.const_data_ptr()), t.stride(0)};
+}
+
+// Returns a (M, K) @ b (K, N) in the dtype of the accumulators, for the batch-invariant mode. A row
+// has the same bits for every M. torch's matmul, in contrast, chooses its kernel by M.
+inline Tensor invariant_product(const Tensor& a, const Tensor& b) {
+  const auto multiply = [&](auto zero) {
+    using T = decltype(zero);
+    constexpr auto dtype = c10::CppTypeToScalarType<T>::value;
+    constexpr int64_t kRows = 128, kColumns = MatrixView<T>::kTileColumns;
+    const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
+    const Tensor left = a.to(dtype).contiguous(), right = b.to(dtype).contiguous();
+    const Tensor product = at::zeros({m, n}, left.options());
+    const int64_t columns = divide_up(n, kColumns);
+    parallel_tasks(divide_up(m, kRows) * columns, [&](int64_t task) {
+      const int64_t i = task / columns * kRows, j = task % columns * kColumns;
+      tiled_matmul(view_of<T>(product).from(i, j), const_view_of<T>(left).from(i, 0),
+                   const_view_of<T>(right).from(0, j), std::min(kRows, m - i),
+                   std::min(kColumns, n - j), k, /*add=*/false);
+    });
+    return product;
+  };
+  return a.scalar_type() == at::kDouble ? multiply(double()) : multiply(float());
 }
 
 // Returns the number of columns that the left operand of a matmul must have if the right operand

@@ -46,7 +46,18 @@ struct GemmChoice {
   }
 };
 
+// Whether a kernel adds up K as one chain of k16 steps, from the first to the last. All such
+// kernels of a dtype give the same bits. In fp32 the two engines add the products of the bf16 terms
+// in different orders; the batch-invariant mode uses Hopper's engine if the GPU has it.
+inline bool gemm_is_invariant(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
+  if (splits != 1) return false;
+  if (engine == GemmEngine::kRows) return kRowsTiles[tile].chain;
+  const bool has_sm90 = p.device.wgmma && p.device.tma && p.grouped == Grouped::kNone && p.k > 0;
+  return gemm_elem_size(p.math) == 2 || (engine == GemmEngine::kSm90) == has_sm90;
+}
+
 inline Refusal gemm_refusal(const GemmProblem& p, GemmEngine engine, int tile, int splits) {
+  if (p.invariant && !gemm_is_invariant(p, engine, tile, splits)) return kOtherSums;
   if (engine == GemmEngine::kSm90)
     return sm90::tile_refusal(p, sm90::kTiles[tile], splits == kStreamK);
   if (engine == GemmEngine::kRows) return rows_refusal(p, kRowsTiles[tile], splits);

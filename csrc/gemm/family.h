@@ -12,7 +12,7 @@ struct GemmFamily {
   static constexpr Field kFields[] = {
       {"m", 1, kMaxSize},  {"n", 1, kMaxSize},  {"k", 0, kMaxSize}, {"batch", 1, kMaxSize},
       {"gated", 0, 1},     {"pointwise", 0, 1}, {"math", 0, 3},     {"a_k_major", 0, 1},
-      {"b_k_major", 0, 1}, {"normed", 0, 1},    {"grouped", 0, 2}};
+      {"b_k_major", 0, 1}, {"normed", 0, 1},    {"grouped", 0, 2},  {"invariant", 0, 1}};
   static constexpr const char* kEngines[] = {"sync", "sm90", "rows"};
   static constexpr bool kFirstLegal = false;
 
@@ -30,7 +30,8 @@ struct GemmFamily {
             p.a_k_major,
             p.b_k_major,
             p.normed,
-            static_cast<int64_t>(p.grouped)};
+            static_cast<int64_t>(p.grouped),
+            p.invariant};
   }
   static GemmProblem decode_fields(const Encoded& x) {
     return {x[0],
@@ -44,7 +45,8 @@ struct GemmFamily {
             x[8] != 0,
             x[9] != 0,
             {},
-            static_cast<Grouped>(x[10])};
+            static_cast<Grouped>(x[10]),
+            x[11] != 0};
   }
   static Encoded shape_class(Encoded x) {
     x[0] = size_class(x[0]);
@@ -86,7 +88,8 @@ struct GemmFamily {
              (x[2] == kStreamK ? " stream-K" : "");
     }
     if (engine(x) == GemmEngine::kRows) {
-      return tile_text(RowsTile::kRows, kRowsTiles[x[1]].columns);
+      const RowsTile& tile = kRowsTiles[x[1]];
+      return tile_text(RowsTile::kRows, tile.columns) + (tile.chain ? " one chain" : "");
     }
     const SyncTile& tile = kSyncTiles[x[1]];
     return (tile.fp32 ? "float32 " : "") + tile_text(tile.block_m, tile.block_n, x[2]);
@@ -105,7 +108,7 @@ struct GemmFamily {
     }
     if (engine(x) == GemmEngine::kRows) {
       const RowsTile& tile = kRowsTiles[x[1]];
-      return row(RowsTile::kRows, tile.columns, p.block_k(), tile.stages, RowsTile::kWarps, 1);
+      return row(RowsTile::kRows, tile.columns, p.block_k(), tile.stages, tile.warps(), 1);
     }
     const SyncTile& tile = kSyncTiles[x[1]];
     return row(tile.block_m, tile.block_n, p.block_k(), tile.stages, tile.warps_m * tile.warps_n,

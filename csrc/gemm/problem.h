@@ -41,6 +41,7 @@ struct GemmProblem {
   bool normed;  // whether the rows of a are normalised before the product
   DeviceFacts device;
   Grouped grouped = Grouped::kNone;  // if grouped, `batch` is the number of groups
+  bool invariant = false;  // whether the bits of a row of y must not depend on the other rows
 
   // The number of rows of b. In a gated product, b has two halves of n rows each.
   constexpr int64_t width() const { return gated ? 2 * n : n; }
@@ -71,6 +72,8 @@ inline constexpr int kStreamK = 0;
 
 inline constexpr const char* kGroupedLayout =
     "groups of rows need a K-major first operand, and groups of K need MN-major operands";
+inline constexpr const char* kOtherSums =
+    "the batch-invariant mode, and only this mode, adds up K in one order for every number of rows";
 inline constexpr const char* kNoNorm = "only the engine for few rows supports a norm in front";
 
 }  // namespace torchweld

@@ -89,6 +89,7 @@ struct Int4Problem {
   int elem_size;  // bytes per element of x
   bool bfloat16;
   DeviceFacts device;
+  bool invariant = false;  // whether the bits of a row of y must not depend on the other rows
 
   constexpr bool whole_chunks() const {
     return shape.groups > 0 && shape.k % (shape.groups * kInt4ChunkK) == 0;
@@ -105,6 +106,9 @@ struct Int4Choice {
 
 inline constexpr const char* kInt4WholeChunksOnly =
     "the tile is for 16-bit x and groups of a multiple of 64";
+
+inline constexpr const char* kInt4OtherSums =
+    "the batch-invariant mode adds up K in the order of the matmul engine";
 
 template <typename Tile>
 Refusal int4_splits_refusal(const Int4Problem& p, const Tile& tile, int splits) {
@@ -160,6 +164,7 @@ Refusal int4_wgmma_refusal(const Int4Problem& p, const Tile& tile, int splits) {
 }
 
 inline Refusal int4_refusal(const Int4Problem& p, Int4Engine engine, int tile, int splits) {
+  if (p.invariant && engine != Int4Engine::kDense) return kInt4OtherSums;
   switch (engine) {
     case Int4Engine::kDecode:
       if (splits != kInt4DecodeTiles[tile].splits) return "the tile has another number of splits";
@@ -284,6 +289,7 @@ inline Int4Choice choose_int4_sync(const Int4Problem& p) {
 // the first engine that supports the problem is chosen. The time model then chooses the fastest
 // tile of that engine.
 inline Int4Choice choose_int4(const Int4Problem& p) {
+  if (p.invariant) return int4_choice(p, Int4Engine::kDense, 0, 1);
   for (int i = 0; i < kInt4DecodeTileCount; ++i) {
     if (!int4_decode_refusal(p, kInt4DecodeTiles[i])) {
       return int4_choice(p, Int4Engine::kDecode, i, kInt4DecodeTiles[i].splits);

@@ -1,6 +1,7 @@
 // Calls the kernels of a repacked 4-bit weight on tensors. This is host code for CUDA builds only.
 #pragma once
 
+#include "core/batch_invariance.h"
 #include "core/choices.h"
 #include "core/cuda_inputs.h"
 #include "core/launch.h"
@@ -64,8 +65,9 @@ inline void int4_matmul_into(const Tensor& y, const Tensor& x, const RepackedWei
     is_given(bias) ? y.copy_(bias->expand_as(y)) : y.zero_();
     return;
   }
-  const Int4Problem problem{y.size(0), weight.shape, int(x.element_size()),
-                            x.scalar_type() == at::kBFloat16, device_facts()};
+  const Int4Problem problem{
+      y.size(0),      weight.shape,        int(x.element_size()), x.scalar_type() == at::kBFloat16,
+      device_facts(), is_batch_invariant()};
   const Int4Choice choice = pick<Int4Family>(problem);
   if (choice.engine == Int4Engine::kDense) {
     matmul_into(y, x, int4_dequantise(weight), {bias});

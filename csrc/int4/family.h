@@ -8,9 +8,9 @@ namespace torchweld {
 
 struct Int4Family : FirstSizeByClass {
   static constexpr const char* kName = "int4";
-  static constexpr Field kFields[] = {{"m", 1, kMaxSize},  {"n", 1, kMaxSize},
-                                      {"k", 8, kMaxSize},  {"groups", 1, kMaxSize},
-                                      {"elem_size", 2, 4}, {"bfloat16", 0, 1}};
+  static constexpr Field kFields[] = {
+      {"m", 1, kMaxSize},  {"n", 1, kMaxSize}, {"k", 8, kMaxSize}, {"groups", 1, kMaxSize},
+      {"elem_size", 2, 4}, {"bfloat16", 0, 1}, {"invariant", 0, 1}};
   static constexpr const char* kEngines[] = {"decode", "sync", "small_m", "large_m", "dense"};
   static constexpr bool kFirstLegal = false;
 
@@ -18,10 +18,10 @@ struct Int4Family : FirstSizeByClass {
   using Choice = Int4Choice;
 
   static Encoded encode_fields(const Int4Problem& p) {
-    return {p.m, p.shape.n, p.shape.k, p.shape.groups, p.elem_size, p.bfloat16};
+    return {p.m, p.shape.n, p.shape.k, p.shape.groups, p.elem_size, p.bfloat16, p.invariant};
   }
   static Int4Problem decode_fields(const Encoded& x) {
-    return {x[0], {x[1], x[2], x[3]}, x[4] == 4 ? 4 : 2, x[5] != 0, {}};
+    return {x[0], {x[1], x[2], x[3]}, x[4] == 4 ? 4 : 2, x[5] != 0, {}, x[6] != 0};
   }
 
   static Int4Choice choose(const Int4Problem& p) { return choose_int4(p); }

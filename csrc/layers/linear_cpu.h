@@ -10,8 +10,10 @@
 #include <algorithm>
 #include <string_view>
 
+#include "core/batch_invariance.h"
 #include "core/index.h"
 #include "core/linear_common.h"
+#include "core/matmul_cpu.h"
 #include "core/simd_cpu.h"
 #include "core/sum.h"
 #include "layers/activation.h"
@@ -120,6 +122,13 @@ inline OptionalTensor onednn_linear(const Tensor& x, const Tensor& weight,
 inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, Activation activation = Activation::kNone) {
   const Tensor rows = as_matrix(x);
+  if (is_batch_invariant()) {
+    Tensor product = invariant_product(rows, weight.t());
+    if (is_given(bias)) product.add_(*bias);
+    z.copy_(product.view(z.sizes()));
+    activate_into(z, z, activation);
+    return;
+  }
   const char* fused = onednn_chains(rows) == 1 ? onednn_activation(activation) : nullptr;
   if (const OptionalTensor y = onednn_linear(rows, weight, bias, fused ? fused : "none")) {
     z = y->view(z.sizes());
@@ -138,6 +147,10 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
 // Computes `to` (M, N) = a @ b. The function may assign another tensor with the same strides to
 // `to`. For dtypes other than float32 it calls torch, which uses oneDNN itself.
 inline void matmul_into_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
+  if (is_batch_invariant()) {
+    to.copy_(invariant_product(a, b));
+    return;
+  }
   if (to.scalar_type() != at::kFloat) {
     at::mm_out(to, a, b);
     return;

@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <iterator>
 
+#include "core/batch_invariance.h"
 #include "core/choices.h"
 #include "core/counters.h"
 #include "core/cuda_inputs.h"
@@ -303,7 +304,8 @@ bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
                             p.b.k_stride == 1,
                             norm != nullptr,
                             device_facts(),
-                            dim};
+                            dim,
+                            is_batch_invariant()};
   p.choice = pick<GemmFamily>(problem);
   TORCH_CHECK(p.choice.splits >= 0,
               "torchweld: no tile of the matmul engine supports a product of ", m, " x ", n, " x ",
@@ -365,7 +367,7 @@ bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
 }  // namespace
 
 bool matmul_supports_norm(const Matrix& a, const Matrix& b) {
-  if (a.column_stride != 1 || b.rows == 0) return false;
+  if (a.column_stride != 1 || b.rows == 0 || is_batch_invariant()) return false;
   GemmProblem problem{};
   problem.m = a.rows;
   problem.n = b.rows;

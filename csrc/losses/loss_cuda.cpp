@@ -13,6 +13,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "core/batch_invariance.h"
 #include "core/cuda_inputs.h"
 #include "layers/matmul.h"
 #include "losses/exponentials.h"
@@ -24,9 +25,10 @@ namespace torchweld {
 namespace {
 
 // Computes logits = x @ weight^T in fp32.
+// NOTE: the sums of torch's matmul may depend on the number of rows.
 void logits_into(Tensor& logits, const Tensor& x, const Tensor& weight) {
-  if (x.scalar_type() == at::kFloat) {
-    matmul_into(logits, x, weight);
+  if (x.scalar_type() == at::kFloat || is_batch_invariant()) {
+    matmul_into(logits, x.to(at::kFloat), weight.to(at::kFloat));
   } else {
     wide_product_into(logits, x, weight.t());
   }

@@ -10,6 +10,7 @@ from torchweld import _flops, _functorch, nn
 from torchweld._lazy_import import lazy as _lazy
 from torchweld._library import is_available, unavailable_reason
 from torchweld._on_import import when_imported as _when_imported
+from torchweld.batch_invariance import batch_invariant, is_batch_invariant
 from torchweld.distributed import rules as _sharding_rules
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info
@@ -69,6 +70,7 @@ key_start_from_positions = key_start_from_position_ids
 
 _load_choices()
 if is_available():
+    is_batch_invariant()  # starts the mode of this thread if the environment asks for it
     _ops = _ops_of_library()
     _functorch.install(_ops)
     _when_imported("torch.utils.flop_counter", lambda: _flops.install(_ops))
@@ -85,6 +87,7 @@ __all__ = [
     "add_scalar",
     "attention",
     "attention_with_lse",
+    "batch_invariant",
     "bmm",
     "causal_conv1d",
     "causal_softmax",
@@ -108,6 +111,7 @@ __all__ = [
     "int4_pack",
     "int4_repack",
     "int4_unpack",
+    "is_batch_invariant",
     "is_available",
     "key_start_from_cu_seqlens",
     "key_start_from_documents",

@@ -30,6 +30,7 @@ class Info:
         binary_archs: the architectures of the GPU code in the library.
         gpus: the GPUs of this machine.
         introspection: whether `torchweld._C` is there, which `explain` and `tune` need.
+        batch_invariant: whether the mode `torchweld.batch_invariant` is on in this thread.
         ops: the devices that have a kernel, by op.
 
     Example::
@@ -49,6 +50,7 @@ class Info:
     binary_archs: list[str]
     gpus: list[str]
     introspection: bool
+    batch_invariant: bool = False
     ops: dict[str, list[str]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class Info:
             f"GPU code       {', '.join(self.binary_archs) or 'none'}",
             f"GPUs           {', '.join(self.gpus) or 'none'}",
             f"introspection  {'yes' if self.introspection else 'no (torchweld._C is missing)'}",
+            f"batch invariant  {'yes' if self.batch_invariant else 'no'}",
         ]
         if self.ops:
             note = "" if built.get("cuda") else " (each on GPUs too in a build with CUDA)"
@@ -165,5 +168,6 @@ def info() -> Info:
         binary_archs=_binary_archs(facts),
         gpus=_gpus(),
         introspection=introspection,
+        batch_invariant=library.is_available() and library.ops._is_batch_invariant(),
         ops={op: ["CPU", "CUDA"] if has_cuda_kernel(op) else ["CPU"] for op in ops_of_library()},
     )

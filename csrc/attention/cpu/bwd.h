@@ -36,7 +36,7 @@ struct HeadGradient {
   void score_tile(acc_t* tile, const acc_t* keys, int64_t count, const Lanes& lanes,
                   int64_t width) const {
     const int64_t d = a.head_dim;
-    if (a.seqlen_q > kFewRows) {
+    if (!a.has_few_rows()) {
       return block_matmul(tile, keys, lanes.qt, count, width, d, /*add=*/false);
     }
     with_vectors([&] {

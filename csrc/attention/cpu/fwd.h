@@ -15,10 +15,6 @@
 
 namespace torchweld {
 
-// Calls with at most kFewRows query rows use attention_forward_rows, which does not pack keys. For
-// so few rows, packing takes longer than it saves.
-constexpr int64_t kFewRows = 8;
-
 // The statistics of the rows of a block, (width,) each.
 template <typename acc_t>
 struct LaneStatistics {

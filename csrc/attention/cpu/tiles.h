@@ -11,6 +11,7 @@
 
 #include "attention/cpu/scores.h"
 #include "attention/mask_arguments.h"
+#include "core/batch_invariance.h"
 #include "core/matmul_cpu.h"
 #include "core/parallel.h"
 #include "core/simd_cpu.h"
@@ -55,6 +56,10 @@ struct CpuAttention : CpuScores {
       : CpuAttention(scores.size(0), scores.size(1), scores.size(1), scores.size(2), scores.size(3),
                      0, value.size(3), args, scale, acc_dtype(scores)) {}
 
+  // Calls with few query rows use attention_forward_rows, which does not pack keys. For so few
+  // rows, packing takes longer than it saves. Its sums have another order than those of tiles, so
+  // the batch-invariant mode has tiles for every number of rows.
+  bool has_few_rows() const { return seqlen_q <= 8 && !is_batch_invariant(); }
   int64_t group() const { return nheads / std::max<int64_t>(1, nheads_kv); }
   int64_t tiles() const { return (seqlen_k + kTileKeys - 1) / kTileKeys; }
   // The number of query rows in a block. Under causal, a block computes scores for all keys that
@@ -81,9 +86,26 @@ struct CpuAttention : CpuScores {
         head_dim_v(head_dim_v) {
     for (int64_t b = 0; b < batch; ++b) {
       seen.push_back(keys_of_rows(b, 0, seqlen_q));
-      const bool may_have_gaps = mask.key_start || mask.has_row_ends;
+      bool may_have_gaps = mask.key_start || mask.has_row_ends;
+      if (is_batch_invariant() && !seen[b].empty()) {
+        // A tile then has the same keys for every set of rows.
+        const int64_t before = (seen[b].begin - first_start_of(b)) % kTileKeys;
+        seen[b].begin -= before;
+        may_have_gaps |= before > 0;
+      }
       gaps.push_back(may_have_gaps ? gaps_of(b) : std::vector<KeyRange>());
     }
+  }
+
+  // Returns the end of the padding, or the first key_start of a row that sees a key.
+  int64_t first_start_of(int64_t b) const {
+    const SequenceMask sequence = mask.sequence(b);
+    int64_t first = sequence.key_start ? seqlen_k : 0;
+    for (int64_t i = 0; sequence.key_start && i < seqlen_q; ++i) {
+      if (mask.row_keys(i, sequence).empty()) continue;
+      first = std::min<int64_t>(first, sequence.key_start[i]);
+    }
+    return std::max(first, sequence.pad);
   }
 
   std::vector<KeyRange> gaps_of(int64_t b) const {

@@ -18,9 +18,7 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
-  // NOTE: a mask needs registers. If the accumulators of O are wide, they leave enough registers
-  // for a mask only if the tile has fewer keys.
-  static constexpr int kKeys = kMasked && kDimV > 128 ? 64 : kShape.keys;
+  static constexpr int kKeys = kMasked ? kShape.masked_keys() : kShape.keys;
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
   static constexpr int kThreads = kShape.threads(), kStages = kShape.stages;
   static constexpr int kCtasPerSm = kShape.blocks;

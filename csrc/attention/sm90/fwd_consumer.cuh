@@ -103,9 +103,7 @@ struct AttentionSm90Consumer {
     s.value_pipeline.wait(value_state);
     if constexpr (Config::kMasked) {
       zero_v(block.keys - key, kKeys);
-      if constexpr (Config::kReadsScores) {
-        if (key == 0) zero_v(0, s.work[work_state.stage].unseen);
-      }
+      if (key == 0) zero_v(0, s.work[work_state.stage].unseen);
       zero_gaps_of_v(key);
     }
     r.mma_o(shared_address(s.value[value_state.stage]), key > first_key);

@@ -88,13 +88,15 @@ void launch_attention_sm90_tile(const AttentionParams& a, cudaStream_t stream) {
       return attention_tensor_map("attention", a.dtype, t, sizes.batch, heads, rows, columns,
                                   box_rows);
     };
-    const typename Config::Params p = {
+    typename Config::Params p = {
         map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, 64),
         map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kKeys),
         map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kKeys),
         a,
         Config::scale(a),
         AttentionSm90Schedule(a, Config::kRows)};
+    // Whether the scores of a warp are small depends on all of its rows.
+    if (a.key_grid > 1) p.small.enabled = false;
     launch_attention_sm90_kernel<Config>(p, stream);
   };
   dispatch_bools(launch, kMasked && a.mask.softcap > 0.f);

@@ -119,6 +119,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
     }
     copy_async_wait<0>();
     if constexpr (Config::kMasked) {
+      load_value.clear_gaps(thread, s.value[stage], FirstKeys{s.block.unseen}, key);
       load_value.clear_gaps(thread, s.value[stage], s.block.gaps, key);
     }
     __syncthreads();

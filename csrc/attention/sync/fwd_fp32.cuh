@@ -184,6 +184,7 @@ __global__ __launch_bounds__(
   const auto split_arrived = [&](int key, const auto& load_next) {
     copy_async_wait<0>();
     if constexpr (Config::kMasked) {
+      Loader::clear_gaps(fresh_thread(), s_arriving_values.s_data, FirstKeys{s.block.unseen}, key);
       Loader::clear_gaps(fresh_thread(), s_arriving_values.s_data, s.block.gaps, key);
     }
     __syncthreads();

@@ -24,6 +24,7 @@
 #include "device/statistics.cuh"
 #include "gemm/element.cuh"
 #include "gemm/epilogue.cuh"
+#include "gemm/rows/chain_kernel.cuh"
 #include "gemm/rows/launch.h"
 
 namespace torchweld {
@@ -53,13 +54,6 @@ struct RowsConfig {
     RowNormaliser norm[kRows];
   };
 };
-
-// Returns the swizzled index of a 16-byte chunk in a shared-memory matrix with kRowChunks chunks
-// per row. With this swizzle ldmatrix has no bank conflicts.
-template <int kRowChunks>
-__device__ __forceinline__ int rows_chunk(int row, int chunk) {
-  return row * kRowChunks + (chunk ^ (row / (8 / kRowChunks) & (kRowChunks - 1)));
-}
 
 // Loads the k-blocks of one warp into the warp's ring.
 template <typename Config>
@@ -370,10 +364,15 @@ void launch_rows_tiles(const GemmParams& p, cudaStream_t stream) {
   dispatch_index<kRowsTileCount>(p.choice.tile, [&](auto index) {
     constexpr int kTile = index.value;
     const bool k_major = p.b.k_stride == 1, gated = p.epilogue.gated;
-    if (k_major && gated) return launch_rows_kernel<T, kTile, true, true>(p, stream);
-    if (k_major) return launch_rows_kernel<T, kTile, true, false>(p, stream);
-    if (gated) return launch_rows_kernel<T, kTile, false, true>(p, stream);
-    launch_rows_kernel<T, kTile, false, false>(p, stream);
+    if constexpr (kRowsTiles[kTile].chain) {
+      return gated ? launch_chain_kernel<T, kTile, true>(p, stream)
+                   : launch_chain_kernel<T, kTile, false>(p, stream);
+    } else {
+      if (k_major && gated) return launch_rows_kernel<T, kTile, true, true>(p, stream);
+      if (k_major) return launch_rows_kernel<T, kTile, true, false>(p, stream);
+      if (gated) return launch_rows_kernel<T, kTile, false, true>(p, stream);
+      launch_rows_kernel<T, kTile, false, false>(p, stream);
+    }
   });
 }
 

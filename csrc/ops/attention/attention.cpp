@@ -158,10 +158,12 @@ void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Ten
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const CpuAttention a(query, key, value, mask, scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
-    if (a.seqlen_q <= kFewRows) {
+    if (a.has_few_rows()) {
       const auto row_major = [](const Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
       attention_forward_rows<scalar_t>(a, out, lse, query, row_major(key), row_major(value));
-    } else if (std::is_same_v<scalar_t, at::BFloat16> && multiplies_bf16(a.head_dim)) {
+    } else if (std::is_same_v<scalar_t, at::BFloat16> && multiplies_bf16(a.head_dim) &&
+               !is_batch_invariant()) {
+      // NOTE: the sums of oneDNN's bf16 products may depend on the number of rows.
       attention_forward_tiles<at::BFloat16, at::BFloat16>(a, out, lse, query, key, value);
     } else {
       attention_forward_tiles<scalar_t>(a, out, lse, query, key, value);
@@ -229,10 +231,33 @@ AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& va
           key.size(2),   query.size(3), value.size(3)};
 }
 
+// Whether the query heads of a kv head, with one query each, can be the rows of one sequence. They
+// see the same keys. The batch-invariant mode has no kernel for few query rows, and its tiles would
+// read the keys once for each of the heads.
+bool packs_heads(const Tensor& query, const Tensor& key, const Mask& mask) {
+  const bool same_keys =
+      !mask.window && !mask.has_row_ends() && !(is_given(mask.leftpad) && is_given(mask.key_start));
+  return query.size(2) == 1 && query.size(1) > key.size(1) && same_keys && !is_given(mask.sink);
+}
+
 void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
                          const Tensor& value, const Mask& mask, std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(query.device());
+  if (is_batch_invariant() && packs_heads(query, key, mask)) {
+    const int64_t kv_heads = key.size(1), group = query.size(1) / kv_heads;
+    const auto by_group = [&](const Tensor& t) {
+      return t.squeeze(2).unflatten(1, {kv_heads, group});
+    };
+    Mask of_rows = mask;
+    of_rows.causal = false;
+    const OptionalTensor& start = is_given(mask.leftpad) ? mask.leftpad : mask.key_start;
+    if (is_given(start)) of_rows.key_start = start->view({-1, 1}).expand({-1, group});
+    of_rows.leftpad = std::nullopt;
+    Tensor out_rows = by_group(out), lse_rows = lse ? by_group(*lse) : Tensor();
+    return fill_attention_cuda(out_rows, lse ? &lse_rows : nullptr, by_group(query), key, value,
+                               of_rows, scale_or_default(scale, query));
+  }
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Mask device_mask = kernel_mask(mask);
   AttentionParams params{};
@@ -249,6 +274,7 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, params.mask);
   params.choice = pick<AttentionFamily>(problem);
+  if (problem.invariant) params.key_grid = attention_step_keys(params.choice);
   Tensor partials, flags, ticket;
   if (const int64_t floats = attention_partial_floats(problem, params.choice); floats > 0) {
     partials = at::empty({floats}, query.options().dtype(at::kFloat));

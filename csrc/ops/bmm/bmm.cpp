@@ -8,9 +8,11 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
+#include "core/batch_invariance.h"
 #include "core/choices.h"
 #include "core/dispatch.h"
 #include "core/linear_common.h"
+#include "core/matmul_cpu.h"
 
 #ifdef TORCHWELD_CUDA
 #include "core/cuda_inputs.h"
@@ -80,7 +82,14 @@ void bmm_backward_into(Tensor& da, Tensor& db, const std::array<bool, 2>& wanted
 // NOTE: at::matmul can't be used, because its choice of a kernel depends on requires_grad. The same
 // call would give different bits with and without gradients.
 void multiply_cpu(Tensor y, const Tensor& left, const Tensor& right) {
-  if (y.dim() == 2) {
+  if (is_batch_invariant()) {
+    const auto matrix = [](const Tensor& t, int64_t i) {
+      return t.dim() == 2 ? t : t.select(0, t.size(0) == 1 ? 0 : i);
+    };
+    for (int64_t i = 0; i < (y.dim() == 2 ? 1 : y.size(0)); ++i) {
+      matrix(y, i).copy_(invariant_product(matrix(left, i), matrix(right, i)));
+    }
+  } else if (y.dim() == 2) {
     at::mm_out(y, left, right);
   } else {
     const auto batched = [&](const Tensor& t) {

@@ -12,6 +12,7 @@
 // The forward does not keep act for the backward. The backward computes act again from the rounded
 // z, in the step that computes dz. On Hopper, the epilogue of dy @ down can compute act and dz.
 // dact is then never stored.
+#include "core/batch_invariance.h"
 #include "core/dispatch.h"
 #include "layers/gated_pair.h"
 
@@ -208,7 +209,7 @@ Tensor gate_backward_matmul(const Tensor& act, const Tensor& z, const Tensor& ro
                             /*b_k_major=*/false,
                             /*normed=*/false,
                             device_facts()};
-  if (!fuses_gate_backward(problem)) return {};
+  if (is_batch_invariant() || !fuses_gate_backward(problem)) return {};
   const Tensor dz = matrix_over(z);
   GateBackwardMatmulParams p{};
   p.gemm.m = m;

@@ -57,6 +57,7 @@ void launch_softmax_matmul_sm90_to(const SoftmaxMatmulParams& params, cudaStream
   a.mask = problem.mask;
   a.dtype = problem.dtype;
   a.counters = params.counters;
+  if (is_batch_invariant()) a.key_grid = Config::kKeys;
   const TensorMap scores =
       map(params.scores, problem.mask.seqlen_q, problem.mask.seqlen_k, Config::kRows);
   const typename Config::Params p = {
