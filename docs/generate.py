@@ -423,6 +423,7 @@ tokens = torch.randint(0, 100, (2, 16))
         "torchweld.",
         {
             "Which kernel runs": "explain Explanation tune TuneResult",
+            "Equal bits in every batch": "batch_invariant is_batch_invariant",
             "4-bit models": "quantize_ Int4 QuantizeReport dequantize_ load_quantized",
             "The installation": "info Info is_available unavailable_reason",
             "Tests": "testing.mad",

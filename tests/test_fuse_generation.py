@@ -7,6 +7,8 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import torchweld  # noqa: E402
+from numerics import assert_same_bits  # noqa: E402
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import LAYERS, NAMES, RECOGNISED, tiny  # noqa: E402
 from tiny_models import batch, fuse_keeping_stock, static_cache_in_graphs  # noqa: E402
@@ -75,6 +77,28 @@ def test_a_prompt_in_a_batch_and_alone(device, name):
         alone = inputs["input_ids"][row : row + 1, mask.bool()]
         found = model.generate(input_ids=alone, **OPTIONS)[0, alone.shape[1] :]
         assert torch.equal(together[row, len(mask) :], found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mixtral"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_steps_of_the_mode_have_the_bits_of_one_forward(device, dtype, name, cache):
+    """The prompts are padded on the left; one forward is over all sequences, one over one."""
+    model = tiny(name, device).eval().to(dtype)
+    report = torchweld.fuse(model, batch_invariant=True)
+    assert any("batch_invariant" in note for note in report.notes)
+    inputs = prompts(device)
+    options = {"cache_implementation": cache, "disable_compile": True, **OPTIONS}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(**inputs, **options)
+    steps = torch.stack(out.logits, 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(out.sequences[:, -8:])], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for rows in (slice(None), slice(1, 2)):
+        whole = model(out.sequences[rows], attention_mask=mask[rows], position_ids=positions[rows])
+        assert_same_bits(whole.logits[:, -9:-1].float(), steps[rows], f"{name}, {rows}")
+    assert not torchweld.is_batch_invariant()
+    assert torchweld.unfuse(model) and not model._forward_pre_hooks and not model._forward_hooks
 
 
 def test_a_step_with_a_static_cache_compiles_in_one_graph(device):

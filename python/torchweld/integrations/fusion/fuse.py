@@ -11,6 +11,7 @@ from torchweld import _library
 from torchweld._refusals import describe
 from torchweld.integrations.version import check_version
 
+from . import batch_invariance as invariance
 from .probes import Probes
 from .report import WITH_LABELS, FuseReport
 
@@ -25,6 +26,7 @@ def fuse(
     check: bool = True,
     loss: bool | str = False,
     only: Collection[str] | None = None,
+    batch_invariant: bool = False,
 ) -> FuseReport:
     """Rewires a model of transformers, timm or diffusers in place to run torchweld's ops.
 
@@ -76,6 +78,8 @@ def fuse(
         only: The kinds to replace: some of "attention", "norm", "mlp", "experts", "rotary", "lora".
             By default all. (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation
             "mlp".)
+        batch_invariant: Whether every call of the model runs in `torchweld.batch_invariant()`: a
+            token then has the same bits in every batch, prefill or step (docs/invariance.md).
 
     Returns:
         A report that prints itself. Calling fuse again replaces nothing that is replaced already.
@@ -113,9 +117,16 @@ def fuse(
     from . import run
 
     report = FuseReport(model=type(model).__name__)
+    held = invariance.release(model)  # a module with hooks would stay stock
     run.fuse(model, sample, check, kinds, report)
     if loss:
         _fuse_losses(model, report, keep)
+    if batch_invariant or held:
+        invariance.hold(model)
+        report.notes.append(
+            "every call runs in torchweld.batch_invariant(); what runs something else than an op "
+            "keeps torch's own sums"
+        )
     return report
 
 
@@ -151,6 +162,7 @@ def unfuse(model: nn.Module) -> list[str]:
     check_version("torchweld.unfuse")
     from . import attention_switch, gpt2, plan
 
+    invariance.release(model)
     restored = gpt2.unfuse(model)
     for path, module in model.named_modules():
         if attention_switch.restore(module):
