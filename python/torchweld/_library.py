@@ -80,7 +80,9 @@ def _load() -> str | None:
             f"installed; rebuild it with: {_reinstall_command()}"
         )
     try:
-        torch.ops.load_library(str(found[0]))
+        # A kernel of `make hub` has the same ops. To register them twice aborts the process.
+        if not torch._C._dispatch_has_kernel("torchweld::gated_mlp"):
+            torch.ops.load_library(str(found[0]))
     except OSError as error:
         # torch's message only names the file. The exception's cause has the dynamic linker's
         # message.

@@ -21,11 +21,10 @@ from torchweld.integrations.fusion.layers.fused_module import (
     FusedModule,
     instance_refusal,
     is_fused,
-    plain_tensors,
     stock_forward,
 )
 from torchweld.integrations.fusion.probes import Probes
-from torchweld.ops.stock import is_plain
+from torchweld.ops.stock import is_plain, plain_tensors
 
 from . import recorder
 

@@ -1,7 +1,9 @@
-"""Whether a module computes the forward of its class, and nothing else.
+"""Whether a module computes the forward of its class, and nothing else, with plain tensors.
 
-`from_torch` and `to_torch` read a module's parameters instead of calling it. That would lose
-the forward of a subclass, a hook or a parametrisation.
+`from_torch`, `to_torch` and fused modules read a module's parameters instead of calling it. That
+would lose the forward of a subclass, a hook or a parametrisation.
+
+NOTE: `make hub` copies this file beside its layers, so it imports torch alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils import parametrize
 
+_PLAIN = (Tensor, nn.Parameter)
 _HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
@@ -31,6 +34,7 @@ def untouched(*modules: nn.Module) -> bool:
             or own["_backward_hooks"]
             or own["_backward_pre_hooks"]
             or "forward" in own
+            and getattr(own["forward"], "__func__", None) is not type(module).forward
         ):
             return False
     return True
@@ -39,6 +43,19 @@ def untouched(*modules: nn.Module) -> bool:
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     """Whether calling a module runs the forward of exactly this class, and no hook of any kind."""
     return type(module) is cls and untouched(module) and not _has_any_global_hook()
+
+
+def plain_tensors(*tensors: Tensor | None) -> bool:
+    """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
+    # A loop and no comprehensions: layers ask this several times a call, and the GPU waits.
+    dtype = None
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) not in _PLAIN or tensor.dtype != (dtype or tensor.dtype):
+            return False
+        dtype = tensor.dtype
+    return dtype.is_floating_point
 
 
 def refuse_other(

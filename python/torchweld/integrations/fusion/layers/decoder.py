@@ -31,7 +31,7 @@ from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import attention_forward
 from torchweld.integrations.fusion.probes import Probes
-from torchweld.ops.stock import untouched
+from torchweld.ops.stock import plain_tensors, untouched
 
 from .deferred import LayerInput, Normed, computed
 from .fused_module import (
@@ -43,7 +43,6 @@ from .fused_module import (
     below,
     call_arguments,
     instance_refusal,
-    plain_tensors,
     stock_class,
     stock_forward,
 )

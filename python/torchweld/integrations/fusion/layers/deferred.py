@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from torchweld.integrations import recorder
+from torchweld.ops.stock import plain_tensors
 
-from .fused_module import plain_tensors
 from .linears import Operands
 
 _FACTS = {"shape", "size", "dtype", "device", "ndim", "dim"}

@@ -25,12 +25,12 @@ from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME, warn_once
 from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.experts import experts
+from torchweld.ops.stock import plain_tensors
 
 from .fused_module import (
     FusedModule,
     instance_refusal,
     parameter_refusal,
-    plain_tensors,
     stock_class,
     stock_forward,
 )

@@ -26,7 +26,6 @@ from .fsdp import class_before
 STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
 FUSED_SITES = "_torchweld_sites"  # of a module whose class has several: those that are fused
 KEEP = "_torchweld_keep"  # the option `keep` of a model's fused loss
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class Replacement(NamedTuple):
@@ -175,19 +174,6 @@ def call_arguments(
 def is_fused(module: nn.Module) -> bool:
     """Whether ``fuse`` has given a module its class."""
     return hasattr(type(module), STOCK)
-
-
-def plain_tensors(*tensors: Tensor | None) -> bool:
-    """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
-    # A loop and no comprehensions: layers ask this several times a call, and the GPU waits.
-    dtype = None
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        if type(tensor) not in _PLAIN or tensor.dtype != (dtype or tensor.dtype):
-            return False
-        dtype = tensor.dtype
-    return dtype.is_floating_point
 
 
 def parameter_refusal(

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torchweld._library import ops
 from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
+from torchweld.ops.stock import plain_tensors
 
 from .fused_module import (
     ARGUMENTS,
     ROW,
     FusedModule,
     call_arguments,
-    plain_tensors,
     stock_forward,
 )
 from .rms_norm import FusedRMSNorm

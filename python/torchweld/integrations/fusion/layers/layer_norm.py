@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torchweld._library import ops
 from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
+from torchweld.ops.stock import plain_tensors
 
 from .fused_module import (
     ROW,
@@ -18,7 +19,6 @@ from .fused_module import (
     Replacement,
     below,
     instance_refusal,
-    plain_tensors,
     stock_forward,
 )
 from .norm import FusedNorm

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from torchweld.ops.stock import is_plain, untouched
+from torchweld.ops.stock import is_plain, plain_tensors, untouched
 
-from .fused_module import instance_refusal, plain_tensors
+from .fused_module import instance_refusal
 from .stock_modules import hooked, weights_and_biases
 
 _WHOLE = {nn.Linear}

@@ -11,8 +11,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from torchweld._library import ops
 from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
+from torchweld.ops.stock import plain_tensors
 
-from .fused_module import ROW, FusedModule, instance_refusal, plain_tensors, stock_forward
+from .fused_module import ROW, FusedModule, instance_refusal, stock_forward
 from .linears import copied, has_rows, local, mesh_of, operands, own, why_called
 from .stock_modules import activation_name, hooked, weight_and_bias
 

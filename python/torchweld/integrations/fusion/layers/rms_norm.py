@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .fused_module import instance_refusal, plain_tensors
+from torchweld.ops.stock import plain_tensors
+
+from .fused_module import instance_refusal
 from .norm import FusedNorm
 
 

@@ -15,8 +15,9 @@ from torchweld.integrations.attention.fallback import SDPA, warn_once
 from torchweld.integrations.fusion.probes import Probes
 from torchweld.integrations.sdpa.flash import Cpu
 from torchweld.integrations.sdpa.gpus import general_kernel
+from torchweld.ops.stock import plain_tensors
 
-from .fused_module import FusedModule, instance_refusal, plain_tensors, stock_forward
+from .fused_module import FusedModule, instance_refusal, stock_forward
 
 
 class FusedSdpaLayer(FusedModule):
