@@ -40,7 +40,7 @@ BARE = $(VENV)/.python
 PACKAGES = $(VENV)/.packages
 endif
 
-.PHONY: help demo puzzles plan test test-torch test-hf format lint docs wheel index release-check bench kernel-check gpu-check sanitize clean distclean current-python current-docs FORCE
+.PHONY: help demo puzzles plan test test-torch test-hf test-hub format lint docs wheel index hub release-check bench kernel-check gpu-check sanitize clean distclean current-python current-docs FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # Two pips in one environment get in each other's way.
@@ -52,10 +52,12 @@ help:
 	@echo "make test          the test suite (ARGS=\"-k softmax\")"
 	@echo "make test-torch    the suite against another torch (TORCH=2.13.0), in a venv of its own"
 	@echo "make test-hf       the Hugging Face tests against another transformers (TRANSFORMERS=5.24.0)"
+	@echo "make test-hub      the tests of make hub, with the package kernels"
 	@echo "make format, lint  ruff and clang-format"
 	@echo "make docs          the documentation, into docs/_build/html"
 	@echo "make wheel         a wheel into dist/, checked in an empty environment"
 	@echo "make index         an index of the wheels in dist/, for pip and for TORCHWELD_INDEX"
+	@echo "make hub           the wheels in dist/ as a kernel for Hugging Face's kernels, in dist/hub"
 	@echo "make release-check wheels for TORCHES=\"$(TORCHES)\", each checked, and their index"
 	@echo "make bench         a family of benchmarks (ARGS=\"rows\"), or one call"
 	@echo "make plan          how to divide GPUs over a model (ARGS=\"--model llama-3.1-8b --gpus 64\")"
@@ -92,18 +94,24 @@ test-torch:
 	  > $(TORCH_COPY)/requirements/constraints.txt
 	@$(MAKE) --no-print-directory -C $(TORCH_COPY) test
 
-# A venv of its own with another transformers, above the packages and the build of $(VENV).
+# The tests $(3) in a venv $(1), with the packages $(2) above the packages and the build of $(VENV).
+define TEST_ABOVE
+@$(RUN) -m venv --without-pip $(1)
+@$(RUN) -m pip --python $(1)/bin/python install --quiet --no-input --disable-pip-version-check $(2)
+@$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+  > "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+@$(1)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(3) $(ARGS)
+endef
+
 HF_VENV ?= build/transformers-$(TRANSFORMERS)
 HF_PAGES ?= $(wildcard tests/test_fuse*.py tests/test_hf_*.py tests/test_quantize*.py tests/test_recipes.py tests/test_trl.py)
 HF_PACKAGES = transformers==$(TRANSFORMERS) $(addprefix --constraint ,$(wildcard requirements/transformers-$(TRANSFORMERS).txt))
 test-hf: $(SETUP) $(TOOLS)
 	@test -n "$(TRANSFORMERS)" || { echo "test-hf needs a version: make test-hf TRANSFORMERS=5.24.0" >&2; exit 1; }
-	@$(RUN) -m venv --without-pip $(HF_VENV)
-	@$(RUN) -m pip --python $(HF_VENV)/bin/python install --quiet --no-input \
-	  --disable-pip-version-check $(HF_PACKAGES)
-	@$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-	  > "$$($(HF_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
-	@$(HF_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(HF_PAGES) $(ARGS)
+	$(call TEST_ABOVE,$(HF_VENV),$(HF_PACKAGES),$(HF_PAGES))
+
+test-hub: $(SETUP) $(TOOLS)
+	$(call TEST_ABOVE,build/kernels,-r requirements/hub.txt -c requirements/constraints.txt,tests/test_hub.py)
 
 format: $(TOOLS)
 	@$(RUN) -m ruff check --fix --quiet .
@@ -128,6 +136,9 @@ wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
 
 index: $(BARE)
 	@$(RUN) tools/index.py dist
+
+hub: $(BARE)
+	@$(RUN) tools/hub.py dist
 
 # A wheel for each torch, each checked in an empty environment, and their index.
 release-check: $(BARE)

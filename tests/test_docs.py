@@ -28,7 +28,7 @@ DOCS = ROOT / "docs"
 TORCHWELD = Path(torchweld.__file__).parent
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 ON_A_CPU = ("timm", "diffusers")  # packages whose blocks run where they are installed
-PACKAGES = ("Liger", "Lightning", "DeepSpeed", *ON_A_CPU)
+PACKAGES = ("Liger", "Lightning", "DeepSpeed", "kernels", *ON_A_CPU)
 MARKS = ("needs a GPU", "needs a download", *(f"needs {name}" for name in PACKAGES))
 
 
