@@ -131,7 +131,7 @@ docs: $(SETUP) $(TOOLS) $(DOCS)
 	@echo "docs: docs/_build/html/index.html"
 
 wheel: $(if $(PYTHON),,$(if $(TORCH),$(BARE),$(PACKAGES)))
-	@$(or $(PYTHON),$(RUN)) tools/wheel.py \
+	@$(WITH_CLOCK) $(or $(PYTHON),$(RUN)) tools/wheel.py \
 	  $(if $(PYTHON),--python $(PYTHON)) $(if $(TORCH),--torch $(TORCH)) $(IN_PYTHONS)
 
 index: $(BARE)
@@ -142,7 +142,7 @@ hub: $(BARE)
 
 # A wheel for each torch, each checked in an empty environment, and their index.
 release-check: $(BARE)
-	@for torch in $(TORCHES); do \
+	@$(WITH_CLOCK) for torch in $(TORCHES); do \
 	  $(or $(PYTHON),$(RUN)) tools/wheel.py --torch $$torch $(if $(PYTHON),--python $(PYTHON)) \
 	    $(IN_PYTHONS) || exit 1; \
 	done
@@ -183,9 +183,12 @@ current-docs: current-python
 	  sphinx myst_parser furo sphinx_copybutton || { echo "make docs needs packages that VENV= does" \
 	  "not install: $(RUN) -m pip install -r requirements/docs.txt" >&2; exit 1; }
 
-# A command with a line every 20 seconds, so that minutes of work are not silent minutes.
+# A command with a line every 20 seconds, so that minutes of work are not silent minutes. A build
+# writes a line for each compiled source, such as [37/180] csrc/module.cpp.
 define WITH_CLOCK
-( n=0; while sleep 20 >/dev/null 2>&1; do n=$$((n + 20)); echo "  ... $$n s"; done ) & \
+mkdir -p build; rm -f build/progress; export TORCHWELD_PROGRESS="$(CURDIR)/build/progress"; \
+( n=0; while sleep 20 >/dev/null 2>&1; do n=$$((n + 20)); \
+  echo " " $$(tail -n 1 build/progress 2>/dev/null) "... $$n s"; done ) & \
 clock=$$!; trap 'kill $$clock 2>/dev/null' EXIT; trap 'exit 130' INT TERM;
 endef
 
@@ -251,6 +254,6 @@ $(VENV)/.docs: requirements/docs.txt requirements/constraints.txt | $(VENV)/.pyt
 # build compiles only what changed.
 $(VENV)/.built: $(BUILD_INPUTS) $(VENV)/.packages $(if $(wildcard python/torchweld/_ops*.so),,FORCE)
 	@$(CHECK_COMPILER)
-	@echo "Building torchweld$(if $(filter 1,$(TORCHWELD_CPU_ONLY)), for the CPU alone) (1 to 10 minutes the first time)"
+	@echo "Building torchweld$(if $(filter 1,$(TORCHWELD_CPU_ONLY)), for the CPU alone) (1 to 15 minutes the first time)"
 	@$(WITH_CLOCK) $(RUN) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps -e .
 	@touch $@

@@ -17,7 +17,7 @@ in PATH), and Pythons without one lack only explain and tune.
 
 Environment: TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, FORCE_CUDA=1 (CUDA or fail),
 TORCHWELD_CPU_ONLY=1 (no CUDA even if nvcc is found), TORCHWELD_LINEINFO=1 (line numbers for
-profilers).
+profilers), TORCHWELD_PROGRESS (a file that gets a line for each compiled source).
 """
 
 import copy
@@ -28,7 +28,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 if sys.version_info < (3, 10):  # noqa: UP036  (pip reads requires-python after this)
@@ -89,6 +91,38 @@ DEFAULT_ARCH_FLAGS = [
 def say(text):
     # pip hides a build's stdout unless it fails; `pip install -v` shows these lines.
     print(f"torchweld: {text}", file=sys.stderr, flush=True)
+
+
+def relay(lines, out, progress):
+    """Copies the output of a build. ninja's status lines get the source instead of its command."""
+    start = time.monotonic()
+    for line in lines:
+        if found := re.match(r"(\[\d+/\d+\]) .* -c (.+?) -o ", line):
+            status = f"{found[1]} {os.path.relpath(shlex.split(found[2])[0], ROOT)}"
+            print(status, file=progress, flush=True)
+            line = f"{status} {time.monotonic() - start:.0f} s\n"
+        out.write(line)
+        out.flush()
+
+
+@contextmanager
+def short_status():
+    """Passes file descriptor 1, which torch gives to ninja, through relay while the block runs."""
+    progress = os.environ.get("TORCHWELD_PROGRESS") or os.devnull
+    read, write = os.pipe()
+    stdout = os.dup(1)
+    with open(read, errors="replace") as lines, open(stdout, "w") as out, open(progress, "a") as to:
+        relaying = threading.Thread(target=relay, args=(lines, out, to))
+        sys.stdout.flush()
+        os.dup2(write, 1)
+        os.close(write)
+        relaying.start()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)  # closes the pipe, and relay ends
+            relaying.join()
 
 
 def env_flag(name):
@@ -267,7 +301,8 @@ class BuildExt(cpp_extension.BuildExtension):
             # Change a copy, because an sdist must list the sources, not the generated files.
             ext = copy.copy(ext)
             ext.sources = generated_sources(ext.sources)
-        super().build_extension(ext)
+        with short_status():
+            super().build_extension(ext)
 
 
 def sources(*patterns):

@@ -109,12 +109,18 @@ def test_every_install_line_asks_for_that_setuptools():
 
 
 @pytest.fixture
-def build(monkeypatch):
-    """Runs setup.py's build without torch's part, which compiles."""
+def setup_py(monkeypatch):
+    """The names of setup.py."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["setup.py", "--version"])
     monkeypatch.setattr(sys, "path", list(sys.path))
-    command = runpy.run_path("setup.py")["BuildExt"]
+    return runpy.run_path("setup.py")
+
+
+@pytest.fixture
+def build(setup_py, monkeypatch):
+    """Runs setup.py's build without torch's part, which compiles."""
+    command = setup_py["BuildExt"]
     monkeypatch.setattr(command.__bases__[0], "run", lambda self: None)
     return command(setuptools.Distribution()).run
 
@@ -137,6 +143,31 @@ def test_empty_max_jobs_is_none_given(monkeypatch, capsys, build, given):
     build()
     (jobs,) = re.findall(r", (\w*) jobs", capsys.readouterr().err)
     assert int(jobs) >= 1 and jobs == (given or jobs) == os.environ["MAX_JOBS"]
+
+
+def test_a_build_prints_the_source_and_not_its_command(setup_py, tmp_path, capfd, monkeypatch):
+    if shutil.which("ninja") is None:
+        pytest.skip("ninja was not found")
+    spaced = tmp_path / "a b.cu"
+    spaced.touch()
+    sources = {"echo a warning": f"{ROOT}/csrc/module.cpp", "true": spaced, "false": spaced}
+    text = ""
+    for command, source in sources.items():
+        name, escaped = command.split()[0], str(source).replace(" ", "$ ")
+        text += f"rule {name}\n  command = {command} && : nvcc -c $in -o $out -std=c++20\n"
+        text += f"build {name}.o: {name} {escaped}\n"
+    (tmp_path / "build.ninja").write_text(text)
+    monkeypatch.setenv("TORCHWELD_PROGRESS", str(tmp_path / "progress"))
+    with setup_py["short_status"]():
+        done = subprocess.run(["ninja", "-v", "-j1"], cwd=tmp_path, stdout=1, stderr=2)
+    print("stdout is back", flush=True)
+    lines = capfd.readouterr().out.splitlines()
+    statuses = ["[1/3] csrc/module.cpp", f"[2/3] {os.path.relpath(spaced, ROOT)}"]
+    assert done.returncode
+    assert lines[:3] == [f"{statuses[0]} 0 s", "a warning", f"{statuses[1]} 0 s"]
+    assert f"false && : nvcc -c '{spaced}' -o false.o -std=c++20" in lines, "it failed"
+    assert lines[-1] == "stdout is back"
+    assert (tmp_path / "progress").read_text().splitlines()[:2] == statuses
 
 
 def test_ops_library_has_no_python_symbols():
