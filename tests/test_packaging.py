@@ -298,10 +298,13 @@ def test_without_a_wheel_an_installation_says_why_it_builds(
     monkeypatch.setenv("TORCHWELD_INDEX", str(wheels))
     built = []
     monkeypatch.setattr(backend.build_meta, "build_wheel", lambda *a: built.append(a) or "new")
+    monkeypatch.setattr(backend.build_meta, "get_requires_for_build_wheel", lambda *a: ["wheel"])
     change(wheels, monkeypatch)
+    assert backend.get_requires_for_build_wheel() == ["wheel"]
     assert backend.build_wheel(str(tmp_path)) == "new" and len(built) == 1
     said = capsys.readouterr().err
-    assert re.fullmatch(f"torchweld: building from the sources, because {reason}\n", said), said
+    line = f"torchweld: building from the sources, because {reason}\n"
+    assert re.fullmatch(line * 2, said), said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="wheels are for Linux")

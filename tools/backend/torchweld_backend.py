@@ -129,9 +129,13 @@ def _wheel(folder: Path) -> Path | None:
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    """Returns the packages that build_wheel needs: none for a wheel that is built already."""
-    if isinstance(_find(), tuple):
+    """Returns the packages that build_wheel needs: none for a wheel that is built already.
+
+    Only isolated builds ask. setup.py stops them here, because pip hides torch from them.
+    """
+    if isinstance(found := _find(), tuple):
         return []
+    _say(f"building from the sources, because {found}")
     return build_meta.get_requires_for_build_wheel(config_settings)
 
 
