@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,34 @@ def captured(
 def python(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """`captured` of this Python with arguments."""
     return captured(sys.executable, *arguments, **options)
+
+
+def run_offline(script: Path) -> tuple[int, str]:
+    """Exit status and output of a script of Python in its folder, without a network.
+
+    It is a fork of a process that has imported torchweld and transformers, which takes 6 s.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torchweld", "transformers.models.llama.modeling_llama"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")  # transformers reads it when it is imported
+        forkserver.ensure_running()
+    output = script.with_suffix(".out")
+    process = context.Process(target=_run_script, args=(script, output))
+    process.start()
+    process.join()
+    return process.exitcode, output.read_text()
+
+
+def _run_script(script: Path, output: Path) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(script.parent)
+    tests = Path(__file__).resolve().parent
+    hidden = {str(tests), *(str(tests.parent / name) for name in ("benchmarks", "examples"))}
+    sys.path[:] = [str(script.parent), *(path for path in sys.path if path not in hidden)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def build_cpp_programs(folder: Path, *programs: str) -> Path:

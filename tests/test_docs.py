@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchweld
-from commands import build_cpp_programs, captured, python
+from commands import build_cpp_programs, captured, run_offline
 from samples import PUBLIC
 from torchweld._library import build_facts
 from torchweld.info import ops_of_library
@@ -72,9 +72,8 @@ def run_text(name: str, text: str, folder: Path) -> None:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
-    path_of_python = str(TORCHWELD.parent)
-    done = python(path.name, cwd=folder, HF_HUB_OFFLINE="1", PYTHONPATH=path_of_python)
-    assert done.returncode == 0, done.stdout + done.stderr
+    status, output = run_offline(path)
+    assert status == 0, output
 
 
 def plain_blocks(page: str) -> list[Block]:
