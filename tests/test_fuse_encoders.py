@@ -42,8 +42,9 @@ MORE = {
     "siglip_vision_model": {"vision_use_head": False},
     "internvl_vision": {"image_size": [32, 32], "patch_size": [16, 16]},
     "dinov3_vit": {"pos_embed_rescale": None},  # it is random in training mode
-    "wav2vec2": {"apply_spec_augment": False},
-    "hubert": {"apply_spec_augment": False, "do_stable_layer_norm": True},
+    "whisper": {"max_source_positions": 32},
+    "wav2vec2": {"apply_spec_augment": False, "conv_dim": [32] * 7},
+    "hubert": {"apply_spec_augment": False, "conv_dim": [32] * 7, "do_stable_layer_norm": True},
 }
 DECODERS = ("phi", "gpt_neox", "starcoder2", "opt")
 # another activation; layers that hold the products
