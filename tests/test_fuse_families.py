@@ -50,7 +50,7 @@ NAMES = [family.prefix for family in families.FAMILIES.values()]
 # the class, and the parts that run as ops.
 OTHERS = {
     "bamba": ("BambaForCausalLM", "attention, norm, add + norm, rotary, MLP, loss"),
-    "cohere2": ("Cohere2ForCausalLM", "attention, rotary, MLP, loss"),
+    "cohere2": ("Cohere2ForCausalLM", "attention, norm, rotary, MLP, loss"),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "attention, add + norm, norm + qkv, rotary, MLP, loss",
@@ -71,6 +71,8 @@ OTHERS = {
     "llama4_text": ("Llama4ForCausalLM", "attention, norm, add + norm, MLP, loss"),
     "afmoe": ("AfmoeForCausalLM", "attention, add + norm, norm + qkv, rotary, MLP, experts, loss"),
     "minicpm3": ("MiniCPM3ForCausalLM", "add + norm, norm + qkv, rotary, MLP, loss"),
+    "nemotron": ("NemotronForCausalLM", "attention, add + norm, norm + qkv, rotary, loss"),
+    "olmo": ("OlmoForCausalLM", "attention, add + norm, norm + qkv, rotary, MLP, loss"),
     "ministral3": ("Ministral3ForCausalLM", "attention, add + norm, norm + qkv, rotary, MLP, loss"),
     "olmo_hybrid": ("OlmoHybridForCausalLM", "attention, norm, add + norm, rotary, MLP, loss"),
     "qwen3_next": ("Qwen3NextForCausalLM", "add + norm, norm + qkv, rotary, MLP, experts, loss"),

@@ -70,6 +70,36 @@ class CentredNorm(Norm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
+class CentredOffsetNorm(CentredNorm):
+    def scale(self):
+        return 1 + self.weight
+
+
+class ShiftedNorm(CentredNorm):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
+class FixedEpsNorm(nn.Module):
+    """Has no parameters, and eps in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalized_shape = (WIDTH,)
+
+    def forward(self, x):
+        return F.layer_norm(x.float(), self.normalized_shape, eps=1e-5).to(x.dtype)
+
+
+class ClampedCentredNorm(CentredNorm):
+    def forward(self, x):
+        return super().forward(x).clamp(-1, 1)
+
+
 class OuterEpsNorm(Norm):
     def forward(self, x):
         return self.weight * x / (x.square().mean(-1, keepdim=True).sqrt() + self.epsilon)
@@ -172,27 +202,60 @@ def assert_same_step(model, stock, tolerance=1e-4):
 
 
 @pytest.mark.parametrize(
-    ("norm", "mlp"),
-    [(Norm, MLP), (OffsetNorm, MLP), (WeightlessNorm, MLP), (Norm, PackedMLP)],
-    ids=lambda c: c.__name__,
+    ("norm", "mlp", "op"),
+    [
+        (Norm, MLP, "rms_norm"),
+        (OffsetNorm, MLP, "rms_norm"),
+        (WeightlessNorm, MLP, "rms_norm"),
+        (CentredNorm, MLP, "layer_norm"),
+        (CentredOffsetNorm, MLP, "layer_norm"),
+        (ShiftedNorm, MLP, "layer_norm"),
+        (FixedEpsNorm, MLP, "layer_norm"),
+        (Norm, PackedMLP, "rms_norm"),
+    ],
 )
-def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm, mlp):
+def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm, mlp, op):
     model = made_up(device, norm=norm, mlp=mlp).train()
     model.last.forward = model.last.forward  # on the instance: stays stock
     stock, report = fuse_keeping_stock(model)
     assert {path: op.split(" ")[0] for path, op in report.ops.items()} == {
-        "first": "rms_norm",
+        "first": op,
         "mlp": "gated_mlp",
     }
     assert f"test_fuse_recognised.{norm.__name__}" in " ".join(report.notes)
     with Calls() as calls:
         assert_same_step(model, stock, 1e-5)
-    assert calls.names["torchweld::rms_norm_forward"] == 1
+    assert calls.names[f"torchweld::{op}_forward"] == 1
     assert calls.names["torchweld::gated_mlp_backward"] == 1
 
 
+@pytest.mark.parametrize("change", ["autocast", "float64", "one weight", "bfloat16 x"])
+def test_a_layer_norm_of_another_class_runs_stock_where_the_op_may_differ(device, change):
+    model = made_up(device, norm=ShiftedNorm)
+    stock, _ = fuse_keeping_stock(model)
+    x = torch.randn(2, 3, WIDTH, device=device)
+    x = x.to({"float64": torch.float64, "bfloat16 x": torch.bfloat16}.get(change, x.dtype))
+    autocast = torch.autocast(torch.device(device).type, torch.bfloat16, change == "autocast")
+    for norm in (model.last, stock.last):
+        if change == "one weight":
+            norm.weight = nn.Parameter(norm.weight.detach()[:1])
+        elif change == "float64":
+            norm.double()
+    with autocast, Calls() as calls:
+        assert torch.equal(model.last(x), stock.last(x))
+    assert not calls.names["torchweld::layer_norm"]
+
+
 @pytest.mark.parametrize(
-    "kind", [DoubledNorm, CentredNorm, OuterEpsNorm, DetachedNorm, WideNorm, WeightlessTwiceNorm]
+    "kind",
+    [
+        DoubledNorm,
+        ClampedCentredNorm,
+        OuterEpsNorm,
+        DetachedNorm,
+        WideNorm,
+        WeightlessTwiceNorm,
+    ],
 )
 def test_norms_that_compute_something_else_stay_stock(device, kind):
     model = made_up(device, torch.bfloat16, norm=kind)
@@ -278,9 +341,8 @@ def test_models_of_transformers_that_no_table_has(device, name):
     stock, report = fuse_keeping_stock(model)
     kinds = {op.split(" ")[0] for op in report.ops.values()}
     block = {"attention", "rotary", "rms_norm", "add_rms_norm", "rms_norm_linears"}
-    assert kinds == ({"attention", "rotary", "gated_mlp"} if name == "Cohere" else block)
-    # Cohere's norm subtracts the mean.
-    assert any("CohereLayerNorm" in reason for _, reason in report.skipped) == (name == "Cohere")
+    parts = {"attention", "rotary", "gated_mlp", "layer_norm"}  # its norms subtract the mean
+    assert kinds == (parts if name == "Cohere" else block)
     assert_same_step(model, stock)
 
 

@@ -43,6 +43,7 @@ from .fused_module import (
     below,
     call_arguments,
     instance_refusal,
+    register,
     stock_class,
     stock_forward,
 )
@@ -458,7 +459,9 @@ class FusedLayer(FusedModule):
 def _op(layer: nn.Module, row: Layer) -> str:
     """The op of a layer's norm."""
     norm = layer._modules[row.before_mlp or row.before_attention]
-    return (FusedLayerNorm if isinstance(norm, nn.LayerNorm) else FusedRMSNorm).op
+    in_table = FusedLayerNorm if isinstance(norm, nn.LayerNorm) else FusedRMSNorm
+    parent, _ = register(stock_class(norm)) or (in_table, None)
+    return parent.op
 
 
 def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:

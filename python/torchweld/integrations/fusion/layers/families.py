@@ -18,7 +18,7 @@ from torch import nn
 from torchweld.integrations import lora
 
 from . import causal_lm, decoder, gpt2_block, layer_norm, mlp, rms_norm
-from .fused_module import stock_class
+from .fused_module import Fusion, register, stock_class
 
 
 class Family(NamedTuple):
@@ -140,20 +140,9 @@ FUSIONS |= {
 }
 
 
-Fusion = tuple[type[nn.Module], Any]
-_recognised: dict[type[nn.Module], Fusion] = {}
-
-
 def fusion_in_table(stock: type[nn.Module]) -> Fusion | None:
     """The fused parent and the row that the table has for a stock class."""
     return FUSIONS.get(f"{stock.__module__}.{stock.__qualname__}")
-
-
-def register(stock: type[nn.Module], found: Fusion | None = None) -> Fusion | None:
-    """The fused parent and the row of a class in no table; ``found`` sets them."""
-    if found is not None:
-        _recognised[stock] = found
-    return _recognised.get(stock)
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:

@@ -112,6 +112,17 @@ class FusedModule(nn.Module):
         raise NotImplementedError
 
 
+Fusion = tuple[type[FusedModule], Any]
+_recognised: dict[type[nn.Module], Fusion] = {}
+
+
+def register(stock: type[nn.Module], found: Fusion | None = None) -> Fusion | None:
+    """The fused parent and the row of a class in no table; ``found`` sets them."""
+    if found is not None:
+        _recognised[stock] = found
+    return _recognised.get(stock)
+
+
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module has without ``fuse``."""
     return getattr(type(module), STOCK, None) or class_before(module)

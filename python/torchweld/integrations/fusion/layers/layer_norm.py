@@ -22,6 +22,7 @@ from .fused_module import (
     stock_forward,
 )
 from .norm import FusedNorm
+from .rms_norm import FusedRMSNorm
 from .stock_modules import hooked, weight_and_bias
 
 # On a CPU torch's norm is the faster one in float32 and float16.
@@ -56,6 +57,41 @@ class FusedLayerNorm(FusedNorm):
 
     def options(self) -> dict[str, float]:
         return {"eps": self.eps}
+
+
+class CentredNorm(NamedTuple):
+    """The attribute of eps, or eps itself, and the number that a LayerNorm adds to its weight."""
+
+    eps: str | float
+    weight_offset: float
+
+
+class FusedCentredNorm(FusedNorm):
+    """A LayerNorm of another class than torch's as :func:`torchweld.layer_norm`."""
+
+    op = "layer_norm"
+    refusal = staticmethod(FusedRMSNorm.refusal)
+
+    @staticmethod
+    def op_parameters(module: nn.Module, row: CentredNorm) -> dict[str, Tensor | None]:
+        return {name: getattr(module, name, None) for name in ("weight", "bias")}
+
+    def operands(self, x: Any) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+        row: CentredNorm = getattr(self, ROW)
+        weight, bias = self.op_parameters(self, row).values()
+        # Autocast may cast in front of such a norm or not.
+        if x is None or torch._C._is_any_autocast_enabled() or not plain_tensors(x, weight, bias):
+            return None
+        # The stock norms compute in fp32 even if x is float64.
+        if x.dtype == torch.float64 or weight is not None and weight.shape != x.shape[-1:]:
+            return None
+        if weight is not None and row.weight_offset:
+            weight = weight + row.weight_offset
+        return x, weight, bias
+
+    def options(self) -> dict[str, float]:
+        eps = getattr(self, ROW).eps
+        return {"eps": getattr(self, eps) if isinstance(eps, str) else eps}
 
 
 class PostNorm(NamedTuple):

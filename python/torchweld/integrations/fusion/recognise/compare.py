@@ -93,7 +93,7 @@ def difference(module: nn.Module, kind: Kind, row: Any, weight: Tensor) -> str |
 
 def strict_difference(module: nn.Module, kind: Kind, row: Any) -> str | None:
     """Like :func:`difference`, in float32 on the CPU alone."""
-    key = row, *key_of(module)
+    key = kind.name, row, *key_of(module)  # rows of two types may be equal
     if key not in _strict:
         _strict[key] = _differs(module, kind, torch.device("cpu"), torch.float32, _STRICT)
     return _strict[key]

@@ -39,8 +39,13 @@ from torchweld.integrations.fusion.layers.deferred import (
     Normed,
     computed,
 )
-from torchweld.integrations.fusion.layers.families import Fusion, register
-from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class, stock_forward
+from torchweld.integrations.fusion.layers.fused_module import (
+    ROW,
+    Fusion,
+    register,
+    stock_class,
+    stock_forward,
+)
 from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm, is_faster
 from torchweld.integrations.fusion.layers.linears import Operands
 from torchweld.integrations.fusion.layers.norm import FusedNorm

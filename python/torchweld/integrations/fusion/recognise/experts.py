@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers.experts import FusedExperts, is_experts, parameters_of
-from torchweld.integrations.fusion.layers.families import Fusion, register
-from torchweld.integrations.fusion.layers.fused_module import stock_class
+from torchweld.integrations.fusion.layers.fused_module import Fusion, register, stock_class
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchweld.integrations.fusion.layers import decoder, mlp
-from torchweld.integrations.fusion.layers.families import Fusion
-from torchweld.integrations.fusion.layers.fused_module import is_fused
+from torchweld.integrations.fusion.layers.fused_module import Fusion, is_fused
 
 from . import decoder_layers, experts, heads, norms_mlps, plain_mlps, post_norms, sdpa_layers
 

@@ -21,8 +21,12 @@ from torchweld.integrations.fusion.layers.causal_lm import (
     Head,
     base_results,
 )
-from torchweld.integrations.fusion.layers.families import Fusion
-from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class, stock_forward
+from torchweld.integrations.fusion.layers.fused_module import (
+    ROW,
+    Fusion,
+    stock_class,
+    stock_forward,
+)
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare

@@ -13,16 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments
-from torchweld.integrations.fusion.layers.families import (
+from torchweld.integrations.fusion.layers.families import fused_class, fusion_in_table, fusion_of
+from torchweld.integrations.fusion.layers.fused_module import (
+    ROW,
+    STOCK,
     Fusion,
-    fused_class,
-    fusion_in_table,
-    fusion_of,
+    is_fused,
     register,
+    stock_class,
 )
-from torchweld.integrations.fusion.layers.fused_module import ROW, STOCK, is_fused, stock_class
 from torchweld.integrations.fusion.layers.gated_norm import FusedGatedNorm, GatedNorm
-from torchweld.integrations.fusion.layers.layer_norm import FusedLayerNorm
+from torchweld.integrations.fusion.layers.layer_norm import (
+    CentredNorm,
+    FusedCentredNorm,
+    FusedLayerNorm,
+)
 from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
 from torchweld.integrations.fusion.layers.rms_norm import FusedRMSNorm, Norm
 from torchweld.integrations.fusion.layers.stock_modules import activation_name
@@ -58,9 +63,9 @@ def norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
     if hasattr(module, "normalized_shape"):
         replica.normalized_shape = (compare.WIDTH,)
     weight = module._parameters.get("weight")
-    # One group is the whole row.
-    if weight is not None and getattr(module, "group_size", None) == weight.numel():
-        replica.group_size = compare.WIDTH
+    if weight is not None:  # an attribute may have its size, or that of a group, which is the row
+        sizes = [name for name, value in vars(module).items() if value == weight.numel()]
+        vars(replica).update(dict.fromkeys(sizes, compare.WIDTH))
     return replica
 
 
@@ -141,6 +146,12 @@ class RecognisedLayerNorm(Recognised, FusedLayerNorm):
         return _fast_norm(module) or FusedLayerNorm.refusal(module, row)
 
 
+class RecognisedCentredNorm(Recognised, FusedCentredNorm):
+    """A LayerNorm of another class."""
+
+    comparison = compare.Kind("a LayerNorm", norm_replica, compare.run_of_one_input)
+
+
 class RecognisedGatedNorm(Recognised, FusedGatedNorm):
     """An RMSNorm with a gate."""
 
@@ -171,22 +182,27 @@ def find(module: nn.Module) -> Fusion | None:
     if f"{stock.__module__}.{stock.__qualname__}" == _TIMM_LAYER_NORM:
         return choose(module, lambda _: [None], RecognisedLayerNorm)
     rows = _norm_rows(module) or _mlp_rows(module)
-    if not rows:
-        return None
-    return choose(module, lambda _: rows, _PARENTS[type(rows[0])])
+    return choose(module, lambda _: rows) if rows else None
 
 
 def choose(
     module: nn.Module,
     rows: Callable[[nn.Module], Sequence[Any]],
-    parent: type[Recognised],
+    parent: type[Recognised] | None = None,
 ) -> Fusion:
-    """Registers the class of a module with the first row that computes the same, or the last."""
+    """Registers the class of a module with the first row that computes the same, or the last.
+
+    Args:
+        module: A module in no table.
+        rows: Makes the rows that it may have.
+        parent: The fused parent; by default that of each row's type.
+    """
     stock = stock_class(module)
     if register(stock) is None:
         for row in rows(module):
-            register(stock, (parent, row))
-            if compare.strict_difference(module, parent.comparison, row) is None:
+            found = parent or _PARENTS[type(row)]
+            register(stock, (found, row))
+            if compare.strict_difference(module, found.comparison, row) is None:
                 break
     return register(stock)
 
@@ -201,24 +217,35 @@ def is_mlp(module: nn.Module, row: MLP) -> bool:
     )
 
 
-_PARENTS = {Norm: RecognisedNorm, GatedNorm: RecognisedGatedNorm, MLP: RecognisedMLP}
+_PARENTS: dict[type, type[Recognised]] = {
+    Norm: RecognisedNorm,
+    CentredNorm: RecognisedCentredNorm,
+    GatedNorm: RecognisedGatedNorm,
+    MLP: RecognisedMLP,
+}
 
 
-def _norm_rows(module: nn.Module) -> list[Norm] | list[GatedNorm]:
-    """The rows that a module may have if it is an RMSNorm."""
-    weight = module._parameters.get("weight")
-    alone = set(module._parameters) <= {"weight"} and not module._modules and not module._buffers
+def _norm_rows(module: nn.Module) -> list[Any]:
+    """The rows that a module may have if it is a norm."""
+    given = {name: p for name, p in module._parameters.items() if p is not None}
+    weight = given.get("weight")
+    alone = set(given) <= {"weight", "bias"} and not module._modules and not module._buffers
     shaped = "Norm" in stock_class(module).__name__ if weight is None else weight.dim() == 1
     if not alone or not shaped:
         return []
     names = [name for name in _EPS if isinstance(getattr(module, name, None), float)]
+    if not names and hasattr(module, "normalized_shape"):  # its forward has eps, as OLMo's
+        return [CentredNorm(1e-5, 0.0)]
     if len(names) != 1:
         return []
-    if weight is None:
-        return [Norm(names[0], 0.0)]
-    if "gate" in arguments.of(stock_class(module)).names[1:]:
+    if weight is not None and "gate" in arguments.of(stock_class(module)).names[1:]:
         return [GatedNorm(names[0], first) for first in (False, True)]
-    return [Norm(names[0], offset) for offset in (0.0, 1.0)]
+    offsets = (0.0,) if weight is None else (0.0, 1.0)
+    centred = [CentredNorm(names[0], offset) for offset in offsets]
+    if "bias" in given:
+        return centred
+    rms = [Norm(names[0], offset) for offset in offsets]
+    return [*rms, *centred, rms[0]]  # whose name a refusal has
 
 
 def _mlp_rows(module: nn.Module) -> list[MLP]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchweld.integrations.fusion.layers.families import Fusion
-from torchweld.integrations.fusion.layers.fused_module import ROW, stock_class
+from torchweld.integrations.fusion.layers.fused_module import ROW, Fusion, stock_class
 from torchweld.integrations.fusion.layers.plain_mlp import FusedPlainMLP, PlainMLP, activation_of
 
 from . import compare

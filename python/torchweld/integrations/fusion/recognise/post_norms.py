@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweld.integrations.fusion.layers import arguments
-from torchweld.integrations.fusion.layers.families import Fusion
-from torchweld.integrations.fusion.layers.fused_module import stock_class
+from torchweld.integrations.fusion.layers.fused_module import Fusion, stock_class
 from torchweld.integrations.fusion.layers.layer_norm import FusedPostNorm, PostNorm, is_faster
 
 from . import compare

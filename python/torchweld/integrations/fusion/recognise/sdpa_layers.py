@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from torchweld.integrations.attention.models import layer_source
-from torchweld.integrations.fusion.layers.families import Fusion, register
-from torchweld.integrations.fusion.layers.fused_module import stock_class
+from torchweld.integrations.fusion.layers.fused_module import Fusion, register, stock_class
 from torchweld.integrations.fusion.layers.sdpa_layer import FusedSdpaLayer
 
 from .norms_mlps import PickledByRow
