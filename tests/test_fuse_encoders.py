@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 
+from fused_parts import choices_of_a_gpu  # noqa: E402
 from test_fuse import Calls  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.fusion import attention_switch  # noqa: E402
-from torchweld.integrations.fusion.layers import layer_norm, plain_mlp  # noqa: E402
 
 CLASSES = {
     "vit": "ViTModel",
@@ -66,10 +66,10 @@ NESTED = {"vit": (0, 0), "dinov2": (2, 0)}
 
 
 @pytest.fixture(autouse=True)
-def ops_on_a_cpu(monkeypatch):
-    """Lets the ops run where torch's are as fast, for exact comparisons on a CPU."""
-    monkeypatch.setattr(plain_mlp, "_DEVICES", ("cuda", "cpu"))
-    monkeypatch.setitem(layer_norm._DTYPES, "cpu", (torch.float32, torch.bfloat16))
+def ops_on_a_cpu():
+    """For exact comparisons on a CPU."""
+    with choices_of_a_gpu():
+        yield
 
 
 def encoder(kind, device="cpu", dtype=torch.float32, **changes):
