@@ -186,9 +186,10 @@ def test_vision_towers_of_packed_images(device, kind):
         }
     else:
         batch = {"hidden_states": pixels, "grid_thw": torch.tensor(grid, device=device)}
-    report = fuse(model, sample=batch, only="norm")
+    report = fuse(model, sample=batch, only=["norm", "rotary"])
     assert report.calls["torchweld::add_layer_norm"] == 2
     assert report.calls["torchweld::layer_norm_linears"] == 2
+    assert report.calls.get("torchweld::rotary", 0) == (0 if kind.startswith("siglip2") else 2)
     assert_same_step(model, stock, batch)
 
 

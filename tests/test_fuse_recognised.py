@@ -457,12 +457,33 @@ def test_a_rotary_function_with_tables_of_another_dtype_is_stock():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_a_rotary_function_of_rows_before_heads(batch, dtype):
+    """As in vision towers, of a row of packed images or of a batch, with tables in float32."""
+    qwen = transformers.models.qwen2_vl.modeling_qwen2_vl
+    row = decoder.Rotary(
+        *("apply_rotary_pos_emb_vision", "whole", False, False, False),
+        rows_first=True,
+        casts=True,
+    )
+    rotate = decoder.rotation(inspect.unwrap(qwen.VisionAttention.forward), row)
+    tables = [torch.randn(*batch, 5, 8) for _ in range(2)]
+    for rows in (5, 1):  # of another number of rows than the tables', the stock function runs
+        heads = [torch.randn(*batch, rows, n, 8, dtype=dtype) for n in (3, 1)]
+        want = qwen.apply_rotary_pos_emb_vision(*heads, *tables)
+        with Calls() as calls:
+            found = rotate(*heads, *tables)
+        assert calls.names["torchweld::rotary"] == (rows == 5)
+        assert_close(found, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["deepseek_v2", "llama4"])
 def test_a_rotary_function_of_a_complex_table(kind, dtype):
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     forward = {"deepseek_v2": "DeepseekV2Attention", "llama4": "Llama4TextAttention"}[kind]
     inner, rows_first = inspect.unwrap(getattr(module, forward).forward), kind == "llama4"
-    options = ("half as wide, neighbours", True, False, False, "xq xk freqs_cis", rows_first)
+    options = ("half as wide, neighbours", True, False, False, "xq xk freqs_cis", rows_first, True)
     rotate = decoder.rotation(inner, decoder.Rotary("apply_rotary_emb", *options))
     table = torch.polar(torch.ones(2, 5, 4), torch.randn(2, 5, 4))
     for rows in (5, 1):  # of another number of rows than the table's, the stock function runs

@@ -86,7 +86,9 @@ class Rotary(NamedTuple):
         partial: Whether tables narrower than the heads rotate the first values of each head.
         form: Its arguments: "q k cos sin", "x cos sin unsqueeze_dim" or "xq xk freqs_cis", whose
             table is complex.
-        rows_first: Whether it gets ``(batch, rows, heads, head_dim)`` with a complex table.
+        rows_first: Whether it gets ``(batch, rows, heads, head_dim)``, beside a cos and sin without
+            the batch too.
+        casts: Whether results have the dtype of q and k beside a cos and sin in float32.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Rotary(NamedTuple):
     partial: bool
     form: str = "q k cos sin"
     rows_first: bool = False
+    casts: bool = False
 
 
 def _neighbours(table: Tensor) -> Tensor:
@@ -175,15 +178,24 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
             recorder.record((FusedRotary.running, "rotary"), None if serves else instead)
         return serves
 
+    def heads_first(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors, rows and heads swapped where they are in the other order, and back."""
+        swaps = row.rows_first
+        return tuple(x.transpose(1, 2) if swaps and x.dim() == 4 else x for x in tensors)
+
     def rotated(q: Tensor, k: Tensor, *tables: Tensor) -> tuple[Tensor, Tensor]:
         if row.gathered:
             q, k = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (q, k))
         return ops.rotary(q, k, *map(TABLES[row.tables], tables), interleaved=row.interleaved)
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not runs(not args and not kwargs and _rotates(row, q, k, cos, sin)):
+        packed = row.rows_first and q.dim() == 3
+        given = [x[None] for x in (q, k, cos, sin)] if packed else [q, k, cos, sin]
+        given[:2] = heads_first(given[:2])
+        if not runs(not args and not kwargs and _rotates(row, *given)):
             return stock(q, k, cos, sin, *args, **kwargs)
-        return rotated(q, k, cos, sin)
+        found = heads_first(rotated(*given))
+        return tuple(x[0] for x in found) if packed else found
 
     def rotate_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
         rows_first = unsqueeze_dim == 2
@@ -195,22 +207,19 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
         return q.transpose(1, 2) if rows_first else q
 
     def rotate_complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-        swapped = row.rows_first and xq.dim() == xk.dim() == 4
-        q, k = (x.transpose(1, 2) if swapped else x for x in (xq, xk))
+        q, k = heads_first((xq, xk))
         serves = freqs_cis.is_complex() and freqs_cis.device == q.device
         if not runs(serves and _rotates(row, q, k, freqs_cis.real, freqs_cis.imag)):
             return stock(xq, xk, freqs_cis)
-        q, k = rotated(q, k, freqs_cis.real, freqs_cis.imag)
-        return (q.transpose(1, 2), k.transpose(1, 2)) if swapped else (q, k)
+        return heads_first(rotated(q, k, freqs_cis.real, freqs_cis.imag))
 
     forms = {"x cos sin unsqueeze_dim": rotate_single, "xq xk freqs_cis": rotate_complex}
     return forms.get(row.form, rotate)
 
 
 def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    # With tables of another dtype the result of the stock function may have it too, unless they are
-    # complex.
-    alike = (q, k) if row.form == "xq xk freqs_cis" else (q, k, cos, sin)
+    # With tables of another dtype the result of the stock function may have it too.
+    alike = (q, k) if row.casts else (q, k, cos, sin)
     if not plain_tensors(*alike) or not _are_tables((cos, sin), q):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape:

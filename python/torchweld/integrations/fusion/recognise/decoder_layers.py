@@ -14,7 +14,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ from . import compare
 from .norms_mlps import Recognised, choose, fused_replica, known, norm_replica
 
 _ROTARY = re.compile(r"apply_\w*rotary")
-_COMPLEX = "xq xk freqs_cis"
-_FORMS = ("x cos sin unsqueeze_dim", _COMPLEX)
+_WHOLE, _COMPLEX = "q k cos sin", "xq xk freqs_cis"
+_SINGLE = "x cos sin unsqueeze_dim"
 # For a rotary function the key of its tables, whether pairs are neighbours, whether results gather
 # them, and whether narrow tables rotate the first values.
 _OPTIONS = [
@@ -70,10 +70,16 @@ _OPTIONS = [
         ("first half twice", False, True),
     )
 ]
-_COMPLEX_OPTIONS = [
-    ("half as wide, neighbours", True, False, False, _COMPLEX, rows_first)
-    for rows_first in (False, True)
-]
+# The options of each form. A refusal gives the reason of the last ones.
+_OPTIONS_OF = {
+    _WHOLE: [(*each, _WHOLE, rows_first) for rows_first in (False, True) for each in _OPTIONS]
+    + [(*_OPTIONS[-1], _WHOLE)],
+    _SINGLE: [(*each, _SINGLE) for each in _OPTIONS],
+    _COMPLEX: [
+        ("half as wide, neighbours", True, False, False, _COMPLEX, rows_first)
+        for rows_first in (False, True)
+    ],
+}
 
 
 def find(module: nn.Module) -> Fusion | None:
@@ -116,9 +122,18 @@ def _form_of(function: Any) -> str:
     if not inspect.isfunction(function):
         return ""
     names = " ".join(inspect.signature(function).parameters)
-    if names in _FORMS:
+    if names in (_SINGLE, _COMPLEX):
         return names
-    return "q k cos sin" if f"{names} ".startswith("q k cos sin ") else ""
+    return _WHOLE if f"{names} ".startswith(f"{_WHOLE} ") else ""
+
+
+def _casts(function: Callable) -> bool:
+    """Whether a function of q and k in 16 bits, and tables in float32, has results in 16 bits."""
+    x, table = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 8)
+    try:
+        return {y.dtype for y in function(x, x, table, table)} == {x.dtype}
+    except Exception:  # the comparison says why
+        return False
 
 
 def _rotary_rows(module: nn.Module) -> list[tuple[Rotary, ...]]:
@@ -126,9 +141,11 @@ def _rotary_rows(module: nn.Module) -> list[tuple[Rotary, ...]]:
     stock = stock_class(module)
     rows: dict[str, Rotary] = {}
     for name in _rotary_functions(stock):
-        form = _form_of(inspect.unwrap(stock.forward).__globals__[name])
-        for options in _COMPLEX_OPTIONS if form == _COMPLEX else _OPTIONS:
-            row = Rotary(name, *options)._replace(form=form)
+        function = inspect.unwrap(stock.forward).__globals__[name]
+        form = _form_of(function)
+        casts = form == _COMPLEX or form == _WHOLE and _casts(function)
+        for options in _OPTIONS_OF[form]:
+            row = Rotary(name, *options, casts=casts)
             register(stock, (RecognisedRotary, (row,)))
             if name not in rows and not compare.strict_difference(
                 module, RecognisedRotary.comparison, (row,)
@@ -151,15 +168,18 @@ def _run_rotary(
                 k = random.inputs().unsqueeze(1)
                 wide = width // 2 if row.tables.startswith("half as wide") else width
                 tables = random(4, 3, wide), random(4, 3, wide)
+                if row.casts:
+                    tables = [table.float() for table in tables]
+                given = (x.transpose(1, 2) if row.rows_first else x for x in (q, k))
                 if row.form == _COMPLEX:
-                    given = (x.transpose(1, 2) if row.rows_first else x for x in (q, k))
-                    found = rotate(*given, torch.complex(*(table.float() for table in tables)))
-                    found = [x.transpose(1, 2) if row.rows_first else x for x in found]
-                elif row.form in _FORMS:
+                    found = rotate(*given, torch.complex(*tables))
+                elif row.form == _SINGLE:
                     rows_first = rotate(k.transpose(1, 2), *tables, unsqueeze_dim=2)
                     found = [rotate(q, *tables), rows_first.transpose(1, 2)]
                 else:
-                    found = rotate(q, k, *tables)
+                    found = rotate(*given, *tables)
+                if row.rows_first:
+                    found = [x.transpose(1, 2) for x in found]
                 tensors += [*found, *torch.autograd.grad(found, (q, k), [q.cos(), k.cos()])]
     if any(filter(None, itertools.chain(*calls.values()))):
         raise RuntimeError("its tables are others")
