@@ -5,12 +5,11 @@ docs/generate.py makes a table of it.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,15 +30,10 @@ PARTS = {
 }
 
 
-@contextlib.contextmanager
-def choices_of_a_gpu() -> Iterator[None]:
-    """Lets ops run on a CPU, inside, that run on a GPU alone because torch's are as fast here."""
-    dtypes = (torch.float32, torch.bfloat16)
-    with (
-        mock.patch.object(plain_mlp, "_DEVICES", ("cuda", "cpu")),
-        mock.patch.dict(layer_norm._DTYPES, cpu=dtypes),
-    ):
-        yield
+def choose_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Lets ops run on a CPU that run on a GPU alone because torch's are as fast here."""
+    patch.setattr(plain_mlp, "_DEVICES", ("cuda", "cpu"))
+    patch.setitem(layer_norm._DTYPES, "cpu", (torch.float32, torch.bfloat16))
 
 
 class Parts(NamedTuple):
@@ -87,6 +81,7 @@ def fused_parts(models: Iterable[tuple[str, str]] = ()) -> dict[str, Parts]:
     for kind, name in models or causal_models():
         model = random_model(kind, name)
         if model is not None:
-            with choices_of_a_gpu():
+            with pytest.MonkeyPatch.context() as patch:
+                choose_as_on_a_gpu(patch)
                 found[kind] = parts_of(fuse(model, loss=True))
     return found

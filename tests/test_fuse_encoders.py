@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers")
 
-from fused_parts import choices_of_a_gpu  # noqa: E402
+from fused_parts import choose_as_on_a_gpu  # noqa: E402
 from test_fuse import Calls  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
@@ -36,6 +36,8 @@ CLASSES = {
     "gpt_neox": "GPTNeoXModel",
     "starcoder2": "Starcoder2Model",
     "opt": "OPTModel",
+    "m2m_100": "M2M100Model",
+    "moonshine": "MoonshineModel",
     "t5": "T5Model",
 }
 MORE = {
@@ -49,12 +51,14 @@ MORE = {
 DECODERS = ("phi", "gpt_neox", "starcoder2", "opt")
 # another activation; layers that hold the products
 SPEECH = ("wav2vec2", "hubert")
-NO_MLP = ("clip_vision_model", "whisper", "opt")
+NO_MLP = ("clip_vision_model", "whisper", "m2m_100", "moonshine", "opt")
 # How many layers run add_layer_norm, and layer_norm_linears, where it is not two. Phi's norm feeds
 # two modules, GPT-NeoX's layers add three tensors at once, OPT's change the shape of the sum, and
 # Wav2Vec2's normalise behind the attention.
 PARTS = {
-    "whisper": (4, 4),
+    "whisper": (6, 4),  # two behind the two attentions of a decoder layer
+    "m2m_100": (6, 4),
+    "moonshine": (10, 8),  # of six encoder layers
     "wav2vec2": (0, 0),
     "bert": (4, 0),
     "phi": (0, 0),
@@ -66,10 +70,9 @@ NESTED = {"vit": (0, 0), "dinov2": (2, 0)}
 
 
 @pytest.fixture(autouse=True)
-def ops_on_a_cpu():
+def ops_on_a_cpu(monkeypatch):
     """For exact comparisons on a CPU."""
-    with choices_of_a_gpu():
-        yield
+    choose_as_on_a_gpu(monkeypatch)
 
 
 def encoder(kind, device="cpu", dtype=torch.float32, **changes):
@@ -372,7 +375,8 @@ def test_layer_norms_that_stay_stock():
     report = fuse(model, only="norm", check=False)
     assert report.replaced == ["layernorm"]
     assert dict(report.skipped) == {
-        "layers.0.layernorm_before": "TwiceNorm is none of the norms that fuse knows",
+        "layers.0.layernorm_before": f"{TwiceNorm.__module__}.{TwiceNorm.__qualname__} has the "
+        "parts of a LayerNorm and computes something else",
         "layers.0.layernorm_after": "its forward was replaced on the instance",
         "layers.1.layernorm_before": "it normalises 2 dimensions",
         "layers.1.layernorm_after": "mixed dtypes: weight float32, bias float64",

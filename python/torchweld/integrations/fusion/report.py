@@ -140,6 +140,9 @@ def list_places(places: list[tuple[str, Any]], calls: Any, report: FuseReport) -
             report.ops[where] += NOT_RUN
         elif ran and (key, "projections") not in calls:
             report.ops[where] = re.sub("_linears.*", "", report.ops[where])
+        if ran and (key, "add") in calls and (key, "projections") not in calls:
+            name = where.rpartition(".")[2]
+            report.ops[where] = f"add_{report.ops[where]} (residual -> {name})"
         for instead in ran or () if key not in counted else ():
             op = report.ops[where].split(" ")[0]
             name = instead or (op if "::" in op else f"torchweld::{op}")

@@ -69,10 +69,17 @@ class Layer(NamedTuple):
     Attributes:
         before_attention: The norm of its input, None if several modules get the result.
         before_mlp: The norm of the first sum of the input and a result, None if there is none.
+        later: The norms of the sums of that sum and further results. A call without
+            cross-attention gives the first sum to one of them.
     """
 
     before_attention: str | None = "input_layernorm"
     before_mlp: str | None = "post_attention_layernorm"
+    later: tuple[str, ...] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all norms."""
+        return *filter(None, self[:2]), *self.later
 
 
 class Rotary(NamedTuple):
@@ -454,7 +461,8 @@ class FusedLayer(FusedModule):
         (first, *_), projections = norms, None
         if first is self._modules.get(getattr(self, ROW).before_attention):
             projections = _projections_of(attention_of(self), x)
-        x = LayerInput(x, norms, {} if projections is None else {first: projections})
+        given = {} if projections is None else {first: projections}
+        x = LayerInput(x, norms, given, 1 + len(getattr(self, ROW).later))
         if args:
             args = (x, *args[1:])
         else:
@@ -477,7 +485,8 @@ def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:
     """The norms of a layer that run an op of its input x, with their parameters."""
     found: dict[nn.Module, Parameters] = {}
     modules = layer._modules
-    norms = [modules[name] for name in getattr(layer, ROW, ()) if name in modules]
+    row: Layer | None = getattr(layer, ROW, None)
+    norms = [modules[name] for name in row.names() if name in modules] if row else []
     if type(x) is not Tensor or None in norms or not untouched(*norms):
         return found
     for norm in norms:

@@ -71,44 +71,60 @@ def computed(value: Any) -> Any:
     return value.tensor() if isinstance(value, Deferred) else value
 
 
-class LayerInput(Deferred):
-    """The input of a decoder layer: a norm computes its sum with a result.
+class Residual(Deferred):
+    """A tensor to which a decoder layer adds results: a norm computes the sum with its own result.
 
     Attributes:
         norms: The norms of the layer that run an op of x, with their parameters.
+        sums: How many sums, one of the other, a norm may compute.
+    """
+
+    __slots__ = ("norms", "sums")
+
+    def __add__(self, h: Any) -> Any:
+        x = self.tensor()
+        same = self.sums and plain_tensors(x, h) and h.shape == x.shape
+        return Sum(h, x, self.norms, self.sums - 1) if same else x + computed(h)
+
+    __radd__ = __add__
+
+
+class LayerInput(Residual):
+    """The input of a decoder layer.
+
+    Attributes:
         projections: The layers that are computed with one of the norms.
     """
 
-    __slots__ = ("norms", "projections")
+    __slots__ = ("projections",)
 
     def __init__(
         self,
         x: Tensor,
         norms: Mapping[nn.Module, Sequence[Tensor | None]],
         projections: Mapping[nn.Module, Operands],
+        sums: int,
     ) -> None:
-        self.x, self.norms, self.projections = x, norms, projections
+        self.x, self.norms, self.projections, self.sums = x, norms, projections, sums
 
     def tensor(self) -> Tensor:
         return self.x
 
-    def __add__(self, h: Any) -> Any:
-        same = plain_tensors(self.x, h) and h.shape == self.x.shape
-        return Sum(h, self.x, self.norms) if same else self.x + computed(h)
 
-    __radd__ = __add__
-
-
-class Sum(Deferred):
+class Sum(Residual):
     """``h + x``, which one of ``norms`` computes with its result."""
 
-    __slots__ = ("h", "norms")
+    __slots__ = ("h",)
 
     def __init__(
-        self, h: Tensor, x: Tensor, norms: Mapping[nn.Module, Sequence[Tensor | None]]
+        self,
+        h: Tensor,
+        x: Tensor,
+        norms: Mapping[nn.Module, Sequence[Tensor | None]],
+        sums: int,
     ) -> None:
         self.x, self.mode = x, _mode()
-        self.h, self.norms = h, norms
+        self.h, self.norms, self.sums = h, norms, sums
 
     def tensor(self) -> Tensor:
         if self.h is not None:

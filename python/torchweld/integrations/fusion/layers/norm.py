@@ -51,6 +51,7 @@ class FusedNorm(FusedModule):
         if type(x) is Sum and x.h is not None and self in x.norms and x.is_in_mode():
             if recorder.calls is not None:
                 recorder.record((self, "add"))
+                recorder.record(self)
             h, x.h = x.h, None
             add = getattr(ops, f"add_{self.op}")
             h, x.x = add(h, x.x, *x.norms[self], **self.options())

@@ -91,7 +91,7 @@ def find(module: nn.Module) -> Fusion | None:
     found = register(stock_class(module))
     if found is None and (rows := _layer_rows(module)):
         found = choose(module, lambda _: rows, RecognisedLayer)
-    return found if found and {*filter(None, found[1])} <= module._modules.keys() else None
+    return found if found and {*found[1].names()} <= module._modules.keys() else None
 
 
 def difference(module: nn.Module) -> str | None:
@@ -206,7 +206,13 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _layer_rows(module: nn.Module) -> list[Layer]:
-    """The row of a layer: the norm of its input in a replica, and the one that gets a sum."""
+    """The row of a layer: the norm of its input in a replica, and those that get sums."""
+    # Its last sum may go to a child that is no norm.
+    return _layer_rows_of(module, sums=len(module._modules)) or _layer_rows_of(module, sums=1)
+
+
+def _layer_rows_of(module: nn.Module, sums: int) -> list[Layer]:
+    """The row of a layer that leaves a number of sums to its norms."""
     random = compare.Random(torch.device("cpu"), torch.float32)
     try:
         with compare.isolated(random.device), recorder.recording() as calls:
@@ -216,18 +222,19 @@ def _layer_rows(module: nn.Module) -> list[Layer]:
                 for child in replica.children()
                 if isinstance(child, FusedNorm)
             }
-            x = LayerInput(random.inputs(), norms, dict.fromkeys(norms, Operands([], [])))
+            projections = dict.fromkeys(norms, Operands([], []))
+            x = LayerInput(random.inputs(), norms, projections, sums)
             _run_stubs(replica, stock_forward, x)
     except Exception:  # it has the children of a layer and is none
         return []
     names = {child: name for name, child in replica._modules.items()}
-    sums = [names[key[0]] for key in calls if isinstance(key, tuple)]
+    before = [names[key[0]] for key in calls if isinstance(key, tuple)]
     given = Counter(norm for child in replica.children() for norm in getattr(child, "given", ()))
     first = [names[norm] for norm, count in given.items() if count == 1]
     attn = attention_of(module)
-    if not sums and (attn is None or not projection_layers(attn, None)):
+    if not before and (attn is None or not projection_layers(attn, None)):
         return []
-    row = Layer(next(iter(first), None), next(iter(sums), None))
+    row = Layer(next(iter(first), None), next(iter(before), None), tuple(before[1:]))
     return [row] if any(row) else []
 
 
