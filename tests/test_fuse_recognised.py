@@ -739,6 +739,29 @@ def test_losses_of_models_with_more_arguments(kind):
     assert [*out] == [name for name in want if name != "logits"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "tower"),
+    [
+        ("lfm3_vl", "Lfm3VlForConditionalGeneration", "model.vision_tower.layers.1.self_attn"),
+        # MuseGlimmer multiplies its logits in front of a softcap.
+        ("muse_glimmer", "MuseGlimmerForConditionalGeneration", "model.vision_tower.layers.0.attn"),
+    ],
+)
+def test_models_of_images_train_and_generate_as_stock(kind, name, tower):
+    model = random_model(kind, name)
+    if model is None:
+        pytest.skip("not in this transformers")
+    stock, report = fuse_keeping_stock(model, loss=True)
+    assert report.max_abs_diff < 1e-4
+    assert report.ops[f"{tower}.rotary"].startswith("rotary")
+    assert_same_loss(model.train(), stock.train())
+    prompt = torch.arange(5, 11)[None]
+    made = [
+        each.eval().generate(prompt, max_new_tokens=6, do_sample=False) for each in (model, stock)
+    ]
+    assert torch.equal(*made)
+
+
 def test_a_recognised_loss_compiles_in_one_graph():
     model = tiny_of("Cohere", logit_scale=0.25).train()
     fuse(model, loss=True)

@@ -54,11 +54,13 @@ class Logits(NamedTuple):
         option: The op's option; None if the model leaves the logits as they are.
         number: Its name in the config.
         inverse: Whether the option is 1 over the number.
+        factor: The name of a number that multiplies the logits in front of a softcap, if any.
     """
 
     option: str | None = None
     number: str = ""
     inverse: bool = False
+    factor: str = ""
 
     def __call__(self, config: Any) -> dict[str, Any]:
         if self.option is None:
@@ -66,6 +68,9 @@ class Logits(NamedTuple):
         # NOTE: torch.compile does not trace get_text_config.
         owner = config if hasattr(config, self.number) else config.get_text_config()
         value = getattr(owner, self.number)
+        if self.factor:  # c tanh(f z / c) is the cap c / f of z, times f
+            factor = getattr(owner, self.factor)
+            return {"softcap": value / factor, "temperature": 1 / factor}
         return {self.option: 1 / value if self.inverse else value}
 
 
@@ -76,6 +81,7 @@ _CHANGES = (
     Logits("temperature", "logit_scale", inverse=True),
     Logits("temperature", "lm_head_multiplier", inverse=True),
     Logits("softcap", "logits_soft_cap"),
+    Logits("softcap", "final_logit_softcapping", factor="output_multiplier"),
 )
 
 
@@ -107,7 +113,11 @@ def _has_children_of_head(module: nn.Module) -> bool:
 def _rows(module: nn.Module) -> list[Head]:
     """The rows that a model may have."""
     text = module.config.get_text_config()
-    changes = [each for each in _CHANGES if hasattr(text, each.number)]
+    changes = [
+        each
+        for each in _CHANGES
+        if all(hasattr(text, name) for name in filter(None, (each.number, each.factor)))
+    ]
     output, results, passes = _of_stock(module)
     rows = [
         Head(each, output=output, results=results, passes=passes) for each in (*changes, Logits())
@@ -183,7 +193,7 @@ class _Base(nn.Module):
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = _small(fused_replica(module), module, random)
     text = replica.config.get_text_config()
-    for name in {each.number for each in _CHANGES}:
+    for name in filter(None, {name for each in _CHANGES for name in (each.number, each.factor)}):
         value = getattr(text, name, None)
         if value is not None and not isinstance(getattr(type(text), name, 0), property):
             # A factor of 1 would hide whether it multiplies or divides.
