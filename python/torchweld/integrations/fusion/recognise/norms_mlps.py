@@ -245,7 +245,7 @@ def _norm_rows(module: nn.Module) -> list[Any]:
     if "bias" in given:
         return centred
     rms = [Norm(names[0], offset) for offset in offsets]
-    return [*rms, *centred, rms[0]]  # whose name a refusal has
+    return [*rms, *centred, rms[-1]]  # a refusal has the last one as its reason
 
 
 def _mlp_rows(module: nn.Module) -> list[MLP]:
