@@ -233,7 +233,7 @@ def test_a_sequence_s_gradients_do_not_depend_on_the_others(dtype, device):
 
 
 def test_keys_before_the_first_that_is_seen_are_not_read(device):
-    """The tiles of the mode start before the window. What lies there must not reach a result."""
+    """The tiles of the mode start before the window. NaN keys there must not reach a result."""
     t = heads(device, BF16, 1, 200, 64)
     for x in (t.k, t.v):
         x[:, :, :100] = torch.nan
