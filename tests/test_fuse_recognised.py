@@ -412,12 +412,16 @@ def test_query_and_key_are_rotated_one_by_one(kind, layers, shared):
     exact = step(copy.deepcopy(stock).double(), first=1)[1]
     want, want_grads = step(stock, first=1)
     assert_close(logits, want, rtol=1e-4, atol=1e-4)
+    # All parameters together: a vector of eight values may be lucky in the stock model.
+    errors = []
     for grad, want_grad, exact_grad in zip(grads, want_grads, exact, strict=True):
         if want_grad is None:
             assert grad is None
         else:
-            error, allowed = ((g - exact_grad).norm() for g in (grad, want_grad))
-            assert error <= 2 * allowed + 1e-5 * exact_grad.norm()
+            size = exact_grad.norm() + 1e-30
+            errors.append([(g - exact_grad).norm() / size for g in (grad, want_grad)])
+    error, allowed = torch.tensor(errors).square().mean(0).sqrt()
+    assert error <= 2 * allowed + 1e-5
     prompt = torch.arange(2, 8)[None]
     made = [
         each.eval().generate(prompt, max_new_tokens=6, do_sample=False) for each in (model, stock)
