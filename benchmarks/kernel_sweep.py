@@ -30,6 +30,7 @@ class Call(NamedTuple):
     op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = {}
+    invariant: bool = False  # whether the call runs in the batch-invariant mode
 
 
 def empty(*shape: int, dtype: torch.dtype = F32, offset: int = 0, pitch: int = 0) -> Tensor:
@@ -125,6 +126,7 @@ def products() -> Iterator[Call]:
         bias = empty(n, dtype=dtype)
         for x, weight in each(layouts(m, k, dtype=dtype), layouts(n, k, dtype=dtype)):
             yield Call("linear", (x, weight))
+            yield Call("linear", (x, weight), invariant=True)
             for act in ACTIVATIONS:
                 yield Call("linear_forward", (x, weight, bias), {"activation": act})
         for a, b in each(layouts(3, m, k, dtype=dtype), layouts(3, k, n, dtype=dtype)):
@@ -180,6 +182,7 @@ def gates() -> Iterator[Call]:
             options = {"gate": gate, "interleaved": interleaved}
             for each_weight in layouts(2 * n, k, dtype=dtype):
                 yield Call("gated_linear", (x, each_weight, b), options)
+                yield Call("gated_linear", (x, each_weight, b), options, invariant=True)
             z = empty(m, 2 * n, dtype=dtype, offset=offset)
             yield Call("gated_linear_forward", (x, weight, b), options)
             options["output_mask"] = [True, True, bias]

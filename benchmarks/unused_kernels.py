@@ -53,16 +53,17 @@ class Sweep:
     """Dry runs of calls; `reached` has the offsets of the kernels that they would launch."""
 
     def __init__(self) -> None:
-        from torchweld import _library, explain
+        from torchweld import _library, batch_invariant, explain
 
-        self.ops, self.tables = _library.ops, _library.introspection()
+        self.ops, self.tables, self.mode = _library.ops, _library.introspection(), batch_invariant
         self.dry_run = sys.modules[explain.__module__]._dry_run
         self.reached: set[int] = set()
         self.refused: Counter[str] = Counter()
 
     def records(self, call: Call, device: int) -> list[dict[str, Any]]:
         try:
-            seen = self.dry_run(call.op, call.args, call.kwargs, device)
+            with self.mode(call.invariant):
+                seen = self.dry_run(call.op, call.args, call.kwargs, device)
         except (RuntimeError, ValueError) as error:
             self.refused[f"{call.op}: {str(error).splitlines()[0][:160]}"] += 1
             return []
