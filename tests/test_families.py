@@ -117,8 +117,8 @@ def test_splits_cover_the_split_dimension():
     ("family", "numbers", "words"),
     [
         ("gemm", LINEAR, "no family"),
-        ("matmul", LINEAR[:-1], "17 numbers"),
-        ("matmul", [*LINEAR, *LINEAR], "17 numbers"),
+        ("matmul", LINEAR[:-1], "18 numbers"),
+        ("matmul", [*LINEAR, *LINEAR], "18 numbers"),
         ("matmul", problem("matmul", m=0), "m from 1"),
         ("matmul", problem("matmul", m=2**41), "m from 1"),
         ("matmul", problem("matmul", math=4), "math from 0 to 3"),
