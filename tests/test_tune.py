@@ -321,7 +321,7 @@ def test_table_as_text(fake_gpu):
     lines = str(made_result(fake_gpu)).splitlines()
     assert lines[0].startswith("torchweld::linear(float32 (6, 16), float32 (8, 16)) on NVIDIA Test")
     sizes = "m 1024, n 2048, k 2048, batch 1, gated 0, pointwise 0, math 1"
-    layouts = "a_k_major 1, b_k_major 1, normed 0, grouped 0"
+    layouts = "a_k_major 1, b_k_major 1, normed 0, grouped 0, invariant 0"
     assert lines[1].startswith(f"matmul ({sizes}, {layouts}): "), "not the device"
     heads = lines[2].split()
     assert heads[:4] == ["choice", "block_m", "block_n", "block_k"] and "TFLOP/s" in heads

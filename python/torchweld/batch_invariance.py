@@ -8,7 +8,13 @@ from torchweld._library import ops
 
 
 def is_batch_invariant() -> bool:
-    """Whether the calls of this thread are batch invariant: see `batch_invariant`."""
+    """Whether the calls of this thread are batch invariant.
+
+    Example::
+
+        with torchweld.batch_invariant():
+            assert torchweld.is_batch_invariant()
+    """
     return ops._is_batch_invariant()
 
 
