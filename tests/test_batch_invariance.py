@@ -261,6 +261,8 @@ def test_the_mode_is_a_thread_s_and_ends_with_its_context(device):
     with pytest.raises(ZeroDivisionError), torchweld.batch_invariant():
         raise ZeroDivisionError
     assert seen == [False] and not torchweld.is_batch_invariant()
+    assert not ops._set_batch_invariant(True) and ops._is_batch_invariant()
+    assert ops._set_batch_invariant(False) and not ops._is_batch_invariant()
     assert_same_bits(torchweld.softmax(x), torchweld.softmax(x))
 
 
