@@ -67,7 +67,7 @@ def experts_of(r: Rows) -> Tensor:
     count, (n, k) = 4, r.weight.shape
     inner = n // 2 // count
     up = r.weight[: 2 * inner * count].view(count, 2 * inner, k)
-    down = r.square[: count * k // count].reshape(-1)[: count * k * inner].view(count, k, inner)
+    down = r.square.view(-1)[: count * k * inner].view(count, k, inner)
     index = torch.stack([r.target % count, (r.target + 1 + r.target % 3) % count], 1)
     weight = torch.softmax(r.x[:, :2].float(), 1)
     return torchweld.experts(r.x, up, down, index, weight)
@@ -230,6 +230,23 @@ def test_a_sequence_s_gradients_do_not_depend_on_the_others(dtype, device):
         whole = gradients(slice(None))
         for part in (slice(0, 1), slice(3, 5)):
             assert_same_bits(gradients(part), [g[part] for g in whole])
+
+
+def test_every_thread_of_the_cpu_is_in_the_mode():
+    """The backward of few rows computes the scores in the way of its forward, on each thread."""
+    t = heads("cpu", F32, 4, 300, 64)
+    q = t.q[:, :, -4:]
+    dout, found, before = torch.randn(q.shape), [], torch.get_num_threads()
+    try:
+        for threads in (1, 8):
+            torch.set_num_threads(threads)
+            leaves = [x.detach().requires_grad_() for x in (q, t.k, t.v)]
+            with torchweld.batch_invariant():
+                out = torchweld.attention(*leaves, causal=True)
+            found.append(torch.autograd.grad(out, leaves, dout))
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(found[1], found[0])
 
 
 def test_keys_before_the_first_that_is_seen_are_not_read(device):
