@@ -11,7 +11,7 @@ namespace torchweld {
 // on if the environment variable TORCHWELD_BATCH_INVARIANT is 1.
 bool is_batch_invariant();
 
-// Turns the mode of this thread on or off. Returns the previous mode.
+// Sets the mode of this thread. Returns the previous mode.
 bool set_batch_invariant(bool on);
 
 // While an object of this class exists, the mode of its thread is `on`.

@@ -186,6 +186,14 @@ inline Tensor invariant_product(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == at::kDouble ? multiply(double()) : multiply(float());
 }
 
+// Computes y (M, N) = x (M, K) @ weight (N, K).T + bias by invariant_product.
+inline void invariant_linear_into(const Tensor& y, const Tensor& x, const Tensor& weight,
+                                  const OptionalTensor& bias) {
+  Tensor product = invariant_product(x, weight.t());
+  if (is_given(bias)) product.add_(*bias);
+  y.copy_(product);
+}
+
 // Returns the number of columns that the left operand of a matmul must have if the right operand
 // has k rows. This number is k. If E is bf16, it is k rounded up to an even number, because the
 // matmul reads bf16 columns in pairs.

@@ -123,9 +123,7 @@ inline void linear_into(Tensor& z, const Tensor& x, const Tensor& weight,
                         const OptionalTensor& bias, Activation activation = Activation::kNone) {
   const Tensor rows = as_matrix(x);
   if (is_batch_invariant()) {
-    Tensor product = invariant_product(rows, weight.t());
-    if (is_given(bias)) product.add_(*bias);
-    z.copy_(product.view(z.sizes()));
+    invariant_linear_into(as_matrix(z), rows, weight, bias);
     activate_into(z, z, activation);
     return;
   }

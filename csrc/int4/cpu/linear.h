@@ -109,15 +109,12 @@ void int4_linear_into(const Tensor& y, const Tensor& x, const Weight& weight,
     is_given(bias) ? y.copy_(bias->expand_as(y)) : y.zero_();
     return;
   }
-  const int64_t block_size = int4_block(n, k * x.element_size(), /*min_size=*/32);
   if (is_batch_invariant()) {
     const Tensor dense = at::empty({n, k}, x.options());
     dequantise_block(dense, weight, 0, 0);
-    Tensor product = invariant_product(x, dense.t());
-    if (is_given(bias)) product.add_(*bias);
-    y.copy_(product);
-    return;
+    return invariant_linear_into(y, x, dense, bias);
   }
+  const int64_t block_size = int4_block(n, k * x.element_size(), /*min_size=*/32);
   if (supports_int4_bf16(x, weight)) return int4_bf16_into(y, x, weight, bias, block_size);
   if (supports_int4_rows(x, weight)) return int4_rows_into(y, x, weight, bias);
   parallel_tasks((n + block_size - 1) / block_size, [&](int64_t task) {
