@@ -80,6 +80,7 @@ INTROSPECTION = "torchweld._C"
 GENERATED = Path("build") / "generated"
 sys.path.insert(0, str(ROOT / "csrc"))
 import instantiations  # noqa: E402
+import old_glibc  # noqa: E402
 
 # wgmma needs the 90a target; sm_80 code and its PTX run on every other GPU.
 DEFAULT_ARCH_FLAGS = [
@@ -240,7 +241,8 @@ class BdistWheel(bdist_wheel):
             return tag
         symbols = re.compile(rb"GLIBC_2\.(\d+)")
         libraries = [path.read_bytes() for path in Path(self.bdist_dir).rglob("*.so")]
-        newest = max(int(minor) for text in libraries for minor in symbols.findall(text))
+        # torch's own wheels need 2.28.
+        newest = max(28, *(int(minor) for text in libraries for minor in symbols.findall(text)))
         return "py3", "none", tag[2].replace("linux", f"manylinux_2_{newest}", 1)
 
 
@@ -258,6 +260,10 @@ class BuildExt(cpp_extension.BuildExtension):
         # A group of .cpp takes 2 GiB to compile.
         jobs = max(1, min(cores, int(free_memory_gib() / 2)))
         os.environ["MAX_JOBS"] = os.environ.get("MAX_JOBS") or str(jobs)
+        if FOR_WHEEL:
+            links = old_glibc.write(ROOT / GENERATED / "glibc", compiler)
+            for extension in self.extensions:
+                extension.extra_link_args = [*extension.extra_link_args, *links]
         what = "with CUDA" if WITH_CUDA else f"for CPU only ({NO_CUDA})"
         say(f"building {what} against torch {torch.__version__}, {os.environ['MAX_JOBS']} jobs")
         start = time.monotonic()

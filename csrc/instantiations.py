@@ -314,8 +314,6 @@ CUDA_GROUPS = {
         "norm/forward.cu",
         "norm/backward.cu",
         "norm/vectors_backward.cu",
-        "norm/gated.cu",
-        "ops/causal_conv1d/kernels.cu",
         "ops/rotary/kernels.cu",
         "ops/folded_layer_norm_linear/fold_kernels.cu",
     ),

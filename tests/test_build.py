@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
+import math
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -485,6 +488,40 @@ def test_every_cuda_source_is_compiled_once(instantiations, tmp_path):
     assert sorted([*alone, *sum(instantiations.CUDA_GROUPS.values(), ())]) == listed
     (path,) = (path for path in instantiations.write(tmp_path) if path.stem == "losses")
     assert '#include "losses/kernels.cu"' in path.read_text()
+
+
+USES_NEW_GLIBC = """
+#include <dlfcn.h>
+#include <cmath>
+#include <memory>
+#include <shared_mutex>
+std::shared_mutex mutex;
+extern "C" double run(double x) {
+  auto first = std::make_shared<double>(x), second = first;
+  std::shared_lock<std::shared_mutex> lock(mutex);
+  Dl_info library;
+  return dladdr((void*)&run, &library) ? std::exp(*first) + std::log(*second) : -1;
+}
+"""
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux",
+    reason="the versions of glibc's functions are known for two processors",
+)
+def test_a_library_of_a_wheel_loads_on_an_older_glibc(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "csrc")
+    old_glibc = importlib.import_module("old_glibc")
+    source, library = tmp_path / "source.cpp", tmp_path / "library.so"
+    source.write_text(USES_NEW_GLIBC)
+    links = old_glibc.write(tmp_path / "with a space", "c++")
+    command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", source, "-o", library]
+    subprocess.run([*command, *links], check=True)
+    versions = re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())
+    assert versions and max(map(int, versions)) <= 28
+    function = ctypes.CDLL(library).run
+    function.restype, function.argtypes = ctypes.c_double, [ctypes.c_double]
+    assert function(2.0) == pytest.approx(math.exp(2) + math.log(2), rel=1e-15)
 
 
 def test_every_op_has_a_namespace():

@@ -43,7 +43,7 @@ def hub(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkout") / "dist"
     folder.mkdir()
     minor = ".".join(torch.__version__.split(".")[:2])
-    name = f"torchweld-{torchweld.__version__}+torch{minor}.{CUDA}-py3-none-manylinux_2_34"
+    name = f"torchweld-{torchweld.__version__}+torch{minor}.{CUDA}-py3-none-manylinux_2_28"
     with zipfile.ZipFile(folder / f"{name}_{platform.machine()}.whl", "w") as wheel:
         for path in ("_ops.abi3.so", "_build.json", "ops/stock.py"):
             wheel.write(PACKAGE / path, f"torchweld/{path}")

@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import kernel_check  # noqa: E402
 
 MAX_WHEEL_BYTES = 30 * 10**6
+MAX_GLIBC = 28  # RHEL 8
 PIP = ("-m", "pip", "--quiet", "--no-input", "--disable-pip-version-check")
 FACTS = "import sys, torch; print('%d.%d' % sys.version_info[:2], torch.__version__.split('+')[0])"
 HEADERS = "import sys, sysconfig; print(sys.version_info[1], sysconfig.get_path('include'))"
@@ -152,8 +153,9 @@ def check_metadata(wheel: Path, torch: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         top = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" not in name}
         libraries = [i for i in archive.infolist() if i.filename.endswith("/_ops.abi3.so")]
-    if not re.search(r"-py3-none-manylinux_2_\d+_\w+\.whl$", wheel.name):
-        sys.exit(f"wheel: it must be for all Pythons and name its glibc, but is {wheel.name}")
+    found = re.search(r"-py3-none-manylinux_2_(\d+)_\w+\.whl$", wheel.name)
+    if not found or int(found[1]) > MAX_GLIBC:
+        sys.exit(f"wheel: it must be for all Pythons and glibc 2.{MAX_GLIBC}, but is {wheel.name}")
     if top - {"torchweld", "torchweld_cli.py"}:
         sys.exit(f"wheel: it must hold torchweld and torchweld_cli.py, but has {', '.join(top)}")
     for library in libraries:

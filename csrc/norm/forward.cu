@@ -1,4 +1,5 @@
 // Launches the kernel of norm/forward.cuh for a dtype.
+#include "core/launch.h"
 #include "device/dispatch.cuh"
 #include "norm/norm.h"
 
