@@ -218,6 +218,7 @@ def _builds() -> Calls:
         "plain": S.attention_call(4, 4, 4, 4, 4, 4, 2),
         "padded": S.attention_call(4, 8, 4, 5, 5, 2, 3, pads=(0, 2, 5, 1), causal=True, scale=0.3),
         "grouped": S.attention_call(3, 6, 3, 3, 5, 2, 2, causal=True, window=2),
+        "dropout": S.attention_call(4, 4, 4, 4, 4, 4, 2, dropout_p=0.5),
     }
     calls |= {
         "documents": masked(calls["plain"], "key_start", "sink"),

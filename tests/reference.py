@@ -170,9 +170,48 @@ def attend(
     scale: float,
     softcap: float | None,
     sink: Tensor | None,
+    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
+    """`factors`: those of dropout."""
     p, lse = softmax_and_lse(scores, seen, scale, softcap, sink)
-    return p @ value, lse
+    return (p * factors) @ value, lse
+
+
+def philox(counter: Sequence[Tensor | int], key: Sequence[int], rounds: int) -> list[Tensor]:
+    """Philox 4x32 of Salmon et al., "Parallel random numbers", 2011, on int64 tensors."""
+    low = 2**32 - 1
+    a, b, c, d = counter
+    k0, k1 = key
+
+    def product(x: Tensor | int, factor: int) -> tuple[Tensor | int, Tensor | int]:
+        """The high and the low word of a product, whose 64 bits int64 does not hold."""
+        first, second = (x & 0xFFFF) * factor, (x >> 16) * factor
+        middle = (first >> 16) + (second & 0xFFFF)
+        high = (second >> 16) + (middle >> 16)
+        return high & low, ((middle & 0xFFFF) << 16) | (first & 0xFFFF)
+
+    for _ in range(rounds):
+        (high_a, low_a), (high_c, low_c) = product(a, 0xD2511F53), product(c, 0xCD9E8D57)
+        a, b, c, d = high_c ^ b ^ k0, low_c, high_a ^ d ^ k1, low_a
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return [a, b, c, d]
+
+
+def dropout_factors(shape: Sequence[int], dropout_p: float, seed: Tensor | None) -> Tensor | float:
+    """The factors of dropout of probabilities (batch, nheads, seqlen_q, seqlen_k)."""
+    threshold = round(dropout_p * 2**16)
+    if threshold == 0:
+        return 1.0
+    batch, nheads, seqlen_q, seqlen_k = shape
+    heads, rows = torch.arange(batch * nheads)[:, None, None], torch.arange(seqlen_q)[:, None]
+    groups = torch.arange(-(-seqlen_k // 8))
+    number = int(seed)
+    words = philox((groups, rows, heads, 0), (number & 2**32 - 1, number >> 32 & 2**32 - 1), 7)
+    shape = (batch * nheads, seqlen_q, len(groups))
+    halves = [w.expand(shape) >> shift & 0xFFFF for w in words for shift in (0, 16)]
+    bits = torch.stack(halves, -1).flatten(-2)[..., :seqlen_k]
+    kept = (bits >= threshold).view(batch, nheads, seqlen_q, seqlen_k)
+    return kept.to(torch.float64) * (2**16 / max(1, 2**16 - threshold))
 
 
 @primitive
@@ -224,16 +263,20 @@ def default_scale(query: Tensor, scale: float | None) -> float:
 
 
 def attention_forward(
-    query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None, **mask
-):
+    query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None,
+    dropout_p=0.0, dropout_seed=None, **mask,
+):  # fmt: skip
     batch, nheads, seqlen_q, _ = query.shape
     nheads_k, seqlen_k = key.shape[1:3]
     heads = (nheads_k, nheads // nheads_k if nheads_k else 1)
     seen = visible(batch, seqlen_q, seqlen_k, leftpad, causal, **mask)[:, None]
     q, k, v = used(query, key, value, seen)
     scores = q.unflatten(1, heads) @ k[:, :, None].mT
+    factors = dropout_factors((batch, nheads, seqlen_q, seqlen_k), dropout_p, dropout_seed)
+    if isinstance(factors, Tensor):
+        factors = factors.unflatten(1, heads)
     out, lse = attend(
-        scores, seen[:, None], v[:, :, None], default_scale(query, scale), softcap, sink
+        scores, seen[:, None], v[:, :, None], default_scale(query, scale), softcap, sink, factors
     )
     return out.flatten(1, 2), lse.flatten(1, 2)
 
@@ -860,14 +903,18 @@ def eager_causal_softmax(scores, leftpad=None, *, scale=1.0, softcap=None, sink=
 
 
 def eager_attention(
-    query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None, **mask
-):
+    query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None,
+    dropout_p=0.0, dropout_seed=None, **mask,
+):  # fmt: skip
     group = query.shape[1] // key.shape[1]
     size = (query.shape[0], query.shape[2], key.shape[2])
     seen = visible(*size, up(leftpad), causal, **mask)[:, None]
     scores = query @ key.repeat_interleave(group, 1).mT
     p = eager_masked_softmax(scores, seen, default_scale(query, scale), softcap, sink)
-    return p @ value.repeat_interleave(group, 1)
+    factors = dropout_factors(p.shape, dropout_p, dropout_seed)
+    if isinstance(factors, Tensor):
+        factors = factors.to(p)
+    return (p * factors) @ value.repeat_interleave(group, 1)
 
 
 def eager_activate(z: Tensor, activation: str) -> Tensor:

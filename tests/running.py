@@ -526,11 +526,17 @@ class Running:
         y.again = p.rounded() if given is None else Running(given, self.dtype)
         return y
 
-    def attend(self, seen, value, scale, softcap, sink) -> tuple[Running, Running]:
+    def attend(
+        self, seen, value, scale, softcap, sink, factors: Tensor | float = 1.0
+    ) -> tuple[Running, Running]:
         """The backward computes p from lse again."""
         p, lse, z = self.probabilities(seen, scale, softcap, sink)
         p, lost = p.renormalised(), p.lost
-        out = product(p.rounded(), value)
+
+        def kept(p: Running) -> Running:
+            return p * factors if isinstance(factors, Tensor) else p
+
+        out = product(kept(p).rounded(), value)
         p = p.flushed().plus(1, lost).erring(0.0, 0.0, UNIT[acc_dtype(self.dtype)] * lost)
         live, v = seen.any(-1, keepdim=True), value.value
 
@@ -545,8 +551,9 @@ class Running:
 
         def to_scores(dout: Running) -> Running:
             d = clean(dout).value
-            size = d.abs() @ v.abs().mT + row_sum(d.abs() * (p.value @ v.abs()))
-            return dscores(d @ v.mT - row_sum(d * out.value), size)
+            mean = kept(p).value @ v.abs()
+            size = d.abs() @ v.abs().mT * factors + row_sum(d.abs() * mean)
+            return dscores(d @ v.mT * factors - row_sum(d * out.value), size)
 
         def lse_to_scores(dlse: Running) -> Running:
             d = clean(dlse[..., None]).value
@@ -558,7 +565,7 @@ class Running:
         ways = [
             (out, same, None),
             (z, None, to_scores),
-            (value, None, lambda dout: product(p.rounded().mT, clean(dout), value.shape)),
+            (value, None, lambda dout: product(kept(p).rounded().mT, clean(dout), value.shape)),
             (sink, None, lambda dout: to_sink((clean(dout) * out).sum(-1))),
         ]
         finite = ~lse.value.isneginf()

@@ -141,6 +141,8 @@ def softmax_matmul_call(m: Maker, b, h, sq, sk, dv, pads=None, **kwargs) -> Call
 @builder
 def attention_call(m: Maker, b, h, hkv, sq, sk, d, dv, pads=None, **kwargs) -> Call:
     q, k, v = m.randn(b, h, sq, d), m.randn(b, hkv, sk, d), m.randn(b, hkv, sk, dv)
+    if "dropout_p" in kwargs:
+        kwargs["dropout_seed"] = torch.tensor([7 << 40 | 5], device=m.device)
     return [q, k, v, *([m.pads(*pads)] if pads else [])], kwargs
 
 
@@ -640,6 +642,7 @@ def _listed() -> Calls:
         "grouped": attention_call(1, 4, 2, 2, 3, 2, 2, causal=True),
         "tall": attention_call(2, 1, 1, 5, 2, 3, 2, pads=(1, -3), causal=True),
         "empty": attention_call(2, 1, 1, 3, 0, 2, 2),
+        "dropout": attention_call(2, 4, 2, 3, 11, 2, 3, causal=True, dropout_p=0.4),
     }
     for op, given, inputs, ref in (
         ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),

@@ -378,7 +378,7 @@ def test_xformers_refusals():
     q = torch.zeros(2, 4, 4, 16)
     blocks = mask_of("BlockDiagonalMask", q_seqinfo=None, k_seqinfo=None)
     for options, sentence in (
-        ({"p": 0.1}, "p must be 0, but got 0.1; torchweld's attention has no dropout"),
+        ({"p": 0.1}, "p must be 0, but got 0.1; torchweld's attention is slow with dropout"),
         ({"attn_bias": q}, "attn_bias must be None or a mask of xformers, but got a Tensor"),
         ({"attn_bias": mask_of("PagedBlockDiagonalPaddedKeysMask")}, "attn_bias must be one of"),
         ({"attn_bias": blocks}, "query must be (1, tokens, nheads, head_dim) with BlockDiagonal"),

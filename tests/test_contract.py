@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import torchweld
 from numerics import assert_same_bits, assert_same_kind, check
@@ -70,6 +71,7 @@ NUMBERS = (
     "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, "
     "Tensor? sink=None"
 )
+DROPOUT = "float dropout_p=0.0, Tensor? dropout_seed=None"
 LOSS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
     'str reduction="mean", int ignore_index=-100, float label_smoothing=0, float? softcap=None, '
@@ -105,13 +107,13 @@ SCHEMAS = [
     f"Tensor? leftpad=None, *, bool causal=False, float scale=1.0, {NUMBERS}) -> "
     "(Tensor dscores, Tensor dvalue, Tensor dsink)",
     f"attention({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}) -> Tensor",
+    f"{NUMBERS}, {DROPOUT}) -> Tensor",
     f"attention_forward({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}) -> (Tensor out, Tensor lse)",
+    f"{NUMBERS}, {DROPOUT}) -> (Tensor out, Tensor lse)",
     f"attention_with_lse({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}) -> (Tensor out, Tensor lse)",
+    f"{NUMBERS}, {DROPOUT}) -> (Tensor out, Tensor lse)",
     f"attention_backward(Tensor dout, {QKV}, Tensor out, Tensor lse, Tensor? leftpad=None, *, "
-    f"bool causal=False, float? scale=None, {NUMBERS}, Tensor? dlse=None) -> "
+    f"bool causal=False, float? scale=None, {NUMBERS}, {DROPOUT}, Tensor? dlse=None) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink)",
     'linear(Tensor x, Tensor weight, Tensor? bias=None, *, str activation="none") -> Tensor',
     'linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, str activation="none") -> '
@@ -509,17 +511,17 @@ def test_meta_and_fake_agree_with_real(s, device):
         transposed = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
         for call_args in (args, transposed):
             real = as_tuple(call(s.op)(*call_args, **kwargs))
-            meta = [
-                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
-                if isinstance(a, Tensor)
-                else a
-                for a in call_args
-            ]
+            given = call_args, kwargs
+            meta_args, meta_kwargs = tree_map_only(
+                Tensor,
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+                given,
+            )
             with FakeTensorMode() as mode:
-                fake = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in call_args]
-                faked = as_tuple(call(s.op)(*fake, **kwargs))
+                fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, given)
+                faked = as_tuple(call(s.op)(*fake_args, **fake_kwargs))
             for outputs, where in (
-                (as_tuple(call(s.op)(*meta, **kwargs)), "meta"),
+                (as_tuple(call(s.op)(*meta_args, **meta_kwargs)), "meta"),
                 (faked, device),
             ):
                 for got, ref in zip(outputs, real, strict=True):
@@ -699,6 +701,7 @@ def test_an_undefined_tensor_counts_as_none(op, name, device, tmp_path):
         args, kwargs = s.make(device)
         at = names.index(name)
         args = [None if i == at else a for i, a in enumerate(args)]
+        kwargs.pop(name, None)
         for autocast in (False, True):
 
             def scripted_call(leaves, kwargs):

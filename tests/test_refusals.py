@@ -57,7 +57,7 @@ TARGET = torch.zeros(4, dtype=torch.int64)
 MASK = torch.ones(2, 5, dtype=torch.int64)
 ATTENTION = (
     "arguments must be query, key, value, leftpad, causal, scale, key_start, key_end, window, "
-    "softcap, sink, but got"
+    "softcap, sink, dropout_p, dropout_seed, but got"
 )
 FROM_MASK = "torchweld.leftpad_from_mask(attention_mask)"
 LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
@@ -67,8 +67,7 @@ SENTENCES = [
     # Keywords of torch and of other libraries.
     ("attention", [Q] * 3, {"is_causal": True}, f"{ATTENTION} is_causal; use causal=, which is "
      "aligned at the bottom right"),
-    ("attention", [Q] * 3, {"dropout_p": 0.1}, f"{ATTENTION} dropout_p; leave it out, attention "
-     "has no dropout"),
+    ("attention", [Q] * 3, {"dropout": 0.1}, f"{ATTENTION} dropout; use dropout_p="),
     ("attention", [Q] * 3, {"attn_mask": MASK}, f"{ATTENTION} attn_mask; masks are numbers: use "
      f"leftpad={FROM_MASK}, or key_start=, key_end=, window="),
     ("attention", [Q] * 3, {"sliding_window": 4}, f"{ATTENTION} sliding_window; use window="),
@@ -84,7 +83,7 @@ SENTENCES = [
     ("attention", [Q] * 3, {"caussal": True}, f"{ATTENTION} caussal; use causal="),
     ("attention", [Q] * 3, {"flavour": 1}, f"{ATTENTION} flavour"),
     ("attention", [Q] * 5, {}, f"{ATTENTION} 5 without a name; use causal=, scale=, key_start=, "
-     "key_end=, window=, softcap=, sink="),
+     "key_end=, window=, softcap=, sink=, dropout_p=, dropout_seed="),
     ("softmax", [X], {"dim": 0}, f"arguments must be x, but got dim; {LAST_DIM}"),
     ("softmax", [X, 0], {}, f"arguments must be x, but got 2 without a name; {LAST_DIM}"),
     ("softmax", [X], {"dtype": torch.float64}, "arguments must be x, but got dtype; use "
@@ -204,7 +203,7 @@ def test_activations_and_gates_of_other_libraries(name, activation, gate):
 @pytest.mark.parametrize(
     ("op", "args", "idle"),
     [
-        ("attention", [Q] * 3, {"attn_mask": None, "dropout_p": 0.0}),
+        ("attention", [Q] * 3, {"attn_mask": None, "dropout": 0.0}),
         ("attention_with_lse", [Q] * 3, {"alibi_slopes": None, "dropout": 0}),
         ("cross_entropy", [X, TARGET], {"weight": None}),
     ],

@@ -62,7 +62,7 @@ REFUSED = "choice must be one that the problem allows, but got"
     [
         ("gemm", LINEAR, "sync 256x128", "family must be one of matmul, .*conv2d, but got 'gemm'"),
         ("matmul", LINEAR[1:], "sync 256x128", "problem must be 18 numbers for matmul, but got"),
-        ("matmul", [1] * 99, "sync 256x128", "problem must be at most 20 numbers, but got 99"),
+        ("matmul", [1] * 99, "sync 256x128", "problem must be at most 24 numbers, but got 99"),
         ("matmul", LINEAR, "sync", f"{UNKNOWN} matmul, but got 'sync'; .*candidates lists them"),
         ("matmul", LINEAR, "sync 96x96", f"{UNKNOWN} matmul, but got 'sync 96x96'"),
         ("matmul", LINEAR, "sync 128x128 /33", f"{UNKNOWN} matmul, but got"),

@@ -383,7 +383,7 @@ def test_one_graph_serves_all_lengths(causal):
 ENDS = offsets([3, 5])
 NAMES = (
     "arguments must be q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, "
-    "scale, window, softcap, sink, return_lse, but got"
+    "scale, window, softcap, sink, dropout_p, dropout_seed, return_lse, but got"
 )
 REFUSED = [
     (
@@ -410,7 +410,7 @@ REFUSED = [
     ({"cu_seq_k": ENDS}, f"{NAMES} cu_seq_k; use cu_seqlens_k="),
     ({"window_size": (3, 0)}, f"{NAMES} window_size; use window=left + 1, or torchweld.compat"),
     ({"return_attn_probs": True}, f"{NAMES} return_attn_probs; use return_lse="),
-    ({"dropout_p": 0.1}, f"{NAMES} dropout_p; leave it out, attention has no dropout"),
+    ({"dropout": 0.1}, f"{NAMES} dropout; use dropout_p="),
     ({"alibi_slopes": torch.zeros(4)}, f"{NAMES} alibi_slopes; attention adds no bias to the"),
     ({"block_table": ENDS}, f"{NAMES} block_table; attention reads no paged cache, pass"),
     ({"deterministic": True}, f"{NAMES} deterministic; leave it out, gradients are always determ"),

@@ -164,6 +164,7 @@ struct AttentionLoad {
   int64_t window;  // 0 if there is no window
   bool packed;     // true if key_start or a key_end per row is given
   bool softcap;
+  bool dropout;
 };
 
 struct AttentionProblem {
@@ -205,6 +206,7 @@ inline constexpr const char* kAttentionOtherKeys =
 // it.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // the kernels count positions in 32 bits
+  if (p.load.dropout) return "no tile supports dropout";
   if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile supports a head dim of 0";
   if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
     return {"no tile supports sequences longer than {}", kMaxSeqlen};

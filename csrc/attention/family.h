@@ -23,27 +23,29 @@ struct AttentionNumbers {
                                       {"window", 0, kMaxSize},
                                       {"packed", 0, 1},
                                       {"softcap", 0, 1},
+                                      {"dropout", 0, 1},
                                       {"invariant", 0, 1}};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
 
   static Encoded encode_fields(const AttentionProblem& p) {
-    return {p.load.heads,    p.seqlen_q,    p.seqlen_k,
-            p.head_dim,      p.head_dim_v,  static_cast<int64_t>(p.math),
-            p.load.group,    p.load.causal, p.load.padded,
-            p.load.bfloat16, p.load.window, p.load.packed,
-            p.load.softcap,  p.invariant};
+    return {p.load.heads,    p.seqlen_q,     p.seqlen_k,
+            p.head_dim,      p.head_dim_v,   static_cast<int64_t>(p.math),
+            p.load.group,    p.load.causal,  p.load.padded,
+            p.load.bfloat16, p.load.window,  p.load.packed,
+            p.load.softcap,  p.load.dropout, p.invariant};
   }
   static AttentionProblem decode_fields(const Encoded& x) {
-    return {x[1],
-            x[2],
-            x[3],
-            x[4],
-            static_cast<AttentionMath>(x[5]),
-            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0},
-            {},
-            x[13] != 0};
+    return {
+        x[1],
+        x[2],
+        x[3],
+        x[4],
+        static_cast<AttentionMath>(x[5]),
+        {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0, x[13] != 0},
+        {},
+        x[14] != 0};
   }
   static Encoded shape_class(Encoded x) {
     for (int i : {0, 1, 2, 10}) x[i] = size_class(x[i]);
@@ -82,6 +84,7 @@ struct AttentionNumbers {
     return "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
   }
   static std::string why(const AttentionProblem& p, const Encoded& x) {
+    if (general(x) && p.load.dropout) return "no tile supports dropout";
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
   }
 };

@@ -29,6 +29,7 @@
 
 #include <cstdint>
 
+#include "attention/dropout.h"
 #include "core/macros.h"
 
 namespace torchweld {
@@ -55,8 +56,8 @@ struct SequenceMaskOf {
 using SequenceMask = SequenceMaskOf<int64_t>;
 using SequenceMask32 = SequenceMaskOf<int>;  // requires that all sequence lengths fit in 32 bits
 
-// The mask, the soft cap and the sinks of a call, in the form that kernels read. An argument that
-// is not given is null or 0.
+// The mask, the soft cap, the sinks and the dropout of a call, in the form that kernels read. An
+// argument that is not given is null or 0.
 struct MaskParams {
   static constexpr int64_t kMaxWindow = int64_t{1} << 40;
 
@@ -72,6 +73,7 @@ struct MaskParams {
   bool causal;
   bool padded;        // leftpad is given
   bool has_row_ends;  // key_end has one value per row
+  AttentionDropout dropout;
 
   // Whether `causal`, the window or a key_end per row may let the rows of a sequence see different
   // keys. key_start does not count.

@@ -20,6 +20,8 @@ struct Mask {
   std::optional<double> softcap;  // > 0: scores become softcap * tanh(score / softcap)
   // (nheads,): the attention sinks. A sink is one more logit of a head and has no value vector.
   OptionalTensor sink;
+  double dropout_p = 0;         // the probability with which a probability is dropped
+  OptionalTensor dropout_seed;  // int64 (1,)
 
   bool has_row_ends() const { return is_given(key_end) && key_end->dim() == 2; }
 
@@ -28,15 +30,17 @@ struct Mask {
     const auto of = [](const OptionalTensor& t) -> OptionalTensor {
       return is_given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
     };
-    return {of(leftpad), causal, of(key_start), of(key_end), window, softcap, of(sink)};
+    return {of(leftpad), causal,   of(key_start), of(key_end),     window,
+            softcap,     of(sink), dropout_p,     of(dropout_seed)};
   }
 
-  // Converts the mask to MaskParams. `data(tensor)` must return the address of the elements of an
-  // int32 tensor. softcap and sink stay unset, because the CPU code keeps them in another dtype.
+  // Converts the mask to MaskParams. `data(tensor, zero)` must return the address of the elements
+  // of a tensor, whose type is that of `zero`. softcap and sink stay unset, because the CPU code
+  // keeps them in another dtype.
   template <typename Data>
   MaskParams params(int64_t seqlen_q, int64_t seqlen_k, const Data& data) const {
     const auto address = [&](const OptionalTensor& t) -> const int32_t* {
-      return is_given(t) ? data(*t) : nullptr;
+      return is_given(t) ? data(*t, int32_t{}) : nullptr;
     };
     MaskParams params{};
     params.seqlen_q = seqlen_q;
@@ -48,6 +52,8 @@ struct Mask {
     params.causal = causal;
     params.padded = is_given(leftpad);
     params.has_row_ends = has_row_ends();
+    const auto threshold = static_cast<uint32_t>(std::lround(dropout_p * AttentionDropout::kAll));
+    if (threshold > 0) params.dropout = {data(*dropout_seed, int64_t{}), threshold};
     return params;
   }
 };
@@ -95,6 +101,17 @@ inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batc
              dtype_name(acc_dtype(like)), ", but got ", describe(sink), "; use sink.to(", like_name,
              ".dtype)");
     check_shape(op, "sink", sink, {nheads}, "(nheads,)");
+  }
+  TW_CHECK(mask.dropout_p >= 0 && mask.dropout_p <= 1, op,
+           "dropout_p must be between 0 and 1, but got ", mask.dropout_p);
+  if (mask.dropout_p > 0) {
+    const char* name = "dropout_seed";
+    TW_CHECK(is_given(mask.dropout_seed), op,
+             "dropout_seed must be given with dropout_p, but got None; use ",
+             "torch.randint(2**63 - 1, (1,), device=", like_name, ".device)");
+    check_device(op, name, *mask.dropout_seed, like_name, like);
+    check_dtype(op, name, *mask.dropout_seed, at::kLong);
+    check_shape(op, name, *mask.dropout_seed, {1}, "(1,)");
   }
 }
 

@@ -19,8 +19,8 @@ inline Mask kernel_mask(const Mask& mask) {
 // Returns the mask's parameters for kernels. `mask` must come from kernel_mask. The tensors of
 // `mask` must outlive the result.
 inline MaskParams kernel_params(const Mask& mask, int64_t seqlen_q, int64_t seqlen_k) {
-  MaskParams params =
-      mask.params(seqlen_q, seqlen_k, [](const Tensor& t) { return const_data<int32_t>(t); });
+  MaskParams params = mask.params(
+      seqlen_q, seqlen_k, [](const Tensor& t, auto zero) { return const_data<decltype(zero)>(t); });
   // NOTE: the clamp keeps the cap in the range of fp32. A cap below this range would become 0, and
   // a cap above this range would become infinite. In both cases, the scores would be lost.
   if (mask.softcap) {

@@ -12,19 +12,38 @@ namespace torchweld {
 #define TW_MASK_SCHEMA                                                                    \
   "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
   "Tensor? sink=None"
+#define TW_DROPOUT_SCHEMA ", float dropout_p=0.0, Tensor? dropout_seed=None"
+
+// The mask's arguments in a schema: without `causal`, where the mask is always causal; with it; and
+// with the dropout too.
+enum class MaskSchema { kCausal, kMask, kMaskAndDropout };
 
 // MaskOp<f, R(), arguments of f>::call gets the mask's arguments one by one, in the order of the
-// schema, and calls f(before..., mask, scale, after...). If kCausal is true, the schema has an
-// argument `causal`. Otherwise the mask is always causal.
-template <auto f, bool kCausal, typename Before, typename... Rest>
+// schema, and calls f(before..., mask, scale, after...).
+template <auto f, MaskSchema kSchema, typename Before, typename... Rest>
 struct MaskOp;
 
-template <auto f, bool kCausal, typename R, typename... Before, typename Next, typename... Rest>
-struct MaskOp<f, kCausal, R(Before...), Next, Rest...>
-    : MaskOp<f, kCausal, R(Before..., Next), Rest...> {};
+template <auto f, MaskSchema kSchema, typename R, typename... Before, typename Next,
+          typename... Rest>
+struct MaskOp<f, kSchema, R(Before...), Next, Rest...>
+    : MaskOp<f, kSchema, R(Before..., Next), Rest...> {};
 
 template <auto f, typename R, typename... Before, typename Scale, typename... After>
-struct MaskOp<f, true, R(Before...), const Mask&, Scale, After...> {
+struct MaskOp<f, MaskSchema::kMaskAndDropout, R(Before...), const Mask&, Scale, After...> {
+  static R call(Before... before, const OptionalTensor& leftpad, bool causal, Scale scale,
+                const OptionalTensor& key_start, const OptionalTensor& key_end,
+                std::optional<int64_t> window, std::optional<double> softcap,
+                const OptionalTensor& sink, double dropout_p, const OptionalTensor& dropout_seed,
+                After... after) {
+    return f(
+        before...,
+        Mask{leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p, dropout_seed},
+        scale, after...);
+  }
+};
+
+template <auto f, typename R, typename... Before, typename Scale, typename... After>
+struct MaskOp<f, MaskSchema::kMask, R(Before...), const Mask&, Scale, After...> {
   static R call(Before... before, const OptionalTensor& leftpad, bool causal, Scale scale,
                 const OptionalTensor& key_start, const OptionalTensor& key_end,
                 std::optional<int64_t> window, std::optional<double> softcap,
@@ -35,7 +54,7 @@ struct MaskOp<f, true, R(Before...), const Mask&, Scale, After...> {
 };
 
 template <auto f, typename R, typename... Before, typename Scale, typename... After>
-struct MaskOp<f, false, R(Before...), const Mask&, Scale, After...> {
+struct MaskOp<f, MaskSchema::kCausal, R(Before...), const Mask&, Scale, After...> {
   static R call(Before... before, const OptionalTensor& leftpad, Scale scale,
                 const OptionalTensor& key_start, const OptionalTensor& key_end,
                 std::optional<int64_t> window, std::optional<double> softcap,
@@ -45,29 +64,32 @@ struct MaskOp<f, false, R(Before...), const Mask&, Scale, After...> {
   }
 };
 
-template <auto f, bool kCausal, typename R, typename... Args>
+template <auto f, MaskSchema kSchema, typename R, typename... Args>
 constexpr auto mask_op_of(R (*)(Args...)) {
-  return &MaskOp<f, kCausal, R(), Args...>::call;
+  return &MaskOp<f, kSchema, R(), Args...>::call;
 }
 
-// The function that the dispatcher calls for f. If the schema has an argument `causal`, this
-// function is mask_op, otherwise causal_mask_op.
+// The functions that the dispatcher calls for f, for each MaskSchema.
 template <auto f>
-constexpr auto mask_op = mask_op_of<f, /*kCausal=*/true>(f);
+constexpr auto causal_mask_op = mask_op_of<f, MaskSchema::kCausal>(f);
 template <auto f>
-constexpr auto causal_mask_op = mask_op_of<f, /*kCausal=*/false>(f);
+constexpr auto mask_op = mask_op_of<f, MaskSchema::kMask>(f);
+template <auto f>
+constexpr auto dropout_mask_op = mask_op_of<f, MaskSchema::kMaskAndDropout>(f);
 
 // The number of tensors in a Mask. save_with_mask saves these tensors after the tensors of the op.
-constexpr size_t kMaskTensors = 4;
+constexpr size_t kMaskTensors = 5;
 
 inline void save_with_mask(AutogradContext* ctx, variable_list tensors, const Mask& mask) {
-  for (const OptionalTensor* t : {&mask.leftpad, &mask.key_start, &mask.key_end, &mask.sink}) {
+  for (const OptionalTensor* t :
+       {&mask.leftpad, &mask.key_start, &mask.key_end, &mask.sink, &mask.dropout_seed}) {
     tensors.push_back(or_undefined(*t));
   }
   ctx->save_for_backward(std::move(tensors));
   ctx->saved_data["causal"] = mask.causal;
   ctx->saved_data["window"] = mask.window;
   ctx->saved_data["softcap"] = mask.softcap;
+  ctx->saved_data["dropout_p"] = mask.dropout_p;
 }
 
 inline Mask saved_mask(AutogradContext* ctx, const variable_list& saved) {
@@ -78,7 +100,9 @@ inline Mask saved_mask(AutogradContext* ctx, const variable_list& saved) {
           optional(t[2]),
           ctx->saved_data["window"].toOptional<int64_t>(),
           ctx->saved_data["softcap"].toOptional<double>(),
-          optional(t[3])};
+          optional(t[3]),
+          ctx->saved_data["dropout_p"].toDouble(),
+          optional(t[4])};
 }
 
 }  // namespace torchweld

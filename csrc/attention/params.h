@@ -88,7 +88,7 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           attention_math(dtype, tf32),
           {s.batch * s.nheads, s.nheads / s.nheads_kv, mask.causal, mask.leftpad != nullptr,
            dtype == DType::kBFloat16, mask.window, mask.key_start || mask.has_row_ends,
-           mask.softcap > 0.f},
+           mask.softcap > 0.f, mask.dropout.given()},
           device_facts(),
           is_batch_invariant()};
 }

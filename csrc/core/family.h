@@ -20,6 +20,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,7 +31,7 @@
 namespace torchweld {
 
 struct Encoded {
-  static constexpr int kMax = 20;
+  static constexpr int kMax = 24;
   int count = 0;
   int64_t values[kMax] = {};
 
@@ -39,7 +40,10 @@ struct Encoded {
     for (const int64_t value : list) push(value);
   }
 
-  void push(int64_t value) { values[count++] = value; }
+  void push(int64_t value) {
+    if (count == kMax) throw std::length_error("torchweld: Encoded::kMax is too small");
+    values[count++] = value;
+  }
   int64_t operator[](int i) const { return values[i]; }
   int64_t& operator[](int i) { return values[i]; }
 

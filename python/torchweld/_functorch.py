@@ -54,8 +54,9 @@ _LEADING = {
     **dict.fromkeys(("add_rms_norm", "add_layer_norm"), ("x", "residual")),
     "rms_norm_gated": ("x", "gate"),
 }
-# Arguments with one entry per sequence or per head of the batch that the op itself takes.
-_OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink")
+# Arguments with one entry per sequence or per head of the batch that the op itself takes, or that
+# depend on the places in it.
+_OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink", "dropout_seed")
 # Ops whose tensors, except the sink, all have the batch as their first dimension.
 _BATCHED = ("attention", "attention" + _WITH_LSE, "softmax_matmul", "bmm")
 # Arguments that autocast does not cast, because they are added to fp32 sums.
@@ -115,7 +116,7 @@ def _vmap(
     tensors = {name for name, value in given.items() if _is(value)}
 
     def folds() -> bool:
-        if public_op(op) not in _BATCHED or "sink" in tensors:
+        if public_op(op) not in _BATCHED or tensors & {"sink", "dropout_seed"}:
             return False
         return len({front(name).shape[1] for name in tensors}) == 1
 

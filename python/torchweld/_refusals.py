@@ -50,8 +50,6 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     **{
         name: [(argument, text) for argument in ("query", "cu_seqlens_q")]
         for name, text in (
-            ("dropout_p", "leave it out, attention has no dropout"),
-            ("dropout", "leave it out, attention has no dropout"),
             ("alibi_slopes", _BIAS),
             ("attn_bias", _BIAS),
             ("block_table", "attention reads no paged cache, pass contiguous keys and values"),
@@ -63,6 +61,7 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
         ("window", "use window=left + 1, or torchweld.compat.flash_attn for other right sizes")
     ],
     "sliding_window": [("window", "use window=")],
+    "dropout": [("dropout_p", "use dropout_p=")],
     **dict.fromkeys(
         ("logits_soft_cap", "logit_cap", "logit_softcapping"), [("softcap", "use softcap=")]
     ),

@@ -27,9 +27,9 @@ struct HeadGradient {
     LaneStatistics<acc_t> statistics;
   };
   // Tiles (tiles, 64, width) of a block. The scores become p, and dp becomes ds. The slopes
-  // 1 - (s / softcap)^2 exist if there is a soft cap.
+  // 1 - (s / softcap)^2 exist if there is a soft cap, and the factors if there is dropout.
   struct Tiles {
-    acc_t *scores, *dp, *slopes;
+    acc_t *scores, *dp, *slopes, *factors;
   };
 
   // Computes the scores of a tile in the way of the forward.
@@ -101,8 +101,9 @@ struct HeadGradient {
     }
   }
 
-  void add_block(const QueryBlock& block, acc_t sink, const Lanes& lanes, const Tiles& tiles,
-                 acc_t* dq_t) const {
+  void add_block(const QueryBlock& block, int64_t b, int64_t h, acc_t sink, const Lanes& lanes,
+                 const Tiles& tiles, acc_t* dq_t) const {
+    const bool drops = a.mask.dropout.given();
     const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v;
     const int64_t size = kTileKeys * width;
     for (int64_t t = 0; t < block.tiles(); ++t) {
@@ -110,6 +111,10 @@ struct HeadGradient {
       block_matmul(dp, v + (block.tile_begin + t) * kTileKeys * n, lanes.dout_t,
                    block.keys_in(block.tile_begin + t), width, n, /*add=*/false);
       block.fill_hidden(dp, block.tile_begin + t, width, acc_t(0));
+      if (drops) {
+        dropout_tile(a, b, h, block, block.tile_begin + t, tiles.factors + t * size);
+        multiply(dp, tiles.factors + t * size, block.keys_in(block.tile_begin + t) * width);
+      }
     }
     probabilities(block, sink, lanes, tiles);
     for (int64_t t = 0; t < block.tiles(); ++t) {
@@ -125,6 +130,7 @@ struct HeadGradient {
         for (int64_t i = 0; a.softcap > 0 && i < keys * width; ++i)
           ds[i] *= tiles.slopes[t * size + i];
       });
+      if (drops) multiply(p, tiles.factors + t * size, keys * width);
       block_matmul(dv + at * n, p, lanes.dout, keys, n, width, /*add=*/true);
       block_matmul(dk + at * d, ds, lanes.q, keys, d, width, /*add=*/true);
       block_matmul(dq_t, kt + at * d, ds, d, width, keys, /*add=*/t > 0, kTileKeys);
@@ -155,7 +161,8 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
     const int64_t kv_tiles = (b * a.nheads_kv + kv) * tiles * kTileKeys;
     const int64_t sums = tiles * kTileKeys * (d + n);
     const int64_t scores = tiles * kTileKeys * width, slopes = a.softcap > 0 ? scores : 0;
-    Scratch<acc_t> scratch(sums + 2 * scores + slopes + width * (3 * d + 2 * n + 6),
+    const int64_t factors = a.mask.dropout.given() ? scores : 0;
+    Scratch<acc_t> scratch(sums + 2 * scores + slopes + factors + width * (3 * d + 2 * n + 6),
                            packed_k.options());
     acc_t* const dk_sums = scratch.allocate(tiles * kTileKeys * d);
     acc_t* const dv_sums = scratch.allocate(tiles * kTileKeys * n);
@@ -170,7 +177,8 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
         scratch.allocate(width),
         {scratch.allocate(width), scratch.allocate(width), scratch.allocate(width)}};
     const typename HeadGradient<T, acc_t>::Tiles block_tiles = {
-        scratch.allocate(scores), scratch.allocate(scores), scratch.allocate(slopes)};
+        scratch.allocate(scores), scratch.allocate(scores), scratch.allocate(slopes),
+        scratch.allocate(factors)};
     acc_t* const dq_t = scratch.allocate(width * d);
     const HeadGradient<T, acc_t> gradient = {a,
                                              packed_k.const_data_ptr<acc_t>() + kv_tiles * d,
@@ -210,7 +218,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
         if (block.empty()) continue;
         pack_transposed<acc_t, acc_t>(lanes.qt, width, lanes.q, width, d, d, 1);
         pack_transposed<acc_t, acc_t>(lanes.dout_t, width, lanes.dout, width, n, n, 1);
-        gradient.add_block(block, a.template sink<acc_t>(h), lanes, block_tiles, dq_t);
+        gradient.add_block(block, b, h, a.template sink<acc_t>(h), lanes, block_tiles, dq_t);
         with_vectors([&] {
           for (int64_t r = 0; r < block.rows; ++r) {
             if (!block.sees(r)) continue;

@@ -11,6 +11,7 @@
 
 #include <ATen/Dispatch.h>
 
+#include "attention/cpu/dropout.h"
 #include "attention/cpu/lane_products.h"
 
 namespace torchweld {
@@ -100,11 +101,14 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
       if (lse) lse_to[r] = sink;
     }
     if (block.empty()) return;
+    const int64_t tile_size = kTileKeys * width, dropped = a.mask.dropout.given() ? tile_size : 0;
     Scratch<acc_t> scratch(
-        Products::scratch_size(width, d) + (dv + block.tiles() * kTileKeys + 3) * width, in_acc);
+        Products::scratch_size(width, d) + (dv + 3) * width + block.tiles() * tile_size + dropped,
+        in_acc);
     Products products(a, scratch);
     acc_t* const out_t = scratch.allocate(dv * width);
-    acc_t* const scores = scratch.allocate(block.tiles() * kTileKeys * width);
+    acc_t* const scores = scratch.allocate(block.tiles() * tile_size);
+    acc_t* const factors = scratch.allocate(dropped);
     const LaneStatistics<acc_t> lanes = {scratch.allocate(width), scratch.allocate(width),
                                          scratch.allocate(width)};
     products.pack_query(q.row(b, h, block.row), block.rows, q, static_cast<acc_t>(a.scale));
@@ -116,8 +120,13 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
     });
     softmax_of_lanes(scores, block, width, sink, lanes);
     for (int64_t t = 0; t < block.tiles(); ++t) {
-      products.multiply_values(out_t, vt + t * kTileKeys * dv, scores + t * kTileKeys * width,
-                               block.keys_in(block.tile_begin + t), /*add=*/t > 0);
+      const int64_t keys = block.keys_in(block.tile_begin + t);
+      acc_t* const p = scores + t * tile_size;
+      if (dropped) {
+        dropout_tile(a, b, h, block, block.tile_begin + t, factors);
+        multiply(p, factors, keys * width);
+      }
+      products.multiply_values(out_t, vt + t * kTileKeys * dv, p, keys, /*add=*/t > 0);
     }
     release_tiles<E>();
     with_vectors([&] {
@@ -148,9 +157,10 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
   parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
     const int64_t b = task % a.batch, kv = task / a.batch;
     const SequenceMask sequence = a.mask.sequence(b);
-    Scratch<acc_t> scratch(rows * (a.seqlen_k + d + dv) + dv, in_acc);
+    const int64_t dropped = a.mask.dropout.given() ? a.seqlen_k : 0;
+    Scratch<acc_t> scratch(rows * (a.seqlen_k + d + dv) + dv + dropped, in_acc);
     acc_t *const q_rows = scratch.allocate(rows * d), *const sums = scratch.allocate(rows * dv);
-    acc_t* const part = scratch.allocate(dv);
+    acc_t *const part = scratch.allocate(dv), *const factors = scratch.allocate(dropped);
     acc_t* const scores = scratch.allocate(rows * a.seqlen_k);
     with_vectors([&] {
       for (int64_t r = 0; r < rows; ++r) {
@@ -185,6 +195,10 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;
         acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);
         if (a.sinks.defined()) total += exp_in_vectors(sink - max);
+        if (dropped) {
+          dropout_factors(a.mask.dropout, factors, 1, b * a.nheads + h, i, live.begin, keys);
+          multiply(p + live.begin, factors, keys);
+        }
         // Sums are added in blocks of keys, because one chain of additions over thousands of keys
         // would lose digits.
         for (int64_t first = live.begin; first < live.end; first += kTileKeys) {

@@ -18,8 +18,9 @@ struct CpuScores {
 
   CpuScores(const Mask& args, int64_t seqlen_q, int64_t seqlen_k, double scale, at::ScalarType acc)
       : scale(scale), softcap(args.softcap.value_or(0)), tensors_(args.contiguous()) {
-    mask = tensors_.params(seqlen_q, seqlen_k,
-                           [](const Tensor& t) { return t.const_data_ptr<int32_t>(); });
+    mask = tensors_.params(seqlen_q, seqlen_k, [](const Tensor& t, auto zero) {
+      return t.const_data_ptr<decltype(zero)>();
+    });
     if (is_given(args.sink)) sinks = args.sink->to(acc).contiguous();
   }
 

@@ -64,8 +64,11 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
   }
   const float probability = exponential<T>(x);
   constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
-  const float ds = probability * fmaf(dp, kUnshift, -args.g_delta[stats]);
-  return {probability * kUnshift, kIsMasked<Args> ? ds * slope : ds};
+  const AttentionDropout& dropout = p.mask.dropout;
+  const float keep =
+      dropout.given() ? dropout.factor_of(sequence * p.sizes.nheads + head, row, key) : 1.f;
+  const float ds = probability * fmaf(dp * keep, kUnshift, -args.g_delta[stats]);
+  return {probability * keep * kUnshift, kIsMasked<Args> ? ds * slope : ds};
 }
 
 template <typename T, typename Args>

@@ -95,7 +95,9 @@ __global__ __launch_bounds__(kThreads) void attention_general_kernel(
         sum += exp2_approx((s_scores[j] - top) * scale.c);
       }
       total = {max, fmaf(total.sum, factor, warp_sum(sum))};
-      s_p[threadIdx.x] = exp2_approx((s_scores[threadIdx.x] - top) * scale.c);
+      float p = exp2_approx((s_scores[threadIdx.x] - top) * scale.c);
+      if (mask.dropout.given()) p *= mask.dropout.factor_of(batch_head, i, key + threadIdx.x);
+      s_p[threadIdx.x] = p;
       __syncthreads();
 
 #pragma unroll

@@ -66,7 +66,7 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
   }
   return with_last(query, value.sym_size(3));
 }
-constexpr auto attention_checks = mask_op<check_attention>;
+constexpr auto attention_checks = dropout_mask_op<check_attention>;
 
 // Whether `t` (batch, heads, seqlen, columns) is a view of a tensor (batch, seqlen, heads, columns)
 // with stride 1 along the last dimension. If the heads of `t` are expanded, their stride is 0, and
@@ -123,10 +123,10 @@ Grads empty_attention_backward(const Tensor& dout, const Tensor& query, const Te
   return {empty(query), empty(key), empty(value), empty_dsink(mask.sink, query)};
 }
 
-constexpr auto attention_meta = mask_op<empty_attention>;
-constexpr auto attention_forward_meta = mask_op<empty_attention_forward>;
-constexpr auto attention_with_lse_meta = mask_op<empty_attention_with_lse>;
-constexpr auto attention_backward_meta = mask_op<empty_attention_backward>;
+constexpr auto attention_meta = dropout_mask_op<empty_attention>;
+constexpr auto attention_forward_meta = dropout_mask_op<empty_attention_forward>;
+constexpr auto attention_with_lse_meta = dropout_mask_op<empty_attention_with_lse>;
+constexpr auto attention_backward_meta = dropout_mask_op<empty_attention_backward>;
 TW_OP(attention);
 TW_OP(attention_forward);
 TW_OP(attention_with_lse);
@@ -171,11 +171,11 @@ void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Ten
   });
 }
 
-constexpr auto attention_cpu = mask_op<attention_on<fill_attention_cpu>>;
+constexpr auto attention_cpu = dropout_mask_op<attention_on<fill_attention_cpu>>;
 constexpr auto attention_forward_cpu =
-    mask_op<attention_forward_on<empty_attention_forward, fill_attention_cpu>>;
+    dropout_mask_op<attention_forward_on<empty_attention_forward, fill_attention_cpu>>;
 constexpr auto attention_with_lse_cpu =
-    mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cpu>>;
+    dropout_mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cpu>>;
 
 Grads attention_grads_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
                           const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -190,7 +190,7 @@ Grads attention_grads_cpu(const Tensor& dout, const Tensor& query, const Tensor&
   });
   return {dquery, dkey, dvalue, dsink};
 }
-constexpr auto attention_backward_cpu = mask_op<attention_grads_cpu>;
+constexpr auto attention_backward_cpu = dropout_mask_op<attention_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
 // CUDA: returns `t`, or a copy of `t` if the rows of `t` don't meet the requirements of
@@ -237,7 +237,8 @@ AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& va
 bool packs_heads(const Tensor& query, const Tensor& key, const Mask& mask) {
   const bool same_keys =
       !mask.window && !mask.has_row_ends() && !(is_given(mask.leftpad) && is_given(mask.key_start));
-  return query.size(2) == 1 && query.size(1) > key.size(1) && same_keys && !is_given(mask.sink);
+  const bool same_for_heads = same_keys && !is_given(mask.sink) && mask.dropout_p == 0;
+  return query.size(2) == 1 && query.size(1) > key.size(1) && same_for_heads;
 }
 
 void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
@@ -291,11 +292,11 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   launch_attention(params, current_stream());
 }
 
-constexpr auto attention_cuda = mask_op<attention_on<fill_attention_cuda>>;
+constexpr auto attention_cuda = dropout_mask_op<attention_on<fill_attention_cuda>>;
 constexpr auto attention_forward_cuda =
-    mask_op<attention_forward_on<empty_attention_forward, fill_attention_cuda>>;
+    dropout_mask_op<attention_forward_on<empty_attention_forward, fill_attention_cuda>>;
 constexpr auto attention_with_lse_cuda =
-    mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cuda>>;
+    dropout_mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cuda>>;
 
 Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
                            const Tensor& value, const Tensor& out, const Tensor& lse,
@@ -342,7 +343,7 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
   add_sink_terms(dsink, sink_terms);
   return {dquery, dkey, dvalue, dsink};
 }
-constexpr auto attention_backward_cuda = mask_op<attention_grads_cuda>;
+constexpr auto attention_backward_cuda = dropout_mask_op<attention_grads_cuda>;
 #endif
 
 // The autograd function of attention. If kWithLse is true, this is the autograd function of
@@ -353,11 +354,14 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
                                const Tensor& value, const OptionalTensor& leftpad, bool causal,
                                std::optional<double> scale, const OptionalTensor& key_start,
                                const OptionalTensor& key_end, std::optional<int64_t> window,
-                               std::optional<double> softcap, const OptionalTensor& sink) {
-    auto [out, lse] = call_attention_forward.below(query, key, value, leftpad, causal, scale,
-                                                   key_start, key_end, window, softcap, sink);
-    save_with_mask(ctx, {query, key, value, out, lse},
-                   {leftpad, causal, key_start, key_end, window, softcap, sink});
+                               std::optional<double> softcap, const OptionalTensor& sink,
+                               double dropout_p, const OptionalTensor& dropout_seed) {
+    auto [out, lse] =
+        call_attention_forward.below(query, key, value, leftpad, causal, scale, key_start, key_end,
+                                     window, softcap, sink, dropout_p, dropout_seed);
+    save_with_mask(
+        ctx, {query, key, value, out, lse},
+        {leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p, dropout_seed});
     ctx->saved_data["scale"] = scale;
     if (!kWithLse) return outputs_of(ctx, {out, lse});
     ctx->set_materialize_grads(false);
@@ -367,14 +371,14 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor dlse = kWithLse ? grads[1] : Tensor();
-    variable_list all(11);
+    variable_list all(13);
     if (!grads[0].defined() && !dlse.defined()) return all;
     const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
     const Mask mask = saved_mask(ctx, saved);
     auto [dquery, dkey, dvalue, dsink] = call_attention_backward(
         dout, saved[0], saved[1], saved[2], saved[3], saved[4], mask.leftpad, mask.causal,
         ctx->saved_data["scale"].toOptional<double>(), mask.key_start, mask.key_end, mask.window,
-        mask.softcap, mask.sink, optional(dlse));
+        mask.softcap, mask.sink, mask.dropout_p, mask.dropout_seed, optional(dlse));
     all[0] = dquery, all[1] = dkey, all[2] = dvalue;
     all[10] = if_wanted(is_given(mask.sink), dsink);
     return all;
@@ -384,7 +388,8 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
 TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   const std::string inputs = "Tensor query, Tensor key, Tensor value, ";
   const std::string mask =
-      "Tensor? leftpad=None, *, bool causal=False, float? scale=None, " TW_MASK_SCHEMA;
+      "Tensor? leftpad=None, *, bool causal=False, float? scale=None, " TW_MASK_SCHEMA
+          TW_DROPOUT_SCHEMA;
   define_op(m, "attention(" + inputs + mask + ") -> Tensor", TW_KERNELS(attention),
             recorded_by<AttentionFunction<false>>(call_attention, attention_checks));
   define_op(m, "attention_forward(" + inputs + mask + ") -> (Tensor out, Tensor lse)",

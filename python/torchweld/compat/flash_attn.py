@@ -336,7 +336,7 @@ def flash_attn_with_kvcache(
 def _refuse(name: str, dropout_p: float, alibi_slopes: Tensor | None) -> None:
     if dropout_p:
         raise ValueError(
-            f"{name}: dropout_p must be 0, but got {dropout_p}; torchweld's attention has no "
+            f"{name}: dropout_p must be 0, but got {dropout_p}; torchweld's attention is slow with "
             "dropout, set the model's attention dropout to 0"
         )
     if alibi_slopes is not None:

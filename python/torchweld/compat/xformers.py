@@ -71,7 +71,7 @@ def memory_efficient_attention(
         key, value: the same of seqlen_k.
         attn_bias: None, or a mask of xformers: LowerTriangular*, LocalAttentionFromBottomRightMask,
             BlockDiagonal* without pages. Its values stay on the device.
-        p: 0; torchweld's attention has no dropout.
+        p: 0; torchweld's attention is slow with dropout.
         scale: `head_dim ** -0.5` when None.
         op: accepted and not used; `torchweld.explain` tells which kernel runs.
         output_dtype: None or the dtype of query.
@@ -89,7 +89,9 @@ def memory_efficient_attention(
     """
     name = "memory_efficient_attention"
     if p:
-        raise ValueError(f"{name}: p must be 0, but got {p}; torchweld's attention has no dropout")
+        raise ValueError(
+            f"{name}: p must be 0, but got {p}; torchweld's attention is slow with dropout"
+        )
     if output_dtype not in (None, query.dtype):
         raise ValueError(
             f"{name}: output_dtype must be {query.dtype} like query, but got {output_dtype}; use "

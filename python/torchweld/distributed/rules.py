@@ -126,6 +126,8 @@ def _batch(call: Call) -> Row:
 
 
 def _attention(call: Call) -> list[Row]:
+    if call.has("dropout_seed"):
+        return []  # which probabilities are dropped depends on their places in the whole tensor
     heads = {**_with_gradients(_HEADS, shard(1)), **all_of(("sink", "dsink"), shard(0))}
     rows = [_batch(call), heads]
     values = call.values

@@ -21,6 +21,13 @@ from torchweld.ops.stock import is_plain, refuse_mixed, refuse_other
 _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
 
 
+def drawn_seed(query: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | None:
+    """dropout_seed, or a new one from torch's generator where dropout needs one."""
+    if dropout_seed is not None or dropout_p <= 0:
+        return dropout_seed
+    return torch.randint(1 << 62, (1,), device=query.device)
+
+
 @readable_errors
 def attention(
     query: Tensor,
@@ -35,6 +42,8 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> Tensor:
     """`scaled_dot_product_attention` with masks as numbers; the score matrix is never stored.
 
@@ -77,6 +86,11 @@ def attention(
         softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
         sink: `(nheads,)`, dtype of query or float32: one more logit of each head in its softmax,
             which has no value.
+        dropout_p: 0 to 1, in steps of 2**-16: this share of the probabilities becomes 0, the others
+            are divided by `1 - dropout_p`, as in SDPA.
+        dropout_seed: int64 `(1,)` on the same device; None draws one from torch's generator. It and
+            a probability's place (batch, head, row, key) decide which are dropped, the same on
+            every device.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0. The
@@ -90,8 +104,8 @@ def attention(
             assertion on CUDA. No other values of tensors are looked at: those out of range count as
             the nearest end.
 
-    Limits: differentiable once. No dropout. With softcap, bfloat16 values beyond 1e27 may give inf
-        on Hopper.
+    Limits: differentiable once. On CUDA, dropout runs a kernel that is slower than SDPA's. With
+        softcap, bfloat16 values beyond 1e27 may give inf on Hopper.
 
     Source: Dao, "FlashAttention-2", 2023.
 
@@ -102,6 +116,7 @@ def attention(
         out = torchweld.attention(q, k, v, causal=True, window=4)
         padding = torch.tensor([0, 3], dtype=torch.int32)  # the second sequence begins with 3 of it
         out = torchweld.attention(q, k, v, padding, causal=True)
+        out = torchweld.attention(q, k, v, causal=True, dropout_p=0.1)
     """
     check_key_start("attention", key_start, causal, key_end)
     return ops.attention(
@@ -116,6 +131,8 @@ def attention(
         window=window,
         softcap=softcap,
         sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=drawn_seed(query, dropout_p, dropout_seed),
     )
 
 
@@ -133,6 +150,8 @@ def attention_with_lse(
     window: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the logarithm of each row's sum of exponentials; both have gradients.
 
@@ -168,6 +187,8 @@ def attention_with_lse(
         window=window,
         softcap=softcap,
         sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=drawn_seed(query, dropout_p, dropout_seed),
     )
 
 

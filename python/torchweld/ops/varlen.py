@@ -29,6 +29,8 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of sequences that are packed one after the other, each on its own.
@@ -59,6 +61,8 @@ def varlen_attention(
         softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
         sink: `(nheads,)`, dtype of q or float32: one more logit of each head in its softmax, which
             has no value.
+        dropout_p: as `attention`; the place of a probability is (head, token of q, token of k).
+        dropout_seed: as `attention`.
         return_lse: returns the logarithm of each row's sum of exponentials too.
 
     Returns:
@@ -83,6 +87,7 @@ def varlen_attention(
         assert out.shape == (12, 4, 32)
     """
     options = {"scale": scale, "softcap": softcap, "sink": sink}
+    options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
     return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, options, return_lse)
 
 
