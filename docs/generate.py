@@ -359,8 +359,9 @@ PAGES = {
         "`torchweld.nn`: each replaces the torch code that it names.",
         "torchweld.nn.",
         {
-            "": "CausalSelfAttention RMSNorm LayerNorm GatedLinear RMSNormLinear LayerNormLinear "
-            "FoldedLayerNormLinear LinearCrossEntropy CrossEntropyLoss Int4Linear Softmax"
+            "": "Attention CausalSelfAttention RMSNorm LayerNorm GatedLinear RMSNormLinear "
+            "LayerNormLinear FoldedLayerNormLinear LinearCrossEntropy CrossEntropyLoss Int4Linear "
+            "Softmax"
         },
     ),
     "distributed": Page(

@@ -2,6 +2,7 @@
 
 from torchweld._refusals import readable_constructor as _readable_constructor
 from torchweld.ops.attention import CausalSelfAttention
+from torchweld.ops.attention_module import Attention
 from torchweld.ops.cross_entropy import CrossEntropyLoss
 from torchweld.ops.gated_linear import GatedLinear
 from torchweld.ops.int4_module import Int4Linear
@@ -12,6 +13,7 @@ from torchweld.ops.rms_norm_linear import RMSNormLinear
 from torchweld.ops.softmax import Softmax
 
 __all__ = [
+    "Attention",
     "CausalSelfAttention",
     "CrossEntropyLoss",
     "FoldedLayerNormLinear",
