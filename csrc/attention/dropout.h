@@ -8,6 +8,7 @@
 // Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "core/macros.h"
@@ -39,7 +40,10 @@ struct DropoutBits {
 
   // The bits of the key with this index in the group.
   TW_HOST_DEVICE uint32_t operator[](int index) const {
-    return words[index / 2] >> index % 2 * 16 & 0xFFFF;
+    // NOTE: on a GPU, an array with a variable index would be in local memory.
+    const uint32_t first = index < 2 ? words[0] : words[1];
+    const uint32_t second = index < 6 ? words[2] : words[3];
+    return (index < 4 ? first : second) >> index % 2 * 16 & 0xFFFF;
   }
 };
 
@@ -48,23 +52,26 @@ struct AttentionDropout {
 
   const int64_t* seed;  // (1,) on the device, or null if no probability is dropped
   uint32_t threshold;   // 1 to kAll
+  double factor;        // of the probabilities that are kept
+
+  // The dropout with probability p, or none if p rounds to 0.
+  static AttentionDropout make(const int64_t* seed, double p) {
+    const auto threshold = static_cast<uint32_t>(std::lround(p * kAll));
+    if (threshold == 0) return {};
+    return {seed, threshold, threshold == kAll ? 0 : double{kAll} / (kAll - threshold)};
+  }
 
   TW_HOST_DEVICE bool given() const { return seed != nullptr; }
   TW_HOST_DEVICE bool keeps(uint32_t bits) const { return bits >= threshold; }
 
-  // The factor of the probabilities that are kept.
-  template <typename T>
-  TW_HOST_DEVICE T factor() const {
-    return threshold == kAll ? T(0) : static_cast<T>(kAll) / static_cast<T>(kAll - threshold);
-  }
-
 #ifdef __CUDACC__
-  // Returns 0 or factor() for one probability.
+  // Returns 0 or the factor for one probability.
   __device__ __forceinline__ float factor_of(int64_t head, int64_t row, int64_t key) const {
     const DropoutBits bits(static_cast<uint64_t>(*seed), static_cast<uint32_t>(head),
                            static_cast<uint32_t>(row),
                            static_cast<uint32_t>(key / DropoutBits::kKeys));
-    return keeps(bits[static_cast<int>(key % DropoutBits::kKeys)]) ? factor<float>() : 0.f;
+    const int index = static_cast<int>(key % DropoutBits::kKeys);
+    return keeps(bits[index]) ? static_cast<float>(factor) : 0.f;
   }
 #endif
 };

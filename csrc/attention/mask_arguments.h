@@ -52,8 +52,9 @@ struct Mask {
     params.causal = causal;
     params.padded = is_given(leftpad);
     params.has_row_ends = has_row_ends();
-    const auto threshold = static_cast<uint32_t>(std::lround(dropout_p * AttentionDropout::kAll));
-    if (threshold > 0) params.dropout = {data(*dropout_seed, int64_t{}), threshold};
+    if (dropout_p > 0) {
+      params.dropout = AttentionDropout::make(data(*dropout_seed, int64_t{}), dropout_p);
+    }
     return params;
   }
 };

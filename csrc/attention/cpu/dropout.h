@@ -11,7 +11,7 @@ template <typename acc_t>
 void dropout_factors(const AttentionDropout& dropout, acc_t* to, int64_t step, int64_t head,
                      int64_t row, int64_t key, int64_t count) {
   constexpr int64_t kKeys = DropoutBits::kKeys;
-  const auto factor = dropout.factor<acc_t>();
+  const auto factor = static_cast<acc_t>(dropout.factor);
   for (int64_t j = key; j < key + count;) {
     const DropoutBits bits(static_cast<uint64_t>(*dropout.seed), static_cast<uint32_t>(head),
                            static_cast<uint32_t>(row), static_cast<uint32_t>(j / kKeys));
