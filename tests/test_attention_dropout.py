@@ -26,7 +26,7 @@ def seeded(device: str, p: float, seed: int = SEED) -> dict:
 
 
 def factors(device: str, shape: tuple[int, ...], given: dict, dtype=F32, **mask) -> Tensor:
-    """What every probability is multiplied by: with equal scores and the identity as the value."""
+    """The factors of all probabilities: with equal scores, and the identity as the value."""
     batch, nheads, seqlen_q, seqlen_k = shape
     query = torch.zeros(batch, nheads, seqlen_q, 8, dtype=dtype, device=device)
     key = torch.zeros(batch, nheads, seqlen_k, 8, dtype=dtype, device=device)
