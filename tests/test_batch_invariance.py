@@ -162,6 +162,43 @@ def test_a_row_does_not_depend_on_the_others(op, dtype, size, device):
                 assert_same_bits(mine, all_rows[first : first + count], f"{count} rows of {op}")
 
 
+@pytest.mark.parametrize("n", [7, 20, 37])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_the_last_elements_of_a_batch_are_as_the_others(dtype, n, device):
+    """Vectors end within a row: torch computes the rest of a tensor by other code."""
+    torch.manual_seed(0)
+    x, weight = randn(device, dtype, 13, 24), randn(device, dtype, 2 * n, 24)
+    down = randn(device, dtype, 24, n)
+    offsets = torch.tensor([2**31 - 1], device=device)
+    calls = {
+        f"linear {name}": lambda x, name=name: ops.linear(x, weight[:n], None, activation=name)
+        for name in ("relu", "gelu", "gelu_tanh", "silu")
+    }
+    for gate in ("sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"):
+        halves = weight[:n], weight[n:]
+        calls |= {
+            f"gated_linear {gate}": lambda x, g=gate: ops.gated_linear(x, weight, gate=g),
+            f"gated_linear_pair {gate}": lambda x, g=gate, h=halves: ops.gated_linear_pair(
+                x, *h, gate=g
+            ),
+            f"gated_mlp {gate}": lambda x, g=gate, h=halves: ops.gated_mlp(x, *h, down, gate=g),
+            f"grouped {gate}": lambda x, g=gate: ops.grouped_gated_linear(
+                x, weight[None], offsets, gate=g
+            ),
+        }
+    for name, run in calls.items():
+        with torchweld.batch_invariant():
+            leaf = x.clone().requires_grad_()
+            whole = run(leaf)
+            dout = torch.randn_like(whole)
+            (dx,) = torch.autograd.grad(whole, leaf, dout)
+            for first, last in ((0, 1), (3, 8), (12, 13), (1, 13)):
+                leaf = x[first:last].clone().requires_grad_()
+                part = run(leaf)
+                (dpart,) = torch.autograd.grad(part, leaf, dout[first:last])
+                assert_same_bits((part, dpart), (whole[first:last], dx[first:last]), name)
+
+
 class Heads(NamedTuple):
     q: Tensor  # (B, H, S, D)
     k: Tensor

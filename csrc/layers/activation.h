@@ -1,7 +1,7 @@
 // The activations of the linear ops: their names, and their CPU implementation.
 #pragma once
 
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/relu.h>
@@ -12,7 +12,10 @@
 #include <string_view>
 
 #include "core/activation_kind.h"
+#include "core/batch_invariance.h"
 #include "core/check.h"
+#include "core/linear_common.h"
+#include "core/parallel.h"
 #include "layers/donation.h"
 #include "layers/gelu_tanh_cpu.h"
 
@@ -50,7 +53,7 @@ inline void check_preact(const char* op, const OptionalTensor& preact, Activatio
 }
 
 // Computes y = activation(z). y may be z itself.
-inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
+inline void activate_elements(Tensor y, const Tensor& z, Activation activation) {
   switch (activation) {
     case Activation::kNone:
       if (!y.is_same(z)) y.copy_(z);
@@ -76,32 +79,65 @@ inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
   }
 }
 
-// Returns dz = dy * activation'(z). `preact` is y for relu, and z for other activations. Without an
-// activation, returns dy itself. If `preact` is donated (layers/donation.h), dz overwrites
-// `preact`.
+// Computes y = activation(z) for contiguous tensors (..., N). y may be z itself.
+// NOTE: torch, and loops that the compiler vectorises, compute the last elements of a tensor by
+// other code than the others. In the batch-invariant mode, each row is therefore a tensor of its
+// own.
+inline void activate_into(Tensor& y, const Tensor& z, Activation activation) {
+  if (!is_batch_invariant() || activation == Activation::kNone) {
+    return activate_elements(y, z, activation);
+  }
+  const Tensor to = as_matrix(y), from = as_matrix(z);
+  parallel_tasks(to.size(0), [&](int64_t row) {
+    activate_elements(to.narrow(0, row, 1), from.narrow(0, row, 1), activation);
+  });
+}
+
+// Computes dz = dy * activation'(z). `preact` is y for relu, and z for other activations.
+inline void activation_backward_elements(Tensor dz, const Tensor& dy, const Tensor& preact,
+                                         Activation activation) {
+  switch (activation) {
+    case Activation::kNone:
+      break;
+    case Activation::kRelu:
+      at::threshold_backward_out(dz, dy, preact, 0);
+      break;
+    case Activation::kGelu:
+      at::gelu_backward_out(dz, dy, preact, "none");
+      break;
+    case Activation::kGeluTanh:
+      if (!supports_gelu_tanh(dy, preact)) {
+        at::gelu_backward_out(dz, dy, preact, "tanh");
+      } else if (dy.scalar_type() == at::kFloat) {
+        gelu_tanh_backward_into<float>(dz, dy, preact);
+      } else {
+        gelu_tanh_backward_into<at::BFloat16>(dz, dy, preact);
+      }
+      break;
+    case Activation::kSilu:
+      at::silu_backward_out(dz, dy, preact);
+      break;
+  }
+}
+
+// Returns dz = dy * activation'(z), or dy itself without an activation. `preact` is y for relu, and
+// z for other activations. If it is donated (layers/donation.h), dz overwrites it.
 inline Tensor activation_backward(const Tensor& dy, const OptionalTensor& preact,
                                   Activation activation) {
   if (activation == Activation::kNone) return dy;
-  if (activation == Activation::kGeluTanh && supports_gelu_tanh(dy, *preact)) {
-    const Tensor dz = Donation::over(*preact);
-    if (dy.scalar_type() == at::kFloat) {
-      gelu_tanh_backward_into<float>(dz, dy, *preact);
-    } else {
-      gelu_tanh_backward_into<at::BFloat16>(dz, dy, *preact);
-    }
+  const Tensor& z = *preact;
+  if (!is_batch_invariant()) {
+    const Tensor dz = Donation::over(z);
+    activation_backward_elements(dz, dy, z, activation);
     return dz;
   }
-  Tensor dz = Donation::over(*preact);
-  switch (activation) {
-    case Activation::kRelu:
-      return at::threshold_backward_out(dz, dy, *preact, 0);
-    case Activation::kGelu:
-      return at::gelu_backward_out(dz, dy, *preact, "none");
-    case Activation::kGeluTanh:
-      return at::gelu_backward_out(dz, dy, *preact, "tanh");
-    default:
-      return at::silu_backward_out(dz, dy, *preact);
-  }
+  const Tensor dz = z.is_contiguous() ? Donation::over(z) : at::empty(z.sizes(), z.options());
+  const Tensor to = as_matrix(dz), from = as_matrix(dy), of = as_matrix(z);
+  parallel_tasks(to.size(0), [&](int64_t row) {
+    const auto row_of = [&](const Tensor& t) { return t.narrow(0, row, 1); };
+    activation_backward_elements(row_of(to), row_of(from), row_of(of), activation);
+  });
+  return dz;
 }
 
 }  // namespace torchweld

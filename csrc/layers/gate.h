@@ -44,9 +44,11 @@ struct Halves {
     left = pairs.select(interleaved ? 2 : 1, 0);
     right = pairs.select(interleaved ? 2 : 1, 1);
   }
+
+  Halves row(int64_t i) const { return {left.narrow(0, i, 1), right.narrow(0, i, 1)}; }
 };
 
-inline Tensor apply_gate(const Halves& z, Gate gate) {
+inline Tensor gate_of_elements(const Halves& z, Gate gate) {
   switch (gate) {
     case Gate::kSigmoidTanh:
       return at::sigmoid(z.left).mul_(at::tanh(z.right));
@@ -62,8 +64,18 @@ inline Tensor apply_gate(const Halves& z, Gate gate) {
   }
 }
 
-// CPU: returns the gradients of the left and the right half of z from dy (rows, N).
-inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
+// CPU: returns gate(left, right) (rows, N). In the batch-invariant mode, each row is a tensor of
+// its own, as in activate_into.
+inline Tensor apply_gate(const Halves& z, Gate gate) {
+  if (!is_batch_invariant()) return gate_of_elements(z, gate);
+  const Tensor y = at::empty(z.left.sizes(), z.left.options());
+  parallel_tasks(y.size(0), [&](int64_t row) {
+    y.narrow(0, row, 1).copy_(gate_of_elements(z.row(row), gate));
+  });
+  return y;
+}
+
+inline Halves gate_backward_elements(const Tensor& dy, const Halves& z, Gate gate) {
   switch (gate) {
     case Gate::kSigmoidTanh: {
       const Tensor s = at::sigmoid(z.left), t = at::tanh(z.right);
@@ -85,6 +97,19 @@ inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
     default:
       return {at::relu(z.right).mul_(dy), at::threshold_backward(dy * z.left, z.right, 0)};
   }
+}
+
+// CPU: returns the gradients of the left and the right half of z from dy (rows, N).
+inline Halves gate_backward(const Tensor& dy, const Halves& z, Gate gate) {
+  if (!is_batch_invariant()) return gate_backward_elements(dy, z, gate);
+  const Halves dz(at::empty(dy.sizes(), dy.options()), at::empty(dy.sizes(), dy.options()));
+  parallel_tasks(dy.size(0), [&](int64_t row) {
+    const Halves to = dz.row(row);
+    const Halves computed = gate_backward_elements(dy.narrow(0, row, 1), z.row(row), gate);
+    to.left.copy_(computed.left);
+    to.right.copy_(computed.right);
+  });
+  return dz;
 }
 
 #ifdef TORCHWELD_CUDA
