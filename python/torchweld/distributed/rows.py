@@ -90,20 +90,3 @@ def results_of(op: Any, weights: int = 0) -> list[str]:
 def returns_list(op: Any) -> bool:
     """Whether an op returns a list of tensors."""
     return [str(r.type) for r in op._schema.returns] == ["List[Tensor]"]
-
-
-def shard(dim: int) -> Any:
-    from torch.distributed.tensor import Shard
-
-    return Shard(dim)
-
-
-def partial() -> Any:
-    from torch.distributed.tensor import Partial
-
-    return Partial()
-
-
-def all_of(names: Sequence[str], placement: Any) -> Row:
-    """A row with one placement for the named tensors."""
-    return dict.fromkeys(names, placement)

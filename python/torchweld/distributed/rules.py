@@ -1,9 +1,10 @@
 """Sharding rules of the ops for torch.distributed.tensor: which placements of the arguments give
 which placements of the results, so that each process calls the op on its own shards.
 
-A rule lists rows. A row names the results and arguments that are not replicated along one mesh
-dim; "all replicated" is always there and not listed. torch combines the rows of all mesh dims,
-takes the cheapest combination, and redistributes arguments that are placed otherwise.
+A rule names the dims of the op's tensors by letters, as einsum does. A row of placements shards the
+tensors that have one letter along one mesh dim: the others are replicated, and the gradients among
+them are sums over the shards. "All replicated" is always a row. torch combines the rows of all mesh
+dims, takes the cheapest combination, and redistributes arguments that are placed otherwise.
 
 torch does not redistribute keyword arguments, nor strided shards. Only combinations that take them
 as they are placed are offered; without one the call is refused.
@@ -12,245 +13,250 @@ as they are placed are offered; without one the call is refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.distributed.conv1d_rules import CONV1D_RULES
-from torchweld.distributed.linears_rules import LINEARS_RULES
-from torchweld.distributed.loss_rules import LOSS_RULES
-from torchweld.distributed.norm_rules import NORM_RULES
-from torchweld.distributed.pair_rules import PAIR_RULES
-from torchweld.distributed.rotary_rules import ROTARY_RULES
-from torchweld.distributed.rows import (
-    OF_NORM,
-    Call,
-    Row,
-    Rule,
-    all_of,
-    partial,
-    returns_list,
-    shard,
-)
+from torchweld.distributed.rows import Call, Row, returns_list
 from torchweld.info import public_op
 
-# Names of arguments and results that have the leading dims of x.
-_ROWS = ("x", "dy", "dx", "result", "y", "preact", "z", "mean", "rstd")
-# Names of parameter gradients; a shard of the rows has a partial sum of each.
-_PARAMETERS = ("dweight", "dbias", "dln_weight", "dln_bias", "dnorm_weight")
-# Names of tensors of shape (batch, nheads or nheads_kv, ...).
-_HEADS = ("query", "key", "value", "scores", "out", "lse", "y", "result")
-_KEYS = ("key", "value")
 
+class Dims(NamedTuple):
+    """The dims of an op's tensors, and those that may be sharded.
 
-def _with_gradients(names: Sequence[str], placement: Any) -> Row:
-    """A row with one placement for the named tensors and their gradients."""
-    return all_of([*names, *("d" + name for name in names)], placement)
-
-
-def _leading(call: Call) -> list[Row]:
-    """Rows that shard batch or sequence dims of x."""
-    dims = len(call.shape("x" if call.has("x") else "dy")) - 1
-    shared = all_of(_PARAMETERS, partial())
-    return [{**shared, **all_of(_ROWS, shard(d))} for d in range(dims)]
-
-
-def _columns(call: Call, weights: Sequence[str], cut: Any = None) -> Row:
-    """A row that shards the columns of the result; dx and the norm's gradients are partial sums.
-
-    `cut(dim)` gives the placement of tensors that hold both halves of a gate.
+    Attributes:
+        tensors: "x *k, weight nk": names of arguments and results and their letters. `*` stands for
+            all leading dims, a capital for both halves of a gate in one dim. The gradient dx has
+            the letters of x.
+        sharded: A row each: "n", "hg" for the tensors that have either, `*` for each leading dim.
+        sums: For a letter, the tensors that are sums over its shards; by default the gradients that
+            lack it.
     """
-    last = len(call.shape("x" if call.has("x") else "dy")) - 1
-    cut = cut or shard
-    return {
-        **all_of((*weights, "dweight", "dbias"), cut(0)),
-        **all_of(("dy", "result", "y"), shard(last)),
-        **all_of(("preact", "z"), cut(last)),
-        **all_of(("dx", *OF_NORM), partial()),
-    }
+
+    tensors: str
+    sharded: str = ""
+    sums: dict[str, str] = {}
+
+    def rows(self, call: Call) -> Iterator[Row]:
+        letters: dict[str, str] = {}
+        for text in self.tensors.split(", "):
+            *names, dims = text.split()
+            letters |= dict.fromkeys(names, dims)
+        letters = {"d" + name: dims for name, dims in letters.items()} | letters
+        known = ((letters.get(name, ""), len(call.shape(name))) for name in call.specs)
+        leading = next((n - len(dims) + 1 for dims, n in known if "*" in dims), 0)
+        for word in self.sharded.split():
+            for dim in range(leading) if word == "*" else (leading - 1,):
+                yield self._row(call, letters, word, dim)
+
+    def _row(self, call: Call, letters: dict[str, str], word: str, leading_dim: int) -> Row:
+        """The row of a word of `sharded`.
+
+        `leading_dim` is the dim that `*` stands for; with other words the last leading one.
+        """
+        from torch.distributed.tensor import Partial, Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        gradients = " ".join(name for name in call.results if name.startswith("d"))
+        sums = self.sums.get(word, gradients).split()
+        row: Row = {}
+        for name in (*call.specs, *call.results):
+            dims = letters.get(name.partition("[")[0], "")
+            place = next((i for i, each in enumerate(dims) if each.lower() in word), None)
+            if place is not None:
+                dim = place + (leading_dim if "*" in dims else 0)
+                halves = dims[place].isupper() and not call.values.get("interleaved")
+                row[name] = _StridedShard(dim, split_factor=2) if halves else Shard(dim)
+            elif name in sums:
+                row[name] = Partial()
+        return row
 
 
-def _linear(call: Call) -> list[Row]:
-    rows = [*_leading(call), _columns(call, ("weight", "bias"))]
-    if call.values["activation"] == "none":
-        # A row that shards the columns of x. The bias is Partial, so that the sum over the
-        # processes contains the bias once.
-        last = shard(len(call.shape("x")) - 1)
-        sums = all_of(("result", "y", "bias"), partial())
-        weights = all_of(("weight", "dweight"), shard(1))
-        rows.append({**sums, **weights, **all_of(("x", "dx"), last)})
-    return rows
+_NORM = "ln_weight ln_bias norm_weight k, mean rstd *"
+_LINEAR = f"x *k, weight nk, bias n, y result preact *n, {_NORM}"
+_TOKENS = "target logprob entropy row_entropy lse max log_sum mean factor"
 
 
-def _norm_linear(call: Call) -> list[Row]:
-    return [*_leading(call), _columns(call, ("weight", "bias"))]
+def _linear(call: Call) -> Dims:
+    if call.values["activation"] != "none":
+        return Dims(_LINEAR, "* n")
+    # The bias is Partial beside sharded columns of x, so that the sum over the processes contains
+    # the bias once.
+    return Dims(_LINEAR, "* n k", {"k": "result y bias"})
 
 
-def _gated_linear(call: Call) -> list[Row]:
-    # Unless the weight is interleaved, its first half belongs to one branch and its second half to
-    # the other. A process needs the same columns of both halves, which Shard(0) does not give it.
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    cut = None if call.values["interleaved"] else lambda dim: _StridedShard(dim, split_factor=2)
-    return [*_leading(call), _columns(call, ("weight", "bias"), cut)]
-
-
-def _folded(call: Call) -> list[Row]:
-    return [*_leading(call), _columns(call, ("folded_weight", "weight_sum", "folded_bias"))]
+def _gated_mlp(call: Call) -> Dims:
+    # Sharded hidden columns, as in tensor parallelism, give terms of the result, without a bias.
+    return Dims(
+        "x *k, left right nk, left_bias right_bias n, down pn, y result *p, z *N",
+        "*" if call.has("down_bias") else "* n",
+        {"n": "dx y result"},
+    )
 
 
-def _fold(call: Call) -> list[Row]:
-    columns = all_of(("weight", "bias", "folded_weight", "weight_sum", "folded_bias"), shard(0))
-    inputs = all_of(("weight", "folded_weight"), shard(1))
-    inputs |= all_of(("ln_weight", "ln_bias"), shard(0))
-    return [columns, {**inputs, **all_of(("bias", "weight_sum", "folded_bias"), partial())}]
+def _experts(call: Call) -> Dims | None:
+    """Shards the hidden columns n of all experts.
+
+    Tokens can't be sharded: z has the order of the experts of all tokens, which is not that of one
+    shard after the other.
+    """
+    if call.has("down_bias"):
+        return None  # a term of the result has no bias
+    n = "N" if "glu" in call.values["gate"] else "n"
+    gate_up, down = (f"ek{n}", "enk") if call.values["transposed"] else (f"e{n}k", "ekn")
+    tensors = f"gate_up {gate_up}, gate_up_bias e{n}, z t{n}, down {down}"
+    return Dims(tensors, "n", {"n": "dx dweight y result"})
 
 
-def _int4(call: Call) -> list[Row]:
-    return [*_leading(call), _columns(call, ("qweight", "scale", "zero", "bias"))]
-
-
-def _every_leading(call: Call) -> list[Row]:
-    """Rows of ops whose tensors all have the same leading dims."""
-    name = next(iter(call.specs))
-    return [
-        all_of((*call.specs, *call.results), shard(d)) for d in range(len(call.shape(name)) - 1)
-    ]
-
-
-def _batch(call: Call) -> Row:
-    batch = _with_gradients(_HEADS, shard(0))
-    return {**batch, **all_of(("leftpad", "key_start", "key_end"), shard(0)), "dsink": partial()}
-
-
-def _attention(call: Call) -> list[Row]:
+def _attention(call: Call) -> Dims | None:
     if call.has("dropout_seed"):
-        return []  # which probabilities are dropped depends on their places in the whole tensor
-    heads = {**_with_gradients(_HEADS, shard(1)), **all_of(("sink", "dsink"), shard(0))}
-    rows = [_batch(call), heads]
-    values = call.values
+        return None  # the place in the whole tensor decides which probabilities are dropped
     row_ends = call.has("key_end") and len(call.shape("key_end")) == 2
-    if row_ends or not (values["causal"] or values["window"] or call.has("leftpad")):
-        # No mask of the call depends on the index of a query row, so query rows can be sharded.
-        queries = _with_gradients([n for n in _HEADS if n not in _KEYS], shard(2))
-        queries |= {**all_of(("dkey", "dvalue", "dsink"), partial()), "key_start": shard(1)}
-        rows.append({**queries, "key_end": shard(1)} if row_ends else queries)
-    return rows
+    # If no mask of the call depends on the index of a query row, query rows can be sharded.
+    masked = call.values["causal"] or call.values["window"] or call.has("leftpad")
+    return Dims(
+        "query out lse scores y result bhq, key value bh, sink h, leftpad b, key_start bq, "
+        f"key_end {'bq' if row_ends else 'b'}",
+        "b h q" if row_ends or not masked else "b h",
+    )
 
 
-def _causal_softmax(call: Call) -> list[Row]:
+def _causal_softmax(call: Call) -> Dims:
     dims = len(call.shape("scores" if call.has("scores") else "y"))
-    rows = [_batch(call)] if dims > 2 else []
-    for d in range(1, dims - 2):
-        heads = _with_gradients(_HEADS, shard(d))
-        if not call.has("sink"):
-            rows.append(heads)
-        elif dims == 4:  # scores with more than 4 dims have several batch dims that share a sink
-            rows.append({**heads, **all_of(("sink", "dsink"), shard(0))})
-    return rows
+    middle = "hijklmno"[: max(dims - 3, 0)]
+    # Scores with more than 4 dims have several batch dims that share a sink.
+    rows = middle if dims == 4 or not call.has("sink") else ""
+    tensors = f"scores y result b{middle}, sink {'h' if dims == 4 else '.'}"
+    return Dims(f"{tensors}, leftpad key_start key_end b", " ".join(["b" * (dims > 2), *rows]))
 
 
-def _row_sum(call: Call) -> list[Row]:
-    columns = {"x": shard(len(call.shape("x")) - 1), "result": partial()}
-    return [*_leading(call), columns, all_of(("x", "result"), partial())]
+def _bmm(call: Call) -> Dims:
+    a, b = ("." if call.shape(name)[0] == 1 else "b" for name in "ab")
+    return Dims(f"a {a}mk, b {b}kn, y result bmn", "b m n k", {"k": "result"})
 
 
-def _add_scalar(call: Call) -> list[Row]:
-    return [all_of(("x", "result"), shard(d)) for d in range(len(call.shape("x")))]
+def _rotary(call: Call) -> Dims:
+    *lead, _, _ = call.shape("cos")
+    tables = "".join("b" if size > 1 else "." for size in lead)
+    tensors = f"q q_out bhs, k k_out bgs, cos sin {tables}s"
+    return Dims(tensors, "b s hg h g", {"h": "", "g": ""})
 
 
-def _bmm(call: Call) -> list[Row]:
-    batch: Row = all_of(("dy", "result"), shard(0))
-    for name in ("a", "b"):
-        one = call.shape(name)[0] == 1
-        batch |= {"d" + name: partial()} if one else _with_gradients((name,), shard(0))
-    rows = {**all_of(("a", "da", "dy", "result"), shard(1)), "db": partial()}
-    columns = {**all_of(("b", "db", "dy", "result"), shard(2)), "da": partial()}
-    inner = {**_with_gradients(("a",), shard(2)), **_with_gradients(("b",), shard(1))}
-    return [batch, rows, columns, {**inner, "result": partial()}]
+def _loss(call: Call) -> Dims | None:
+    reduction = call.values.get("reduction", "none")
+    if reduction == "mean":
+        return None  # needs the number of all rows
+    # A shift drops a token of each sequence, which can't be sharded then.
+    rows = "s" if call.values.get("shift", 0) else ""
+    loss = "result loss" if reduction == "none" else ""
+    return Dims(
+        f"x y logits *{rows}k, {_TOKENS} {loss} *{rows}",
+        "*",
+        {} if reduction == "none" else {"*": "result loss dweight dbias"},
+    )
 
 
-def _outer(call: Call) -> list[Row]:
-    rows = {**_with_gradients(("y",), shard(0)), **all_of(("dz", "result"), shard(0))}
-    columns = {**_with_gradients(("x",), shard(0)), **all_of(("dz", "result"), shard(1))}
-    return [{**rows, "dx": partial()}, {**columns, "dy": partial()}]
+def _loss_gradients(call: Call) -> Dims:
+    """The product of gradients and a scalar."""
+    if call.has("unit_dlogits"):
+        return Dims("unit_dlogits dlogits *", "*")
+    sums = [
+        f"unit_{name} {name}"
+        for name in ("dweight", "dbias")
+        if tuple(call.shape("unit_" + name)) != (0,)  # size (0,): the gradient was not requested
+    ]
+    return Dims("unit_dx dx *k", "*", {"*": " ".join(sums)})
 
 
-def _mul_relu(call: Call) -> list[Row]:
-    rows = all_of(("x", "y", "dx", "dy", "dz", "result"), shard(0))
-    columns = all_of(("x", "dx", "dz", "result"), shard(1))
-    return [rows, {**columns, "dy": partial()}]
-
-
-def _conv2d(call: Call) -> list[Row]:
-    return [{**all_of(("x", "dx", "dz", "result"), shard(0)), "dweight": partial()}]
-
-
-def _replicated(call: Call) -> list[Row]:
-    return []
-
-
+_OUTER = Dims("x c, y r, z result rc", "r c")
 # The rule of an op is also the rule of <op>_forward and of <op>_backward without one of its own.
-_RULES: dict[str, Rule] = {
-    **LINEARS_RULES,
-    **CONV1D_RULES,
-    **LOSS_RULES,
-    **NORM_RULES,
-    **PAIR_RULES,
-    **ROTARY_RULES,
+_RULES: dict[str, Dims | Callable[[Call], Dims | None]] = {
     "linear": _linear,
-    "layer_norm_linear": _norm_linear,
-    "rms_norm_linear": _norm_linear,
-    "gated_linear": _gated_linear,
-    "scalar_attention": _replicated,  # q, k and v have the same length n
-    "attention": _attention,
-    "attention_with_lse": _attention,
-    "softmax_matmul": _attention,
-    "causal_softmax": _causal_softmax,
-    "folded_layer_norm_linear": _folded,
-    "fold_layer_norm": _fold,
-    "int4_linear": _int4,
+    **dict.fromkeys(("layer_norm_linear", "rms_norm_linear"), Dims(_LINEAR, "* n")),
+    **dict.fromkeys(
+        ("layer_norm_linears", "rms_norm_linears"),
+        Dims(f"x *k, weights nk, biases n, ys *n, {_NORM}", "* n"),
+    ),
+    # A process needs the same columns of both branches.
+    "gated_linear": Dims("x *k, weight Nk, bias N, y result *n, z *N", "* n"),
+    "gated_linear_pair": Dims(
+        "x *k, left right nk, left_bias right_bias n, y result *n, z *N", "* n"
+    ),
+    "gated_activation": Dims("left right y result *", "*"),
+    "gated_mlp": _gated_mlp,
+    "experts": _experts,
+    # The rows of a group can't be sharded: the offsets count those of all processes.
+    "grouped_linear": Dims("x rk, weight enk, bias en, y result preact rn", "n"),
+    "grouped_gated_linear": Dims("x rk, weight eNk, bias eN, y result rn, z rN", "n"),
+    "folded_layer_norm_linear": Dims(
+        "x *k, folded_weight nk, weight_sum folded_bias n, y result *n", "* n"
+    ),
+    "fold_layer_norm": Dims(
+        "weight folded_weight nk, bias weight_sum folded_bias n, ln_weight ln_bias k",
+        "n k",
+        {"k": "bias weight_sum folded_bias"},
+    ),
+    "int4_linear": Dims("x *k, qweight scale zero bias n, y result *n", "* n"),
     # A row of the repacked layout belongs to several output columns, so it can't be sharded by
     # columns. Shard the weight first and repack the shards.
-    "int4_linear_repacked": _leading,
-    "int4_repack": _replicated,
-    "int4_pack": _every_leading,
-    "int4_unpack": _every_leading,
-    "softmax": _every_leading,
-    "row_sum": _row_sum,
-    "add_scalar": _add_scalar,
+    "int4_linear_repacked": Dims("x *k, y result *n", "*"),
+    **dict.fromkeys(("int4_pack", "int4_unpack"), Dims("codes packed result *n", "*")),
+    # q, k and v of scalar_attention have the same length.
+    **dict.fromkeys(("int4_repack", "scalar_attention"), lambda call: None),
+    **dict.fromkeys(
+        ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rms_norm_gated"),
+        Dims("x residual gate y result normed sum *k, mean rstd *", "*"),
+    ),
+    **dict.fromkeys(("attention", "attention_with_lse", "softmax_matmul"), _attention),
+    "causal_softmax": _causal_softmax,
+    "softmax": Dims("x y result *n", "*"),
+    "causal_conv1d": Dims("x y result initial_state bc, weight bias c, key_start b", "b c"),
+    "conv2d": Dims("x z result b", "b"),
+    "row_sum": Dims("x *n, result *", "* n -", {"n": "result", "-": "x result"}),
+    "add_scalar": Dims("x result *", "*"),
     "bmm": _bmm,
-    "outer_add": _outer,
-    "outer_mul_relu": _outer,
-    "mul_relu": _mul_relu,
-    "conv2d": _conv2d,
+    **dict.fromkeys(("outer_add", "outer_mul_relu", "mul_relu"), _OUTER),
+    "mul_relu": Dims("x z result rc, y r", "r c"),
+    "rotary": _rotary,
+    **dict.fromkeys(
+        (
+            *("cross_entropy", "cross_entropy_gradients", "linear_cross_entropy"),
+            *("linear_cross_entropy_exponentials", "linear_cross_entropy_gradients"),
+            "linear_token_logprobs",
+        ),
+        _loss,
+    ),
+    **dict.fromkeys(
+        ("cross_entropy_gradients_backward", "linear_cross_entropy_gradients_backward"),
+        _loss_gradients,
+    ),
 }
 
 
-def rule_of(op: str) -> Rule | None:
-    """Returns the rule of an op, or None if the op takes no DTensors."""
-    return _RULES.get(op, _RULES.get(public_op(op)))
+def rule_of(op: str) -> Callable[[Call], list[Row]] | None:
+    """Returns the rule of an op, which lists the rows of a call, or None if the op has none."""
+    found = _RULES.get(op, _RULES.get(public_op(op)))
+    if found is None:
+        return None
+
+    def rule(call: Call) -> list[Row]:
+        dims = found if isinstance(found, Dims) else found(call)
+        return [] if dims is None else list(dims.rows(call))
+
+    return rule
 
 
 def _divided(call: Call) -> tuple[str, int, int] | None:
     """An argument, a dim of it and the size that the shards of that dim must divide."""
     if call.has("key") and call.shape("key")[1] != call.shape("query")[1]:
-        return (
-            "key",
-            1,
-            call.shape("key")[1],
-        )  # a shard must contain all query heads of its key heads
+        return "key", 1, call.shape("key")[1]  # a shard needs all query heads of its key heads
     if call.has("down") and call.has("gate_up"):
         dim = 1 if call.values["transposed"] else 2
         return "down", dim, call.shape("down")[dim]  # a shard must have whole pairs of z's halves
     if "interleaved" in call.values and call.has("weight"):
-        return (
-            "weight",
-            0,
-            call.shape("weight")[0] // 2,
-        )  # a shard must not split an interleaved pair of rows
+        return "weight", 0, call.shape("weight")[0] // 2  # and whole interleaved pairs of rows
     return None
 
 
@@ -259,7 +265,7 @@ def _placed(placements: Sequence[Any]) -> str:
     return f"({text},)" if len(placements) == 1 else f"({text})"
 
 
-def _strategy(rule: Rule) -> Callable[[Any], Any]:
+def _strategy(rule: Callable[[Call], list[Row]]) -> Callable[[Any], Any]:
     """Converts a rule to torch's op strategy: combinations of rows for the placements of a call."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._op_schema import OpStrategy
