@@ -1,219 +1,147 @@
 """The formulas by which torch.utils.flop_counter.FlopCounterMode counts the FLOPs of the ops.
 
 As for torch's own ops, only matmuls and convolutions count, with two operations per product. Masked
-products count too.
+products count too. A formula gets the arguments of a call by name, tensors as their shapes, and the
+shape of the result as `result`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from torchweld.info import public_op
 
-_Shape = Sequence[int]
+Formula = Callable[[Any], int]
 
 
-# torch calls each formula with the shapes of the op's tensors. out_shape is the result's shape.
-def _linear(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
+def _product(x: Sequence[int], weight: Sequence[int]) -> int:
     return 2 * prod(x) * weight[0]
 
 
-def _linear_backward(
-    dy: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
-) -> int:
-    # output_mask[3:] requests the gradients of the norm's parameters. They need the same product as
-    # dx: the gradient with respect to the norm's result.
-    wants_x, wants_weight = output_mask[0] or any(output_mask[3:]), output_mask[1]
-    return (wants_x + wants_weight) * _linear(x, weight)
+def _wanted(mask: Sequence[bool]) -> int:
+    """The products of a linear layer's backward.
+
+    The gradients of a norm's parameters, from the third on, need the same product as dx: the
+    gradient with respect to the norm's result.
+    """
+    return (mask[0] or any(mask[3:])) + mask[1]
 
 
-def _linears(x: _Shape, weights: Sequence[_Shape], *args: Any, **kwargs: Any) -> int:
-    return sum(_linear(x, weight) for weight in weights)
+def _branches(mask: Sequence[bool]) -> int:
+    """The products of the backward of two layers of x."""
+    return 2 * mask[0] + mask[1] + mask[2]
 
 
-def _linears_backward(
-    dys: Sequence[_Shape],
-    x: _Shape,
-    weights: Sequence[_Shape],
-    *args: Any,
-    output_mask: Sequence[bool] | None = None,
-    **kwargs: Any,
-) -> int:
-    mask = args[-1] if output_mask is None else output_mask
-    return sum(_linear_backward((), x, weight, output_mask=mask) for weight in weights)
+def _gated_mlp_backward(c: Any) -> int:
+    mask = c.output_mask
+    wants_dact = any((*mask[:3], *mask[4:6]))
+    down = 2 * prod(c.dy) * c.down[1]
+    return _branches(mask) * _product(c.x, c.left) + (wants_dact + mask[3]) * down
 
 
-def _gated_pair(x: _Shape, left: _Shape, *args: Any, **kwargs: Any) -> int:
-    return 2 * _linear(x, left)
+def _experts_backward(c: Any) -> int:
+    mask = c.output_mask
+    wants_dact = any((*mask[:2], *mask[3:5]))
+    of_gate_up = (mask[0] + mask[1]) * prod(c.gate_up[1:])
+    return 2 * prod(c.index) * (of_gate_up + (wants_dact + mask[2]) * prod(c.down[1:]))
 
 
-def _gated_pair_backward(
-    dy: _Shape, x: _Shape, left: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
-) -> int:
-    return (2 * output_mask[0] + output_mask[1] + output_mask[2]) * _linear(x, left)
+def _softmax_matmul(c: Any) -> int:
+    return 2 * prod(c.scores) * c.value[-1]
 
 
-def _gated_mlp(
-    x: _Shape, left: _Shape, right: _Shape, down: _Shape, *args: Any, **kwargs: Any
-) -> int:
-    return 2 * _linear(x, left) + 2 * prod(x[:-1]) * prod(down)
+def _attention(c: Any, of_query: int = 1, of_value: int = 1) -> int:
+    dims = of_query * c.query[-1] + of_value * c.value[-1]
+    return 2 * prod(c.query[:-1]) * c.key[2] * dims
 
 
-def _gated_mlp_backward(
-    dy: _Shape,
-    x: _Shape,
-    left: _Shape,
-    right: _Shape,
-    down: _Shape,
-    *args: Any,
-    output_mask: Sequence[bool],
-    **kwargs: Any,
-) -> int:
-    wants_dact = any((*output_mask[:3], *output_mask[4:6]))
-    branches = 2 * output_mask[0] + output_mask[1] + output_mask[2]
-    return branches * _linear(x, left) + (wants_dact + output_mask[3]) * 2 * prod(dy) * down[1]
-
-
-def _experts(
-    x: _Shape, gate_up: _Shape, down: _Shape, index: _Shape, *args: Any, **kwargs: Any
-) -> int:
-    return 2 * prod(index) * (prod(gate_up[1:]) + prod(down[1:]))
-
-
-def _experts_backward(
-    dy: _Shape,
-    x: _Shape,
-    gate_up: _Shape,
-    down: _Shape,
-    index: _Shape,
-    *args: Any,
-    output_mask: Sequence[bool],
-    **kwargs: Any,
-) -> int:
-    wants_dact = any((*output_mask[:2], *output_mask[3:5]))
-    of_gate_up = (output_mask[0] + output_mask[1]) * prod(gate_up[1:])
-    return 2 * prod(index) * (of_gate_up + (wants_dact + output_mask[2]) * prod(down[1:]))
-
-
-def _grouped(x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
-    return _linear(x, weight[1:])
-
-
-def _grouped_backward(dy: _Shape, x: _Shape, weight: _Shape, *args: Any, **kwargs: Any) -> int:
-    return _linear_backward(dy, x, weight[1:], *args, **kwargs)
-
-
-def _folded_backward(
-    dy: _Shape, x: _Shape, weight: _Shape, *args: Any, activation: str = "none", **kwargs: Any
-) -> int:
-    recomputed = activation != "none"
-    return (1 + recomputed) * _linear(x, weight)
-
-
-def _bmm(a: _Shape, b: _Shape, *, out_shape: _Shape, **kwargs: Any) -> int:
-    return 2 * prod(out_shape) * a[-1]
-
-
-def _bmm_backward(
-    dy: _Shape, a: _Shape, b: _Shape, *, output_mask: Sequence[bool], **kwargs: Any
-) -> int:
-    return sum(output_mask) * 2 * prod(dy) * a[-1]
-
-
-def _softmax_matmul(scores: _Shape, value: _Shape, *args: Any, **kwargs: Any) -> int:
-    return 2 * prod(scores) * value[-1]
-
-
-def _softmax_matmul_backward(
-    dout: _Shape, scores: _Shape, value: _Shape, *args: Any, **kwargs: Any
-) -> int:
-    return 2 * _softmax_matmul(scores, value)
-
-
-def _attention(query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: Any) -> int:
-    return 2 * prod(query[:-1]) * key[2] * (query[-1] + value[-1])
-
-
-def _attention_backward(
-    dout: _Shape, query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: Any
-) -> int:
-    # The backward recomputes the scores.
-    return 2 * prod(query[:-1]) * key[2] * (3 * query[-1] + 2 * value[-1])
-
-
-def _int4_linear(x: _Shape, *args: Any, out_shape: _Shape, **kwargs: Any) -> int:
-    return 2 * prod(x) * out_shape[-1]
-
-
-def _conv2d(x: _Shape, weight: _Shape, *, out_shape: _Shape, **kwargs: Any) -> int:
-    return 2 * prod(out_shape) * prod(weight[-2:])
-
-
-def _conv2d_backward(
-    dz: _Shape, x: _Shape, weight: _Shape, *, output_mask: Sequence[bool], **kwargs: Any
-) -> int:
-    return sum(output_mask) * 2 * prod(dz) * prod(weight[-2:])
-
-
-def _loss_backward(
-    dloss: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
-) -> int:
-    # The backward recomputes the logits.
-    return (any(output_mask) + output_mask[0] + output_mask[1]) * _linear(x, weight)
-
-
-def _loss_gradients(
-    x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
-) -> int:
-    return (1 + output_mask[0] + output_mask[1]) * _linear(x, weight)
-
-
-def _exponentials_backward(
-    dloss: _Shape, x: _Shape, weight: _Shape, *args: Any, output_mask: Sequence[bool], **kwargs: Any
-) -> int:
-    return (output_mask[0] + output_mask[1]) * _linear(x, weight)
-
-
-_Formulas = tuple[Callable[..., int], Callable[..., int] | None]
+_LINEAR = (
+    lambda c: _product(c.x, c.weight),
+    lambda c: _wanted(c.output_mask) * _product(c.x, c.weight),
+)
+_LINEARS = (
+    lambda c: sum(_product(c.x, weight) for weight in c.weights),
+    lambda c: _wanted(c.output_mask) * sum(_product(c.x, weight) for weight in c.weights),
+)
+_GROUPED = (
+    lambda c: _product(c.x, c.weight[1:]),
+    lambda c: _wanted(c.output_mask) * _product(c.x, c.weight[1:]),
+)
+_INT4 = (lambda c: 2 * prod(c.x) * c.result[-1], lambda c: 2 * prod(c.dy) * c.result[-1])
+# The backward computes the logits again.
+_LOSS = (
+    _LINEAR[0],
+    lambda c: (any(c.output_mask) + sum(c.output_mask[:2])) * _product(c.x, c.weight),
+)
 # For each linear layer: the formula of <op> and <op>_forward, and that of <op>_backward.
-LAYERS: dict[str, _Formulas] = {
-    **dict.fromkeys(
-        ("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear"),
-        (_linear, _linear_backward),
+LAYERS: dict[str, tuple[Formula, Formula]] = {
+    **dict.fromkeys(("linear", "layer_norm_linear", "rms_norm_linear", "gated_linear"), _LINEAR),
+    "folded_layer_norm_linear": (
+        lambda c: _product(c.x, c.folded_weight),
+        lambda c: (1 + (c.activation != "none")) * _product(c.x, c.folded_weight),
     ),
-    "folded_layer_norm_linear": (_linear, _folded_backward),
-    "gated_linear_pair": (_gated_pair, _gated_pair_backward),
-    "gated_mlp": (_gated_mlp, _gated_mlp_backward),
+    "gated_linear_pair": (
+        lambda c: 2 * _product(c.x, c.left),
+        lambda c: _branches(c.output_mask) * _product(c.x, c.left),
+    ),
+    "gated_mlp": (
+        lambda c: 2 * _product(c.x, c.left) + 2 * prod(c.x[:-1]) * prod(c.down),
+        _gated_mlp_backward,
+    ),
 }
 # For each op with a list of weights: the layer with one weight.
 LISTS = {"layer_norm_linears": "layer_norm_linear", "rms_norm_linears": "rms_norm_linear"}
-_FORMULAS: dict[str, _Formulas] = {
+_FORMULAS: dict[str, tuple[Formula, Formula | None]] = {
     **LAYERS,
-    **dict.fromkeys(LISTS, (_linears, _linears_backward)),
-    "linear_cross_entropy": (_linear, _loss_backward),
-    "linear_cross_entropy_gradients": (_loss_gradients, None),
-    "linear_cross_entropy_exponentials": (_linear, _exponentials_backward),
-    "linear_token_logprobs": (_linear, _loss_backward),
-    "experts": (_experts, _experts_backward),
-    **dict.fromkeys(("grouped_linear", "grouped_gated_linear"), (_grouped, _grouped_backward)),
-    "bmm": (_bmm, _bmm_backward),
-    "softmax_matmul": (_softmax_matmul, _softmax_matmul_backward),
-    "attention": (_attention, _attention_backward),
+    **dict.fromkeys(LISTS, _LINEARS),
+    **dict.fromkeys(("linear_cross_entropy", "linear_token_logprobs"), _LOSS),
+    "linear_cross_entropy_gradients": (
+        lambda c: (1 + sum(c.output_mask[:2])) * _product(c.x, c.weight),
+        None,
+    ),
+    "linear_cross_entropy_exponentials": _LINEAR,
+    "experts": (
+        lambda c: 2 * prod(c.index) * (prod(c.gate_up[1:]) + prod(c.down[1:])),
+        _experts_backward,
+    ),
+    **dict.fromkeys(("grouped_linear", "grouped_gated_linear"), _GROUPED),
+    "bmm": (
+        lambda c: 2 * prod(c.result) * c.a[-1],
+        lambda c: sum(c.output_mask) * 2 * prod(c.dy) * c.a[-1],
+    ),
+    "softmax_matmul": (_softmax_matmul, lambda c: 2 * _softmax_matmul(c)),
+    # The backward computes the scores again.
+    "attention": (_attention, lambda c: _attention(c, of_query=3, of_value=2)),
     "attention_with_lse": (_attention, None),
-    "int4_linear": (_int4_linear, _int4_linear),
-    "int4_linear_repacked": (_int4_linear, _int4_linear),
-    "conv2d": (_conv2d, _conv2d_backward),
+    **dict.fromkeys(("int4_linear", "int4_linear_repacked"), _INT4),
+    "conv2d": (
+        lambda c: 2 * prod(c.result) * prod(c.weight[-2:]),
+        lambda c: sum(c.output_mask) * 2 * prod(c.dz) * prod(c.weight[-2:]),
+    ),
 }
 
 
-def formula(op: str) -> Callable[..., int] | None:
+def formula(op: str) -> Formula | None:
     """Returns the formula of an op, or None if the op multiplies no matrices."""
     forward, backward = _FORMULAS.get(public_op(op), (None, None))
     return backward if op.endswith("_backward") else forward
+
+
+def _counter(op: Any, formula: Formula) -> Callable[..., int]:
+    """The formula as torch calls it: with an op's arguments, and the shape of its result."""
+    arguments = op.default._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments}
+
+    def count(*args: Any, out_shape: Any, **kwargs: Any) -> int:
+        given = dict(zip(defaults, args, strict=False))
+        return formula(SimpleNamespace(**{**defaults, **given, **kwargs}, result=out_shape))
+
+    return count
 
 
 def install(ops: Sequence[str]) -> None:
@@ -224,4 +152,4 @@ def install(ops: Sequence[str]) -> None:
         op = getattr(torch.ops.torchweld, name)
         # torch keeps the formula of an earlier import of torchweld unless that formula is removed.
         flop_counter.flop_registry.pop(op, None)
-        flop_counter.register_flop_formula(op)(formula(name))
+        flop_counter.register_flop_formula(op)(_counter(op, formula(name)))
