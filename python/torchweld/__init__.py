@@ -15,18 +15,17 @@ from torchweld.distributed import rules as _sharding_rules
 from torchweld.explain import Explanation, explain
 from torchweld.info import Info, info
 from torchweld.info import ops_of_library as _ops_of_library
-from torchweld.ops.add_scalar import add_scalar
 from torchweld.ops.attention import attention, attention_with_lse
-from torchweld.ops.bmm import bmm
 from torchweld.ops.causal_conv1d import causal_conv1d
 from torchweld.ops.causal_softmax import causal_softmax
-from torchweld.ops.conv2d import conv2d
 from torchweld.ops.cross_entropy import cross_entropy
 from torchweld.ops.experts import experts
-from torchweld.ops.folded_layer_norm_linear import fold_layer_norm, folded_layer_norm_linear
-from torchweld.ops.gated_activation import gated_activation
-from torchweld.ops.gated_linear import gated_linear, gated_linear_pair
-from torchweld.ops.gated_mlp import gated_mlp
+from torchweld.ops.gated_linear import (
+    gated_activation,
+    gated_linear,
+    gated_linear_pair,
+    gated_mlp,
+)
 from torchweld.ops.grouped_linear import grouped_gated_linear, grouped_linear
 from torchweld.ops.int4_linear import (
     int4_linear,
@@ -40,19 +39,27 @@ from torchweld.ops.key_start import (
     key_start_from_documents,
     key_start_from_position_ids,
 )
-from torchweld.ops.layer_norm_linear import layer_norm_linear
+from torchweld.ops.layer_norm_linear import (
+    fold_layer_norm,
+    folded_layer_norm_linear,
+    layer_norm_linear,
+)
 from torchweld.ops.leftpad import leftpad_from_mask
-from torchweld.ops.linear import linear
+from torchweld.ops.linear import bmm, linear
 from torchweld.ops.linear_cross_entropy import linear_cross_entropy, linear_token_logprobs
-from torchweld.ops.mul_relu import mul_relu
 from torchweld.ops.norm_linears import layer_norm_linears, rms_norm_linears
 from torchweld.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_gated
-from torchweld.ops.outer_add import outer_add
-from torchweld.ops.outer_mul_relu import outer_mul_relu
+from torchweld.ops.puzzles import (
+    add_scalar,
+    conv2d,
+    mul_relu,
+    outer_add,
+    outer_mul_relu,
+    row_sum,
+    scalar_attention,
+)
 from torchweld.ops.rms_norm_linear import rms_norm_linear
 from torchweld.ops.rotary import rotary
-from torchweld.ops.row_sum import row_sum
-from torchweld.ops.scalar_attention import scalar_attention
 from torchweld.ops.softmax import softmax
 from torchweld.ops.softmax_matmul import softmax_matmul
 from torchweld.ops.varlen import varlen_attention

@@ -1,1 +1,1 @@
-"""The operators: one file an op, with its function and, if it has one, its module."""
+"""The operators: their functions and, where they have one, their modules."""

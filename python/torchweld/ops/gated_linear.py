@@ -1,4 +1,4 @@
-"""Two linear branches and their gate in one op."""
+"""Gates of two linear branches: with both products, with an MLP's third one, and alone."""
 
 from __future__ import annotations
 
@@ -99,6 +99,86 @@ def gated_linear_pair(
         assert y.shape == (4, 64)
     """
     return ops.gated_linear_pair(x, left, right, left_bias, right_bias, gate=gate)
+
+
+@readable_errors
+def gated_activation(left: Tensor, right: Tensor, *, gate: Gate = "swiglu") -> Tensor:
+    """`gate(left, right)`, for example `silu(left) * right` in one pass over memory.
+
+    `gated_linear_pair` and `gated_mlp` also compute the linear layers in front of the gate. This op
+    is for layers that have to be called: with LoRA adapters, hooks or weights of another format.
+    Its gradient reads `dy`, `left` and `right` and writes both gradients in one pass.
+
+    Args:
+        left: `(..., N)`.
+        right: the shape and dtype of `left`.
+        gate: a gate of `gated_linear`.
+
+    Returns:
+        `(..., N)` contiguous, dtype of `left`; computed in fp32 and rounded once.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or gate.
+
+    Limits: differentiable once.
+
+    Example::
+
+        left, right = torch.randn(4, 64), torch.randn(4, 64)
+        y = torchweld.gated_activation(left, right, gate="swiglu")
+        torch.testing.assert_close(y, F.silu(left) * right)
+    """
+    return ops.gated_activation(left, right, gate=gate)
+
+
+@readable_errors
+def gated_mlp(
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    down: Tensor,
+    left_bias: Tensor | None = None,
+    right_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    gate: Gate = "swiglu",
+) -> Tensor:
+    """`F.linear(gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias)), down,
+    down_bias)`.
+
+    Llama's `down_proj(silu(gate_proj(x)) * up_proj(x))` has `left = gate_proj.weight`, `right =
+    up_proj.weight` and `down = down_proj.weight`. It is `gated_linear_pair` followed by `linear`;
+    as one op its gradient needs less memory traffic: on Hopper the matmul of the gradient with
+    `down` also computes the gradients of both branches.
+
+    Args:
+        x: `(..., K)`.
+        left: `(N, K)`.
+        right: `(N, K)`.
+        down: `(P, N)`.
+        left_bias: `(N,)`.
+        right_bias: `(N,)`.
+        down_bias: `(P,)`.
+        gate: a gate of `gated_linear`.
+
+    Returns:
+        `(..., P)` contiguous, dtype of `x`; sums in fp32. The gated values are rounded to that
+        dtype.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or gate.
+
+    Limits: differentiable once.
+
+    Example::
+
+        gate_proj, up_proj, down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        weights = gate_proj.weight, up_proj.weight, down_proj.weight
+        biases = gate_proj.bias, up_proj.bias, down_proj.bias
+        y = torchweld.gated_mlp(torch.randn(4, 32), *weights, *biases, gate="swiglu")
+        assert y.shape == (4, 32)
+    """
+    return ops.gated_mlp(x, left, right, down, left_bias, right_bias, down_bias, gate=gate)
 
 
 class GatedLinearReference(nn.Module):

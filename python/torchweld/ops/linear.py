@@ -1,4 +1,4 @@
-"""The matmul engine alone."""
+"""The matmul engine alone, of one matrix and of a batch."""
 
 from __future__ import annotations
 
@@ -45,6 +45,30 @@ def linear(
         assert y.shape == (4, 64)
     """
     return ops.linear(x, weight, bias, activation=activation)
+
+
+@readable_errors
+def bmm(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.matmul(a, b)` of three-dimensional tensors; a batch of 1 broadcasts.
+
+    Args:
+        a: `(batch, M, K)`, any strides: a transposed view goes in without a copy.
+        b: `(batch, K, N)`, any strides, dtype and device of `a`.
+
+    Returns:
+        `(batch, M, N)` contiguous, dtype of `a`; sums in fp32.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device.
+
+    Limits: differentiable once.
+
+    Example::
+
+        a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 16)
+        torch.testing.assert_close(torchweld.bmm(a, b), torch.bmm(a, b))
+    """
+    return ops.bmm(a, b)
 
 
 def reset_as_torch(module: nn.Module) -> None:
