@@ -13,38 +13,18 @@ from torch import Tensor
 
 from torchweld.ops.leftpad import before_first_token
 
-from . import mask_numbers
-from .mask_pattern import Pattern
+from . import mask_numbers, mask_pattern
+from .mask_ranges import Call
 
 
 def _refuse(reason: str) -> None:
     raise ValueError(f"torchweld: context_parallel must see causal attention, but {reason}")
 
 
-def mask(
-    context: Any,
-    pattern: Pattern | None,
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor | None,
-    kv_offset: int,
-    attention_mask: Tensor | None,
-    device: torch.device | str,
-) -> Tensor | None:
+def mask(context: Any, call: Call) -> Tensor | None:
     """The mask for the layers as :mod:`.mask_numbers`, of the whole sequences.
 
-    Args:
-        context: The ContextParallel that is active.
-        pattern: The pattern of the mask function, None if it is unknown.
-        batch_size: Sequences in the batch.
-        q_length: Tokens of this process.
-        kv_length: The same; more where a cache holds earlier tokens.
-        q_offset: 0, or a position behind a cache.
-        kv_offset: 0, or where a sliding cache begins.
-        attention_mask: This process's part of the 2-D mask, or None.
-        device: Of the tokens.
+    ``call`` has the lengths and the 2-D mask of this process's tokens.
 
     Raises:
         ValueError: It is no causal mask, or there are earlier tokens or holes.
@@ -53,16 +33,18 @@ def mask(
 
     if torch.compiler.is_compiling():
         _refuse("torch.compile traces the model; compile its layers instead")
+    pattern, attention_mask = mask_pattern.of(call.mask_function), call.attention_mask
     if pattern is None or not pattern.causal:
         _refuse("the model's mask is another one")
-    if attention_mask is not None and attention_mask.shape != (batch_size, q_length):
+    if attention_mask is not None and attention_mask.shape != (call.batch_size, call.q_length):
         _refuse(
             f"attention_mask is {tuple(attention_mask.shape)}, not this process's "
-            f"{(batch_size, q_length)}; use shard_sequence"
+            f"{(call.batch_size, call.q_length)}; use shard_sequence"
         )
-    if q_length != kv_length or isinstance(q_offset, Tensor) or q_offset or kv_offset:
+    offset = isinstance(call.q_offset, Tensor) or call.q_offset or call.kv_offset
+    if call.q_length != call.kv_length or offset:
         _refuse("there is a cache of earlier tokens; use use_cache=False")
-    positions = local_positions(context.group, q_length, torch.device(device))
+    positions = local_positions(context.group, call.q_length, torch.device(call.device))
     if pattern.documents is not None:
         # transformers takes the gap between head and tail for the border of two documents.
         gap = (positions.diff(prepend=positions[:1] - 1) != 1).cumsum(0)
@@ -78,11 +60,11 @@ def mask(
     context.leftpad, context.seen_positions = leftpad, None
     if pattern.window is None and pattern.chunk is None:
         return None if leftpad is None else mask_numbers.leftpad_mask(leftpad)
-    start = pattern.key_start(positions, 0).expand(batch_size, -1)
+    start = pattern.key_start(positions, 0).expand(call.batch_size, -1)
     if leftpad is not None:
         start = start.maximum(leftpad[:, None])
-    seqlen = q_length * context.group.size()
-    end = torch.full((batch_size,), seqlen, device=start.device)
+    seqlen = call.q_length * context.group.size()
+    end = torch.full((call.batch_size,), seqlen, device=start.device)
     return mask_numbers.ranges(end, start)
 
 
@@ -98,15 +80,7 @@ def attention(
 ) -> Tensor:
     """Attention of one layer to the tokens of all processes.
 
-    Args:
-        context: The ContextParallel that is active.
-        query: ``(batch, nheads, tokens, head_dim)``.
-        key: ``(batch, nheads_kv, tokens, head_dim)``.
-        value: ``(batch, nheads_kv, tokens, head_dim_v)``.
-        numbers: The result of :func:`mask`.
-        reason: Why the op would not be used outside of the context, or None.
-        scaling: Factor of the scores.
-        kwargs: The model's keyword arguments for attention functions.
+    ``reason`` says why the op would not be used outside of the context, or is None.
 
     Returns:
         ``(batch, nheads, tokens, head_dim_v)``.

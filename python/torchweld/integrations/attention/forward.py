@@ -31,11 +31,6 @@ except ImportError:
     _collector = None
 
 
-def records_weights() -> bool:
-    """Whether this transformers tells an attention function that its weights are recorded."""
-    return _collector is not None
-
-
 def config_refusal(config: Any) -> str | None:
     """Why ``fuse`` must not switch the attention of a model of this config, or None."""
     implementation = config._attn_implementation
@@ -48,7 +43,7 @@ def config_refusal(config: Any) -> str | None:
         )
     if getattr(config, "output_attentions", False):
         return "config.output_attentions is on, and torchweld has no attention weights to return"
-    if implementation == "eager" and not records_weights():
+    if implementation == "eager" and _collector is None:
         return (
             "it is eager and returns attention weights when asked; this version of transformers "
             "doesn't say when (a newer one does)"
@@ -119,14 +114,10 @@ def _eager_attention(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The eager path: the model's own attention, for features that SDPA lacks too.
+    """The model's own attention, for the feature ``lacking`` that SDPA lacks too.
 
-    ``mask`` is a dense 4-D mask, bool (true where a key is visible) or added to the scores, and
-    ``is_causal`` counts if it is None. ``lacking`` names the feature that SDPA lacks, for the
-    error.
-
-    Returns:
-        ``(batch, seqlen_q, nheads, head_dim_v)`` and the attention weights.
+    ``mask`` is dense, bool or added to the scores; ``is_causal`` counts if it is None. Returns the
+    attention weights too.
 
     Raises:
         ValueError: The model has no eager attention.
@@ -144,22 +135,6 @@ def _eager_attention(
             'attn_implementation="eager" for this model'
         )
     return eager(module, query, key, value, mask, **kwargs)
-
-
-def _sdpa_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    is_causal: bool,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The SDPA path: transformers' own function, with arguments as :func:`_eager_attention`'s."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    return sdpa_attention_forward(module, query, key, value, mask, is_causal=is_causal, **kwargs)
 
 
 def _op_attention(
@@ -214,13 +189,6 @@ def _why_not_the_op(
     if query.is_cuda and query.dtype == torch.float64:
         return "the kernels for CUDA know no float64"
     return None
-
-
-def _refuse_unserved(name: str) -> None:
-    raise Unserved(
-        f'attn_implementation="torchweld" has no {name} ({UNSERVED[name]}); use '
-        'attn_implementation="eager" for this model'
-    )
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
@@ -278,22 +246,20 @@ def attention_forward(
     """Attention of one layer through ``torch.ops.torchweld.attention``.
 
     Args:
-        module: The attention layer; ``module.is_causal`` counts where ``is_causal`` is None.
+        module: The attention layer.
         query: ``(batch, nheads, seqlen_q, head_dim)``, any strides.
         key: ``(batch, nheads_kv, seqlen_k, head_dim)``, heads not repeated.
         value: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
         attention_mask: The result of :func:`.mask.attention_mask`, or a 4-D mask.
-        dropout: Dropout probability of the attention weights; above 0 the op is not used.
+        dropout: Above 0 the op is not used.
         scaling: Factor of the scores, head_dim^-0.5 by default.
         is_causal: Overrides ``module.is_causal``. False is followed where the mask is a causal one
             too, if that says nothing beside padding.
-        **kwargs: Other features of transformers. ``softcap`` and ``s_aux`` (attention sinks) go to
-            the op, and so do packed documents (``cu_seq_lens_q``, ``cu_seq_lens_k``:
-            :mod:`.packed`); others that change the result take SDPA.
+        **kwargs: ``softcap``, ``s_aux`` (attention sinks) and packed documents (:mod:`.packed`) go
+            to the op; others that change the result take SDPA.
 
     Returns:
-        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights if they are requested
-        (``output_attentions=True``), else None.
+        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights if they are requested.
 
     Raises:
         NotImplementedError: The build has no attention kernel for the device.
@@ -306,7 +272,10 @@ def attention_forward(
         _active.refuse_torchs_own('attn_implementation="torchweld"')
     for name in UNSERVED:
         if name in kwargs and kwargs[name] is not None:
-            _refuse_unserved(name)
+            raise Unserved(
+                f'attn_implementation="torchweld" has no {name} ({UNSERVED[name]}); use '
+                'attn_implementation="eager" for this model'
+            )
     softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     numbers = _numbers(attention_mask, query, module, is_causal)
@@ -357,6 +326,8 @@ def attention_forward(
     # NOTE: SDPA has a default of its own for is_causal, so both paths name it.
     more = {"is_causal": causal, "dropout": dropout, "scaling": scaling, **kwargs}
     if lacking is None:
-        return _sdpa_attention(module, query, key, value, mask, **more)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, mask, **more)
     out, probabilities = _eager_attention(module, query, key, value, mask, lacking, **more)
     return out, probabilities if weights else None

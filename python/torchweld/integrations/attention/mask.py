@@ -38,10 +38,7 @@ the numbers on the device, and an assertion on the device fails for a mask with 
 ``attn_implementation="sdpa"`` for such batches. ``generate`` with a static cache makes its masks
 outside of the graph that it compiles.
 
-transformers looks into position_ids only if a call has neither a mask nor a cache, and a model's
-cache is on by default: pass ``use_cache=False``, or the ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of
-``DataCollatorWithFlattening(return_flash_attn_kwargs=True)``, which hold with any mask or cache.
-A call that can't use them is refused.
+docs/packing.md says how packed sequences are given.
 """
 
 from __future__ import annotations
@@ -79,17 +76,10 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask as numbers if they can describe it, else the mask of ``sdpa``.
 
-    Args:
-        batch_size: Sequences in the batch.
-        q_length: Query rows; versions that pass ``cache_position`` instead may leave it out.
-        kv_length: Keys that the attention will see.
-        q_offset: Position of the first query row. A tensor means a static cache.
-        kv_offset: Position of the first key.
-        mask_function: transformers' description of the pattern.
-        attention_mask: 2-D mask ``(batch, positions)``, true at tokens, or None.
-        local_size: Window or chunk size of a local pattern.
-        allow_is_causal_skip: False when the caller needs a materialised mask.
-        **kwargs: Handed to ``sdpa_mask``; ``config`` says which model asks.
+    The arguments are those of transformers' mask functions. A tensor as ``q_offset`` means a static
+    cache; versions that pass ``cache_position`` leave ``q_length`` out. ``allow_is_causal_skip`` is
+    False when the caller needs a materialised mask. The other arguments go to ``sdpa_mask``;
+    ``config`` says which model asks.
 
     Returns:
         A mask of :mod:`.mask_numbers`, or None (no padding, queries and keys end together), or the
@@ -113,51 +103,32 @@ def attention_mask(
         device = "cpu" if attention_mask is None else attention_mask.device
     if attention_mask is not None:
         attention_mask = _of_batch(attention_mask, batch_size)
-    call = Call(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
+    call = Call(
+        batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask, device, mask_function,
+        local_size, allow_is_causal_skip, kwargs,
+    )  # fmt: skip
     if _active.current is not None:
-        pattern = mask_pattern.of(mask_function)
-        return context_parallel.mask(_active.current, pattern, **call._asdict())
-    described = mask_function, local_size, allow_is_causal_skip, call, kwargs
-    pattern, mask, reason = _as_numbers(*described)
+        return context_parallel.mask(_active.current, call)
+    pattern, mask, reason = _as_numbers(call)
     if reason is None:
         return mask
     # A traced function gives no pattern, but it may be the plain causal one.
     causal = mask_function is causal_mask_function if pattern is None else pattern.causal
-    return _as_dense(*described, causal, reason)
+    return _as_dense(call, causal, reason)
 
 
-def _as_numbers(
-    mask_function: Any,
-    local_size: int | None,
-    causal_skip: bool,
-    call: Call,
-    kwargs: dict[str, Any],
-) -> tuple[Pattern | None, Tensor | None, str | None]:
+def _as_numbers(call: Call) -> tuple[Pattern | None, Tensor | None, str | None]:
     """The numbers path: the pattern if known, the mask if one is needed, or why there are none."""
-    config = kwargs.get("config")
-    skip = causal_skip or kwargs.get("allow_is_bidirectional_skip", False)
-    if torch.compiler.is_compiling():
-        described = mask_function, local_size, causal_skip, skip, call
-        pattern = traced_pattern.pattern_of(*described, **kwargs)
-    else:
-        pattern = mask_pattern.of(mask_function)
-    reason = UNKNOWN if pattern is None else _refusal(pattern, skip, config, call)
+    traced = torch.compiler.is_compiling()
+    pattern = traced_pattern.pattern_of(call) if traced else mask_pattern.of(call.mask_function)
+    reason = UNKNOWN if pattern is None else _refusal(pattern, call)
     if reason is not None:
         return pattern, None, reason
-    if pattern.causal:
-        return pattern, *mask_ranges.causal(pattern, causal_skip, call)
-    return pattern, *mask_ranges.bidirectional(pattern, skip, call)
+    numbers = mask_ranges.causal if pattern.causal else mask_ranges.bidirectional
+    return pattern, *numbers(pattern, call)
 
 
-def _as_dense(
-    mask_function: Any,
-    local_size: int | None,
-    causal_skip: bool,
-    call: Call,
-    kwargs: dict[str, Any],
-    causal: bool,
-    reason: str,
-) -> Tensor | None:
+def _as_dense(call: Call, causal: bool, reason: str) -> Tensor | None:
     """The dense path: the mask of ``sdpa``, with ``reason`` and ``causal`` as attributes."""
     readable = call.attention_mask is None or is_readable(call.attention_mask)
     mask = sdpa_mask(
@@ -167,11 +138,11 @@ def _as_dense(
         q_offset=0 if call.q_offset is None else call.q_offset,
         kv_offset=call.kv_offset,
         attention_mask=call.attention_mask,
-        mask_function=mask_function,
-        local_size=local_size,
+        mask_function=call.mask_function,
+        local_size=call.local_size,
         # sdpa_mask reads attention_mask before it leaves the mask out.
-        allow_is_causal_skip=causal_skip and readable,
-        **kwargs,
+        allow_is_causal_skip=call.causal_skip and readable,
+        **call.options,
     )
     if torch.compiler.is_compiling():
         warn_once(reason, traced=True)
@@ -198,9 +169,10 @@ def _of_batch(attention_mask: Tensor, batch_size: int) -> Tensor:
     return attention_mask.expand(batch_size, *attention_mask.shape[1:])
 
 
-def _refusal(pattern: Pattern, skip: bool, config: Any, call: Call) -> str | None:
+def _refusal(pattern: Pattern, call: Call) -> str | None:
     """Why the numbers of a pattern must not be used, or None."""
-    if not skip and (config is None or wants_whole_masks(type(config))):
+    config = call.options.get("config")
+    if not call.skip and (config is None or wants_whole_masks(type(config))):
         return WHOLE
     if call.attention_mask is not None and call.attention_mask.dim() != 2:
         return NOT_2D

@@ -137,13 +137,8 @@ def is_tracked(t: Tensor) -> bool:
 def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], _T]) -> _T:
     """The result of ``make``, computed by the first layer of a pass for all of them.
 
-    An attribute of the mask keeps the result until the mask is freed or written.
-
-    Args:
-        mask: The mask that the layers are given.
-        name: The attribute.
-        made_for: The other values that the result depends on.
-        make: Computes it.
+    The attribute ``name`` of the mask keeps the result until the mask is freed or written.
+    ``made_for`` are the other values that the result depends on.
     """
     # Parts of a mask that is no view itself, as a copy, would keep it, and so themselves.
     if torch.compiler.is_compiling() or not is_tracked(mask) or not mask._is_view():

@@ -7,7 +7,7 @@ without a check, and an assertion on the device fails for a mask that they can't
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +26,24 @@ NO_POSITION = "the position of the queries among the keys is not known"
 
 
 class Call(NamedTuple):
-    """The arguments of a request for a mask, beside the pattern; see :func:`.mask.attention_mask`.
-
-    ``q_offset`` is a tensor for a static cache.
-    """
+    """The arguments of a request for a mask; see :func:`.mask.attention_mask`."""
 
     batch_size: int
     q_length: int
     kv_length: int
-    q_offset: int | Tensor | None
+    q_offset: int | Tensor | None  # a tensor for a static cache
     kv_offset: int
     attention_mask: Tensor | None
     device: torch.device | str
+    mask_function: Any = None
+    local_size: int | None = None
+    causal_skip: bool = True  # whether None may stand for plain causal attention
+    options: dict[str, Any] = {}  # the keyword arguments of transformers
+
+    @property
+    def skip(self) -> bool:
+        """Whether None may stand for some mask."""
+        return self.causal_skip or self.options.get("allow_is_bidirectional_skip", False)
 
 
 def surely(condition: bool) -> bool:
@@ -76,14 +82,8 @@ def assert_holds(good: Tensor, reason: str) -> None:
     )
 
 
-def causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str | None]:
-    """The numbers of a causal mask, or None and why not.
-
-    Args:
-        pattern: A causal one.
-        skip: Whether None may stand for plain causal attention.
-        call: The request for the mask.
-    """
+def causal(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
+    """The numbers of a causal mask, or None and why not."""
     last = call.kv_offset + call.kv_length  # one past the last query's position
     known = not isinstance(call.q_offset, Tensor)  # else it is taken from the device below
     if known and call.q_offset is not None:
@@ -96,7 +96,7 @@ def causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str
     chunked = pattern.chunk is not None and not (aligned and surely(last <= pattern.chunk))
     packed = pattern.documents is not None or pattern.starts is not None
     # In a decode step with a static cache, which is compiled, all steps take one form.
-    plain = aligned and skip and not (windowed or chunked or packed)
+    plain = aligned and call.causal_skip and not (windowed or chunked or packed)
     if call.q_offset is None and not (
         plain and (call.attention_mask is not None or call.q_length == call.kv_length)
     ):
@@ -139,13 +139,10 @@ def causal(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str
     return mask_numbers.ranges(key_end, key_start), None
 
 
-def bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | None, str | None]:
+def bidirectional(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
     """The numbers of a mask where every query sees every token, or None and why not.
 
-    Args:
-        pattern: One that is not causal; its window counts the keys to each side, a query's own not.
-        skip: Whether None may stand for all keys.
-        call: The request for the mask.
+    The window of the pattern counts the keys to each side, without a query's own.
     """
     window = 0
     if pattern.window is not None and not (
@@ -158,7 +155,7 @@ def bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | No
     if call.attention_mask is None:
         if window:
             return mask_numbers.bidirectional(_full(call, call.kv_length), window=window), None
-        return None, None if skip else WHOLE
+        return None, None if call.skip else WHOLE
     tokens = _tokens(call)
     first, count = before_first_token(tokens), tokens.sum(1)
     if not is_readable(tokens):
@@ -168,7 +165,7 @@ def bidirectional(pattern: Pattern, skip: bool, call: Call) -> tuple[Tensor | No
     holes, full, left = torch.stack([_has_holes(tokens), tokens.all(), left]).tolist()
     if holes:
         return None, HOLES
-    if full and skip and not window:
+    if full and call.skip and not window:
         return None, None
     if left:
         return mask_numbers.bidirectional(first + count, first, window), None

@@ -21,11 +21,7 @@ from .fallback import NAME
 
 
 def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:
-    """One sentence that says why a class is not served, or None.
-
-    Args:
-        cls: A class of transformers' models.
-    """
+    """One sentence that says why a class is not served, or None."""
     reason = unsupported_reason(cls)
     return None if reason is None else _sentence(cls.__name__, reason)
 

@@ -40,10 +40,9 @@ def key_start(
         module: The attention layer.
         query: ``(batch, nheads, seqlen_q, head_dim)``.
         seqlen_k: Number of keys.
-        numbers: The numbers of the mask, None if it is dense.
-        kwargs: The model's keyword arguments for attention functions. ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k`` are integers ``(documents + 1,)``: 0 and the ends of the documents,
-            counted through the rows of the batch one behind the other.
+        numbers: None if the mask is dense.
+        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are integers ``(documents + 1,)``: 0 and the
+            ends of the documents, counted through the rows of the batch one behind the other.
 
     Returns:
         int32 ``(batch, seqlen_q)`` on the device of query. Nothing is read back from a GPU.
@@ -175,10 +174,7 @@ def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
 def apply(start: Tensor, numbers: Numbers, mask: Tensor | None) -> Numbers:
     """The numbers of a causal mask within documents, computed once for all layers of a pass.
 
-    Args:
-        start: The result of :func:`key_start`.
-        numbers: The numbers of the mask.
-        mask: The mask that they were split from, None if there is none.
+    ``start`` is the result of :func:`key_start`; the numbers were split from ``mask``.
 
     Raises:
         ValueError: There are cached tokens before those of the documents.

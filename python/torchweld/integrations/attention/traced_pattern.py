@@ -9,9 +9,6 @@ each row's range and hides the keys next to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,47 +19,25 @@ from .mask_ranges import Call, assert_holds, surely
 UNKNOWN = "the mask has a function that torchweld does not know (custom, or blocks of tokens)"
 
 
-def pattern_of(
-    mask_function: Callable,
-    local_size: int | None,
-    causal_skip: bool,
-    skip: bool,
-    call: Call,
-    *,
-    config: Any = None,
-    use_vmap: bool = False,
-    **_: Any,
-) -> Pattern | None:
-    """The pattern of a mask function that is being traced, or None if it is unknown.
-
-    Args:
-        mask_function: transformers' description of the pattern.
-        local_size: Window or chunk size of a local pattern.
-        causal_skip: Whether None may stand for plain causal attention.
-        skip: Whether None may stand for some mask.
-        call: The request for the mask.
-        config: The model's.
-        use_vmap: Whether a function of the caller's is in the mask.
-    """
+def pattern_of(call: Call) -> Pattern | None:
+    """The pattern of a mask function that is being traced, or None if it is unknown."""
+    function, local_size = call.mask_function, call.local_size
     # transformers takes a local pattern that is wider than the whole context as hiding nothing.
-    if causal_skip and local_size is not None and surely(call.kv_length < local_size):
+    if call.causal_skip and local_size is not None and surely(call.kv_length < local_size):
         return Pattern(causal=True)
-    if mask_pattern.is_simple(mask_function):
-        return mask_pattern.of(mask_function)
-    if use_vmap or not mask_pattern.is_combined(mask_function):
-        return None
+    if mask_pattern.is_simple(function):
+        return mask_pattern.of(function)
+    if call.options.get("use_vmap", False) or not mask_pattern.is_combined(function):
+        return None  # a function of the caller's is in the mask
     square = not isinstance(call.q_offset, Tensor) and call.q_offset == call.kv_offset == 0
-    packed = call.attention_mask is None and not skip and square
-    if packed or (local_size is not None and _has_chunks(config)):
-        return _probed(mask_function, local_size, call)
-    return None if local_size is None else mask_pattern.of_constants(mask_function)
+    packed = call.attention_mask is None and not call.skip and square
+    chunked = getattr(call.options.get("config"), "attention_chunk_size", None) is not None
+    if packed or (local_size is not None and chunked):
+        return _probed(call)
+    return None if local_size is None else mask_pattern.of_constants(function)
 
 
-def _has_chunks(config: Any) -> bool:
-    return getattr(config, "attention_chunk_size", None) is not None
-
-
-def _probed(mask_function: Callable, local_size: int | None, call: Call) -> Pattern:
+def _probed(call: Call) -> Pattern:
     """The causal pattern that a function has where it is called.
 
     A row sees at most ``local_size`` keys, the size of a window or a chunk.
@@ -74,12 +49,12 @@ def _probed(mask_function: Callable, local_size: int | None, call: Call) -> Patt
 
     def sees(other: Tensor) -> Tensor:
         offset = call.kv_offset
-        return mask_function(sequence, head, key + offset, other + offset)
+        return call.mask_function(sequence, head, key + offset, other + offset)
 
     continues = sees((key - 1).clamp_min(0))
     start = torch.where(continues, 0, key).expand(call.batch_size, -1).cummax(1).values
-    if local_size is not None:
-        start = start.maximum(key - (local_size - 1))
+    if call.local_size is not None:
+        start = start.maximum(key - (call.local_size - 1))
     ends = sees(key) & sees(start)
     before = (start == 0) | ~sees((start - 1).clamp_min(0))
     behind = (key == last) | ~sees((key + 1).clamp_max(last))

@@ -48,20 +48,13 @@ def _unused_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Flash:
-    """An op of torch and its gradient, whose kernels for a dispatch key are replaced.
+    """An op of torch and its gradient, whose kernels for a dispatch key are replaced."""
 
-    Attributes:
-        FORWARD, BACKWARD: Their names in aten.
-        DIMS: Dims of query, key and value, the heads in dim 1.
-        DTYPES: Those that torch's kernel takes.
-        LSE: The shape of lse, for the refusal of another one; None for any.
-    """
-
-    FORWARD: ClassVar[str]
+    FORWARD: ClassVar[str]  # the names in aten
     BACKWARD: ClassVar[str]
-    DIMS: ClassVar[int] = 4
-    DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
-    LSE: ClassVar[str | None] = None
+    DIMS: ClassVar[int] = 4  # of query, key and value, the heads in dim 1
+    DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)  # of torch's kernel
+    LSE: ClassVar[str | None] = None  # the shape of lse, for the refusal of another one
 
     def __init__(self, key: str) -> None:
         self.torchs_forward = torch.library.get_kernel(f"aten::{self.FORWARD}", key)

@@ -1,9 +1,7 @@
 """torchweld's attention under ``F.scaled_dot_product_attention`` and ``varlen_attn``.
 
 torch keeps a registry of flash attention implementations (``torch.nn.attention``); one that is
-active replaces CUDA kernels of aten ops. Four are replaced here, each by a function that runs
-torchweld's kernel where its ``refusal`` finds nothing against it, and else the kernel that was
-there before::
+active replaces CUDA kernels of aten ops, here four::
 
     F.scaled_dot_product_attention            torch chooses a back end, in its order of preference
      -> aten::_scaled_dot_product_flash_attention            out, lse        (:class:`.Dense`)
@@ -14,16 +12,10 @@ there before::
     their gradients: aten::..._backward
          -> torchweld::attention_backward, or torch's own
 
-The saved tensors of a graph mean the same to both: lse is the natural logarithm in float32, and
-causal masks are aligned at the bottom right. They differ in rows that see no key (lse is -inf here,
-inf there). So a graph that was recorded with one runs backward with the other. The overloads for
-fp8 stay torch's.
-
-On Hopper torch prefers its cuDNN back end to flash, so that SDPA would never get here: flash is put
-first in torch's order for as long.
-
-On the CPU there is no registry: ``aten::_scaled_dot_product_flash_attention_for_cpu`` is replaced
-on request (:class:`.Cpu`).
+The saved tensors of a graph mean the same to both, so a graph that was recorded with one runs
+backward with the other. On Hopper torch prefers its cuDNN back end, so flash is put first in its
+order for as long. On the CPU there is no registry, and
+``aten::_scaled_dot_product_flash_attention_for_cpu`` is replaced (:class:`.Cpu`).
 """
 
 from __future__ import annotations
