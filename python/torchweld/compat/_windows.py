@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchweld.ops.attention import attention, attention_with_lse
+from torchweld.ops.varlen import check_sizes
 
 _MAX_WINDOW = 1 << 30  # larger windows hide no key; positions are int32
 
@@ -39,6 +40,15 @@ class Window(NamedTuple):
         if self.before is not None and self.after in (0, self.before):
             return {"causal": self.after == 0, "window": self.before + 1}
         return None
+
+
+def check_padded(name: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v") -> None:
+    """Refuses tensors that are not those of attention in the layout of padded sequences."""
+    layout = "(batch, seqlen, nheads, head_dim)"
+    for argument, t in zip(names.split(), (q, k, v), strict=True):
+        if t.dim() != 4:
+            raise ValueError(f"{name}: {argument} must be {layout}, but got {tuple(t.shape)}")
+    check_sizes(name, layout, q, k, v, names)
 
 
 def padded_attention(

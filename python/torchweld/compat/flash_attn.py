@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from torchweld.compat._cache import Cache, check_new, rotated
-from torchweld.compat._windows import Window, padded_attention
+from torchweld.compat._windows import Window, check_padded, padded_attention
 from torchweld.ops.varlen import (
-    check_heads,
     check_lengths,
     check_packed,
-    check_sizes,
     packed_attention,
     packed_mask,
 )
@@ -36,8 +34,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
-
-_PADDED = "(batch, seqlen, nheads, head_dim)"
 
 
 def _options(
@@ -130,7 +126,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
         out = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True)
     """
     name = "flash_attn_qkvpacked_func"
-    q, k, v = _unpacked(name, "qkv", qkv, 5, 3, "(batch, seqlen, 3, nheads, head_dim)")
+    q, k, v = _unpacked(name, "qkv", qkv, "(batch, seqlen, 3, nheads, head_dim)")
     return _padded(name, q, k, v, *options, **named)
 
 
@@ -146,7 +142,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
         out = flash_attn.flash_attn_kvpacked_func(q, kv, causal=True)
     """
     name = "flash_attn_kvpacked_func"
-    k, v = _unpacked(name, "kv", kv, 5, 2, "(batch, seqlen_k, 2, nheads_kv, head_dim)")
+    k, v = _unpacked(name, "kv", kv, "(batch, seqlen_k, 2, nheads_kv, head_dim)")
     return _padded(name, q, k, v, *options, **named)
 
 
@@ -190,7 +186,7 @@ def flash_attn_varlen_func(
         out = flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 7, 7, causal=True)
     """
     name = "flash_attn_varlen_func"
-    _refuse_pages(name, block_table)
+    _refuse(name, block_table=block_table)
     return _varlen(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -211,7 +207,7 @@ def flash_attn_varlen_qkvpacked_func(
         out = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, ends, 7, causal=True)
     """
     name = "flash_attn_varlen_qkvpacked_func"
-    q, k, v = _unpacked(name, "qkv", qkv, 4, 3, "(tokens, 3, nheads, head_dim)")
+    q, k, v = _unpacked(name, "qkv", qkv, "(tokens, 3, nheads, head_dim)")
     return _varlen(name, q, k, v, cu_seqlens, cu_seqlens, *options, **named)
 
 
@@ -237,7 +233,7 @@ def flash_attn_varlen_kvpacked_func(
         out = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, ends_q, ends_k, 1, 7)
     """
     name = "flash_attn_varlen_kvpacked_func"
-    k, v = _unpacked(name, "kv", kv, 4, 2, "(tokens_k, 2, nheads_kv, head_dim)")
+    k, v = _unpacked(name, "kv", kv, "(tokens_k, 2, nheads_kv, head_dim)")
     return _varlen(name, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, **named)
 
 
@@ -298,8 +294,7 @@ def flash_attn_with_kvcache(
         out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     """
     name = "flash_attn_with_kvcache"
-    _refuse(name, 0.0, alibi_slopes)
-    _refuse_pages(name, block_table)
+    _refuse(name, alibi_slopes=alibi_slopes, block_table=block_table)
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must be given together; give both or neither")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -309,7 +304,7 @@ def flash_attn_with_kvcache(
             f"{name}: rotary_cos must come with k and without cache_leftpad; rotate q by "
             "torchweld.rotary"
         )
-    _check_padded(name, q, k_cache, v_cache)
+    check_padded(name, q, k_cache, v_cache)
     window = Window.of(window_size, causal)
     cache = Cache.of(name, q, k_cache, v_cache, cache_seqlens, cache_batch_idx)
     with torch.no_grad():
@@ -333,7 +328,12 @@ def flash_attn_with_kvcache(
         )
 
 
-def _refuse(name: str, dropout_p: float, alibi_slopes: Tensor | None) -> None:
+def _refuse(
+    name: str,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> None:
     if dropout_p:
         raise ValueError(
             f"{name}: dropout_p must be 0, but got {dropout_p}; torchweld's attention is slow with "
@@ -345,8 +345,6 @@ def _refuse(name: str, dropout_p: float, alibi_slopes: Tensor | None) -> None:
             "use torch.nn.attention.flex_attention"
         )
 
-
-def _refuse_pages(name: str, block_table: Tensor | None) -> None:
     if block_table is not None:
         raise ValueError(
             f"{name}: block_table must be None; torchweld reads no paged cache, pass contiguous "
@@ -354,25 +352,17 @@ def _refuse_pages(name: str, block_table: Tensor | None) -> None:
         )
 
 
-def _unpacked(
-    name: str, argument: str, packed: Tensor, dims: int, parts: int, layout: str
-) -> tuple[Tensor, ...]:
-    if packed.dim() != dims or packed.shape[-3] != parts:
+def _unpacked(name: str, argument: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """The tensors that another one holds along its dim -3."""
+    *leading, parts, _, _ = layout.split(", ")
+    if packed.dim() != len(leading) + 3 or packed.shape[-3] != int(parts):
         raise ValueError(f"{name}: {argument} must be {layout}, but got {tuple(packed.shape)}")
     return packed.unbind(-3)
 
 
-def _check_padded(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    for argument, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != 4:
-            raise ValueError(f"{name}: {argument} must be {_PADDED}, but got {tuple(t.shape)}")
-    check_heads(name, _PADDED, q.shape[2], k.shape[2], "transpose(1, 2)")
-    check_sizes(name, q, k, v)
-
-
 def _padded(name: str, q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Any:
     window, return_lse, more = _options(name, *options, **named)
-    _check_padded(name, q, k, v)
+    check_padded(name, q, k, v)
     result = padded_attention(q, k, v, window, return_lse=return_lse, **more)
     return (*result, None) if return_lse else result
 

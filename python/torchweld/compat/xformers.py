@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchweld.compat._windows import Window, padded_attention
-from torchweld.ops.varlen import check_heads, check_sizes, packed_attention, packed_mask, row_ranges
+from torchweld.compat._windows import Window, check_padded, padded_attention
+from torchweld.ops.varlen import packed_attention, packed_mask, row_ranges
 
 __all__ = ["memory_efficient_attention"]
-
-_LAYOUT = "(batch, seqlen, nheads, head_dim)"
 
 
 class _Kind(NamedTuple):
@@ -107,11 +105,7 @@ def memory_efficient_attention(
     if query.dim() == 3:
         tensors = [t.unsqueeze(2) for t in (query, key, value)]
         return memory_efficient_attention(*tensors, attn_bias, p, scale).squeeze(2)
-    for argument, t in (("query", query), ("key", key), ("value", value)):
-        if t.dim() != 4:
-            raise ValueError(f"{name}: {argument} must be {_LAYOUT}, but got {tuple(t.shape)}")
-    check_heads(name, _LAYOUT, query.shape[2], key.shape[2], "transpose(1, 2)")
-    check_sizes(name, query, key, value, "query key value")
+    check_padded(name, query, key, value, "query key value")
     window = _window(attn_bias, kind)
     if type(attn_bias).__name__ in _PADDED:
         return padded_attention(query, key, value, window, top_left=kind.top_left, scale=scale)

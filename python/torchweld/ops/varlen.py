@@ -198,13 +198,23 @@ def check_packed(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name}: {argument} must be ({tokens}, {heads}, head_dim), but got "
                 f"{tuple(t.shape)}; for a padded batch use torchweld.attention"
             )
-    check_heads(name, "(tokens, nheads, head_dim)", q.shape[1], k.shape[1], "transpose(0, 1)")
-    check_sizes(name, q, k, v)
+    check_sizes(name, "(tokens, nheads, head_dim)", q, k, v)
 
 
-def check_sizes(name: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v") -> None:
-    """Refuses k of another head dim than q, and v of other sizes than k but the last one."""
-    called = names.split()
+def check_sizes(
+    name: str, layout: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v"
+) -> None:
+    """Refuses k of other heads or another head dim than q, and v of other sizes but the last one.
+
+    Their heads are the dim before the last.
+    """
+    called, nheads, nheads_kv = names.split(), q.shape[-2], k.shape[-2]
+    if nheads % nheads_kv if nheads_kv else nheads:
+        raise ValueError(
+            f"{name}: q, k and v must be {layout} with the heads of k a divisor of those of q, but "
+            f"got {nheads} heads of q and {nheads_kv} of k; if the heads come before the tokens "
+            f"use .transpose({q.dim() - 3}, {q.dim() - 2})"
+        )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"{name}: {called[1]} must have the head_dim of {called[0]}, {q.shape[-1]}, but got "
@@ -215,15 +225,6 @@ def check_sizes(name: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v"
         raise ValueError(
             f"{name}: {called[2]} must be ({sizes}, head_dim_v) like {called[1]}, but got "
             f"{tuple(v.shape)}"
-        )
-
-
-def check_heads(name: str, layout: str, nheads: int, nheads_kv: int, fix: str) -> None:
-    if nheads % nheads_kv if nheads_kv else nheads:
-        raise ValueError(
-            f"{name}: q, k and v must be {layout} with the heads of k a divisor of those of q, but "
-            f"got {nheads} heads of q and {nheads_kv} of k; if the heads come before the tokens "
-            f"use .{fix}"
         )
 
 
