@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 import torchweld._library as library
 from torchweld._flops import LAYERS, LISTS
 from torchweld._refusals import unknown_op
+from torchweld._types import is_dtensor
 from torchweld.info import has_cuda_kernel, ops_of_library, public_op
 
 _TUNED = "the fastest of its configurations when torchweld.tune timed this shape class"
@@ -88,9 +90,7 @@ class Explanation:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors among arguments or results, those of lists too."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in tensors_of(v)] if isinstance(value, (tuple, list)) else []
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _describe(t: Tensor) -> str:
@@ -99,8 +99,6 @@ def _describe(t: Tensor) -> str:
 
 def _meta(value: Any) -> Any:
     """A tensor without memory, laid out as the given one; anything else as it is."""
-    if isinstance(value, (list, tuple)):
-        return [_meta(each) for each in value]
     if not isinstance(value, Tensor):
         return value
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
@@ -113,13 +111,13 @@ def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int
     """The choices of a call's CUDA code, in the order of its kernels."""
     overload = getattr(library.ops, op).default
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    values = {name: _meta(value) for name, value in kwargs.items()}
+    metas, values = tree_map(_meta, (args, kwargs))
     for argument in overload._schema.arguments[len(args) :]:
         if argument.name == "output_mask":  # request all gradients if the call does not say which
             values.setdefault("output_mask", [True] * argument.N)
     library.ops._begin_dry_run(device)
     try:
-        overload.redispatch(cuda, *map(_meta, args), **values)
+        overload.redispatch(cuda, *metas, **values)
     finally:
         records = library.ops._end_observing()
     return [json.loads(text) for text in records]
@@ -156,17 +154,6 @@ def _fill_in(explanation: Explanation, records: list[dict[str, Any]]) -> None:
     for i, record in enumerate(chosen):
         text = f"{record['choice']} ({_sizes(record)})"
         explanation.tile[record["part"] or f"part {i + 1}"] = text
-
-
-def _local(value: Any) -> Any:
-    """This process's part of a DTensor; anything else as it is."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(value, distributed.DTensor):
-        return value.to_local()
-    if isinstance(value, (list, tuple)):
-        local = [_local(each) for each in value]
-        return local if any(a is not b for a, b in zip(local, value, strict=True)) else value
-    return value
 
 
 def _parallel(op: str, sharded: bool) -> str:
@@ -206,11 +193,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     library.require()
     if op not in ops_of_library():
         raise ValueError(f"explain: {unknown_op('op', op, ops_of_library())}")
-    given = (*args, *kwargs.values())
-    args = tuple(map(_local, args))
-    kwargs = {name: _local(value) for name, value in kwargs.items()}
-    sharded = any(a is not b for a, b in zip(given, (*args, *kwargs.values()), strict=True))
-    tensors = tensors_of((*args, *kwargs.values()))
+    sharded = any(map(is_dtensor, tree_leaves((args, kwargs))))
+    if sharded:
+        args, kwargs = tree_map(lambda t: t.to_local() if is_dtensor(t) else t, (args, kwargs))
+    tensors = tensors_of((args, kwargs))
     if not tensors:
         raise ValueError(f"explain: {op} must be given its tensors, but got none")
     options = [f"{k}={v!r}" for k, v in kwargs.items() if not isinstance(v, Tensor)]

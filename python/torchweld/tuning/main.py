@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ def keywords(args: argparse.Namespace) -> dict[str, Any]:
 def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
     """Tensors of these shapes with values, chosen so that results are near 1."""
     import torch
+    from torch.utils._pytree import tree_map
 
     from torchweld.explain import tensors_of
 
@@ -46,7 +46,7 @@ def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
             return torch.randint(-(2**31), 2**31, t.shape, device=device).to(t.dtype)
         return torch.randn(t.shape, device=device).to(t.dtype)
 
-    made = _each(values, list(shapes))
+    made = tree_map(values, list(shapes))
     ops = torch.ops.torchweld
     if op == "int4_linear":
         made[2] = made[2].abs() * 0.1 * max(made[0].shape[-1], 1) ** -0.5
@@ -63,11 +63,6 @@ def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
     return made
 
 
-def _each(make: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`make` of each tensor, those in lists too."""
-    return [_each(make, each) for each in value] if isinstance(value, list) else make(value)
-
-
 def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Prints the table; returns the exit status.
 
@@ -75,6 +70,7 @@ def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any
         OSError, ValueError, RuntimeError, ImportError: one sentence with the reason.
     """
     import torch
+    from torch.utils._pytree import tree_map
 
     from torchweld.tuning import tune
 
@@ -82,7 +78,7 @@ def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device must be cpu where there is no CUDA GPU, but got cuda")
     if device == "cpu":  # on the CPU nothing is timed, so the values don't matter
-        made = _each(lambda t: torch.empty_like(t, device="cpu"), list(shapes))
+        made = tree_map(lambda t: torch.empty_like(t, device="cpu"), list(shapes))
     else:
         made = filled(shapes, args.op, device)
     if args.op == "attention_backward" and device == "cuda":

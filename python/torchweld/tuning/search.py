@@ -191,7 +191,7 @@ def _checked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     known = ops_of_library()
     if op not in known:
         raise ValueError(f"tune: {unknown_op('op', op, known)}")
-    tensors = tensors_of((*args, *kwargs.values()))
+    tensors = tensors_of((args, kwargs))
     if not tensors:
         raise ValueError(f"tune: {op} must be given its tensors, but got none")
     if any(t.is_meta for t in tensors):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from torchweld.explain import tensors_of
 
@@ -60,8 +61,6 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _in_float64(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_in_float64(each) for each in value]
     if not isinstance(value, Tensor):
         return value
     t = value.detach().cpu()
@@ -121,8 +120,8 @@ class Answers:
         floors = [two_roundings(t.dtype, _largest(t)) for t in default]
         if work <= _REFERENCE_FLOPS and elements <= _REFERENCE_ELEMENTS:
             self.against = "the op in float64"
-            wide = {name: _in_float64(value) for name, value in kwargs.items()}
-            self.right = tensors_of(function(*map(_in_float64, args), **wide))
+            args, kwargs = tree_map(_in_float64, (args, kwargs))
+            self.right = tensors_of(function(*args, **kwargs))
             errors = [difference(t, r) for t, r in zip(default, self.right, strict=True)]
             self.allowed = [2 * e + floor for e, floor in zip(errors, floors, strict=True)]
         else:
