@@ -26,35 +26,19 @@ if TYPE_CHECKING:
         vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
     )
 
-__all__ = [
-    "NormColwise",
-    "Rowwise",
-    "VocabParallel",
-    "codes_as_parameters",
-    "context_parallel",
-    "context_parallel_attention",
-    "full_tensor",
-    "gather_sequence",
-    "parallelize",
-    "parameter_groups",
-    "shard_sequence",
-    "vocab_parallel_linear_cross_entropy",
-]
-
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "NormColwise": "styles",
-        "Rowwise": "styles",
-        "VocabParallel": "vocabulary",
-        "codes_as_parameters": "int4_parameters",
-        "context_parallel": "context",
-        "context_parallel_attention": "context",
-        "full_tensor": "tensors",
-        "gather_sequence": "sequence",
-        "parallelize": "_parallelize",
-        "parameter_groups": "_parallelize",
-        "shard_sequence": "sequence",
-        "vocab_parallel_linear_cross_entropy": "vocabulary",
-    },
-)
+_HOMES = {
+    "NormColwise": "styles",
+    "Rowwise": "styles",
+    "VocabParallel": "vocabulary",
+    "codes_as_parameters": "int4_parameters",
+    "context_parallel": "context",
+    "context_parallel_attention": "context",
+    "full_tensor": "tensors",
+    "gather_sequence": "sequence",
+    "parallelize": "_parallelize",
+    "parameter_groups": "_parallelize",
+    "shard_sequence": "sequence",
+    "vocab_parallel_linear_cross_entropy": "vocabulary",
+}
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazy(__name__, _HOMES)

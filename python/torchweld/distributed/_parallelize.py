@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchweld.nn import Int4Linear
 
-from . import linears, packed
+from . import packed
 from .int4_linears import unsupported_reason
+from .linears import ColumnLinear, GatheredLinear, RowLinear, ShardedLinears
 
 
 class _SummedGradients(ParallelStyle):
@@ -73,21 +74,23 @@ class _PlainResult(ParallelStyle):
 
 
 def _gathered() -> ParallelStyle:
-    return linears.gathered_columns(_PlainResult(ColwiseParallel(output_layouts=Replicate())))
+    style = _PlainResult(ColwiseParallel(output_layouts=Replicate()))
+    return ShardedLinears(GatheredLinear, 0, style)
+
+
+def _split() -> ParallelStyle:
+    return _PlainResult(RowwiseParallel(input_layouts=Replicate()))
 
 
 # The styles by their names in a tp_plan of transformers or in _plan.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": linears.columns,
-    "rowwise": linears.rows,
+    "colwise": lambda: ShardedLinears(ColumnLinear, 0, ColwiseParallel()),
+    "rowwise": lambda: ShardedLinears(RowLinear, 1, RowwiseParallel()),
     "colwise_gather_output": _gathered,
     "colwise_rep": _gathered,
-    "rowwise_split_input": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
-    "rowwise_rep": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
-    "embedding_rowwise": lambda: _PlainResult(RowwiseParallel(input_layouts=Replicate())),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep", "embedding_rowwise"), _split),
     "replicated_with_grad_allreduce": _SummedGradients,
-    packed.HALVES: packed.halves,
-    packed.HEADS: packed.heads,
+    **packed.STYLES,
 }
 # The styles that transformers gives a packed layer, whose results are gathered, and the next one.
 _GATHERED = (("colwise_gather_output", "rowwise_split_input"), ("colwise_rep", "rowwise_rep"))

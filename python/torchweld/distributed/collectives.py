@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchweld._autograd import once_differentiable
 
@@ -21,6 +22,7 @@ from .tensors import (
     local_part,
     once_outside_autocast,
     parameter_of,
+    replicated,
 )
 
 # Up to this many slabs are communicated in place by one coalesced call. With more slabs, one call
@@ -216,6 +218,17 @@ def copy_to_tp_region_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, CopiedT
     kept = CopiedToTpRegion([copied])
     _last = _LastCopied(weakref.ref(x), weakref.ref(kept), mesh)
     return copied, kept
+
+
+def columns_of(mesh: DeviceMesh, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """This process's columns of a layer's result, computed from a replicated x."""
+    if isinstance(x, DTensor):
+        return compute(replicated(mesh, x, Replicate()))
+    x, kept = copy_to_tp_region_once(mesh, x)
+    y = compute(x)
+    if kept is not None and y.grad_fn is not None:
+        y.grad_fn.metadata["copied_to_tp_region"] = kept  # for the next layer
+    return y
 
 
 def reduce_from_tp_region(mesh: DeviceMesh, y: Tensor) -> Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from torchweld._library import ops
 from torchweld.nn import Int4Linear
 
-from .collectives import copy_to_tp_region_once, reduce_from_tp_region
-from .tensors import replicated
+from .collectives import columns_of, reduce_from_tp_region
 
 
 class ColumnInt4Linear(Int4Linear):
@@ -24,15 +23,7 @@ class ColumnInt4Linear(Int4Linear):
     mesh: DeviceMesh
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = None
-        if isinstance(x, DTensor):
-            x = replicated(self.mesh, x, Replicate())
-        else:
-            x, kept = copy_to_tp_region_once(self.mesh, x)
-        y = self.compute(x, self.bias)
-        if kept is not None and y.grad_fn is not None:
-            y.grad_fn.metadata["copied_to_tp_region"] = kept
-        return y
+        return columns_of(self.mesh, x, lambda x: self.compute(x, self.bias))
 
 
 class RowInt4Linear(Int4Linear):

@@ -107,8 +107,7 @@ class ParameterInt4Linear(Int4Linear):
         tensors = [(name, tensor) for name, tensor in expected.items() if tensor is not None]
         weight = state_dict.pop(prefix + "weight", None)
         if wrong := state_errors(prefix, weight, state_dict, tensors):
-            error_msgs = args[-1]
-            error_msgs += wrong
+            args[-1].extend(wrong)
             return
         for name in _CODES:
             if prefix + name in state_dict:

@@ -12,31 +12,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchweld.nn import Int4Linear
 
-from .collectives import copy_to_tp_region_once, reduce_from_tp_region
+from .collectives import columns_of, reduce_from_tp_region
 from .int4_linears import shard_int4
 from .products import scattered_linear
-from .tensors import local_part, local_weight, replicated, shard_parameter, sharded_dim
+from .tensors import local_part, local_weight, shard_parameter, sharded_dim
 
 
 class ColumnLinear(nn.Linear):
     """Computes this process's columns of the result from a replicated x."""
 
     def forward(self, input: Tensor) -> Tensor:
-        mesh, kept = self.weight.device_mesh, None
-        if isinstance(input, DTensor):
-            x = replicated(mesh, input, Replicate())
-        else:
-            x, kept = copy_to_tp_region_once(mesh, input)
-        y = F.linear(x, local_weight(self.weight), local_part(self.bias))
-        if kept is not None and y.grad_fn is not None:
-            y.grad_fn.metadata["copied_to_tp_region"] = kept
-        return y
+        return columns_of(
+            self.weight.device_mesh,
+            input,
+            lambda x: F.linear(x, local_weight(self.weight), local_part(self.bias)),
+        )
 
 
 class GatheredLinear(ColumnLinear):
@@ -93,7 +88,7 @@ def shard_linear(
     return module
 
 
-class _Linears(ParallelStyle):
+class ShardedLinears(ParallelStyle):
     """Shards an `nn.Linear` or `Int4Linear`, in place; applies torch's style to other modules."""
 
     def __init__(self, sharded: type[nn.Linear], dim: int, style: ParallelStyle) -> None:
@@ -108,18 +103,3 @@ class _Linears(ParallelStyle):
             return self.style._apply(module, device_mesh)
         placement = Shard(self.dim)
         return shard_linear(module, self.sharded, placement, None, device_mesh, self.src_data_rank)
-
-
-def columns() -> ParallelStyle:
-    """The column-parallel style for a plan of parallelize_module."""
-    return _Linears(ColumnLinear, 0, ColwiseParallel())
-
-
-def gathered_columns(style: ParallelStyle) -> ParallelStyle:
-    """The column-parallel style whose results are whole; `style` serves other modules."""
-    return _Linears(GatheredLinear, 0, style)
-
-
-def rows() -> ParallelStyle:
-    """The row-parallel style for a plan of parallelize_module."""
-    return _Linears(RowLinear, 1, RowwiseParallel())

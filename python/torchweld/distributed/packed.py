@@ -64,14 +64,11 @@ class PackedColumns(ParallelStyle):
         return shard_linear(module, self.cls, self.columns, None, device_mesh, self.src_data_rank)
 
 
-def halves() -> ParallelStyle:
-    """The style of a layer whose result is halved."""
-    return PackedColumns(ColumnLinear, _StridedShard(0, split_factor=2))
-
-
-def heads() -> ParallelStyle:
-    """The style of a layer whose result is query, key and value; `set_heads` completes it."""
-    return PackedColumns(HeadsLinear, Shard(0))
+# The styles by their names in a plan. `set_heads` completes the second one.
+STYLES = {
+    HALVES: lambda: PackedColumns(ColumnLinear, _StridedShard(0, split_factor=2)),
+    HEADS: lambda: PackedColumns(HeadsLinear, Shard(0)),
+}
 
 
 def can_shard(module: nn.Module, name: str, size: int) -> bool:

@@ -24,19 +24,14 @@ from torchweld.info import public_op
 
 
 class Dims(NamedTuple):
-    """The dims of an op's tensors, and those that may be sharded.
+    """The dims of an op's tensors, and those that may be sharded."""
 
-    Attributes:
-        tensors: "x *k, weight nk": names of arguments and results and their letters. `*` stands for
-            all leading dims, a capital for both halves of a gate in one dim. The gradient dx has
-            the letters of x.
-        sharded: A row each: "n", "hg" for the tensors that have either, `*` for each leading dim.
-        sums: For a letter, the tensors that are sums over its shards; by default the gradients that
-            lack it.
-    """
-
+    # "x *k, weight nk": names of arguments and results and their letters. `*` stands for all
+    # leading dims, a capital for both halves of a gate in one dim. The gradient dx has the letters
+    # of x.
     tensors: str
-    sharded: str = ""
+    sharded: str  # a row each: "n", "hg" for the tensors that have either, `*` for each leading dim
+    # For a letter, the tensors that are sums over its shards; else the gradients that lack it.
     sums: dict[str, str] = {}
 
     def rows(self, call: Call) -> Iterator[Row]:

@@ -264,20 +264,9 @@ class VocabParallelCrossEntropy(LinearCrossEntropy):
     """A `LinearCrossEntropy` whose weight and bias are DTensors with `Shard(0)`."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return vocab_parallel_linear_cross_entropy(
-            x,
-            self.weight,
-            target,
-            self.bias,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            z_loss=self.z_loss,
-            shift=self.shift,
-            temperature=self.temperature,
-            keep=self.keep,
-        )
+        keywords = vocab_parallel_linear_cross_entropy.__kwdefaults__
+        options = {name: getattr(self, name) for name in keywords}
+        return vocab_parallel_linear_cross_entropy(x, self.weight, target, self.bias, **options)
 
 
 class VocabParallel(ParallelStyle):

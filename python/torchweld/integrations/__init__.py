@@ -25,29 +25,16 @@ if TYPE_CHECKING:
     from .peft_lora import register_lora as register_lora
     from .sdpa.kernels import use_in_sdpa as use_in_sdpa
 
-__all__ = [
-    "FuseReport",
-    "TorchweldInt4Config",
-    "fuse",
-    "register_attention",
-    "register_experts",
-    "register_lora",
-    "register_quantizer",
-    "unfuse",
-    "use_in_sdpa",
-]
-
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "fuse": "fusion.fuse",
-        "unfuse": "fusion.fuse",
-        "FuseReport": "fusion.report",
-        "TorchweldInt4Config": ".quantization.quantizer",
-        "register_attention": "attention.register",
-        "register_experts": "experts",
-        "register_lora": "peft_lora",
-        "register_quantizer": ".quantization.quantizer",
-        "use_in_sdpa": "sdpa.kernels",
-    },
-)
+_HOMES = {
+    "fuse": "fusion.fuse",
+    "unfuse": "fusion.fuse",
+    "FuseReport": "fusion.report",
+    "TorchweldInt4Config": ".quantization.quantizer",
+    "register_attention": "attention.register",
+    "register_experts": "experts",
+    "register_lora": "peft_lora",
+    "register_quantizer": ".quantization.quantizer",
+    "use_in_sdpa": "sdpa.kernels",
+}
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -368,29 +368,18 @@ class Int4Linear(nn.Module):
             destination[prefix + "weight"] = self.scale.new_empty(0)
 
     @torch.jit.unused
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, *args):
         weight = state_dict.pop(prefix + "weight", None)  # not there in older files
         wrong = state_errors(prefix, weight, state_dict, self.named_buffers())
         if wrong:
-            error_msgs += wrong
+            args[-1].extend(wrong)
             return
         given = [state_dict.get(prefix + name) for name in _WEIGHT]
         if all(tensor is not None and tensor.dim() == 3 for tensor in given):
             made = portable_from_repacked(*given, self.out_features, self.in_features)
             state_dict.update(zip((prefix + name for name in _WEIGHT), made, strict=True))
         self.qweight, self.scale, self.zero = self.portable()
-        nn.Module._load_from_state_dict(
-            self,
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
         self.repack()
 
     def forward(self, x: Tensor) -> Tensor:
