@@ -15,7 +15,7 @@ from torch import nn
 
 from tiny_models import causal_models, tiny_model
 from torchweld.integrations import FuseReport, fuse
-from torchweld.integrations.fusion.layers import layer_norm, plain_mlp
+from torchweld.integrations.fusion.layers import layer_norm, mlp
 
 # For each part: the beginning of its ops in a report, as a pattern.
 PARTS = {
@@ -32,7 +32,7 @@ PARTS = {
 
 def choose_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Lets ops run on a CPU that run on a GPU alone because torch's are as fast here."""
-    patch.setattr(plain_mlp, "_DEVICES", ("cuda", "cpu"))
+    patch.setattr(mlp, "_DEVICES", ("cuda", "cpu"))
     patch.setitem(layer_norm._DTYPES, "cpu", (torch.float32, torch.bfloat16))
 
 

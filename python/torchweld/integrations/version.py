@@ -23,10 +23,7 @@ def release(version: str | None = None) -> tuple[int, ...]:
 
 
 def check_version(caller: str) -> None:
-    """Raises if transformers is missing or too old; warns once if it is newer than tested.
-
-    Args:
-        caller: The name of the caller, for the message.
+    """Warns once if transformers is newer than tested. The message names the caller.
 
     Raises:
         ImportError: transformers is missing or too old.

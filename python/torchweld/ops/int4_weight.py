@@ -17,19 +17,12 @@ _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 class RoundedWeight(NamedTuple):
-    """A weight as 4-bit codes: `scale * (code - zero)`.
+    """A weight as 4-bit codes: `scale * (code - zero)`."""
 
-    Attributes:
-        codes: uint8 `(N, K)`, values 0 to 15.
-        scale: `(N, K / group)` in the dtype of the weight.
-        zero: uint8 `(N, K / group)`, values 0 to 15.
-        quantisation_error, largest_error: as `Int4Linear` has them; 0 of an empty weight.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor
-    quantisation_error: float
+    codes: Tensor  # uint8 (N, K), values 0 to 15
+    scale: Tensor  # (N, K / group) in the dtype of the weight
+    zero: Tensor  # uint8 (N, K / group), values 0 to 15
+    quantisation_error: float  # this and the next as `Int4Linear` has them; 0 of an empty weight
     largest_error: float
 
 

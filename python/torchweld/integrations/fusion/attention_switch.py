@@ -40,9 +40,7 @@ def roots(
 ) -> list[tuple[str, nn.Module]]:
     """``(path, model)`` of the transformers models in a module, those inside of others left out.
 
-    Args:
-        model: Any module.
-        is_root: Tells the models of other libraries, to find those instead.
+    ``is_root`` tells the models of other libraries, to find those instead.
     """
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
@@ -62,15 +60,10 @@ def layers(path: str, root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def attention_paths(path: str, root: PreTrainedModel) -> list[str]:
-    """The paths of :func:`layers`."""
-    return [where for where, _ in layers(path, root)]
-
-
 def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
     """``(path, class name)`` of other modules whose class name says attention."""
     prefix = f"{path}." if path else ""
-    switchable = {where + "." for where in attention_paths(path, root)}
+    switchable = {f"{where}." for where, _ in layers(path, root)}
     named = {
         f"{prefix}{name}.": type(module).__name__
         for name, module in root.named_modules()
@@ -88,20 +81,18 @@ def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, 
 
 
 class Switch:
-    """The attention of a model, to be moved to torchweld's.
-
-    Attributes:
-        root: The model.
-        layers: ``(path, layer)`` of its attention layers.
-    """
+    """The attention of a model, to be moved to torchweld's."""
 
     def __init__(self, path: str, root: PreTrainedModel) -> None:
         self.root, self.layers = root, layers(path, root)
 
     def apply(self, report: FuseReport) -> None:
-        """Moves the model, and says so in the report's ``ops``."""
+        """Moves the model and its sub-models, and says so in the report's ``ops``."""
         report.ops.update((where, "attention") for where, _ in self.layers)
-        switch(self.root)
+        models = [m for m in self.root.named_modules() if isinstance(m[1], PreTrainedModel)]
+        before = {path: module.config._attn_implementation for path, module in models}
+        vars(self.root)[_STATE] = before | switch_own_configs(self.root)
+        self.root.set_attn_implementation(NAME)
 
     def restore(self) -> bool:
         """Undoes :meth:`apply`; False when there was nothing to undo."""
@@ -134,16 +125,16 @@ def plan(model: nn.Module, report: FuseReport) -> list[Switch]:
     """Returns the switches of a model; the report lists the layers that are not switched."""
     switches = []
     for path, root in roots(model):
-        switchable, unswitchable = attention_paths(path, root), other_attention_layers(path, root)
+        switch, unswitchable = Switch(path, root), other_attention_layers(path, root)
         reason = config_refusal(root.config) or _class_refusal(root) or own_refusal(root)
-        if reason is None and not switchable:
+        if reason is None and not switch.layers:
             reason = "none of its layers takes its attention from transformers' AttentionInterface"
         if reason is None:
-            switches.append(Switch(path, root))
+            switches.append(switch)
             what = "does not take its attention from transformers' AttentionInterface"
             report.skipped.extend((where, f"{name} {what}") for where, name in unswitchable)
             continue
-        paths = switchable + [where for where, _ in unswitchable]
+        paths = [where for where, _ in (*switch.layers, *unswitchable)]
         report.skipped.extend((where, reason) for where in paths or [path or "the model"])
     return switches
 
@@ -213,14 +204,6 @@ def with_sub_configs(config: Any) -> Iterator[Any]:
             yield from with_sub_configs(below)
 
 
-def switch(root: PreTrainedModel) -> None:
-    """Moves a model, its sub-models and the layers of :func:`own_configs` to torchweld's."""
-    models = [each for each in root.named_modules() if isinstance(each[1], PreTrainedModel)]
-    before = {path: module.config._attn_implementation for path, module in models}
-    root.__dict__[_STATE] = before | switch_own_configs(root)
-    root.set_attn_implementation(NAME)
-
-
 def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
     """Moves the layers of :func:`own_configs` alone. Returns their state for `restore_configs`."""
     own = {path: layer.config for path, layer, _ in own_configs(root)}
@@ -231,13 +214,11 @@ def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
 
 
 def restore(root: nn.Module) -> bool:
-    """Undoes :func:`switch`; False when there was nothing to undo."""
-    state = vars(root).get(_STATE)
-    if state is None:
-        return False
-    restore_configs(root, state)
-    del root.__dict__[_STATE]
-    return True
+    """Undoes :meth:`Switch.apply`; False when there was nothing to undo."""
+    state = vars(root).pop(_STATE, None)
+    if state is not None:
+        restore_configs(root, state)
+    return state is not None
 
 
 def restore_configs(root: nn.Module, before: dict[str, str]) -> None:

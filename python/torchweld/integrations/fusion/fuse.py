@@ -166,7 +166,7 @@ def unfuse(model: nn.Module) -> list[str]:
     restored = gpt2.unfuse(model)
     for path, module in model.named_modules():
         if attention_switch.restore(module):
-            restored.extend(attention_switch.attention_paths(path, module))
+            restored.extend(where for where, _ in attention_switch.layers(path, module))
     return restored + plan.unfuse(model)
 
 

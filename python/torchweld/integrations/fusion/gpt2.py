@@ -44,7 +44,9 @@ def plan(
     model: nn.Module, kinds: Collection[str], report: FuseReport
 ) -> tuple[list[Replacement], list[GPT2Switch]]:
     """Returns the replacements and the models to switch; the report lists the modules that stay."""
-    probes, used, gathered = Probes(), uses(model), fsdp.gathered(model)
+    probes, gathered = Probes(), fsdp.gathered(model)
+    # In how many places each module is.
+    used = Counter(child for module in model.modules() for child in module._modules.values())
     replacements, switches = [], []
     for path, base in bases(model):
         prefix = f"{path}." if path else ""
@@ -53,10 +55,11 @@ def plan(
                 reason = f"it is {type(block).__name__}, not transformers' GPT2Block"
                 report.skipped.append((f"{prefix}h.{index}", reason))
                 continue
-            for site, reason in sites(block, used, gathered):
+            for site in SITES:
                 if site.kind not in kinds:
                     continue
                 where = f"{prefix}h.{index}.{site.path}"
+                reason = _refusal(block, site, used, gathered)
                 if reason is None:
                     owner = getattr(block, site.owner)
                     activation = activation_name(getattr(owner, site.act)) if site.act else "none"
@@ -113,30 +116,12 @@ def sample_of(model: Any) -> dict[str, Any]:
     return {**{name: value.to(device) for name, value in batch.items()}, "use_cache": False}
 
 
-def uses(model: nn.Module) -> Counter[nn.Module]:
-    """In how many places each module of a model is."""
-    return Counter(child for module in model.modules() for child in module._modules.values())
-
-
-def sites(
-    block: nn.Module, used: Counter[nn.Module], gathered: Container[int]
-) -> list[tuple[Site, str | None]]:
-    """The sites of a GPT2Block, each with the reason why it must stay stock, or None.
-
-    Args:
-        block: A block of the model.
-        used: The result of :func:`uses`.
-        gathered: The result of :func:`.fsdp.gathered`.
-    """
-    if stock_class(block) is not GPT2Block:
-        reason = f"the block is {_class(block)}, not transformers' GPT2Block"
-        return [(site, reason) for site in SITES]
-    return [(site, _refusal(block, site, used, gathered)) for site in SITES]
-
-
 def _refusal(
     block: nn.Module, site: Site, used: Counter[nn.Module], gathered: Container[int]
 ) -> str | None:
+    """Why a site of a GPT2Block must stay stock, or None."""
+    if stock_class(block) is not GPT2Block:
+        return f"the block is {_class(block)}, not transformers' GPT2Block"
     if site.path in fused_paths(block):
         return "fused already"
     norm, owner = getattr(block, site.norm), getattr(block, site.owner)

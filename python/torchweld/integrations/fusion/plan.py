@@ -30,7 +30,7 @@ from torchweld.integrations.fusion.layers.norm import FusedNorm
 from torchweld.integrations.fusion.layers.stock_modules import hooked
 from torchweld.integrations.fusion.recognise import decoder_layers, heads
 from torchweld.integrations.fusion.recognise.find import find_fusion
-from torchweld.integrations.fusion.recognise.norms_mlps import Recognised
+from torchweld.integrations.fusion.recognise.norms import Recognised
 from torchweld.integrations.fusion.recognise.sdpa_layers import of_library
 
 from .probes import Probes

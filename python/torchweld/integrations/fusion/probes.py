@@ -98,14 +98,7 @@ class Probes:
     def refusal(
         self, op: str, weight: Tensor, *options: Any, device: torch.device | None = None
     ) -> str | None:
-        """Why an op does not run, or None.
-
-        Args:
-            op: One of the ops above.
-            weight: The op is called with tensors of its device and dtype.
-            options: Of the call.
-            device: Another device than the weight's.
-        """
+        """Why an op does not run in the dtype of a weight, on its device or another; or None."""
         device = device or weight.device
         key = op, device, weight.dtype, options
         return self.once(key, lambda: _refusal(op, _Like(device, weight.dtype), options))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -47,16 +47,7 @@ class FuseReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON-able data."""
-        return {
-            "model": self.model,
-            "replaced": list(self.replaced),
-            "skipped": [list(entry) for entry in self.skipped],
-            "max_abs_diff": self.max_abs_diff,
-            "compared": self.compared,
-            "ops": dict(self.ops),
-            "calls": dict(self.calls),
-            "notes": list(self.notes),
-        }
+        return {**asdict(self), "skipped": [list(entry) for entry in self.skipped]}
 
     def _summary(self) -> list[tuple[str, str, str]]:
         """Rows ``(what, where, outcome)``, places of equal outcome folded into one row."""
@@ -67,13 +58,11 @@ class FuseReport:
             rows.setdefault(("stock", reason), []).append(path)
         return [(what, fold_paths(paths), outcome) for (what, outcome), paths in rows.items()]
 
-    def _difference(self) -> str:
-        if self.max_abs_diff is None:
-            return "max |fused - stock|: not measured"
-        return f"max |fused - stock|: {self.max_abs_diff:.3g} over {self.compared}"
-
     def _measured(self) -> list[str]:
-        lines = [self._difference()] if self.replaced else []
+        measured = "not measured"
+        if self.max_abs_diff is not None:
+            measured = f"{self.max_abs_diff:.3g} over {self.compared}"
+        lines = [f"max |fused - stock|: {measured}"] if self.replaced else []
         if self.calls:
             counts = ", ".join(f"{count} x {what}" for what, count in self.calls.items())
             lines.append(f"calls on the sample batch: {counts}")
@@ -100,7 +89,8 @@ class FuseReport:
         """The table that ``rich.print(report)`` shows."""
         from rich.table import Table
 
-        table = Table(title=f"torchweld.fuse({self.model})", caption="\n".join(self._footer()))
+        caption = "\n".join(self._measured() + self.notes)
+        table = Table(title=f"torchweld.fuse({self.model})", caption=caption)
         table.add_column("runs")
         table.add_column("where", overflow="fold")
         table.add_column("outcome", overflow="fold")
@@ -108,9 +98,6 @@ class FuseReport:
             style = "green" if outcome == "replaced" else "yellow"
             table.add_row(what, where, outcome, style=style)
         return table
-
-    def _footer(self) -> list[str]:
-        return self._measured() + self.notes
 
 
 def summary(error: Exception) -> str:

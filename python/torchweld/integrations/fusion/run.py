@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 
@@ -19,24 +19,6 @@ from .report import UNCHECKED, WAS_EAGER, FuseReport, list_places
 from .sample import Sample
 
 
-class Changes(NamedTuple):
-    """The changes to a model, and the batch that measures them.
-
-    Attributes:
-        replacements: The modules to fuse.
-        switches: The models whose attention to switch.
-        targets: The models that the default sample batch runs.
-        batch_of: Makes that batch for one of them.
-        attention_first: Whether the report lists attention first.
-    """
-
-    replacements: list[Replacement]
-    switches: list[Switch]
-    targets: list[nn.Module]
-    batch_of: Callable[[Any], dict[str, Any] | None]
-    attention_first: bool
-
-
 def fuse(
     model: nn.Module, sample: Any, check: bool, kinds: Collection[str], report: FuseReport
 ) -> None:
@@ -45,8 +27,13 @@ def fuse(
     Raises:
         TypeError: it contains no model of transformers, timm or diffusers.
     """
-    changes = _changes_of_gpt2 if gpt2.bases(model) else _changes
-    replacements, switches, targets, batch_of, attention_first = changes(model, kinds, report)
+    targets, batch_of = [base for _, base in gpt2.bases(model)], gpt2.sample_of
+    is_gpt2 = bool(targets)
+    if is_gpt2:  # nothing else in such a model is fused
+        replacements, switches = gpt2.plan(model, kinds, report)
+    else:
+        replacements, switches, targets = _plan(model, kinds, report)
+        batch_of = _sample_of
     stock = calls = None
     if check and (replacements or switches):
         runner = Sample(model, targets, sample, batch_of)
@@ -72,10 +59,10 @@ def fuse(
         for replacement in replacements:
             plan.undo(replacement)
         raise
-    if attention_first:
+    if not is_gpt2:
         _list_attention(switches, calls, report)
     list_places([(each.where, each.key) for each in replacements], calls, report)
-    if not attention_first:
+    if is_gpt2:
         _list_attention(switches, calls, report)
     for each in replacements:
         # Inside of such a layer torch's functions take longer.
@@ -85,7 +72,10 @@ def fuse(
         report.max_abs_diff = report.compared = None
 
 
-def _changes(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Changes:
+def _plan(
+    model: nn.Module, kinds: Collection[str], report: FuseReport
+) -> tuple[list[Replacement], list[Switch], list[nn.Module]]:
+    """The modules to fuse, the models to switch, and those that the default batch runs."""
     roots = attention_switch.roots(model, _is_root)
     if not roots:
         raise TypeError(
@@ -97,7 +87,7 @@ def _changes(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Ch
     switches = attention_switch.plan(model, report) if "attention" in kinds else []
     replacements = plan.plan(model, kinds, Probes(), report)
     targets = [root for _, root in roots] if replacements else [switch.root for switch in switches]
-    return Changes(replacements, switches, targets, _sample_of, True)
+    return replacements, switches, targets
 
 
 def _is_root(module: nn.Module) -> bool:
@@ -107,13 +97,6 @@ def _is_root(module: nn.Module) -> bool:
 def _sample_of(root: nn.Module) -> dict[str, Any] | None:
     known = attention_switch if attention_switch.of_transformers(root) else sdpa_layers
     return known.sample_of(root)
-
-
-def _changes_of_gpt2(model: nn.Module, kinds: Collection[str], report: FuseReport) -> Changes:
-    """The changes of a model that contains a GPT-2. Nothing else in such a model is fused."""
-    replacements, switches = gpt2.plan(model, kinds, report)
-    targets = [base for _, base in gpt2.bases(model)]
-    return Changes(replacements, switches, targets, gpt2.sample_of, False)
 
 
 def _restore_attention(switches: list[Switch], reason: str, report: FuseReport) -> None:

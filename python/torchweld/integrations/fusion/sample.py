@@ -178,11 +178,8 @@ def over_cache(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Runs a batch of tokens in two calls over a cache, and four more tokens one by one.
 
-    Args:
-        model: A model of transformers.
-        batch: The sample batch.
-        tokens: ``(batch, length + 4)``: the tokens of the batch and those that follow it. By
-            default the model's most likely tokens follow.
+    ``tokens`` ``(batch, length + 4)`` are those of the batch and those that follow it, by default
+    the model's most likely ones.
 
     Returns:
         The outputs of the second call and of the four tokens, and ``tokens``. No outputs for a

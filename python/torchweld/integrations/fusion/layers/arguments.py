@@ -20,21 +20,13 @@ CACHES = ("cache", "past_key_values")
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one stock forward, without ``self`` and ``**kwargs``.
+    """The arguments of one stock forward, without ``self`` and ``**kwargs``."""
 
-    Attributes:
-        names: All of them, in order.
-        required: Those without a default.
-        cache: The name of the key and value cache, None if the forward has no such argument.
-        unknown: The defaults of those that the fused forward does not know.
-        is_open: Whether the forward takes ``**kwargs`` too.
-    """
-
-    names: tuple[str, ...]
-    required: frozenset[str]
-    cache: str | None
-    unknown: dict[str, Any]
-    is_open: bool
+    names: tuple[str, ...]  # in order
+    required: frozenset[str]  # those without a default
+    cache: str | None  # the name of the key and value cache, None without one
+    unknown: dict[str, Any]  # the defaults of those that the fused forward does not know
+    is_open: bool  # whether the forward takes ``**kwargs`` too
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """The arguments of a call by name, those of ``**kwargs`` among them.
@@ -76,10 +68,7 @@ class Arguments:
 def of(stock: type[nn.Module], known: tuple[str, ...] | None = None) -> Arguments:
     """Reads the arguments of ``stock.forward``.
 
-    Args:
-        stock: A class of modules.
-        known: The arguments that the fused forward knows, the cache as "cache"; None stands for
-            every argument.
+    The fused forward knows those in ``known``, the cache as "cache"; None stands for all.
     """
     return _read(stock.forward, known)
 
@@ -107,10 +96,7 @@ def difference(
 ) -> str | None:
     """How the arguments of ``stock.forward`` differ from those that a fused forward needs, or None.
 
-    Args:
-        stock: A class of modules.
-        wanted: The arguments that the fused forward needs, the cache as "cache".
-        is_open: Whether the stock forward must take ``**kwargs``.
+    With ``is_open`` the stock forward must take ``**kwargs``.
     """
     found = of(stock, wanted)
     names = {"cache" if name == found.cache else name for name in found.names}

@@ -45,30 +45,40 @@ def base_results(output: type[ModelOutput]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("loss", "logits", "aux_loss"))
 
 
+class Logits(NamedTuple):
+    """The option of the op that changes the logits as a model does with a number of its config."""
+
+    option: str | None = None  # None if the model leaves the logits as they are
+    number: str = ""  # its name in the config
+    inverse: bool = False  # whether the option is 1 over the number
+    factor: str = ""  # the name of a number that multiplies the logits in front of a softcap
+
+    def __call__(self, config: Any) -> dict[str, Any]:
+        if self.option is None:
+            return {}
+        # NOTE: torch.compile does not trace get_text_config.
+        owner = config if hasattr(config, self.number) else config.get_text_config()
+        value = getattr(owner, self.number)
+        if self.factor:  # c tanh(f z / c) is the cap c / f of z, times f
+            factor = getattr(owner, self.factor)
+            return {"softcap": value / factor, "temperature": 1 / factor}
+        return {self.option: 1 / value if self.inverse else value}
+
+
 class Head(NamedTuple):
-    """The head of a family.
+    """The head of a family."""
 
-    Attributes:
-        options: Given the model's config, returns the options of the op that change the logits.
-        base: The name of the base model.
-        output: The class of its outputs.
-        results: The names of the base model's results among them.
-        router_loss: The function of a mixture's model that balances the load of its experts.
-        router_factor: The attribute of the model by which that loss is multiplied.
-        passes: Those of labels and logits_to_keep that the base model gets too.
-    """
-
-    options: Callable[[Any], dict[str, Any]]
-    base: str = "model"
+    options: Logits
+    base: str = "model"  # the name of the base model
     output: type[ModelOutput] = CausalLMOutputWithPast
-    results: tuple[str, ...] = base_results(CausalLMOutputWithPast)
-    router_loss: Callable[..., Tensor] | None = None
-    router_factor: str = ""
-    passes: tuple[str, ...] = ()
+    results: tuple[str, ...] = base_results(CausalLMOutputWithPast)  # the base model's in output
+    router_loss: Callable[..., Tensor] | None = None  # balances the load of a mixture's experts
+    router_factor: str = ""  # the attribute of the model by which that loss is multiplied
+    passes: tuple[str, ...] = ()  # of labels and logits_to_keep, those that the base model gets too
 
 
 GPT2_HEAD = Head(
-    lambda config: {},
+    Logits(),
     "transformer",
     CausalLMOutputWithCrossAttentions,
     base_results(CausalLMOutputWithCrossAttentions),
@@ -96,11 +106,7 @@ def refusal(model: nn.Module) -> str | None:
 def returns_loss_alone(model: nn.Module, labels: Any, logits_to_keep: Any, named: Any) -> bool:
     """Whether a call of a model wants a loss and can do without logits.
 
-    Args:
-        model: A model with a fused loss.
-        labels: The call's labels.
-        logits_to_keep: The call's, 0 for all.
-        named: The call's ``return_dict``: a tuple would have other results in the logits' place.
+    ``named`` is the call's ``return_dict``: a tuple would have other results in the logits' place.
     """
     whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
     named = model.config.return_dict if named is None else named
@@ -120,18 +126,15 @@ def causal_loss(
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss of ``head(hidden)``.
+    """transformers' ForCausalLMLoss of ``head(hidden)``, which ignores other arguments too.
 
     Args:
         head: The language model's head, weight ``(N, K)``.
         hidden: ``(batch, seqlen, K)``.
         labels: ``(batch, seqlen)``, of the same positions as hidden.
         num_items_in_batch: The sum of the losses is divided by it; None: their mean.
-        ignore_index: Labels without a loss.
         shift_labels: ``(batch, seqlen)`` labels of the next positions, in place of ``labels``.
-        keep: The op's option ``keep``.
-        options: The op's options for the model's changes to the logits.
-        **kwargs: Ignored, as transformers does.
+        keep, options: The op's option ``keep``, and those that change the logits.
     """
     target = labels if shift_labels is None else shift_labels
     op = sharded_loss if has_classes(head) else _library.ops.linear_cross_entropy
@@ -160,11 +163,6 @@ def set_keep(model: nn.Module, keep: str) -> None:
     for module in model.modules():
         if isinstance(module, FusedCausalLM):
             vars(module)[KEEP] = keep
-
-
-def keep_of(model: nn.Module) -> str:
-    """Returns the option ``keep`` of a model's fused loss."""
-    return getattr(model, KEEP, "auto")
 
 
 class FusedCausalLM(FusedModule):
@@ -219,7 +217,7 @@ class FusedCausalLM(FusedModule):
             outputs.last_hidden_state,
             labels,
             **{name: value for name, value in given.items() if name not in names},
-            keep=keep_of(self),
+            keep=getattr(self, KEEP, "auto"),
             options=row.options(self.config),
         )
         found = {name: getattr(outputs, name) for name in row.results}

@@ -64,16 +64,13 @@ class Attention(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The norms of a layer.
+    """The norms of a layer."""
 
-    Attributes:
-        before_attention: The norm of its input, None if several modules get the result.
-        before_mlp: The norm of the first sum of the input and a result, None if there is none.
-        later: The norms of the sums of that sum and further results. A call without
-            cross-attention gives the first sum to one of them.
-    """
-
+    # The norm of its input; None if several modules get the result.
     before_attention: str | None = "input_layernorm"
+    # The norm of the first sum of the input and a result, None without one, and those of the sums
+    # of that sum and further results. A call without cross-attention gives the first sum to one of
+    # the later ones.
     before_mlp: str | None = "post_attention_layernorm"
     later: tuple[str, ...] = ()
 
@@ -83,29 +80,17 @@ class Layer(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """How a rotary function of a model computes.
+    """How a rotary function of a model computes."""
 
-    Attributes:
-        name: The function's, in the module of the attention layer.
-        tables: The key of ``TABLES`` that makes the op's tables of the function's.
-        interleaved: Whether a pair is two neighbours.
-        gathered: Whether the first of all pairs of neighbours stand before the second in results.
-        partial: Whether tables narrower than the heads rotate the first values of each head.
-        form: Its arguments: "q k cos sin", "x cos sin unsqueeze_dim" or "xq xk freqs_cis", whose
-            table is complex.
-        rows_first: Whether it gets ``(batch, rows, heads, head_dim)``, beside a cos and sin without
-            the batch too.
-        casts: Whether results have the dtype of q and k beside a cos and sin in float32.
-    """
-
-    name: str
-    tables: str
-    interleaved: bool
-    gathered: bool
-    partial: bool
-    form: str = "q k cos sin"
+    name: str  # in the module of the attention layer
+    tables: str  # the key of ``TABLES`` that makes the op's tables of the function's
+    interleaved: bool  # whether a pair is two neighbours
+    gathered: bool  # whether the first of all such pairs stand before the second in results
+    partial: bool  # whether tables narrower than the heads rotate the first values of each head
+    form: str = "q k cos sin"  # or "x cos sin unsqueeze_dim", or "xq xk freqs_cis" (complex)
+    # Whether it gets (batch, rows, heads, head_dim), beside a cos and sin without the batch too.
     rows_first: bool = False
-    casts: bool = False
+    casts: bool = False  # whether results have the dtype of q and k beside float32 tables
 
 
 def _neighbours(table: Tensor) -> Tensor:
@@ -128,20 +113,12 @@ class FusedRotary(FusedModule):
     ``hidden_states`` may be :class:`Normed`.
     """
 
-    kind = "rotary"
+    kind = op = "rotary"
     running: ClassVar[nn.Module | None] = None  # the layer whose calls are recorded
 
     @staticmethod
     def replacement(path: str, module: nn.Module, row: Any) -> Replacement:
         return Replacement(below(path, "rotary"), (module, "rotary"), (module,))
-
-    @staticmethod
-    def label(module: nn.Module, row: Any) -> str:
-        return "rotary"
-
-    @staticmethod
-    def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
-        return probes.refusal("rotary", weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: Any) -> str | None:

@@ -122,11 +122,8 @@ def _cached_gate(
 ) -> Gate | str:
     """The gate of the op that computes the same as a class's ``_apply_gate``, or a reason.
 
-    Args:
-        apply_gate: The function. Whatever it reads besides the constants and ``act_fn`` refuses it.
-        activation: The name of the module's activation, None if it has no fused form.
-        name: The name of its class.
-        constants: The module's limit and alpha, by their attributes.
+    ``constants`` are the module's limit and alpha, by their attributes. Whatever the function reads
+    besides them and ``act_fn`` refuses it.
     """
     numbers = {key: value for key, value in constants if value is not None}
     module = types.SimpleNamespace(**numbers)

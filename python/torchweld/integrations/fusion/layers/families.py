@@ -22,31 +22,19 @@ from .fused_module import Fusion, register, stock_class
 
 
 class Family(NamedTuple):
-    """One family, by the names that its classes and their modules have.
+    """One family, by the names that its classes and their modules have."""
 
-    Attributes:
-        prefix: Of its classes: ``LlamaMLP`` has "Llama".
-        eps: The norm's attribute that holds eps.
-        weight_offset: The number that the norm adds to its weight.
-        packed: Whether gate and up, and query, key and value, are one linear layer each.
-        activation: The MLP's attribute that holds the activation.
-        head_norm: The rows of query and key that are normalised: "head", "row" (all heads) or None.
-        interleaved: Whether rotary pairs are neighbours; only half of a table counts then.
-        options: The arguments of the attention function that Llama's layer does not pass.
-        layer: The norms of a decoder layer.
-        logits: The head's changes to its logits, as options of ``linear_cross_entropy``.
-    """
-
-    prefix: str
-    eps: str = "variance_epsilon"
-    weight_offset: float = 0.0
-    packed: bool = False
-    activation: str = "act_fn"
-    head_norm: str | None = None
-    interleaved: bool = False
+    prefix: str  # of its classes: ``LlamaMLP`` has "Llama"
+    eps: str = "variance_epsilon"  # the norm's attribute
+    weight_offset: float = 0.0  # the number that the norm adds to its weight
+    packed: bool = False  # whether gate and up, and query, key and value, are one layer each
+    activation: str = "act_fn"  # the MLP's attribute
+    head_norm: str | None = None  # the normalised rows of query and key: "head", "row" (all heads)
+    interleaved: bool = False  # whether rotary pairs are neighbours; half of a table counts then
+    # The arguments of the attention function that Llama's layer does not pass.
     options: Callable[[Any], dict[str, Any]] = lambda layer: {}
     layer: decoder.Layer | None = decoder.Layer()
-    logits: Callable[[Any], dict[str, Any]] = lambda config: {}
+    logits: causal_lm.Logits = causal_lm.Logits()
 
 
 def _config_window(layer: Any) -> dict[str, Any]:
@@ -61,14 +49,7 @@ def _window_and_softcap(layer: Any) -> dict[str, Any]:
     return {"sliding_window": layer.sliding_window, "softcap": layer.attn_logit_softcapping}
 
 
-def _final_softcap(config: Any) -> dict[str, Any]:
-    return {"softcap": config.final_logit_softcapping}
-
-
-def _scaling(config: Any) -> dict[str, Any]:
-    return {"temperature": config.logits_scaling}
-
-
+_FINAL_SOFTCAP = causal_lm.Logits("softcap", "final_logit_softcapping")
 _SANDWICH = decoder.Layer(before_mlp="pre_feedforward_layernorm")
 _GEMMA = {"eps": "eps", "weight_offset": 1.0}
 
@@ -79,7 +60,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3", head_norm="head", options=_window),
     "gemma": Family("Gemma", **_GEMMA),
     "gemma2": Family(
-        "Gemma2", **_GEMMA, options=_window_and_softcap, layer=_SANDWICH, logits=_final_softcap
+        "Gemma2", **_GEMMA, options=_window_and_softcap, layer=_SANDWICH, logits=_FINAL_SOFTCAP
     ),
     "gemma3": Family(
         "Gemma3",
@@ -87,7 +68,7 @@ FAMILIES = {
         head_norm="head",
         options=_window,
         layer=_SANDWICH,
-        logits=_final_softcap,
+        logits=_FINAL_SOFTCAP,
     ),
     "phi3": Family(
         "Phi3",
@@ -99,7 +80,7 @@ FAMILIES = {
     # is not fused.
     "olmo2": Family("Olmo2", head_norm="row", layer=None),
     "smollm3": Family("SmolLM3", options=_window),
-    "granite": Family("Granite", logits=_scaling),
+    "granite": Family("Granite", logits=causal_lm.Logits("temperature", "logits_scaling")),
     "glm4": Family("Glm4", packed=True, activation="activation_fn", interleaved=True),
 }
 # GLM-4 packs the weights of its MLP and not those of its attention.
@@ -113,7 +94,10 @@ def _fusions(module: str, family: Family) -> dict[str, tuple[type[nn.Module], An
     packed = family.packed and f"{family.prefix}Attention" not in _UNPACKED
     fusions = {
         name("RMSNorm"): (rms_norm.FusedRMSNorm, rms_norm.Norm(family.eps, family.weight_offset)),
-        name("MLP"): (mlp.FusedMLP, mlp.MLP(family.packed, family.activation)),
+        name("MLP"): (
+            mlp.FusedMLP,
+            mlp.MLP(mlp.GATE_LAYERS[family.packed], family.activation, "down_proj", "left"),
+        ),
         name("Attention"): (
             decoder.FusedAttention,
             decoder.Attention(packed, family.head_norm, family.interleaved, family.options),

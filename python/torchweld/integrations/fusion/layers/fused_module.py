@@ -29,19 +29,12 @@ KEEP = "_torchweld_keep"  # the option `keep` of a model's fused loss
 
 
 class Replacement(NamedTuple):
-    """One replacement in a model.
+    """One replacement in a model."""
 
-    Attributes:
-        where: Its path in the report.
-        key: The key of its calls in :func:`.recorder.record`.
-        modules: The modules that get a fused class.
-        site: The fused part of a module, if its class has several.
-    """
-
-    where: str
-    key: Hashable
-    modules: tuple[nn.Module, ...]
-    site: str | None = None
+    where: str  # its path in the report
+    key: Hashable  # of its calls in :func:`.recorder.record`
+    modules: tuple[nn.Module, ...]  # those that get a fused class
+    site: str | None = None  # the fused part of a module, if its class has several
 
 
 def below(path: str, name: str) -> str:
@@ -50,17 +43,12 @@ def below(path: str, name: str) -> str:
 
 
 class FusedModule(nn.Module):
-    """A module whose forward runs torchweld's ops where it can.
+    """A module whose forward runs torchweld's ops where it can."""
 
-    Attributes:
-        kind: The word for it in ``fuse``'s argument ``only``; "loss" for heads.
-        needs: The arguments that the stock forward must have.
-        knows: The arguments that this forward knows, the cache as "cache"; None stands for all.
-    """
-
-    kind: str
-    needs: ClassVar[tuple[str, ...]] = ()
-    knows: ClassVar[tuple[str, ...] | None] = None
+    kind: str  # the word for it in ``fuse``'s argument ``only``; "loss" for heads
+    op: ClassVar[str]  # the op that it runs
+    needs: ClassVar[tuple[str, ...]] = ()  # the arguments that the stock forward must have
+    knows: ClassVar[tuple[str, ...] | None] = None  # those that this forward knows; None: all
 
     @classmethod
     def subclass(cls, stock: type[nn.Module], row: Any, module: str) -> type[nn.Module]:
@@ -91,25 +79,25 @@ class FusedModule(nn.Module):
         """The replacement for a stock or fused module at ``path``."""
         return Replacement(path, module, (module,))
 
-    @staticmethod
-    def label(module: nn.Module, row: Any) -> str:
+    @classmethod
+    def label(cls, module: nn.Module, row: Any) -> str:
         """Returns the text for the report: the op, and the modules that the op replaces."""
-        raise NotImplementedError
+        return cls.op
 
     @staticmethod
     def refusal(module: nn.Module, row: Any) -> str | None:
         """Why a stock module must stay as it is, or None."""
-        raise NotImplementedError
+        return instance_refusal(module)
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Any) -> dict[str, Tensor | None]:
         """The parameters that the op takes, by their names in the report."""
         return {}
 
-    @staticmethod
-    def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
+    @classmethod
+    def probe(cls, module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
         """Why the op does not run with a weight of this device and dtype, or None."""
-        raise NotImplementedError
+        return probes.refusal(cls.op, weight)
 
 
 Fusion = tuple[type[FusedModule], Any]
@@ -192,9 +180,7 @@ def parameter_refusal(
 ) -> str | None:
     """Why an op can't take the given parameters, or None.
 
-    Args:
-        tensors: Parameters by name.
-        gathered: The ids of those that are plain tensors while a forward pass runs.
+    ``gathered`` are the ids of those that are plain tensors while a forward pass runs.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for name, tensor in given.items():

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchweld._library import ops
 from torchweld.integrations import recorder
-from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.stock import plain_tensors
 
 from .fused_module import (
@@ -32,17 +31,9 @@ class GatedNorm(NamedTuple):
 class FusedGatedNorm(FusedModule):
     """An RMSNorm of ``(x, gate)``."""
 
-    kind = "norm"
+    kind, op = "norm", "rms_norm_gated"
     refusal = staticmethod(FusedRMSNorm.refusal)
     op_parameters = staticmethod(FusedRMSNorm.op_parameters)
-
-    @staticmethod
-    def label(module: nn.Module, row: GatedNorm) -> str:
-        return "rms_norm_gated"
-
-    @staticmethod
-    def probe(module: nn.Module, row: GatedNorm, weight: Tensor, probes: Probes) -> str | None:
-        return probes.refusal("rms_norm_gated", weight)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)

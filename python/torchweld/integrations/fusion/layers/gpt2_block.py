@@ -148,15 +148,9 @@ def _self_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Self-attention by the function that the config names, and the weights where it gives them.
 
-    Args:
-        attn: The attention layer; its ``c_attn`` has run.
-        qkv: ``(batch, rows, 3 * nheads * head_dim)``.
-        signature: The arguments of the stock block.
-        kwargs: The stock layer's arguments beside its input. Cache and mask are removed; the others
-            go to the attention function.
-
-    Returns:
-        ``(batch, rows, nheads, head_dim)``, and the attention weights or None.
+    ``qkv`` is ``(batch, rows, 3 * nheads * head_dim)``, the result ``(batch, rows, nheads,
+    head_dim)``. Cache and mask are removed from ``kwargs``, the stock layer's arguments; the others
+    go to the attention function.
     """
     cache, mask = kwargs.pop(signature.cache, None), kwargs.pop("attention_mask", None)
     batch, rows, _ = qkv.shape

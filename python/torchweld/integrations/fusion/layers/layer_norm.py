@@ -105,7 +105,7 @@ class PostNorm(NamedTuple):
 class FusedPostNorm(FusedModule):
     """A linear layer whose result is added and normalised by :func:`torchweld.add_layer_norm`."""
 
-    kind = "norm"
+    kind, op = "norm", "add_layer_norm"
 
     @staticmethod
     def replacement(path: str, module: nn.Module, row: PostNorm) -> Replacement:
@@ -115,10 +115,6 @@ class FusedPostNorm(FusedModule):
     @staticmethod
     def label(module: nn.Module, row: PostNorm) -> str:
         return f"add_layer_norm (residual + {row.linear} -> {row.norm})"
-
-    @staticmethod
-    def probe(module: nn.Module, row: PostNorm, weight: Tensor, probes: Probes) -> str | None:
-        return probes.refusal("add_layer_norm", weight)
 
     @staticmethod
     def refusal(module: nn.Module, row: PostNorm) -> str | None:

@@ -32,11 +32,7 @@ if torch.distributed.is_available():
 
 
 def why_called(layers: Mapping[str, nn.Module]) -> str:
-    """Names the layers that must be called, each with the reason; "" where an op can compute them.
-
-    Args:
-        layers: Linear layers of a module, by name.
-    """
+    """Names the layers that must be called, with the reasons; "" where an op can compute them."""
     names: dict[str, list[str]] = {}
     for name, layer in layers.items():
         reason = instance_refusal(layer) or ("it has hooks" if hooked(layer) else None)

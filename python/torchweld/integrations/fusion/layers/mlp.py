@@ -1,7 +1,8 @@
-"""The gated MLP of Llama-like decoders on torchweld's ops; the other modules are in decoder.py."""
+"""MLPs on torchweld's ops, with a gate, such as Llama's, and without one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.stock import plain_tensors
 
 from .fused_module import ROW, FusedModule, instance_refusal, stock_forward
-from .linears import copied, has_rows, local, mesh_of, operands, own, why_called
+from .linears import Operands, copied, has_rows, local, mesh_of, operands, own, why_called
 from .stock_modules import activation_name, hooked, weight_and_bias
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
@@ -24,56 +25,66 @@ GATES = {
     "gelu_tanh": ("geglu_tanh", False),
     "relu": ("reglu", False),
 }
+# The layers in front of the gate of Llama-like models: two, or one that packs both.
+GATE_LAYERS = (("gate_proj", "up_proj"), ("gate_up_proj",))
+# On a CPU torch's layer and activation take as long as the op.
+_DEVICES = ("cuda",)
 
 
 class MLP(NamedTuple):
-    """The attributes of a family's gated MLP."""
+    """The modules of an MLP, by name."""
 
-    packed: bool
-    activation: str
+    first: tuple[str, ...]  # its first layer, or the two whose results a gate multiplies
+    activation: str | None  # None if the forward itself computes gelu
+    second: str | None  # None if nothing follows
+    # The result, "left" or "right", whose activation the gate multiplies by the other; they are
+    # halves if the first layer packs them. None without a gate.
+    activated: str | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether one layer has the weights of both branches of a gate."""
+        return self.activated is not None and len(self.first) == 1
 
 
-class FusedMLP(FusedModule):
-    """A gated MLP as :func:`torchweld.gated_mlp`.
+class FusedPlainMLP(FusedModule):
+    """An MLP whose first layer and activation are :func:`torchweld.linear`.
 
-    Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
-    :func:`torchweld.gated_linear_pair`; where one layer has both weights and the gate applies silu
-    they are :func:`torchweld.gated_linear`. Where the layers in front of the gate must be called,
-    the gate is :func:`torchweld.gated_activation`.
+    With a gate they are :func:`torchweld.gated_linear`, or :func:`torchweld.gated_linear_pair` if
+    two layers have the weights or one has them in the other order. The second layer is called.
+    Where a dropout in the MLP is on, the stock forward runs.
     """
 
     kind = "mlp"
 
     @staticmethod
     def label(module: nn.Module, row: MLP) -> str:
-        layers = _gate_layers(module, row)
-        names = ", ".join(layers)
-        called = why_called(layers)
-        if called:
-            return f"gated_activation ({row.activation}; {called})"
-        if _is_gated_linear(module, row):
-            return f"gated_linear ({names} -> {row.activation})"
-        if fuses_down(module, next(iter(layers.values()))):
-            return f"gated_mlp ({names} -> {row.activation} -> down_proj)"
-        return f"gated_linear_pair ({names} -> {row.activation})"
+        return f"{_op(module, row)} ({', '.join(row.first)} -> {row.activation or 'gelu'})"
 
     @staticmethod
     def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
-        gate, _ = gate_of(module, row)
-        if why_called(_gate_layers(module, row)):
-            return probes.refusal("gated_activation", weight, gate)
-        return probes.refusal("gated_linear", weight, gate, _is_gated_linear(module, row))
+        activation, op = activation_of(module, row), _op(module, row)
+        if op != "linear":
+            return probes.refusal("gated_linear", weight, activation, op == "gated_linear")
+        reason = probes.refusal("linear", weight, activation)
+        if reason is None and weight.device.type not in _DEVICES:
+            reason = f"torch's linear layer and activation are as fast on {weight.device.type}"
+        return reason
 
     @staticmethod
     def refusal(module: nn.Module, row: MLP) -> str | None:
-        if gate_of(module, row) is None:
-            act = type(getattr(module, row.activation)).__name__
-            return f"no fused form of the activation {act}"
-        return instance_refusal(module)
+        reason = _activation_refusal(module, row)
+        if reason is not None:
+            return reason
+        if any(map(hooked, _between(module, row))):
+            return "a module in it has hooks, which would see other values"
+        if _is_mixed(module, row):
+            return "its layers have different dtypes"
+        return why_called(_layers(module, row)) or instance_refusal(module)
 
     @staticmethod
     def op_parameters(module: nn.Module, row: MLP) -> dict[str, Tensor | None]:
-        layers = _gate_layers(module, row)
+        layers = _layers(module, row)
         if why_called(layers):
             return {}
         return {
@@ -84,28 +95,73 @@ class FusedMLP(FusedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         row = getattr(self, ROW, None)
+        activation = None if row is None else activation_of(self, row)
+        found = None
+        if activation is not None and len(args) == 1 and not kwargs:
+            found = _operands(self, row, args[0])
+        # Each process would have columns of one half of a packed layer alone.
+        if found is None or (row.packed and found.mesh is not None):
+            if recorder.calls is not None and (len(args) != 1 or kwargs):
+                recorder.record(self, "the stock forward runs: it was called with more than x")
+            return stock_forward(self, *args, **kwargs)
+        if recorder.calls is not None:
+            recorder.record(self)
+        (x,) = copied(found.mesh, args[0])
+        if row.activated is None:
+            y = ops.linear(x, *found.weights, *found.biases, activation=activation)
+        else:
+            y = _gated_linear(x, row, found, *gate_of(self, row))
+        return y if row.second is None else self._modules[row.second](y)
+
+
+class FusedMLP(FusedPlainMLP):
+    """A gated MLP as :func:`torchweld.gated_mlp`.
+
+    Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
+    :func:`torchweld.gated_linear_pair`; where one layer has both weights and the gate applies silu
+    they are :func:`torchweld.gated_linear`. Where the layers in front of the gate must be called,
+    the gate is :func:`torchweld.gated_activation`.
+    """
+
+    @staticmethod
+    def label(module: nn.Module, row: MLP) -> str:
+        layers = _layers(module, row)
+        called = why_called(layers)
+        if called:
+            return f"gated_activation ({row.activation}; {called})"
+        if _op(module, row) != "gated_linear" and fuses_down(module, next(iter(layers.values()))):
+            return f"gated_mlp ({', '.join(layers)} -> {row.activation} -> down_proj)"
+        return FusedPlainMLP.label(module, row)
+
+    @staticmethod
+    def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
+        if why_called(_layers(module, row)):
+            return probes.refusal("gated_activation", weight, activation_of(module, row))
+        return FusedPlainMLP.probe(module, row, weight, probes)
+
+    @staticmethod
+    def refusal(module: nn.Module, row: MLP) -> str | None:
+        return _activation_refusal(module, row) or instance_refusal(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        row = getattr(self, ROW, None)
         gate = None if row is None else gate_of(self, row)
         if gate is None or hooked(self._modules[row.activation]) or _has_any_global_hook():
             return stock_forward(self, *args, **kwargs)
         if kwargs or not args or args[1:] or not isinstance(args[0], Tensor):
             return stock_forward(self, *args, **kwargs)
-        (hidden_states,) = args
-        layers, down = [*_gate_layers(self, row).values()], self._modules["down_proj"]
-        found = operands(layers, hidden_states)
+        (x,) = args
+        layers, down = [*_layers(self, row).values()], self._modules["down_proj"]
+        found = operands(layers, x)
         if found is None:
-            return _call_layers(self, row, hidden_states)
+            return _call_layers(self, row, x)
         if recorder.calls is not None:
             recorder.record(self)
-        (name, act_left), (weights, biases, mesh) = gate, found
-        x = hidden_states if mesh is None else copied(mesh, hidden_states)[0]
-        if row.packed:
-            if act_left:
-                return down(ops.gated_linear(x, *weights, *biases, gate=name))
-            weights, biases = halves(*weights), halves(*biases)
-        if not act_left:
-            weights.reverse(), biases.reverse()
-        if not fuses_down(self, layers[0]):
-            return down(ops.gated_linear_pair(x, *weights, *biases, gate=name))
+        (name, swapped), (weights, biases, mesh) = gate, found
+        x = x if mesh is None else copied(mesh, x)[0]
+        if row.packed and not swapped or not fuses_down(self, layers[0]):
+            return down(_gated_linear(x, row, found, *gate))
+        weights, biases = _branches(weights, swapped), _branches(biases, swapped)
         if mesh is None:
             weight, bias = weight_and_bias(down)
             return ops.gated_mlp(x, *weights, weight, *biases, bias, gate=name)
@@ -122,36 +178,93 @@ def fuses_down(mlp: nn.Module, gate: nn.Module) -> bool:
     return plain_tensors(own(gate, "weight"), own(down, "weight"), own(down, "bias"))
 
 
+def _name_of(mlp: nn.Module, row: MLP) -> str | None:
+    if row.activation is None:
+        return "gelu_tanh" if getattr(mlp, "approximate", "none") == "tanh" else "gelu"
+    return activation_name(mlp._modules.get(row.activation))
+
+
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
-    """The gate of an MLP: its name, and whether gate_proj is its left argument."""
-    return GATES.get(activation_name(mlp._modules.get(row.activation)))
+    """The gate of an MLP: its name, and whether it takes the two results in the other order."""
+    name, acts_on_left = GATES.get(_name_of(mlp, row), (None, False))
+    return None if name is None else (name, acts_on_left != (row.activated == "left"))
 
 
-def _is_gated_linear(mlp: nn.Module, row: MLP) -> bool:
-    """Whether one op takes the packed weight as it is: gate_proj is its left half."""
-    return row.packed and gate_of(mlp, row)[1]
+def activation_of(mlp: nn.Module, row: MLP) -> str | None:
+    """torchweld's name of the activation or the gate of an MLP, None if it has no fused form."""
+    if row.activated is not None:
+        return (gate_of(mlp, row) or (None,))[0]
+    name = _name_of(mlp, row)
+    return None if name == "none" else name
 
 
-def halves(packed: Tensor | None) -> list[Tensor | None]:
-    """The parts of a packed weight or bias, as views whose gradient is made in one copy."""
-    return [None, None] if packed is None else list(packed.unflatten(0, (2, -1)).unbind())
+def _activation_refusal(mlp: nn.Module, row: MLP) -> str | None:
+    if activation_of(mlp, row) is not None:
+        return None
+    return f"no fused form of the activation {type(mlp._modules[row.activation]).__name__}"
 
 
-def _gate_layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
-    names = ("gate_up_proj",) if row.packed else ("gate_proj", "up_proj")
-    return {name: mlp._modules[name] for name in names}
+def _op(mlp: nn.Module, row: MLP) -> str:
+    """The op that runs the first layers and the activation."""
+    if row.activated is None:
+        return "linear"
+    return "gated_linear" if row.packed and not gate_of(mlp, row)[1] else "gated_linear_pair"
+
+
+def _gated_linear(x: Tensor, row: MLP, found: Operands, gate: str, swapped: bool) -> Tensor:
+    if row.packed and not swapped:
+        return ops.gated_linear(x, *found.weights, *found.biases, gate=gate)
+    weights, biases = (_branches(t, swapped) for t in (found.weights, found.biases))
+    return ops.gated_linear_pair(x, *weights, *biases, gate=gate)
+
+
+def _branches(tensors: Sequence[Tensor | None], swapped: bool) -> Sequence[Tensor | None]:
+    """The weights or biases of a gate's left and right argument, which one layer may pack."""
+    if len(tensors) == 1:  # views whose gradient is made in one copy
+        packed = tensors[0]
+        tensors = [None, None] if packed is None else packed.unflatten(0, (2, -1)).unbind()
+    return tensors[::-1] if swapped else tensors
+
+
+def _layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
+    return {name: mlp._modules[name] for name in row.first}
 
 
 def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:
     """The MLP whose layers are called; the compiler joins its gate with their last operations."""
     if torch.compiler.is_compiling():
         return stock_forward(mlp, x)
-    projected = [layer(x) for layer in _gate_layers(mlp, row).values()]
+    projected = [layer(x) for layer in _layers(mlp, row).values()]
     left, right = projected[0].chunk(2, -1) if row.packed else projected
-    gate, act_left = gate_of(mlp, row)
+    gate, swapped = gate_of(mlp, row)
     if not plain_tensors(left, right) or left.shape != right.shape:
         return mlp.down_proj(mlp._modules[row.activation](left) * right)
     if recorder.calls is not None:
         recorder.record(mlp)
-    pair = (left, right) if act_left else (right, left)
-    return mlp.down_proj(ops.gated_activation(*pair, gate=gate))
+    return mlp.down_proj(ops.gated_activation(*_branches((left, right), swapped), gate=gate))
+
+
+def _between(mlp: nn.Module, row: MLP) -> list[nn.Module]:
+    """The modules that the fused forward does not call: the activation and dropouts."""
+    return [m for name, m in mlp._modules.items() if name not in (*row.first, row.second)]
+
+
+def _is_mixed(mlp: nn.Module, row: MLP) -> bool:
+    """Whether the weights have several dtypes, between which T5 casts."""
+    names = *row.first, row.second
+    weights = [getattr(mlp._modules.get(name), "weight", None) for name in names]
+    return len({w.dtype for w in weights if isinstance(w, Tensor) and w.is_floating_point()}) > 1
+
+
+def _operands(mlp: nn.Module, row: MLP, x: Any) -> Operands | None:
+    """The operands of the first layers, or None if the stock forward must run."""
+    between = _between(mlp, row)
+    if not isinstance(x, Tensor) or any(map(hooked, between)) or _is_mixed(mlp, row):
+        return None
+    for module in between:
+        p = getattr(module, "p", 0)
+        if p and (module.training or mlp.training):
+            if recorder.calls is not None:
+                recorder.record(mlp, f"the stock forward runs: Dropout({p}) is on")
+            return None
+    return operands(list(_layers(mlp, row).values()), x)

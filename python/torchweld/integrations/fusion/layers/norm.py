@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,10 @@ class FusedNorm(FusedModule):
     """A norm over the last dimension.
 
     Attributes:
-        op: The op that it runs alone. ``add_<op>`` and ``<op>_linears`` are the other two.
+        op: Runs alone. ``add_<op>`` and ``<op>_linears`` are the other two.
     """
 
     kind = "norm"
-    op: ClassVar[str]
-
-    @classmethod
-    def label(cls, module: nn.Module, row: Any) -> str:
-        return cls.op
 
     @classmethod
     def probe(cls, module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:

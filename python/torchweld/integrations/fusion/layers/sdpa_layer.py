@@ -26,11 +26,7 @@ class FusedSdpaLayer(FusedModule):
     Calls that the op does not serve run SDPA. Nothing else in the layer changes.
     """
 
-    kind = "attention"
-
-    @staticmethod
-    def label(module: nn.Module, row: None) -> str:
-        return "attention"
+    kind = op = "attention"
 
     @staticmethod
     def probe(module: nn.Module, row: None, weight: Tensor, probes: Probes) -> str | None:

@@ -60,16 +60,11 @@ Forward = Callable[..., Any]
 
 
 class Kind(NamedTuple):
-    """A kind of module.
+    """A kind of module."""
 
-    Attributes:
-        name: With its article, for reasons.
-        replica: Makes the replica of a module.
-        run: Calls a forward of a replica; returns tensors and other values that must be equal.
-    """
-
-    name: str
+    name: str  # with its article, for reasons
     replica: Callable[[nn.Module, Random], nn.Module]
+    # Calls a forward of a replica; returns tensors and other values that must be equal.
     run: Callable[[nn.Module, Forward, Random], tuple[list[Tensor], Any]]
 
 
@@ -79,13 +74,8 @@ _strict: dict[tuple[Any, ...], str | None] = {}
 def difference(module: nn.Module, kind: Kind, row: Any, weight: Tensor) -> str | None:
     """Why a module is not a module of a kind, or None.
 
-    It is compared in float32 on the CPU, and with the device and the dtype of ``weight``.
-
-    Args:
-        module: A module whose class is registered with ``row``.
-        kind: A kind of module.
-        row: The row of the module's fused class.
-        weight: A parameter of the module.
+    It is compared in float32 on the CPU, and with the device and the dtype of ``weight``. Its class
+    is registered with ``row``.
     """
     reason = strict_difference(module, kind, row)
     return reason or _differs(module, kind, weight.device, weight.dtype, _LOOSE, (True,))

@@ -51,7 +51,7 @@ from torchweld.integrations.fusion.layers.linears import Operands
 from torchweld.integrations.fusion.layers.norm import FusedNorm
 
 from . import compare
-from .norms_mlps import Recognised, choose, fused_replica, known, norm_replica
+from .norms import Recognised, choose, fused_replica, known, norm_replica
 
 _ROTARY = re.compile(r"apply_\w*rotary")
 _WHOLE, _COMPLEX = "q k cos sin", "xq xk freqs_cis"

@@ -13,7 +13,7 @@ from torchweld.integrations.fusion.layers.fused_module import Fusion, register, 
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare
-from .norms_mlps import Recognised, fused_replica
+from .norms import Recognised, fused_replica
 
 _EXPERTS, _HIDDEN, _PER_TOKEN = 4, 8, 2  # of a replica
 
@@ -22,8 +22,7 @@ def find(module: nn.Module) -> Fusion | None:
     """The fused parent and the row for the experts of a mixture, None for other modules."""
     if not is_experts(module):
         return None
-    register(stock_class(module), (RecognisedExperts, None))
-    return RecognisedExperts, None
+    return register(stock_class(module), (RecognisedExperts, None))
 
 
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:

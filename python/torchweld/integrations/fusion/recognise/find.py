@@ -7,15 +7,15 @@ from torch import nn
 from torchweld.integrations.fusion.layers import decoder, mlp
 from torchweld.integrations.fusion.layers.fused_module import Fusion, is_fused
 
-from . import decoder_layers, experts, heads, norms_mlps, plain_mlps, post_norms, sdpa_layers
+from . import decoder_layers, experts, heads, mlps, norms, post_norms, sdpa_layers
 
 
 def find_fusion(module: nn.Module) -> Fusion | None:
     """The fused parent and the row of a module; its structure counts where no table has it."""
-    found = norms_mlps.known(module)
+    found = norms.known(module)
     if found is None and not is_fused(module):
         found = decoder_layers.find(module) or heads.find(module) or experts.find(module)
-        found = found or plain_mlps.find(module) or post_norms.find(module)
+        found = found or mlps.find(module) or post_norms.find(module)
         found = found or sdpa_layers.find(module)
     return found
 
@@ -23,9 +23,9 @@ def find_fusion(module: nn.Module) -> Fusion | None:
 def packs_gate(module: nn.Module) -> bool:
     """Whether a module is a gated MLP whose gate_up_proj packs the two weights of its gate."""
     parent, row = find_fusion(module) or (None, None)
-    if not isinstance(row, mlp.MLP) or not row.packed:
+    if parent is None or not issubclass(parent, mlp.FusedMLP) or not row.packed:
         return False
-    return parent is mlp.FusedMLP or norms_mlps.is_mlp(module, row)
+    return parent is mlp.FusedMLP or mlps.is_gated_mlp(module, row)
 
 
 def packs_heads(module: nn.Module) -> bool:

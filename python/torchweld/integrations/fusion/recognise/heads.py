@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torchweld.integrations.fusion.layers import arguments
 from torchweld.integrations.fusion.layers.causal_lm import (
     FusedCausalLM,
     Head,
+    Logits,
     base_results,
 )
 from torchweld.integrations.fusion.layers.fused_module import (
@@ -30,7 +31,7 @@ from torchweld.integrations.fusion.layers.fused_module import (
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare
-from .norms_mlps import Recognised, choose, fused_replica
+from .norms import Recognised, choose, fused_replica
 
 _CLASSES = 20  # of a replica
 _EXPERTS = 4
@@ -45,33 +46,6 @@ _CHOSEN = (
 )
 # The attributes by which models multiply the loss of their routers.
 _FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
-
-
-class Logits(NamedTuple):
-    """The option of the op that changes the logits as a model does with a number of its config.
-
-    Attributes:
-        option: The op's option; None if the model leaves the logits as they are.
-        number: Its name in the config.
-        inverse: Whether the option is 1 over the number.
-        factor: The name of a number that multiplies the logits in front of a softcap, if any.
-    """
-
-    option: str | None = None
-    number: str = ""
-    inverse: bool = False
-    factor: str = ""
-
-    def __call__(self, config: Any) -> dict[str, Any]:
-        if self.option is None:
-            return {}
-        # NOTE: torch.compile does not trace get_text_config.
-        owner = config if hasattr(config, self.number) else config.get_text_config()
-        value = getattr(owner, self.number)
-        if self.factor:  # c tanh(f z / c) is the cap c / f of z, times f
-            factor = getattr(owner, self.factor)
-            return {"softcap": value / factor, "temperature": 1 / factor}
-        return {self.option: 1 / value if self.inverse else value}
 
 
 _CHANGES = (

@@ -10,7 +10,7 @@ from torchweld.integrations.fusion.layers.fused_module import Fusion, stock_clas
 from torchweld.integrations.fusion.layers.layer_norm import FusedPostNorm, PostNorm, is_faster
 
 from . import compare
-from .norms_mlps import Recognised, choose, fused_replica
+from .norms import Recognised, choose, fused_replica, norm_replica
 
 
 def find(module: nn.Module) -> Fusion | None:
@@ -41,11 +41,7 @@ def _kind(module: nn.Module) -> str | None:
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
     replica = fused_replica(module)
     row = _row(module)
-    norm = compare.bare_replica(module._modules[row.norm], nn.LayerNorm)
-    norm.normalized_shape = (compare.WIDTH,)
-    for name, parameter in module._modules[row.norm]._parameters.items():
-        value = None if parameter is None else nn.Parameter(random(compare.WIDTH))
-        norm.register_parameter(name, value)
+    norm = norm_replica(module._modules[row.norm], random, nn.LayerNorm)
     linear = random.linear(compare.WIDTH, compare.WIDTH, like=module._modules[row.linear])
     made = {row.linear: linear, row.dropout: nn.Dropout(0.25), row.norm: norm}
     for name in module._modules:

@@ -11,7 +11,7 @@ from torchweld.integrations.attention.models import layer_source
 from torchweld.integrations.fusion.layers.fused_module import Fusion, register, stock_class
 from torchweld.integrations.fusion.layers.sdpa_layer import FusedSdpaLayer
 
-from .norms_mlps import PickledByRow
+from .norms import PickledByRow
 
 _LIBRARIES = ("timm", "diffusers")
 _CALLS = re.compile(r"\b(scaled_dot_product_attention|dispatch_attention_fn)\(")
@@ -43,9 +43,7 @@ def find(module: nn.Module) -> Fusion | None:
     by_processor = "self.processor(" in layer_source(stock)
     if not by_processor and not _CALLS.search(layer_source(stock)):
         return None
-    if register(stock) is None:
-        register(stock, (RecognisedSdpaLayer, None))
-    return register(stock)
+    return register(stock) or register(stock, (RecognisedSdpaLayer, None))
 
 
 def sample_of(model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from torch import nn
 
 from torchweld.integrations.fusion.layers.fused_module import ROW, Fusion, stock_class
-from torchweld.integrations.fusion.layers.plain_mlp import FusedPlainMLP, PlainMLP, activation_of
+from torchweld.integrations.fusion.layers.mlp import (
+    GATE_LAYERS,
+    MLP,
+    FusedMLP,
+    FusedPlainMLP,
+    activation_of,
+)
+from torchweld.integrations.fusion.layers.stock_modules import activation_name
 
 from . import compare
-from .norms_mlps import Recognised, choose, fused_replica
+from .norms import Recognised, choose, fused_replica
 
 _ACTIVATIONS = (
     "transformers.activations",
@@ -20,14 +27,35 @@ _HIDDEN = 24  # of a replica
 
 def find(module: nn.Module) -> Fusion | None:
     """The fused parent and the row for a module by its structure, or None if no row has it."""
+    package = stock_class(module).__module__.partition(".")[0]
+    if package in ("torch", "torchweld") or module._parameters or module._buffers:
+        return None
+    gated = _gated_row(module)
+    if gated is not None:
+        return choose(module, lambda _: [gated], RecognisedMLP)
     return choose(module, _rows, RecognisedPlainMLP) if _rows(module) else None
 
 
-def _rows(module: nn.Module) -> list[PlainMLP]:
+def is_gated_mlp(module: nn.Module, row: MLP) -> bool:
+    """Whether a candidate computes the same as the fused gated MLP of its row."""
+    # Without a gate the fused module runs the stock forward, and nothing is compared.
+    if activation_of(module, row) is None:
+        return False
+    return compare.strict_difference(module, RecognisedMLP.comparison, row) is None
+
+
+def _gated_row(module: nn.Module) -> MLP | None:
+    """The row that a module may have if it has the parts of Llama's MLP."""
+    names = [name for name in ("act_fn", "activation_fn", "act") if name in module._modules]
+    if len(names) != 1 or activation_name(module._modules[names[0]]) is None:
+        return None
+    rows = (MLP(layers, names[0], "down_proj", "left") for layers in GATE_LAYERS)
+    children = module._modules.keys()
+    return next((r for r in rows if children == {*r.first, r.activation, r.second}), None)
+
+
+def _rows(module: nn.Module) -> list[MLP]:
     """The rows that a module may have: one to three linear layers, an activation and dropouts."""
-    package = stock_class(module).__module__.partition(".")[0]
-    if package == "torch" or module._parameters or module._buffers:
-        return []
     layers, activations = [], []
     for name, child in module._modules.items():
         if isinstance(getattr(child, "out_features", None), int):
@@ -36,31 +64,27 @@ def _rows(module: nn.Module) -> list[PlainMLP]:
             activations.append(name)
         elif type(child) not in (nn.Dropout, nn.Identity):
             return []
+    package = stock_class(module).__module__.partition(".")[0]
     if package == "diffusers" and len(module._modules) == len(layers) == 1:
         activations.append(None)  # gelu is in the forward
     if len(activations) != 1 or len(layers) not in (1, 2, 3):
         return []
     seconds = [None] if len(layers) == 1 else layers[:0:-1]
     rows = [
-        PlainMLP(tuple(name for name in layers if name != second), *activations, second, half)
+        MLP(tuple(name for name in layers if name != second), *activations, second, half)
         for second in seconds
         for half in ("left", "right", None)
     ]
     return [row for row in rows if _fits(module, row)]
 
 
-def _fits(module: nn.Module, row: PlainMLP) -> bool:
+def _fits(module: nn.Module, row: MLP) -> bool:
     if len(row.first) == 2 and row.activated is None:
         return False
     if row.second is None:  # poolers, with tanh, are no MLPs
         return activation_of(module, row) is not None
-    width = module._modules[row.second].in_features * _packed(row)
+    width = module._modules[row.second].in_features * (1 + row.packed)
     return all(module._modules[name].out_features == width for name in row.first)
-
-
-def _packed(row: PlainMLP) -> int:
-    """How many results a first layer has."""
-    return 2 if row.activated is not None and len(row.first) == 1 else 1
 
 
 def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
@@ -68,7 +92,7 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
     row = getattr(replica, ROW)
     for name, child in module._modules.items():
         if name in row.first:
-            child = random.linear(compare.WIDTH, _HIDDEN * _packed(row), like=child)
+            child = random.linear(compare.WIDTH, _HIDDEN * (1 + row.packed), like=child)
         elif name == row.second:
             child = random.linear(_HIDDEN, compare.WIDTH, like=child)
         elif type(child) is nn.Dropout:
@@ -81,3 +105,9 @@ class RecognisedPlainMLP(Recognised, FusedPlainMLP):
     """An MLP of one to three layers."""
 
     comparison = compare.Kind("an MLP", _replica, compare.run_of_one_input)
+
+
+class RecognisedMLP(Recognised, FusedMLP):
+    """A gated MLP of another class."""
+
+    comparison = compare.Kind("a gated MLP", _replica, compare.run_of_one_input)

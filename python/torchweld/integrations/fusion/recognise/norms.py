@@ -1,7 +1,7 @@
-"""Norms and MLPs that the table of families lacks: recognised by structure, then compared.
+"""Norms that the table of families lacks: recognised by structure, then compared.
 
-A module with the parts of an RMSNorm or of a gated MLP is compared with the fused one
-(:mod:`.compare`). Where the two differ, the module stays stock.
+A module with the parts of a norm is compared with the fused one (:mod:`.compare`). Where the two
+differ, the module stays stock.
 """
 
 from __future__ import annotations
@@ -28,25 +28,13 @@ from torchweld.integrations.fusion.layers.layer_norm import (
     FusedCentredNorm,
     FusedLayerNorm,
 )
-from torchweld.integrations.fusion.layers.mlp import MLP, FusedMLP, gate_of
 from torchweld.integrations.fusion.layers.rms_norm import FusedRMSNorm, Norm
-from torchweld.integrations.fusion.layers.stock_modules import activation_name
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare
 
 _TIMM_LAYER_NORM = "timm.layers.norm.LayerNorm"
 _EPS = ("variance_epsilon", "eps", "epsilon")
-_ACTIVATIONS = ("act_fn", "activation_fn", "act")
-_LAYERS = (("gate_proj", "up_proj"), ("gate_up_proj",))  # in front of the gate
-_HIDDEN = 24  # of the replica of an MLP
-# The columns and rows of its layers.
-_SIZES = {
-    "gate_proj": (compare.WIDTH, _HIDDEN),
-    "up_proj": (compare.WIDTH, _HIDDEN),
-    "gate_up_proj": (compare.WIDTH, 2 * _HIDDEN),
-    "down_proj": (_HIDDEN, compare.WIDTH),
-}
 
 
 def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.Module:
@@ -55,8 +43,11 @@ def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.M
     return cls.__new__(cls)
 
 
-def norm_replica(module: nn.Module, random: compare.Random) -> nn.Module:
-    replica = fused_replica(module)
+def norm_replica(
+    module: nn.Module, random: compare.Random, cls: type[nn.Module] | None = None
+) -> nn.Module:
+    """A replica of a norm with its fused class or another."""
+    replica = fused_replica(module) if cls is None else compare.bare_replica(module, cls)
     for name, parameter in module._parameters.items():
         value = None if parameter is None else nn.Parameter(random(compare.WIDTH))
         replica.register_parameter(name, value)
@@ -78,15 +69,6 @@ def _run_gated(
     return [*grads, *compare.with_gradients(module, y, x, random)], None
 
 
-def _mlp_replica(module: nn.Module, random: compare.Random) -> nn.Module:
-    replica = fused_replica(module)
-    for name, child in module._modules.items():
-        if name in _SIZES:
-            child = random.linear(*_SIZES[name], like=child)
-        replica.add_module(name, child)
-    return replica
-
-
 def fused_replica(module: nn.Module) -> nn.Module:
     """A replica with the fused class of a module."""
     return compare.bare_replica(module, fused_class(stock_class(module)))
@@ -102,11 +84,7 @@ class PickledByRow:
 
 
 class Recognised(PickledByRow):
-    """A fused module whose class is in no table, compared before it is used.
-
-    Attributes:
-        comparison: The kind of module for the comparison.
-    """
+    """A fused module whose class is in no table, compared before it is used."""
 
     comparison: ClassVar[compare.Kind]
 
@@ -158,14 +136,8 @@ class RecognisedGatedNorm(Recognised, FusedGatedNorm):
     comparison = compare.Kind("an RMSNorm with a gate", norm_replica, _run_gated)
 
 
-class RecognisedMLP(Recognised, FusedMLP):
-    """A gated MLP of another class."""
-
-    comparison = compare.Kind("a gated MLP", _mlp_replica, compare.run_of_one_input)
-
-
 def known(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row of a module of the table, a norm or an MLP, else None."""
+    """The fused parent and the row of a module of the table or a norm, else None."""
     if is_fused(module):
         return fusion_of(module)
     return fusion_in_table(stock_class(module)) or find(module)
@@ -181,7 +153,7 @@ def find(module: nn.Module) -> Fusion | None:
         return None
     if f"{stock.__module__}.{stock.__qualname__}" == _TIMM_LAYER_NORM:
         return choose(module, lambda _: [None], RecognisedLayerNorm)
-    rows = _norm_rows(module) or _mlp_rows(module)
+    rows = _norm_rows(module)
     return choose(module, lambda _: rows) if rows else None
 
 
@@ -192,10 +164,7 @@ def choose(
 ) -> Fusion:
     """Registers the class of a module with the first row that computes the same, or the last.
 
-    Args:
-        module: A module in no table.
-        rows: Makes the rows that it may have.
-        parent: The fused parent; by default that of each row's type.
+    By default the fused parent is that of each row's type.
     """
     stock = stock_class(module)
     if register(stock) is None:
@@ -207,21 +176,10 @@ def choose(
     return register(stock)
 
 
-def is_mlp(module: nn.Module, row: MLP) -> bool:
-    """Whether a candidate computes the same as the fused MLP of its row."""
-    # Without a gate the fused module runs the stock forward, and nothing is compared.
-    gate = gate_of(module, row)
-    return (
-        gate is not None
-        and compare.strict_difference(module, RecognisedMLP.comparison, row) is None
-    )
-
-
 _PARENTS: dict[type, type[Recognised]] = {
     Norm: RecognisedNorm,
     CentredNorm: RecognisedCentredNorm,
     GatedNorm: RecognisedGatedNorm,
-    MLP: RecognisedMLP,
 }
 
 
@@ -246,18 +204,3 @@ def _norm_rows(module: nn.Module) -> list[Any]:
         return centred
     rms = [Norm(names[0], offset) for offset in offsets]
     return [*rms, *centred, rms[-1]]  # a refusal has the last one as its reason
-
-
-def _mlp_rows(module: nn.Module) -> list[MLP]:
-    """The row that a module may have if it is a gated MLP."""
-    names = [name for name in _ACTIVATIONS if name in module._modules]
-    if len(names) != 1 or module._parameters or module._buffers:
-        return []
-    if activation_name(module._modules[names[0]]) is None:
-        return []
-    children = set(module._modules)
-    return [
-        MLP(packed=len(layers) == 1, activation=names[0])
-        for layers in _LAYERS
-        if children == {*layers, "down_proj", names[0]}
-    ]
