@@ -24,8 +24,8 @@ import torchweld
 from meshes import DEVICE, MESHES, TOLERANCE, WIDE
 from samples import DIFFERENTIABLE, OPS_OF_LISTS, Builder, Call, Calls, Maker, as_tuple, call
 from torchweld.distributed import full_tensor, rules
-from torchweld.distributed.rows import Call as RuleCall
-from torchweld.distributed.rows import results_of
+from torchweld.distributed.rules import Call as RuleCall
+from torchweld.distributed.rules import results_of
 
 
 def masked(build: Builder, *names: str, **more: Any) -> Builder:

@@ -1,10 +1,10 @@
 """Doors into other libraries: Hugging Face attention, ``fuse`` for existing models, torch's SDPA.
 
-``attention`` is what transformers calls by the name "torchweld", and ``experts`` registers the name
-for mixtures of experts. ``fusion`` is ``fuse``: its steps
-are in ``fusion.run``, the fused forwards and the table of families in ``fusion.layers``, and the
-recognition of other classes in ``fusion.recognise``. ``sdpa`` has the kernels under torch's own
-attention. Nothing here imports transformers until one of the names below is used.
+``attention`` is what transformers calls by the name "torchweld", and ``register`` tells it the
+name. ``fusion`` is ``fuse``: its steps are in ``fusion.run``, the fused forwards and the table of
+families in ``fusion.layers``, and the recognition of other classes in ``fusion.recognise``.
+``sdpa`` has the kernels under torch's own attention. Nothing here imports transformers until one of
+the names below is used.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torchweld.quantization.quantizer import TorchweldInt4Config as TorchweldInt4Config
     from torchweld.quantization.quantizer import register_quantizer as register_quantizer
 
-    from .attention.register import register_attention as register_attention
-    from .experts import register_experts as register_experts
     from .fusion.fuse import fuse as fuse
     from .fusion.fuse import unfuse as unfuse
     from .fusion.report import FuseReport as FuseReport
     from .peft_lora import register_lora as register_lora
+    from .register import register_attention as register_attention
+    from .register import register_experts as register_experts
     from .sdpa.kernels import use_in_sdpa as use_in_sdpa
 
 _HOMES = {
@@ -30,8 +30,8 @@ _HOMES = {
     "unfuse": "fusion.fuse",
     "FuseReport": "fusion.report",
     "TorchweldInt4Config": ".quantization.quantizer",
-    "register_attention": "attention.register",
-    "register_experts": "experts",
+    "register_attention": "register",
+    "register_experts": "register",
     "register_lora": "peft_lora",
     "register_quantizer": ".quantization.quantizer",
     "use_in_sdpa": "sdpa.kernels",

@@ -30,7 +30,7 @@ from torchweld.distributed.gpt2 import ShardedConv1D
 from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.attention.forward import attention_forward
-from torchweld.integrations.attention.register import register_attention
+from torchweld.integrations.register import register_attention
 from torchweld.ops.stock import is_plain
 
 from .arguments import Arguments

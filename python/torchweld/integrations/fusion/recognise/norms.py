@@ -22,13 +22,17 @@ from torchweld.integrations.fusion.layers.fused_module import (
     register,
     stock_class,
 )
-from torchweld.integrations.fusion.layers.gated_norm import FusedGatedNorm, GatedNorm
 from torchweld.integrations.fusion.layers.layer_norm import (
     CentredNorm,
     FusedCentredNorm,
     FusedLayerNorm,
 )
-from torchweld.integrations.fusion.layers.rms_norm import FusedRMSNorm, Norm
+from torchweld.integrations.fusion.layers.rms_norm import (
+    FusedGatedNorm,
+    FusedRMSNorm,
+    GatedNorm,
+    Norm,
+)
 from torchweld.integrations.fusion.probes import Probes
 
 from . import compare
