@@ -30,7 +30,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "_generated/*.part.md", "parts.part.md"]
+exclude_patterns = ["_build", "_generated/*.part.md", "*.part.md"]
 html_theme = "furo"
 html_title = f"torchweld {release}"
 myst_heading_anchors = 3

@@ -3,15 +3,16 @@
 ops.part.md       where each op runs, in which dtype, with which gradients; the ops are asked
 versions.part.md  the versions of Python, torch and CUDA, and the GPUs
 api_*.md          every public name, from its docstring
-attention.part.md calls of transformers' models that do not run the attention op, found by running
 models.part.md    measured training steps of models
 plan.part.md      what benchmarks/plan.py predicts up to 1,024 GPUs
 kernel_*.part.md  measured cases for the pages of docs/kernels
 commands.md       the help of the command line and of the tools of a checkout
 benchmarks.md     benchmarks/results/README.md, its links set to this folder
 
-docs/parts.part.md, the parts of transformers' causal language models that fuse replaces, takes a
-minute. It is kept, and `python docs/generate.py` makes it anew.
+Two tables take minutes. They are kept in docs/, and `python docs/generate.py` makes them anew:
+
+parts.part.md     the parts of transformers' causal language models that fuse replaces
+attention.part.md calls of transformers' models that do not run the attention op, found by running
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ import torchweld_bench  # noqa: E402
 
 OUT = DOCS / "_generated"
 PARTS = DOCS / "parts.part.md"
+ATTENTION = DOCS / "attention.part.md"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}
 RESULTS = ROOT / "benchmarks" / "results"
@@ -179,15 +181,13 @@ def _attention_row(name: str) -> str:
     return f"| `{name}` | {' | '.join(cells)} |"
 
 
-def attention_table(names: Iterable[str] = ()) -> str:
-    """How many attention calls of a model of two layers leave the op; every family by default."""
+def attention_table() -> str:
+    """How many attention calls of a model of two layers leave the op."""
     paths = _of_tests("attention_paths")
     rows = [f"| family | {' | '.join(paths.WAYS)} |", "| --- " * (1 + len(paths.WAYS)) + "|"]
-    if names:
-        rows += map(_attention_row, names)
-    else:  # each family takes seconds; a fork would lack the threads of torch
-        with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-            rows += pool.map(_attention_row, paths.FAMILIES)
+    # Each family takes seconds; a fork would lack the threads of torch.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        rows += pool.map(_attention_row, paths.FAMILIES)
     return "\n".join(rows) + "\n"
 
 
@@ -482,7 +482,6 @@ def write() -> None:
         "plan.part.md": plan_table(),
         "families.part.md": families_table(),
         "models.part.md": models_table(),
-        "attention.part.md": attention_table(),
         **{f"kernel_{page}.part.md": kernel_table(page) for page in KERNELS},
         "commands.md": "# Command line\n\n" + commands(),
         "benchmarks.md": benchmarks(),
@@ -496,3 +495,4 @@ def write() -> None:
 
 if __name__ == "__main__":
     PARTS.write_text(parts_table(), encoding="utf-8")
+    ATTENTION.write_text(attention_table(), encoding="utf-8")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 transformers = pytest.importorskip("transformers")
@@ -10,6 +13,12 @@ from attention_paths import FAMILIES, WAYS, attention_calls, encodes  # noqa: E4
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
 from torchweld.integrations.fusion.layers import families  # noqa: E402
 
+TABLE = Path(__file__).resolve().parent.parent / "docs" / "attention.part.md"
+# The cells of a family: how many of its calls leave the op.
+CELLS = {
+    name: dict(zip(WAYS, cells.split(" | "), strict=True))
+    for name, cells in re.findall(r"^\| `(\w+)` \| (.+) \|$", TABLE.read_text(), re.M)
+}
 BIAS = "a position bias is added to the scores"
 
 
@@ -36,6 +45,7 @@ def test_every_attention_call_runs_the_op(name, way):
     if (refusal := hf_models.refusal(getattr(transformers, name))) is not None:
         pytest.skip(refusal)  # in older versions of transformers
     calls = attention_calls(name, way)
+    assert CELLS[name][way] == f"{calls.total() - calls['the op']} of {calls.total()}"
     assert calls.total() == (6 if name.endswith("ForConditionalGeneration") else 2)
     others = {instead: count for instead, count in calls.items() if instead != "the op" and count}
     if name.startswith("T5"):

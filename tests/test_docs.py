@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,11 +215,17 @@ def generate(monkeypatch):
     del sys.modules["generate"]
 
 
-def test_table_of_attention_calls_has_a_cell_for_every_way(generate):
+def test_table_of_attention_calls_has_a_cell_for_every_way(generate, monkeypatch):
+    """test_attention_paths.py compares the cells with the models."""
     pytest.importorskip("transformers")
-    table = generate.attention_table(["LlamaForCausalLM", "BertForMaskedLM"])
-    assert "| `LlamaForCausalLM` | 0 of 2 | 0 of 2 | 0 of 2 | 0 of 2 |" in table
-    assert "| `BertForMaskedLM` | 0 of 2 | 0 of 2 | 0 of 2 | - |" in table
+    import attention_paths as paths
+
+    rows = generate.ATTENTION.read_text(encoding="utf-8").splitlines()
+    assert [row.split("`")[1] for row in rows[2:]] == list(paths.FAMILIES)
+    assert {row.count("|") for row in rows} == {2 + len(paths.WAYS)}
+    monkeypatch.setattr(paths, "attention_calls", lambda *_: Counter({"the op": 2, "SDPA": 4}))
+    cells = " | ".join(["4 of 6"] * 3)
+    assert generate._attention_row("BertForMaskedLM") == f"| `BertForMaskedLM` | {cells} | - |"
 
 
 def test_table_of_fused_parts_is_that_of_the_installed_transformers(generate):
