@@ -161,13 +161,6 @@ def cases(op: str) -> list[Case]:
     return found
 
 
-def case_params(*ops: str) -> list[Any]:
-    """Parameters for pytest: every case of the ops."""
-    return [
-        pytest.param(c, id=f"{c.op}-{c.name.replace(' ', '_')}") for op in ops for c in cases(op)
-    ]
-
-
 LEFTPAD = Arg("leftpad")
 SCALE = {"scale": NOT_FINITE}
 ACTIVATION = {"activation": NOT_A_NAME}

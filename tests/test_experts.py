@@ -12,7 +12,6 @@ import reference as R
 import torchweld
 from choices_helpers import _C, dry_records
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params
 from samples import BF16, F32, F64, call, check_op, dtypes, forward_backward, need_kernel
 from tensors import check_output_mask, need_dtype, randn
 
@@ -331,16 +330,6 @@ def test_engines(dtype, choice):
 def test_many_experts(device, dtype):
     need_dtype(device, dtype)
     check_op(OP, call_args(device, dtype, 300, 24, 16, 257, 8, kind="skewed"))
-
-
-@pytest.mark.parametrize("case", case_params("experts", "experts_forward", "experts_backward"))
-def test_refuses(case, device):
-    case.check(device)
-
-
-@pytest.mark.parametrize("case", case_params("experts"))
-def test_refuses_when_recorded(case, device):
-    case.check(device, recorded=True)
 
 
 def test_refuses_indices_that_are_no_ids(device):

@@ -33,7 +33,7 @@ if library.build_facts().get("cuda") is None:
 
 # Torch's ops compute calls that Hopper's kernels don't take, and no sample has their 16-byte rows.
 BY_TORCH = {f"linear_cross_entropy_exponentials_{end}" for end in ("forward", "backward")}
-ALL = [pytest.param(s, id=s.id) for op in SAMPLES if op not in BY_TORCH for s in SAMPLES[op]]
+ALL = [op for op in SAMPLES if op not in BY_TORCH]
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to explain for")
 
 
@@ -44,6 +44,13 @@ def on_meta(value):
 
 def meta_call(args, kwargs):
     return [on_meta(a) for a in args], {name: on_meta(value) for name, value in kwargs.items()}
+
+
+def sample_calls(op, device="cpu"):
+    """Every sample of an op with its id, in float32 and bfloat16."""
+    for s in SAMPLES[op]:
+        for dtype in (F32, BF16):
+            yield (f"{s.id} {dtype}", *s.make(device, dtype))
 
 
 # Every op
@@ -62,39 +69,39 @@ def test_exponentials_have_kernels():
     assert "matmul engine (wgmma)" in backward.kernel
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("of", ALL)
-def test_every_sample_has_a_kernel(of, dtype):
-    args, kwargs = meta_call(*of.make("cpu", dtype))
-    explanation = torchweld.explain(of.op, *args, **kwargs)
-    assert explanation.op == of.op and explanation.kernel and explanation.why
-    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    wanted = any(kwargs.get("output_mask", [True]))
-    if explanation.kernel == "none":
-        assert explanation.why == "nothing to compute"
-        assert not wanted or any(t.numel() == 0 for t in tensors)
-    if explanation.source:
-        assert explanation.source == "heuristic" and explanation.tile
-    assert ops._end_observing() == [], "an observation was not ended"
+@pytest.mark.parametrize("op", ALL)
+def test_every_sample_has_a_kernel(op):
+    for name, args, kwargs in sample_calls(op):
+        args, kwargs = meta_call(args, kwargs)
+        explanation = torchweld.explain(op, *args, **kwargs)
+        assert explanation.op == op and explanation.kernel and explanation.why, name
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        wanted = any(kwargs.get("output_mask", [True]))
+        if explanation.kernel == "none":
+            assert explanation.why == "nothing to compute", name
+            assert not wanted or any(t.numel() == 0 for t in tensors), name
+        if explanation.source:
+            assert explanation.source == "heuristic" and explanation.tile, name
+        assert ops._end_observing() == [], "an observation was not ended"
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("of", ALL)
-def test_a_dry_run_tells_what_is_in_the_tables(of, dtype):
+@pytest.mark.parametrize("op", ALL)
+def test_a_dry_run_tells_what_is_in_the_tables(op):
     """The launch needs no more threads and memory than an H100 has."""
-    args, kwargs = meta_call(*of.make("cpu", dtype))
-    for record in dry_records(of.op, *args, **kwargs):
-        for _, shared_bytes, threads, *_ in record["kernels"]:
-            assert 1 <= threads <= 1024 and 0 <= shared_bytes <= H200["shared_limit"]
-        if not record["family"]:
-            assert record["kernels"] and record["choice"] == ""
-            continue
-        numbers = record["problem"]
-        assert numbers[-len(H200) :] == list(H200.values()), "the GPU that is assumed"
-        own = _C.choose(record["family"], numbers)
-        assert record["choice"] == own["choice"] and record["kernel"] == own["kernel"]
-        assert record["columns"] == own["columns"] and own["refusal"] == ""
-        assert record["kernels"], "it launches what it chose"
+    for name, args, kwargs in sample_calls(op):
+        args, kwargs = meta_call(args, kwargs)
+        for record in dry_records(op, *args, **kwargs):
+            for _, shared_bytes, threads, *_ in record["kernels"]:
+                assert 1 <= threads <= 1024 and 0 <= shared_bytes <= H200["shared_limit"], name
+            if not record["family"]:
+                assert record["kernels"] and record["choice"] == "", name
+                continue
+            numbers = record["problem"]
+            assert numbers[-len(H200) :] == list(H200.values()), "the GPU that is assumed"
+            own = _C.choose(record["family"], numbers)
+            assert record["choice"] == own["choice"] and record["kernel"] == own["kernel"], name
+            assert record["columns"] == own["columns"] and own["refusal"] == "", name
+            assert record["kernels"], "it launches what it chose"
 
 
 @without_gpu
@@ -117,9 +124,9 @@ def test_a_dry_run_knows_how_a_view_is_aligned(offset):
 
 
 def test_every_reason_is_a_sentence_and_nothing_is_rejected_twice():
-    for of in ALL:
-        args, kwargs = meta_call(*of.values[0].make("cpu", BF16))
-        explanation = torchweld.explain(of.values[0].op, *args, **kwargs)
+    for s in (s for op in ALL for s in SAMPLES[op]):
+        args, kwargs = meta_call(*s.make("cpu", BF16))
+        explanation = torchweld.explain(s.op, *args, **kwargs)
         names = [name for name, _ in explanation.rejected]
         assert len(set(names)) == len(names) and all(reason for _, reason in explanation.rejected)
         assert explanation.tile.get("name") not in names
@@ -140,7 +147,7 @@ REACHED(cudaFuncSetAttribute)
 """
 
 EXPLAIN_ALL = """
-import ctypes, sys, torch, torchweld
+import ctypes, torch, torchweld
 from samples import SAMPLES
 count = 0
 for of in (s for of_op in SAMPLES.values() for s in of_op):
@@ -150,15 +157,13 @@ for of in (s for of_op in SAMPLES.values() for s in of_op):
         torchweld.explain(of.op, *map(on_meta, args), **{k: on_meta(v) for k, v in kwargs.items()})
         count += 1
 print(count, flush=True)
-if sys.argv[1] == "reach":
-    ctypes.CDLL(None).cudaMemsetAsync()
+ctypes.CDLL(None).cudaMemsetAsync()
 """
 
 
 @without_gpu
-@pytest.mark.parametrize("reach", ["", "reach"])
-def test_nothing_is_launched(tmp_path, reach):
-    """Overrides of the CUDA runtime's functions report the first call."""
+def test_nothing_is_launched(tmp_path):
+    """Overrides of the CUDA runtime's functions end the process at the first call, the script's."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("a C compiler on Linux was not found")
@@ -167,9 +172,9 @@ def test_nothing_is_launched(tmp_path, reach):
     subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c"], check=True)
     folders = [Path(torchweld.__file__).parent.parent, Path(__file__).parent]
     path = os.pathsep.join(map(str, folders))
-    done = python("-c", EXPLAIN_ALL, reach, LD_PRELOAD=str(shim), PYTHONPATH=path)
+    done = python("-c", EXPLAIN_ALL, LD_PRELOAD=str(shim), PYTHONPATH=path)
     assert done.stdout.split() == [str(2 * sum(map(len, SAMPLES.values())))], done.stderr
-    assert done.returncode == (99 if reach else 0), "the shim is in the way"
+    assert done.returncode == 99, "the shim is in the way"
 
 
 # Observation
@@ -348,27 +353,27 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="an observe
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("of", ALL)
-def test_a_dry_run_tells_what_runs(of, dtype):
+@pytest.mark.parametrize("op", ALL)
+def test_a_dry_run_tells_what_runs(op):
     from torchweld.tuning.observe import observe
 
-    args, kwargs = of.make("cuda", dtype)
-    _, seen = observe(lambda: getattr(ops, of.op)(*args, **kwargs))
     device = torch.cuda.current_device()
-    explained = [r for r in dry_records(of.op, *args, device=device, **kwargs) if r["family"]]
     facts = ("family", "part", "problem", "choice", "source", "kernel", "columns")
-    assert [[r[f] for f in facts] for r in explained] == [[r[f] for f in facts] for r in seen]
-    for dry, ran in zip(explained, seen, strict=True):
-        assert [k[2] for k in dry["kernels"]] == [k[2] for k in ran["kernels"]], "threads"
-    explanation = torchweld.explain(of.op, *args, **kwargs)
-    assert explanation.gpu == torch.cuda.get_device_name()
+    for name, args, kwargs in sample_calls(op, "cuda"):
+        _, seen = observe(lambda args=args, kwargs=kwargs: getattr(ops, op)(*args, **kwargs))
+        explained = [r for r in dry_records(op, *args, device=device, **kwargs) if r["family"]]
+        found, ran = ([[r[f] for f in facts] for r in records] for records in (explained, seen))
+        assert found == ran, name
+        for dry, real in zip(explained, seen, strict=True):
+            assert [k[2] for k in dry["kernels"]] == [k[2] for k in real["kernels"]], "threads"
+        explanation = torchweld.explain(op, *args, **kwargs)
+        assert explanation.gpu == torch.cuda.get_device_name(), name
 
 
 @needs_gpu
 def test_a_dry_run_on_a_gpu_launches_and_allocates_nothing():
     """A graph that is captured meanwhile stays empty."""
-    calls = [(of.values[0].op, *of.values[0].make("cuda", BF16)) for of in ALL]
+    calls = [(s.op, *s.make("cuda", BF16)) for op in ALL for s in SAMPLES[op]]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with pytest.warns(UserWarning, match="CUDA Graph is empty"), torch.cuda.graph(graph):

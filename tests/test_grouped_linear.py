@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import reference as R
 import torchweld
 from numerics import assert_equal, assert_same_bits
-from refusals import case_params
 from samples import BF16, F32, call, check_op, dtypes, forward_backward
 from tensors import randn
 
@@ -132,18 +131,6 @@ def test_a_cuda_graph_replays_other_groups(op):
         args[2].copy_(torch.tensor(ends))
         graph.replay()
         assert_same_bits(y, call(op)(*args))
-
-
-@pytest.mark.parametrize(
-    "case", case_params(*(o + e for o in OPS for e in ("", "_forward", "_backward")))
-)
-def test_refuses(case, device):
-    case.check(device)
-
-
-@pytest.mark.parametrize("case", case_params(*OPS))
-def test_refuses_when_recorded(case, device):
-    case.check(device, recorded=True)
 
 
 def test_refuses_offsets_that_are_no_ends(op, device):
