@@ -26,6 +26,7 @@ from samples import (
     TWICE_DIFFERENTIABLE,
     as_tuple,
     call,
+    each_call,
     need_kernel,
     requiring,
 )
@@ -75,7 +76,6 @@ CALLS = {s.id: s for op in DIFFERENTIABLE for s in SAMPLES[op] if s.name != "emp
     for op in ("rms_norm_linears", "layer_norm_linears")
     for biased in (True, False)
 }
-each_call = pytest.mark.parametrize("name", CALLS)
 
 
 def op_of(name: str) -> str:
@@ -90,7 +90,7 @@ def made(name: str, device: str, dtype: torch.dtype = F32) -> Recorded:
     return of_sample(what, device, dtype)
 
 
-@pytest.mark.parametrize("name", [n for n in CALLS if op_of(n) not in TWICE_DIFFERENTIABLE])
+@each_call([name for name in CALLS if op_of(name) not in TWICE_DIFFERENTIABLE], op_of)
 def test_a_second_derivative_raises_for_every_input_alone(name, device):
     """The other inputs and the gradient of the result require no gradient."""
     all_of_it = made(name, device)
@@ -112,7 +112,7 @@ def test_a_linear_op_has_a_second_derivative(op, device):
     assert torch.autograd.grad(grad.sum(), x)[0].abs().max() > 0
 
 
-@each_call
+@each_call(CALLS, op_of)
 def test_a_pipeline_may_split_the_backward(name, device):
     """Gradients of inputs first, of parameters later: right, or refused in the first pass."""
     record = made(name, device, F64 if device == "cpu" else F32)
@@ -134,7 +134,7 @@ def test_a_pipeline_may_split_the_backward(name, device):
         assert grad is None or torch.equal(leaf.grad, grad), name
 
 
-@each_call
+@each_call(CALLS, op_of)
 def test_a_hook_of_a_node_changes_nothing_if_all_gradients_are_asked_for(name, device):
     """torch's debug log hooks every node."""
     record = made(name, device)
@@ -148,7 +148,7 @@ def test_a_hook_of_a_node_changes_nothing_if_all_gradients_are_asked_for(name, d
     assert_same_bits(got, want, name)
 
 
-@each_call
+@each_call(CALLS, op_of)
 def test_a_checkpoint_that_stops_early_frees_what_it_recomputed(name, device):
     record = made(name, device)
     alive = []
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_stops_early_frees_what_it_recomputed(name, device):
     assert all(ref() is None for ref in alive)
 
 
-@each_call
+@each_call(CALLS, op_of)
 def test_a_batch_of_gradients_is_the_single_gradients(name, device):
     record = made(name, device)
     outputs = [o for o in record.outputs(*record.leaves) if o.requires_grad]
@@ -192,7 +192,7 @@ class Masks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@each_call
+@each_call(CALLS, op_of)
 def test_only_the_gradients_that_are_asked_for_are_computed(name, device):
     record = made(name, device)
     loss = record.loss()

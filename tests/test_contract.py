@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from samples import (
     as_tuple,
     call,
     dtypes,
+    each_call,
     forward_backward,
     has_kernel,
     need_kernel,
@@ -42,8 +44,8 @@ from samples import (
 from torchweld.info import ops_of_library
 
 OPS = list(SAMPLES)
-ALL = [pytest.param(s, id=s.id) for op in OPS for s in SAMPLES[op]]
-FIRST = [pytest.param(SAMPLES[op][0], id=op) for op in OPS]
+ALL = [s for op in OPS for s in SAMPLES[op]]
+FIRST = [SAMPLES[op][0] for op in OPS]
 
 
 def form(s: Sample) -> tuple:
@@ -54,13 +56,16 @@ def form(s: Sample) -> tuple:
 
 
 # The first sample of every form. test_opcheck traces all samples with AOTAutograd.
-FORMS = [
-    pytest.param(s, id=s.id)
-    for s in {form(s): s for op in OPS for s in reversed(SAMPLES[op])}.values()
-]
-DIFF = [pytest.param(s, id=s.id) for op in DIFFERENTIABLE for s in SAMPLES[op]]
-DIFF_FIRST = [pytest.param(SAMPLES[op][0], id=op) for op in DIFFERENTIABLE]
-BACKWARD = [pytest.param(SAMPLES[op][0], id=op) for op in OPS if op.endswith("_backward")]
+FORMS = list({form(s): s for op in OPS for s in reversed(SAMPLES[op])}.values())
+DIFF = [s for op in DIFFERENTIABLE for s in SAMPLES[op]]
+DIFF_FIRST = [SAMPLES[op][0] for op in DIFFERENTIABLE]
+BACKWARD = [SAMPLES[op][0] for op in OPS if op.endswith("_backward")]
+
+
+def each_alone(chosen: Iterable[Sample]) -> pytest.MarkDecorator:
+    """A case of pytest for each sample, for tests whose compilations must not count together."""
+    return pytest.mark.parametrize("s", [pytest.param(s, id=s.id) for s in chosen])
+
 
 # Their gradients need no tensor of the forward call.
 SAVES_NOTHING = ("row_sum", "add_scalar", "outer_add")
@@ -371,7 +376,7 @@ def test_python_function_is_the_op(op):
 # Results
 
 
-@pytest.mark.parametrize("s", ALL)
+@each_call(ALL)
 def test_result_is_inside_its_bound(s, device):
     for dtype in dtypes(device):
         args, kwargs = s.make(device, dtype)
@@ -383,7 +388,7 @@ def test_result_is_inside_its_bound(s, device):
             check(out, bound, label=label, device=device)
 
 
-@pytest.mark.parametrize("s", ALL)
+@each_call(ALL)
 def test_rerun_is_bit_equal(s, device):
     for dtype in dtypes(device):
         args, kwargs = s.make(device, dtype)
@@ -404,7 +409,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(was, warn_only=warn_only)
 
 
-@pytest.mark.parametrize("s", ALL)
+@each_call(ALL)
 def test_every_output_is_written(s, device, poisoned_memory):
     assert torch.empty(1000, device=device).isnan().all()
     for dtype in dtypes(device):
@@ -418,7 +423,7 @@ def test_every_output_is_written(s, device, poisoned_memory):
             assert_same_bits(out, ref, s.id)
 
 
-@pytest.mark.parametrize("s", ALL)
+@each_call(ALL)
 def test_inputs_stay_and_outputs_are_fresh(s, device):
     args, kwargs = s.make(device)
     before = [a.clone() if isinstance(a, Tensor) else a for a in args]
@@ -460,7 +465,7 @@ def layouts(t: Tensor) -> dict[str, Tensor]:
     return {name: view.copy_(t) for name, view in made.items()}
 
 
-@pytest.mark.parametrize("s", ALL)
+@each_call(ALL)
 def test_strides_and_offsets_do_not_matter(s, device):
     for dtype in (F32, BF16):
         args, kwargs = s.make(device, dtype)
@@ -476,7 +481,7 @@ def test_strides_and_offsets_do_not_matter(s, device):
                 assert_same_kind(out, ref.shape, ref.dtype, f"{s.id}, {name}")
 
 
-@pytest.mark.parametrize("s", DIFF)
+@each_call(DIFF)
 def test_gradient_of_any_stride(s, device):
     args, kwargs = s.make(device)
     out = as_tuple(call(s.op)(*args, **kwargs))[0]
@@ -493,7 +498,7 @@ def test_gradient_of_any_stride(s, device):
 # Meta, fake tensors, compile, export, script
 
 
-@pytest.mark.parametrize("s", ALL)
+@each_alone(ALL)
 def test_opcheck(s, device):
     args, kwargs = s.make(device)
     torch.library.opcheck(call(s.op).default, tuple(requiring(s.op, args)), kwargs)
@@ -504,7 +509,7 @@ def significant(t: Tensor) -> list[int]:
     return [t.stride(d) for d in range(t.dim()) if t.numel() and t.shape[d] > 1]
 
 
-@pytest.mark.parametrize("s", ALL)
+@each_call(ALL)
 def test_meta_and_fake_agree_with_real(s, device):
     for dtype in (F32, BF16):
         args, kwargs = s.make(device, dtype)
@@ -542,7 +547,7 @@ def compiled_agrees(s, device, backend):
     assert_same_bits(gradients(compiled(*leaves), leaves), plain, s.id)
 
 
-@pytest.mark.parametrize("s", FORMS)
+@each_alone(FORMS)
 def test_compile_fullgraph(s, device):
     compiled_agrees(s, device, "eager")
 
@@ -595,7 +600,7 @@ class Wrapped(torch.nn.Module):
         return self.op(*args, **self.kwargs)
 
 
-@pytest.mark.parametrize("s", FORMS)
+@each_alone(FORMS)
 def test_export(s, device):
     if any(a.numel() == 0 for a in s.make()[0] if isinstance(a, Tensor)):
         name = SAMPLES[s.op][0]
@@ -777,7 +782,7 @@ def test_autocast_mends_mixed_dtypes(op, device):
 # Gradients
 
 
-@pytest.mark.parametrize("s", DIFF)
+@each_call(DIFF)
 def test_gradcheck(s):
     args, kwargs = s.make("cpu", F64)
     transposed = [layouts(a).get("transposed", a) if isinstance(a, Tensor) else a for a in args]
@@ -799,7 +804,7 @@ def test_gradcheck_of_ten_seeds(op):
         assert torch.autograd.gradcheck(first_output, requiring(op, args), fast_mode=True)
 
 
-@pytest.mark.parametrize("s", DIFF)
+@each_call(DIFF)
 def test_only_what_requires_a_gradient_gets_one(s, device):
     """One argument at a time; its gradient equals that of the full backward."""
     args, kwargs = s.make(device)
@@ -823,7 +828,7 @@ def recorded(s, device):
     return trained(leaves), as_tuple(call(s.op)(*leaves, **kwargs))[0]
 
 
-@pytest.mark.parametrize("s", [p for p in DIFF_FIRST if p.id not in TWICE_DIFFERENTIABLE])
+@each_call(s for s in DIFF_FIRST if s.op not in TWICE_DIFFERENTIABLE)
 def test_double_backward_raises(s, device):
     inputs, out = recorded(s, device)
     grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
@@ -832,7 +837,7 @@ def test_double_backward_raises(s, device):
             grad.sum().backward(retain_graph=True)
 
 
-@pytest.mark.parametrize("s", BACKWARD)
+@each_call(BACKWARD)
 def test_backward_op_has_no_gradient(s, device):
     args, kwargs = s.make(device)
     for i in floats(args):
@@ -853,7 +858,7 @@ def test_fold_layer_norm_has_no_gradient(device):
                 out.sum().backward()
 
 
-@pytest.mark.parametrize("s", DIFF)
+@each_call(DIFF)
 def test_second_backward_is_bit_equal(s, device):
     inputs, out = recorded(s, device)
     dout = torch.randn_like(out)
@@ -861,7 +866,7 @@ def test_second_backward_is_bit_equal(s, device):
     assert_same_bits(torch.autograd.grad(out, inputs, dout), first, s.id)
 
 
-@pytest.mark.parametrize("s", DIFF_FIRST + [p for p in DIFF if "relu" in p.id or "pad" in p.id])
+@each_call(s for s in DIFF if s in DIFF_FIRST or "relu" in s.id or "pad" in s.id)
 def test_in_place_edit_of_a_saved_tensor_raises(s, device):
     """Editing any argument, or the result, raises in backward or leaves the gradient as it was."""
     args, kwargs = s.make(device)
@@ -895,7 +900,7 @@ def test_forward_mode_is_refused(op):
 # Refusals that every op shares; the tables of bad calls are in test_<op>.py
 
 
-@pytest.mark.parametrize("s", FIRST)
+@each_call(FIRST)
 def test_wrong_dtype_names_the_argument(s, device):
     args, kwargs = s.make(device)
     names = argument_names(s.op)
@@ -918,7 +923,7 @@ def test_wrong_dtype_names_the_argument(s, device):
         assert f": {names[i]} must be" in text or f" like {names[i]}, but got" in text, text
 
 
-@pytest.mark.parametrize("s", FIRST)
+@each_call(FIRST)
 def test_mixed_devices_name_the_argument(s, device):
     args, kwargs = s.make(device)
     names = argument_names(s.op)
@@ -935,7 +940,7 @@ def test_mixed_devices_name_the_argument(s, device):
 
 GPU = torch.cuda.is_available()
 NO_GPU = [pytest.param(None, marks=pytest.mark.skip(reason="no GPU here"), id="no GPU")]
-GPU_ALL = ALL if GPU else NO_GPU
+each_on_a_gpu = each_alone(ALL) if GPU else pytest.mark.parametrize("s", NO_GPU)
 
 
 def test_every_op_has_a_kernel_or_says_that_the_build_has_none(device):
@@ -949,7 +954,7 @@ def test_every_op_has_a_kernel_or_says_that_the_build_has_none(device):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("s", GPU_ALL)
+@each_on_a_gpu
 def test_cuda_graph_replays_with_changed_inputs(s):
     need_kernel(s.op, "cuda")
     args, kwargs = s.make("cuda")
@@ -1005,7 +1010,7 @@ def test_compiled_cuda_graphs_share_no_memory_with_what_is_kept(trains):
                 assert (got - want).norm() <= 0.02 * want.norm(), function.__name__
 
 
-@pytest.mark.parametrize("s", GPU_ALL)
+@each_on_a_gpu
 def test_cuda_stream_is_the_current_one(s):
     """The inputs are made behind a long wait on a second stream; the op must run after them."""
     need_kernel(s.op, "cuda")
@@ -1023,7 +1028,7 @@ def test_cuda_stream_is_the_current_one(s):
     assert_same_bits(outputs, expected, s.id)
 
 
-@pytest.mark.parametrize("s", GPU_ALL)
+@each_on_a_gpu
 def test_cuda_never_synchronises(s):
     need_kernel(s.op, "cuda")
     args, kwargs = s.make("cuda")

@@ -12,10 +12,10 @@ from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.testing import assert_close
 
 import torchweld
-from samples import AUTOCAST, DIFFERENTIABLE, PUBLIC, SAMPLES, as_tuple, call
+from samples import AUTOCAST, DIFFERENTIABLE, PUBLIC, SAMPLES, as_tuple, call, each_call
 
 OPS = [op for op in PUBLIC if op in DIFFERENTIABLE]
-EVERY = [pytest.param(op, s, id=f"{op}-{s.name}") for op in OPS for s in SAMPLES[op]]
+EVERY = [s for op in OPS for s in SAMPLES[op]]
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,9 @@ def assert_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
         assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize(("op", "sample"), EVERY)
-def test_vjp_has_the_bits_of_autograd(op, sample, device):
-    args, kwargs = sample.make(device)
+@each_call(EVERY)
+def test_vjp_has_the_bits_of_autograd(s, device):
+    op, (args, kwargs) = s.op, s.make(device)
     if op == "linear_cross_entropy":  # torch.func keeps nothing for the gradient
         kwargs["keep"] = "nothing"
     if op == "cross_entropy":  # a scalar's gradient is computed for dloss = 1 and then scaled
@@ -69,9 +69,9 @@ def test_vjp_has_the_bits_of_autograd(op, sample, device):
     assert_same(pull(dy), want)
 
 
-@pytest.mark.parametrize(("op", "sample"), EVERY)
-def test_vmap_is_a_loop(op, sample, device):
-    args, kwargs = sample.make(device)
+@each_call(EVERY)
+def test_vmap_is_a_loop(s, device):
+    op, (args, kwargs) = s.op, s.make(device)
     at = wanted(op, args)
     for batched in (at[:1], at):  # the first alone: the others are the same for the whole batch
         more = [
@@ -202,10 +202,10 @@ def test_a_tangent_is_refused_in_every_grad_mode(op, mode):
             call(op)(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("op", "sample"), EVERY)
-def test_batched_gradients_are_those_of_a_loop(op, sample, device):
+@each_call(EVERY)
+def test_batched_gradients_are_those_of_a_loop(s, device):
     """The backward runs several times, and must not overwrite the saved tensors."""
-    args, kwargs = sample.make(device)
+    op, (args, kwargs) = s.op, s.make(device)
     function, tensors = function_of(op, args, kwargs)
     leaves = leaves_of(tensors)
     y = function(*leaves)
