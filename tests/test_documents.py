@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import torchweld
-from commands import python
+from commands import python, run_offline
 from samples import PUBLIC
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,10 +169,11 @@ def test_readme_names_every_op_and_module():
 
 def test_example_of_the_readme_runs(tmp_path):
     pytest.importorskip("transformers")
-    example = "".join(re.findall(r"```python\n(.*?)```", README, re.S))
-    done = python("-c", example, cwd=tmp_path, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-    assert "torchweld::softmax(float32 (4096, 5000) on meta)" in done.stdout
+    example = tmp_path / "example.py"
+    example.write_text("".join(re.findall(r"```python\n(.*?)```", README, re.S)), encoding="utf-8")
+    status, output = run_offline(example)
+    assert status == 0, output
+    assert "torchweld::softmax(float32 (4096, 5000) on meta)" in output
     assert (tmp_path / "mlp.pt").stat().st_size > 0
 
 

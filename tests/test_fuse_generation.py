@@ -34,18 +34,19 @@ def prompts(device, pads=(0, 3, 7)):
 
 @pytest.mark.parametrize("name", [*NAMES, *RECOGNISED])
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_left_padded_prompts(device, name, beams, cache):
+def test_left_padded_prompts(device, name, beams):
     model, stock = pair(name, device)
     options = {**OPTIONS, "num_beams": beams}
     want = stock.generate(**prompts(device), **options)
-    options.update(cache_implementation=cache, disable_compile=True)
-    with Calls() as calls:
-        assert torch.equal(model.generate(**prompts(device), **options), want)
-    assert calls.names["torchweld::attention"] == LAYERS * OPTIONS["max_new_tokens"]
-    # Each step projects one token, and the heads of its query, key and value need no transposes.
-    projecting = 0 if name == "Olmo2" else LAYERS
-    assert calls.names["torchweld::rms_norm_linears"] == projecting * OPTIONS["max_new_tokens"]
+    for cache in ("dynamic", "static"):
+        options.update(cache_implementation=cache, disable_compile=True)
+        with Calls() as calls:
+            assert torch.equal(model.generate(**prompts(device), **options), want), cache
+        assert calls.names["torchweld::attention"] == LAYERS * OPTIONS["max_new_tokens"]
+        # Each step projects one token, and the heads of its query, key and value need no
+        # transposes.
+        projecting = 0 if name == "Olmo2" else LAYERS
+        assert calls.names["torchweld::rms_norm_linears"] == projecting * OPTIONS["max_new_tokens"]
 
 
 @needs_gpu

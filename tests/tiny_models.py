@@ -197,7 +197,8 @@ def saved_and_loaded(model: Any) -> Any:
 def causal_models() -> list[tuple[str, str]]:
     """(model type, class name) of transformers' MODEL_FOR_CAUSAL_LM_MAPPING."""
     names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return [(kind, name) for kind, name in names.items() if hasattr(transformers, name)]
+    known = set(dir(transformers))  # hasattr would import the code of each model, which takes 5 s
+    return [(kind, name) for kind, name in names.items() if name in known]
 
 
 def encoder_models() -> list[tuple[str, str]]:
@@ -205,7 +206,8 @@ def encoder_models() -> list[tuple[str, str]]:
     auto = transformers.models.auto.modeling_auto
     masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     both = [*masked.items(), *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.items()]
-    return sorted({(kind, name) for kind, name in both if hasattr(transformers, name)})
+    known = set(dir(transformers))
+    return sorted({(kind, name) for kind, name in both if name in known})
 
 
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
