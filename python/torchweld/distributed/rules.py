@@ -294,7 +294,7 @@ _RULES: dict[str, Dims | Callable[[Call], Dims | None]] = {
     "row_sum": Dims("x *n, result *", "* n -", {"n": "result", "-": "x result"}),
     "add_scalar": Dims("x result *", "*"),
     "bmm": _bmm,
-    **dict.fromkeys(("outer_add", "outer_mul_relu", "mul_relu"), _OUTER),
+    **dict.fromkeys(("outer_add", "outer_mul_relu"), _OUTER),
     "mul_relu": Dims("x z result rc, y r", "r c"),
     "rotary": _rotary,
     **dict.fromkeys(
