@@ -48,15 +48,16 @@ inline int64_t onednn_chains(const Tensor& x) {
   return std::max<int64_t>(1, divide_up(x.size(1), kMaxChain));
 }
 
-// Whether torch's float32 matmul runs at full speed. Its time on an Intel CPU is 0.2 to 0.9 of
-// oneDNN's. On an AMD CPU, where MKL uses narrower vectors, its time is twice oneDNN's.
+// Whether torch's float32 matmul is at least as fast as oneDNN's. Its time on an Intel CPU is 0.2
+// to 0.9 of oneDNN's, and on an AMD CPU without AVX-512 0.7 to 1.0. On an AMD CPU with AVX-512,
+// which MKL does not use there, its time is twice oneDNN's.
 inline bool has_fast_mkl() {
 #ifdef TW_SIMD_TARGETS
   static const bool is_intel = [] {
     __builtin_cpu_init();
     return __builtin_cpu_is("intel") != 0;
   }();
-  return is_intel && at::hasMKL();
+  return at::hasMKL() && (is_intel || simd_level() < 2);
 #else
   return false;
 #endif
