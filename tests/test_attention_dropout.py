@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import reference as R
 import torchweld
+from choices_helpers import _C, DEVICES, problem
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F32, F64, call, dtypes
 from tensors import randn
@@ -188,6 +190,20 @@ def test_compiled_exported_and_scripted(device):
     first = drawing(q, k, v, dropout_p=0.5)
     assert not drawing(q, k, v, dropout_p=0.5).equal(first)
     torch.library.opcheck(attention.default, (q, k, v), given)
+
+
+@pytest.mark.parametrize("device_facts", DEVICES, ids=str)
+@pytest.mark.parametrize("family", ["attention", "attention_backward"])
+def test_only_the_general_kernels_drop(family, device_facts):
+    for head_dim, math_of, seqlen_q in itertools.product(
+        (32, 64, 128, 192, 256), range(3), (1, 512)
+    ):
+        fields = dict(head_dim=head_dim, head_dim_v=head_dim, math=math_of, seqlen_q=seqlen_q)
+        for fields["invariant"], fields["causal"] in itertools.product((0, 1), (0, 1)):
+            numbers = problem(family, device_facts, dropout=1, **fields)
+            legal = [c for c in _C.candidates(family, numbers) if not c["refusal"]]
+            assert {c["choice"] for c in legal} == {"general"}, fields
+            assert _C.choose(family, numbers)["choice"] == "general", fields
 
 
 def test_vmap_drops_the_same_in_every_entry():

@@ -180,7 +180,8 @@ inline Refusal attention_backward_refusal(const AttentionProblem& p,
                                           const AttentionBackwardTile& tile) {
   const bool serves = tile.math == p.math ||
                       (tile.math == AttentionMath::kFloat32 && p.math == AttentionMath::kTf32);
-  if (!serves) return "the tile is for another dtype";
+  if (!serves) return kAttentionOtherDtype;
+  if (p.load.dropout) return kAttentionNoDropout;
   // NOTE: a tile with more columns than dQ has in scratch memory would write beyond the array of
   // dQ.
   const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;

@@ -199,6 +199,7 @@ inline int attention_step_keys(const AttentionChoice& choice) {
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
+inline constexpr const char* kAttentionNoDropout = "no tile supports dropout";
 inline constexpr const char* kAttentionOtherKeys =
     "the batch-invariant mode has steps of another number of keys";
 
@@ -206,7 +207,7 @@ inline constexpr const char* kAttentionOtherKeys =
 // it.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // the kernels count positions in 32 bits
-  if (p.load.dropout) return "no tile supports dropout";
+  if (p.load.dropout) return kAttentionNoDropout;
   if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile supports a head dim of 0";
   if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
     return {"no tile supports sequences longer than {}", kMaxSeqlen};
