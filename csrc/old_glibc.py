@@ -1,9 +1,9 @@
 """Files to link with, so that a library that is built on a new glibc loads on glibc 2.28.
 
-glibc 2.29 has new versions of exp and log, and 2.34 moved the functions of libpthread and libdl
-into libc under a new version. All of them keep the old versions too. A stub is a library of the
-same name with the old versions alone: the linker binds a function, with its version, to the first
-library that has it. libstdc++'s headers read a variable of glibc 2.32, which is defined here.
+glibc 2.29 has new versions of exp, log and pow, and 2.34 moved the functions of libpthread and
+libdl into libc under a new version. All of them keep the old versions too. A stub is a library of
+the same name with the old versions alone: the linker binds a function, with its version, to the
+first library that has it. libstdc++'s headers read a variable of glibc 2.32, which is defined here.
 """
 
 from __future__ import annotations

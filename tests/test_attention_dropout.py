@@ -221,8 +221,7 @@ def test_the_batch_invariant_mode_drops_the_same(device):
             assert_equal(kept, R.dropout_factors((2, 2, sq, 70), 0.3, given["dropout_seed"]) > 0)
 
 
-def test_a_bfloat16_result_is_near_torchs_mean(device):
-    """The mean over many seeds is the result without dropout."""
+def test_the_mean_over_many_seeds_is_the_result_without_dropout(device):
     q, k, v = qkv(BF16, b=1, h=1, hkv=1, sq=4, sk=16, d=8, dv=8, device=device)
     runs = [attention(q, k, v, **seeded(device, 0.5, s)).double() for s in range(400)]
     mean, plain = torch.stack(runs).mean(0), attention(q, k, v).double()
