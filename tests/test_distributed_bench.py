@@ -58,8 +58,10 @@ def test_two_processes_write_one_file(tmp_path):
     rows = {row["case"]: row for row in report["rows"]}
     step, sharded = TINY.tensor_parallel(2), TINY.fully_sharded(2)
     compiled = TINY.tensor_parallel(2, "compiled blocks")
-    steps = (step, compiled, sharded)
-    attention = [TINY.context_parallel(2, padded) for padded in (False, True)]
+    wide = TINY.tensor_parallel(2, wide=True)
+    steps = (step, compiled, wide, sharded)
+    ways = ({}, {"padded": True}, {"long": True})
+    attention = [TINY.context_parallel(2, **way) for way in ways]
     linear, blocks = TINY.sequence_parallel(2), TINY.parallelized(2)
     loss = TINY.vocab_parallel(2)
     against = {
@@ -98,11 +100,13 @@ CASES = {
         "tensor_parallel",
         "compiled_tensor_parallel",
         "captured_tensor_parallel",
+        "wide_tensor_parallel",
+        "captured_wide_tensor_parallel",
         "parallelized",
         "fully_sharded",
         "fully_sharded_pairs",
     ),
-    *("attention", "padded_attention", "linear", "vocab_parallel"),
+    *("attention", "padded_attention", "long_attention", "linear", "vocab_parallel"),
 }
 
 
@@ -117,7 +121,8 @@ def test_a_case_that_raises_leaves_the_others(one_process, monkeypatch, capsys):
     failure, *others = distributed.rows()
     assert failure == results.Failure("raises", "process 0: ValueError: no columns here")
     # The cases with pairs need four processes, those with graphs a GPU.
-    without = {"tensor_parallel", "fully_sharded_pairs", "captured_tensor_parallel"}
+    captured = {"captured_tensor_parallel", "captured_wide_tensor_parallel"}
+    without = {"tensor_parallel", "fully_sharded_pairs", *captured}
     assert {each.case for each in others} == CASES - without
     assert "in raises" in capsys.readouterr().err
 
@@ -165,8 +170,11 @@ def test_targets_are_of_cases_that_there_are():
             cases.fully_sharded(size, recomputed=True),
             cases.fully_sharded_pairs(size),
             cases.fully_sharded_pairs(size, recomputed=True),
-            cases.context_parallel(size, False),
-            cases.context_parallel(size, True),
+            cases.tensor_parallel(size, wide=True),
+            cases.tensor_parallel(size, "in a CUDA graph", wide=True),
+            cases.context_parallel(size),
+            cases.context_parallel(size, padded=True),
+            cases.context_parallel(size, long=True),
             cases.sequence_parallel(size),
             cases.vocab_parallel(size),
         )

@@ -27,14 +27,15 @@ def rows() -> Iterator[Row | Failure]:
     setup = Setup()
     if setup.size > 1:
         say(f"in a gather each of the {setup.size} receives {setup.link / 1e9:.1f} GB/s")
-    cases = [steps.tensor_parallel, steps.compiled_tensor_parallel]
+    cases = [steps.tensor_parallel, steps.compiled_tensor_parallel, steps.wide_tensor_parallel]
     if device() == "cuda":
-        cases.append(steps.captured_tensor_parallel)
+        cases += [steps.captured_tensor_parallel, steps.captured_wide_tensor_parallel]
     cases += [steps.parallelized, steps.fully_sharded]
     if setup.size > PAIR and setup.size % PAIR == 0:
         cases.append(steps.fully_sharded_pairs)
     # torch's own context_parallel is a prototype, so it comes last.
-    cases += [losses.vocab_parallel, ops.linear, ops.padded_attention, ops.attention]
+    cases += [losses.vocab_parallel, ops.linear, ops.padded_attention]
+    cases += [ops.long_attention, ops.attention]
     for case in cases:
         found: list[Row] = []
         reason = complaint(lambda case=case, found=found: found.extend(case(setup)))

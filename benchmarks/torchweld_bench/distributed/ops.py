@@ -34,6 +34,7 @@ from torchweld_bench.distributed.processes import complaint, device, highest, me
 from torchweld_bench.distributed.setup import Setup, divided
 from torchweld_bench.results import Row
 
+_LONG_ROUNDS = 3
 _ROUNDS = 7
 _CALLS = 10  # the number of calls of a short op per sample
 _EXACT_ROWS = 128
@@ -104,9 +105,9 @@ def _working(calls: dict[str, Call], needed: tuple[str, ...]) -> dict[str, tuple
     return given
 
 
-def _attention(setup: Setup, padded: bool) -> Iterator[Row]:
+def _attention(setup: Setup, padded: bool = False, long: bool = False) -> Iterator[Row]:
     """Forward and backward of a causal attention: by each method, alone, and by torch's own."""
-    batch, nheads, nheads_kv, seqlen, dim = setup.cases.attention_of(padded)
+    batch, nheads, nheads_kv, seqlen, dim = setup.cases.attention_of(padded, long)
     leftpad = None
     if padded:
         leftpad = torch.zeros(batch, dtype=torch.int32, device=device())
@@ -127,17 +128,17 @@ def _attention(setup: Setup, padded: bool) -> Iterator[Row]:
     alone = partial(torchweld.attention, leftpad=leftpad, causal=True)
     calls = {"alone": _with_gradients(alone, whole, dout)}
     calls |= {"ours" if method == "all_gather" else method: by(method) for method in METHODS}
-    back_ends = BACK_ENDS if device() == "cuda" and not padded else {}
+    back_ends = BACK_ENDS if device() == "cuda" and not padded and not long else {}
     for name, backend in back_ends.items():
         calls[name] = _with_gradients(_torchs_own(backend), part, dout_part)
     inside = _inside_torchs_own(setup, seqlen) if back_ends else nullcontext()
     with warnings.catch_warnings(), inside:
         warnings.filterwarnings("ignore", "torchweld: context_parallel_attention has a group of")
         given = _working(calls, ("ours", "alone"))
-        times = measured(calls, rounds=_ROUNDS)
+        times = measured(calls, rounds=_LONG_ROUNDS if long else _ROUNDS)
     want = tuple(shard_sequence(t, dim=2) for t in given.pop("alone"))
     errors = {name: _difference(each, want) for name, each in given.items()}
-    case = setup.cases.context_parallel(setup.size, padded)
+    case = setup.cases.context_parallel(setup.size, padded, long)
     times["ideal"] = divided(times["alone"], setup.size)
     judged_here = {
         "error": errors["ours"],
@@ -148,7 +149,12 @@ def _attention(setup: Setup, padded: bool) -> Iterator[Row]:
 
 
 def attention(setup: Setup) -> Iterator[Row]:
-    return _attention(setup, padded=False)
+    return _attention(setup)
+
+
+def long_attention(setup: Setup) -> Iterator[Row]:
+    """Seconds of work alone, so without torch's own."""
+    return _attention(setup, long=True)
 
 
 def padded_attention(setup: Setup) -> Iterator[Row]:

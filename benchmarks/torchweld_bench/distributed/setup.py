@@ -21,19 +21,23 @@ class Cases:
     """The sizes of models and tensors.
 
     GPT-2 XL has 24 heads here: no number of GPUs that is measured divides its 25. Its vocabulary is
-    rounded up, so that all processes have as much of it.
+    rounded up, so that all processes have as much of it. The wide Llama has half of the layers of
+    Llama 3.1 8B, so that one GPU holds it with its optimizer, and tied tables.
+
+    `gpt2_batch` and `wide_batch` are the sequences of all processes, and the tokens per sequence.
     """
 
     gpt2_name: str = "gpt2-xl"
     gpt2: Sizes = Sizes(48, 1600, 24, 24, 64, 6400, False, 50304, True, 1024, True)
-    gpt2_batch: tuple[int, int] = (
-        8,
-        1024,
-    )  # gpt2_batch is the number of sequences of all processes, and of tokens per sequence
+    gpt2_batch: tuple[int, int] = (8, 1024)
+    wide_name: str = "llama-8b of 16 layers"
+    wide: Sizes = Sizes(16, 4096, 32, 8, 128, 14336, True, 128256, True)
+    wide_batch: tuple[int, int] = (2, 4096)
     llama_name: str = "llama-1.2b"
     llama: Sizes = Sizes(16, 2048, 32, 8, 64, 8192, True, 128256, True)
     llama_batch: tuple[int, int] = (4, 4096)  # sequences and tokens per sequence of each process
     attention: tuple[int, int, int, int, int] = (1, 32, 8, 65536, 128)
+    long: int = 4  # how many times as many keys the long attention has
     linear: tuple[int, int, int] = (8192, 4096, 16384)
     loss: tuple[int, int, int] = (8192, 2048, 128256)
     dtype: torch.dtype = torch.bfloat16
@@ -44,9 +48,10 @@ class Cases:
         """The case of a row, which includes the number of processes."""
         return f"{what} {dtype_text(self.dtype)}, {how} on {size} {self.where[size > 1]}"
 
-    def tensor_parallel(self, size: int, run: str = "") -> str:
+    def tensor_parallel(self, size: int, run: str = "", wide: bool = False) -> str:
         """`run`: how the step is run, "" for eager; "compiled blocks" or "in a CUDA graph"."""
-        step = f"{self.gpt2_name} training step {self.gpt2_batch}"
+        name = self.wide_name if wide else self.gpt2_name
+        step = f"{name} training step {self.wide_batch if wide else self.gpt2_batch}"
         how = f"{run + ', ' if run else ''}tensor and sequence parallel"
         return self.named(step, how, size)
 
@@ -63,18 +68,18 @@ class Cases:
         how = f"{'recomputed, ' * recomputed}FSDP2 and tensor parallel"
         return self.named(step, how, size)
 
-    def context_parallel(self, size: int, padded: bool) -> str:
-        batch, nheads, nheads_kv, seqlen, dim = self.attention_of(padded)
+    def context_parallel(self, size: int, padded: bool = False, long: bool = False) -> str:
+        batch, nheads, nheads_kv, seqlen, dim = self.attention_of(padded, long)
         call = f"attention and its gradient ({batch}, {nheads}/{nheads_kv}, {seqlen}, {dim})"
         mask = "causal leftpad" if padded else "causal"
         return self.named(f"{call} {mask}", "context parallel", size)
 
-    def attention_of(self, padded: bool) -> tuple[int, int, int, int, int]:
+    def attention_of(self, padded: bool, long: bool) -> tuple[int, int, int, int, int]:
         """With padding there are twice as many sequences, half as long."""
         batch, nheads, nheads_kv, seqlen, dim = self.attention
         if padded:
             batch, seqlen = 2 * batch, seqlen // 2
-        return batch, nheads, nheads_kv, seqlen, dim
+        return batch, nheads, nheads_kv, seqlen * self.long if long else seqlen, dim
 
     def sequence_parallel(self, size: int) -> str:
         rows, k, n = self.linear
@@ -90,6 +95,9 @@ TINY = Cases(
     gpt2_name="tiny gpt2",
     gpt2=Sizes(2, 64, 8, 8, 8, 128, False, 64, True, 32, True),
     gpt2_batch=(2, 32),
+    wide_name="tiny wide llama",
+    wide=Sizes(1, 128, 16, 8, 8, 256, True, 64, True),
+    wide_batch=(2, 32),
     llama_name="tiny llama",
     llama=Sizes(2, 64, 16, 8, 8, 128, True, 64, True),
     llama_batch=(1, 32),

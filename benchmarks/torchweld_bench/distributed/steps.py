@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -172,12 +173,13 @@ def _decoder_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     return model(ids, labels)
 
 
-def _tensor_parallel(setup: Setup, run_as: str = "") -> Iterator[Row]:
-    sizes, batch = setup.cases.gpt2, setup.cases.gpt2_batch
+def _tensor_parallel(setup: Setup, run_as: str = "", wide: bool = False) -> Iterator[Row]:
+    cases = setup.cases
+    sizes, batch = (cases.wide, cases.wide_batch) if wide else (cases.gpt2, cases.gpt2_batch)
 
     def trial(fused: bool, sharded: bool) -> Trial:
         def shard(model: nn.Module) -> nn.Module:
-            model = model.to(setup.cases.dtype)
+            model = model.to(cases.dtype)
             model = model.fuse() if fused else model
             model = model.shard_columns(setup.mesh) if sharded else model
             return model.compile_blocks() if run_as == _COMPILED else model
@@ -192,7 +194,7 @@ def _tensor_parallel(setup: Setup, run_as: str = "") -> Iterator[Row]:
         "plan": _planned(setup, sizes, alone, batch, 1, setup.size),
         "ideal": divided(alone.timing, setup.size),
     }
-    case = setup.cases.tensor_parallel(setup.size, run_as)
+    case = cases.tensor_parallel(setup.size, run_as, wide)
     yield from _compared(setup, case, trials, others, math.prod(batch))
 
 
@@ -209,6 +211,16 @@ def compiled_tensor_parallel(setup: Setup) -> Iterator[Row]:
 def captured_tensor_parallel(setup: Setup) -> Iterator[Row]:
     """GPT-2 XL with the whole step in a CUDA graph, so that the host only replays it."""
     yield from _tensor_parallel(setup, _CAPTURED)
+
+
+def wide_tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """The wide Llama, tensor parallel, with the tokens sharded between matmuls."""
+    yield from _tensor_parallel(setup, wide=True)
+
+
+def captured_wide_tensor_parallel(setup: Setup) -> Iterator[Row]:
+    """The wide Llama with the whole step in a CUDA graph."""
+    yield from _tensor_parallel(setup, _CAPTURED, wide=True)
 
 
 def parallelized(setup: Setup) -> Iterator[Row]:
@@ -277,20 +289,60 @@ def _llama(
     return run(make, shard, setup.cases.llama_batch, sizes.vocab, _decoder_loss, inside)
 
 
+def _transformers_llama(sizes: Sizes) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        tie_word_embeddings=sizes.tied,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
 def fully_sharded(setup: Setup) -> Iterator[Row]:
-    """A Llama of 1.2 billion parameters with FSDP2 and a batch per process."""
-    sizes, batch = setup.cases.llama, setup.cases.llama_batch
+    """transformers' Llama of 1.2 billion parameters with FSDP2 and a batch per process.
+
+    The parameters are in float32, compute is in dtype. Alone it is FSDP2 over one process: the same
+    arithmetic, and nothing is sent.
+    """
+    cases = setup.cases
+    sizes, batch = cases.llama, cases.llama_batch
+    policy = MixedPrecisionPolicy(param_dtype=cases.dtype, reduce_dtype=torch.float32)
+
+    def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids=ids, labels=labels, shift_labels=labels, use_cache=False).loss
+
+    def trial(fused: bool, mesh: DeviceMesh) -> Trial:
+        def shard(model: nn.Module) -> nn.Module:
+            if fused:
+                torchweld.fuse(model, check=False, loss=True)
+            if _recompute():
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh, mp_policy=policy)
+            return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+        return run(partial(_transformers_llama, sizes), shard, batch, sizes.vocab, loss_of)
+
     trials = {
-        "ours": _llama(setup, True, setup.mesh),
-        "alone": _llama(setup, True),
-        "stock": _llama(setup, False, setup.mesh),
+        "ours": trial(True, setup.mesh),
+        "alone": trial(True, setup.one),
+        "stock": trial(False, setup.mesh),
     }
     alone = trials["alone"]
     others = {
         "plan": _planned(setup, sizes, alone, batch, setup.size, 1),
         "ideal": alone.timing,
     }
-    case = setup.cases.fully_sharded(setup.size, _recompute())
+    case = cases.fully_sharded(setup.size, _recompute())
     yield from _compared(setup, case, trials, others, setup.size * math.prod(batch))
 
 
