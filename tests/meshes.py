@@ -24,7 +24,6 @@ from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -58,6 +57,8 @@ def _work(rank: int, module: str, mesh: str, names: list[str], folder: str) -> N
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         torch.cuda.set_device(rank)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the host may have GPUs
     dist.init_process_group(
         BACKEND,
         store=dist.FileStore(f"{folder}/store", size),
@@ -95,11 +96,8 @@ def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[s
         for rank in range(size)
     ]
     end = time.monotonic() + ALL_SECONDS
-    # Processes with gloo must not use a GPU of the host.
-    hidden = {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    with patch.dict(os.environ, hidden):
-        for process in processes:
-            process.start()
+    for process in processes:
+        process.start()
     for process in processes:
         process.join(max(0, end - time.monotonic()))
     for process in processes:
