@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path("benchmarks") / "results"
 FAMILIES = {
     "models": "Training of Llama and Qwen3",
+    "encoders": "Training of encoders and of Qwen3.5",
     "generate": "Generation with Llama 1.2B and GPT-2 124M",
     "attention": "Attention",
     "attention_masks": "Attention under masks",

@@ -31,6 +31,7 @@ FAMILIES = {
     "scalar_attention": "cuda",
     "gpt2": "cuda",
     "models": "cuda",
+    "encoders": "cuda",
     "generate": "cuda",
     "curves": "cuda",
     "pointwise": "cuda",

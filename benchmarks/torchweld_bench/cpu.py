@@ -26,7 +26,7 @@ from torchweld_bench.cases import (
     timed,
 )
 from torchweld_bench.common import dtype_text, padded_conv2d
-from torchweld_bench.models import copy_of, stepper
+from torchweld_bench.models import copy_of, language_loss, stepper
 from torchweld_bench.results import Row
 from torchweld_bench.rotary import eager_rotary
 
@@ -220,15 +220,13 @@ def _llama_rows() -> Iterator[Row]:
         fused = copy_of(stock)
         torchweld.fuse(fused, check=False, loss=True)
         optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-5, fused=True)
-        steps = {
-            "ours": stepper(fused, optimizer, tokens),
-            "eager": stepper(stock, optimizer, tokens),
+        compute = {
+            name: partial(language_loss, model, tokens)
+            for name, model in (("ours", fused), ("eager", stock))
         }
+        steps = {name: stepper(loss, optimizer) for name, loss in compute.items()}
         with torch.no_grad():
-            losses = {
-                name: model(input_ids=tokens, labels=tokens).loss.item()
-                for name, model in (("ours", fused), ("eager", stock))
-            }
+            losses = {name: loss().item() for name, loss in compute.items()}
         allowed = 1e-5 if dtype == torch.float32 else 1e-2
         errors = judged_loss(losses["ours"], losses["eager"], allowed)
         case = f"llama training step (8, 128) {dtype_text(dtype)}"

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torchweld_bench.results import Row
 
 _ROUNDS = 7
 _LOSS_RTOL = 1e-2
-_STOCK, _COMPILED, _LIGER = "stock sdpa", "compiled blocks", "liger"
+STOCK, COMPILED, _LIGER = "stock sdpa", "compiled blocks", "liger"
 
 
 class _Case(NamedTuple):
@@ -84,6 +85,15 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
+def compiled_copy(model: nn.Module, backend: str = "inductor") -> nn.Module:
+    """A copy with the same parameters, whose blocks, the model's longest list, are compiled."""
+    copied = copy_of(model)
+    lists = [m for m in copied.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    for block in max(lists, key=len):
+        block.compile(backend=backend)
+    return copied
+
+
 def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
     """A model on Liger's kernels, and a context with the functions that it replaces, or None."""
     name = family.lower()
@@ -115,10 +125,14 @@ def _adapted(model: nn.Module, layers: str) -> nn.Module:
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
+def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of a causal language model that predicts the tokens themselves."""
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
 def stepper(
-    model: nn.Module,
+    compute_loss: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
     context: Any = contextlib.nullcontext,
 ) -> Callable[[], Tensor]:
     """A function that makes one training step and returns the loss."""
@@ -126,7 +140,7 @@ def stepper(
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         with context():
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss = compute_loss()
             loss.backward()
         optimizer.step()
         return loss.detach()
@@ -153,15 +167,15 @@ def _variants(case: _Case) -> dict[str, Callable[[], Tensor]]:
 
     ours = copy_of(stock)
     torchweld.fuse(ours, check=False, loss=True)
-    steps = {"ours": stepper(ours, optimizer, tokens), _STOCK: stepper(stock, optimizer, tokens)}
+    models = {"ours": ours, STOCK: stock}
     if not case.recomputed:
-        compiled = copy_of(stock)
-        for layer in compiled.model.layers:
-            layer.compile()
-        steps[_COMPILED] = stepper(compiled, optimizer, tokens)
+        models[COMPILED] = compiled_copy(stock)
+    losses = {name: partial(language_loss, model, tokens) for name, model in models.items()}
+    steps = {name: stepper(loss, optimizer) for name, loss in losses.items()}
     patched = None if case.lora else _liger(copy_of(stock), case.family)
     if patched is not None:
-        steps[_LIGER] = stepper(patched[0], optimizer, tokens, patched[1])
+        loss = partial(language_loss, patched[0], tokens)
+        steps[_LIGER] = stepper(loss, optimizer, patched[1])
     return steps
 
 
@@ -182,8 +196,8 @@ def rows() -> Iterator[Row]:
         end = "" if case.lora is None else f", LoRA of rank {_RANK} on {case.lora}"
         end += ", recomputed" if case.recomputed else ""
         label = f"{case.name} training step ({case.batch}, {case.seqlen}) bfloat16{end}"
-        errors = judged_loss(losses["ours"], losses[_STOCK], _LOSS_RTOL)
+        errors = judged_loss(losses["ours"], losses[STOCK], _LOSS_RTOL)
         for name, values in ((label, times), (f"{label} peak memory, MiB", memory)):
-            yield from compared(name, values, errors, _STOCK, (_COMPILED, _LIGER))
+            yield from compared(name, values, errors, STOCK, (COMPILED, _LIGER))
         del steps
         free()
