@@ -26,10 +26,14 @@ else:
 
 
 def _take_one_gpu() -> None:
-    """Gives each of xdist's processes one of the GPUs. CUDA must not be initialised yet."""
+    """Gives each of xdist's processes one of the GPUs; meshes of NCCL see all.
+
+    CUDA must not be initialised yet.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     gpus = torch.cuda.device_count()  # asks NVML
-    if worker and gpus > 1:
+    one_each = os.environ.get("TORCHWELD_TEST_DISTRIBUTED") != "nccl"
+    if worker and gpus > 1 and one_each:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(worker) % gpus]
 
