@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu_squared")
 GATES = ("sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu")
 
 
@@ -294,6 +294,8 @@ def used(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> list[Tensor
 def activate(z: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         return torch.where(z > 0, z, torch.where(z.isnan(), z, 0.0))
+    if activation == "relu_squared":
+        return torch.where(z > 0, z * z, torch.where(z.isnan(), z, 0.0))
     if activation == "gelu":
         return 0.5 * z * (1 + torch.erf(z * 2**-0.5))
     if activation == "gelu_tanh":
@@ -924,6 +926,7 @@ def eager_activate(z: Tensor, activation: str) -> Tensor:
         "gelu": F.gelu,
         "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
         "silu": F.silu,
+        "relu_squared": lambda t: F.relu(t).square(),
     }
     return functions[activation](z)
 

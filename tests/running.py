@@ -397,15 +397,25 @@ class Running:
             jump = self.near(0.0)
             slope = Running(first, self.dtype).erring(jump, jump, jump)
             return self.function(value, slope, first + jump * (1 - first))
-        bend = second.abs() + unit * z.abs()
-        slope = Running(first, self.dtype, (self, lambda e: e * bend, None))
+        bend, reach = (
+            second.abs() + unit * z.abs(),
+            first.abs() + 1.2 * unit * z.abs(),
+        )  # |f''| <= 1.2
         # The slope 1 - tanh(t)^2 cancels in the tails of gelu_tanh; its argument t is a cubic of z.
-        slope.plus(FUNCTION, 1 + (activation == "gelu_tanh") * z.abs() * (0.4 + 0.11 * z.square()))
+        of_slope = 1 + (activation == "gelu_tanh") * z.abs() * (0.4 + 0.11 * z.square())
+        of_value = z.abs()
+        if activation == "relu_squared":
+            worst = torch.as_tensor(self.errors[0])
+            live = (z >= -worst).double()  # an error may lift a value above 0
+            bend, reach = 2 * live, first.abs() + live * (worst + 2 * unit * z.abs())
+            of_slope, of_value = first.abs(), value
+        slope = Running(first, self.dtype, (self, lambda e: e * bend, None)).plus(
+            FUNCTION, of_slope
+        )
         if activation in ("sigmoid", "tanh"):  # eager derives the slope from the rounded result
             error = unit * (value if activation == "sigmoid" else 2 * value.square())
             slope.erring(error, error)
-        out = self.function(value, slope, first.abs() + 1.2 * unit * z.abs())  # |f''| <= 1.2
-        return out.plus(FUNCTION, z.abs())
+        return self.function(value, slope, reach).plus(FUNCTION, of_value)
 
     # Norms
 

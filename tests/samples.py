@@ -958,7 +958,7 @@ def _listed() -> Calls:
         "empty": ((0, 3, 2, (0, 0)), {}),
     }
     kinds = (
-        ("grouped_linear", "activation", ("none", "silu", "gelu", "relu", "gelu_tanh")),
+        ("grouped_linear", "activation", ("none", "silu", "gelu", "relu_squared", "gelu_tanh")),
         ("grouped_gated_linear", "gate", R.GATES),
     )
     for op, option, values in kinds:

@@ -172,7 +172,7 @@ def test_the_last_elements_of_a_batch_are_as_the_others(dtype, n, device):
     offsets = torch.tensor([2**31 - 1], device=device)
     calls = {
         f"linear {name}": lambda x, name=name: ops.linear(x, weight[:n], None, activation=name)
-        for name in ("relu", "gelu", "gelu_tanh", "silu")
+        for name in ("relu", "gelu", "gelu_tanh", "silu", "relu_squared")
     }
     for gate in ("sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"):
         halves = weight[:n], weight[n:]

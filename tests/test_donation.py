@@ -15,7 +15,7 @@ from numerics import assert_same_bits
 from samples import call
 
 CASES = [
-    *[("linear", {"activation": a}) for a in ("gelu", "gelu_tanh", "silu")],
+    *[("linear", {"activation": a}) for a in ("gelu", "gelu_tanh", "silu", "relu_squared")],
     ("layer_norm_linear", {"activation": "gelu_tanh"}),
     ("rms_norm_linear", {"activation": "silu"}),
     *[

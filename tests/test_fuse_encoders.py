@@ -560,7 +560,7 @@ def test_the_gated_mlp_of_t5(device):
     assert_same_step(model, stock)
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "silu"])
 def test_every_activation_of_an_mlp(device, name):
     model = encoder("vit", device, hidden_act=name).train()
     stock = copy.deepcopy(model)

@@ -50,7 +50,7 @@ def test_epilogues(op, device):
     for dtype in dtypes(device):
         args = call_args(op, device, dtype, 40, 24, 16, (10, 12, 30))
         if op == "grouped_linear":
-            for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+            for activation in ("relu", "gelu", "gelu_tanh", "silu", "relu_squared"):
                 check_op(op, args, {"activation": activation})
             continue
         for gate in R.GATES:

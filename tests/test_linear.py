@@ -144,6 +144,7 @@ def test_inf_and_nan_spread_as_in_torch(device, size, value, activation):
                 "gelu": torch.nn.functional.gelu,
                 "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
                 "silu": torch.nn.functional.silu,
+                "relu_squared": lambda t: torch.relu(t).square(),
             }[activation](z)
             got = linear(*args, activation=activation)
             assert_same_nonfinite(got, expected)

@@ -11,6 +11,7 @@ import torch
 
 from choices_helpers import _C, dry_records, nothing_is_left_behind, ops  # noqa: F401
 from numerics import assert_equal, assert_same_bits
+from reference import ACTIVATIONS
 from samples import BF16, F16, F32, check_op
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="engines run on a GPU")
@@ -222,7 +223,7 @@ def test_tf32_of_nan_stays_nan(k_major, monkeypatch):
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["float32", "tf32"])
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_and_their_preact(activation, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     for dtype in [F32] if tf32 else [F16, BF16, F32]:

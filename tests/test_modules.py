@@ -27,6 +27,7 @@ from torchweld.nn import (
     LayerNormLinear,
     RMSNormLinear,
 )
+from torchweld.ops.linear import ReLUSquared
 
 F32 = torch.float32
 
@@ -73,6 +74,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module] | None] = {
     "gelu": nn.GELU,
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
     "silu": nn.SiLU,
+    "relu_squared": ReLUSquared,
 }
 
 

@@ -5,7 +5,7 @@
 
 namespace torchweld {
 
-enum class Activation : int8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+enum class Activation : int8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu, kReluSquared };
 
 enum class Gate : int8_t { kSigmoidTanh, kGeglu, kGegluTanh, kSwiglu, kReglu };
 

@@ -136,6 +136,8 @@ __device__ __forceinline__ void activate(float (&z)[kCount], Activation activati
       return each([](float x) { return gelu_tanh<kExact>(x); });
     case Activation::kSilu:
       return each([](float x) { return silu<kExact>(x); });
+    case Activation::kReluSquared:
+      return each([](float x) { return relu(x) * relu(x); });
   }
 }
 
@@ -161,6 +163,10 @@ __device__ __forceinline__ void activation_grad(float (&dy)[kCount], const float
       return each([](float x) { return gelu_tanh_and_slope<kExact>(x).slope; });
     case Activation::kSilu:
       return each([](float x) { return silu_and_slope<kExact>(x).slope; });
+    case Activation::kReluSquared:
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dy[i] = z[i] <= 0.f ? 0.f : dy[i] * (2.f * z[i]);
+      return;
   }
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -27,7 +28,9 @@ inline Activation parse_activation(const char* op, std::string_view name) {
   if (name == "gelu") return Activation::kGelu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "silu") return Activation::kSilu;
-  TW_CHECK(false, op, "activation must be one of none, relu, gelu, gelu_tanh, silu, but got '",
+  if (name == "relu_squared") return Activation::kReluSquared;
+  TW_CHECK(false, op,
+           "activation must be one of none, relu, gelu, gelu_tanh, silu, relu_squared, but got '",
            name, "'");
 }
 
@@ -76,6 +79,10 @@ inline void activate_elements(Tensor y, const Tensor& z, Activation activation) 
     case Activation::kSilu:
       at::silu_out(y, z);
       break;
+    case Activation::kReluSquared:
+      at::relu_out(y, z);
+      y.mul_(y);
+      break;
   }
 }
 
@@ -116,6 +123,11 @@ inline void activation_backward_elements(Tensor dz, const Tensor& dy, const Tens
       break;
     case Activation::kSilu:
       at::silu_backward_out(dz, dy, preact);
+      break;
+    case Activation::kReluSquared:
+      // NOTE: dz may be `preact`, so only the last use of `preact` writes to dz.
+      at::threshold_backward_out(dz, at::mul(dy, preact), preact, 0);
+      dz.mul_(2);
       break;
   }
 }

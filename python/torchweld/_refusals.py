@@ -109,6 +109,7 @@ _ACTIVATIONS = {
         "gelu_tanh",
     ),
     "swish": "silu",
+    "relu2": "relu_squared",
 }
 _GATES = {
     "gelu": "'geglu' = left * gelu(right)",

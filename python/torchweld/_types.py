@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["none", "relu", "gelu", "gelu_tanh", "silu", "relu_squared"]
 ConvActivation = Literal["none", "silu"]
 Gate = Literal["sigmoid_tanh", "geglu", "geglu_tanh", "swiglu", "reglu"]
 ExpertGate = Literal[

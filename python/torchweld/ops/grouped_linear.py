@@ -30,7 +30,7 @@ def grouped_linear(
         offsets: `(E,)`, int32 or int64. Each is clamped to 0..R, and one that is below an earlier
             one counts as the earlier one.
         bias: `(E, N)`.
-        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:
         `(R, N)` contiguous, dtype of `x`; sums in fp32. Rows behind the last group are 0, and so

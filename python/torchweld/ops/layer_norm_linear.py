@@ -33,7 +33,7 @@ def layer_norm_linear(
         ln_weight: `(K,)`.
         ln_bias: `(K,)`.
         eps: added to the variance; finite and at least 0.
-        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:
         `(..., N)` contiguous, dtype of `x`; statistics and sums in fp32.
@@ -112,7 +112,7 @@ def folded_layer_norm_linear(
         weight_sum: fp32 `(N,)`: the row sums of `folded_weight`; other values are not supported.
         folded_bias: fp32 `(N,)`.
         eps: added to the variance; finite and at least 0.
-        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:
         `(..., N)` contiguous, dtype of `x`.
@@ -144,15 +144,15 @@ class LayerNormLinear(NormLinear):
     """`nn.Sequential(nn.LayerNorm(in), nn.Linear(in, out), activation)` as one op.
 
     Parameters `weight`, `bias` as in `nn.Linear`; `ln_weight`, `ln_bias` as in `nn.LayerNorm`.
-    `load_state_dict` also takes the names of the two modules in its place: `ln.weight`,
-    `fc.weight`, or others.
+    `load_state_dict` also accepts the keys of a separate norm and linear layer under any names,
+    such as `ln.weight` and `fc.weight`.
 
     Args:
         in_features: K.
         out_features: N.
-        bias: of the linear layer.
-        eps: of the LayerNorm.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        bias: as in `nn.Linear`.
+        eps: as in `nn.LayerNorm`.
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu" or "relu_squared".
         ln_affine: whether the LayerNorm has parameters (`elementwise_affine` of `nn.LayerNorm`).
         ln_bias: whether they include a bias (`bias` of `nn.LayerNorm`).
 

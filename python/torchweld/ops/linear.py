@@ -9,12 +9,21 @@ from torchweld._refusals import name_fix, readable_errors
 from torchweld._types import Activation
 from torchweld.ops.stock import refuse_other
 
+
+class ReLUSquared(nn.Module):
+    """`relu(x)**2`, for which torch has no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.relu(x).square()
+
+
 _ACTIVATIONS = {
     "none": nn.Identity,
     "relu": nn.ReLU,
     "gelu": nn.GELU,
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
     "silu": nn.SiLU,
+    "relu_squared": ReLUSquared,
 }
 
 
@@ -28,7 +37,7 @@ def linear(
         x: `(..., K)`.
         weight: `(N, K)` as in `nn.Linear`, any strides: a GPT-2 `Conv1D` goes in as `weight.t()`.
         bias: `(N,)`.
-        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:
         `(..., N)` contiguous, dtype of `x`; sums in fp32.
@@ -87,7 +96,13 @@ def activation_name(module: nn.Module | None, owner: str) -> str:
     """The name of a torch module's activation; ValueError for any other module."""
     if module is None:
         return "none"
-    names = {nn.ReLU: "relu", nn.GELU: "gelu", nn.SiLU: "silu", nn.Identity: "none"}
+    names = {
+        nn.ReLU: "relu",
+        nn.GELU: "gelu",
+        nn.SiLU: "silu",
+        ReLUSquared: "relu_squared",
+        nn.Identity: "none",
+    }
     expected = "nn.ReLU, nn.GELU, nn.SiLU or nn.Identity"
     refuse_other(owner, "the activation", expected, module, *names)
     if isinstance(module, nn.GELU) and module.approximate == "tanh":

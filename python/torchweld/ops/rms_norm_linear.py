@@ -35,7 +35,7 @@ def rms_norm_linear(
         eps: added to the mean square; finite and at least 0.
         weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. 0 without
             a `norm_weight`.
-        activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:
         `(..., N)` contiguous, dtype of `x`; statistics and sums in fp32.
@@ -69,7 +69,7 @@ class RMSNormLinear(NormLinear):
         out_features: N.
         bias: bias of the linear part.
         eps: of the RMSNorm.
-        activation: "none", "relu", "gelu", "gelu_tanh" or "silu".
+        activation: "none", "relu", "gelu", "gelu_tanh", "silu" or "relu_squared".
         norm_affine: whether the RMSNorm has a weight (`elementwise_affine` of `nn.RMSNorm`).
 
     Example::

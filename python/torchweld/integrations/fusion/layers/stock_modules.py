@@ -18,6 +18,7 @@ _NAMES = {
     "FastGELUActivation": "gelu_tanh",
     "GELUActivation": "gelu",
     "SiLUActivation": "silu",
+    "ReLUSquaredActivation": "relu_squared",
     "LinearActivation": "none",
 }
 _OF_TIMM = {"GELU": "gelu", "GELUTanh": "gelu_tanh"}
