@@ -31,8 +31,9 @@ VARIANTS = (
     {"masked": "", "Masked": "", "is_masked": "false"},
     {"masked": "masked_", "Masked": "Masked", "is_masked": "true"},
 )
-# For some tiles, attention's backward on Hopper has kernels of its own for a soft cap.
+# For some tiles, attention's backward on Hopper has kernels of its own for a soft cap and dropout.
 CAPPED = ({"masked": "capped_", "Masked": "Capped", "is_masked": "true"},)
+DROPPED = ({"masked": "dropped_", "Masked": "Dropped", "is_masked": "true"},)
 MARK = "// Generated from csrc.\n"
 
 
@@ -194,7 +195,7 @@ TABLE = [
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(0, 1, 2))
-        + each(variant=CAPPED, dtype=SIXTEEN_BIT, tile=(0, 1)),
+        + each(variant=(*CAPPED, *DROPPED), dtype=SIXTEEN_BIT, tile=(0, 1)),
     ),
     Family(
         "attention_backward_2cta",

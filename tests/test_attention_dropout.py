@@ -12,10 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 import reference as R
 import torchweld
+from attention_engines import attention_bounds, check, each_configuration, inputs, on_hopper
 from choices_helpers import _C, DEVICES, problem
 from numerics import assert_equal, assert_same_bits
-from samples import BF16, F32, F64, call, dtypes
+from running import GRADIENTS
+from samples import BF16, F16, F32, F64, call, dtypes
 from tensors import randn
+from test_attention_backward_sm90 import dout_of, each
 from test_mask_numbers import best, compare, qkv
 
 attention = torch.ops.torchweld.attention
@@ -28,12 +31,16 @@ def seeded(device: str, p: float, seed: int = SEED) -> dict:
 
 
 def factors(device: str, shape: tuple[int, ...], given: dict, dtype=F32, **mask) -> Tensor:
-    """The factors of all probabilities: with equal scores, and the identity as the value."""
+    """The factors of all probabilities: with equal scores, and the identity as the values.
+
+    Each call has 64 columns of the identity, a head dim that tiles have.
+    """
     batch, nheads, seqlen_q, seqlen_k = shape
     query = torch.zeros(batch, nheads, seqlen_q, 8, dtype=dtype, device=device)
     key = torch.zeros(batch, nheads, seqlen_k, 8, dtype=dtype, device=device)
-    value = torch.eye(seqlen_k, dtype=dtype, device=device).expand(batch, nheads, -1, -1)
-    return attention(query, key, value, **given, **mask).cpu().double() * seqlen_k
+    values = torch.eye(seqlen_k, dtype=dtype, device=device).expand(batch, nheads, -1, -1)
+    columns = [attention(query, key, v, **given, **mask) for v in values.split(64, -1)]
+    return torch.cat(columns, -1).cpu().double() * seqlen_k
 
 
 # Philox 4x32 with 7 and with 10 rounds: known answers of its authors' own code (Random123).
@@ -194,16 +201,66 @@ def test_compiled_exported_and_scripted(device):
 
 @pytest.mark.parametrize("device_facts", DEVICES, ids=str)
 @pytest.mark.parametrize("family", ["attention", "attention_backward"])
-def test_only_the_general_kernels_drop(family, device_facts):
+def test_which_kernels_drop(family, device_facts):
+    """Hopper's in 16 bits for head dims up to 128 without a soft cap; else the general kernels."""
+    hopper = device_facts["wgmma"] and device_facts["tma"]
     for head_dim, math_of, seqlen_q in itertools.product(
         (32, 64, 128, 192, 256), range(3), (1, 512)
     ):
         fields = dict(head_dim=head_dim, head_dim_v=head_dim, math=math_of, seqlen_q=seqlen_q)
-        for fields["invariant"], fields["causal"] in itertools.product((0, 1), (0, 1)):
+        for bits in itertools.product((0, 1), repeat=3):
+            fields.update(zip(("invariant", "causal", "softcap"), bits, strict=True))
             numbers = problem(family, device_facts, dropout=1, **fields)
             legal = [c for c in _C.candidates(family, numbers) if not c["refusal"]]
-            assert {c["choice"] for c in legal} == {"general"}, fields
-            assert _C.choose(family, numbers)["choice"] == "general", fields
+            fast = hopper and math_of == 0 and head_dim <= 128 and not fields["softcap"]
+            engine = "sm90" if fast else "general"
+            assert {c["choice"].split()[0] for c in legal} <= {engine, "general"}, fields
+            assert _C.choose(family, numbers)["choice"].split()[0] == engine, fields
+
+
+HOPPER_MASKS = [
+    {}, {"causal": True}, {"window": 70, "causal": True}, {"key_end": True},
+    {"key_start": True, "causal": True}, {"sink": True, "dlse": True}, {"leftpad": True},
+]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("numbers", HOPPER_MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((3, 4, 2, 300, 300, 64, 64), F16),
+        ((3, 2, 1, 130, 450, 128, 72), BF16),
+        ((3, 2, 2, 65, 777, 40, 40), BF16),
+        ((3, 8, 1, 200, 203, 128, 128), F16),
+    ],
+    ids=str,
+)
+def test_every_configuration_on_hopper(sizes, dtype, numbers):
+    q, k, v = inputs(dtype, *sizes)
+    batch, nheads, _, rows, keys = sizes[:5]
+    data = {
+        "key_end": torch.tensor([keys, 0, keys * 2 // 3], dtype=torch.int32, device="cuda"),
+        "key_start": ((torch.arange(rows) + keys - rows) // 90 * 90).int().repeat(batch, 1).cuda(),
+        "sink": torch.randn(nheads, device="cuda"),
+        "leftpad": torch.tensor([0, 7, keys // 2], dtype=torch.int32, device="cuda"),
+        "dlse": torch.randn(batch, nheads, rows, device="cuda"),
+    }
+    given = {name: data.get(name, value) for name, value in numbers.items()}
+    given.update(seeded("cuda", 0.2))
+    pads, forward = given.pop("leftpad", None), {**given}
+    forward.pop("dlse", None)
+    bounds, names = attention_bounds(q, k, v, pads, **forward), []
+    for name in each_configuration("", q, k, v, pads, **forward):
+        check(name, torch.ops.torchweld.attention_forward(q, k, v, pads, **forward), bounds)
+        names.append(name.split()[0])
+    assert set(names) == {"sm90", "general"}
+    dout = dout_of(q, v)
+    bounds, names = GRADIENTS["attention"](dout, q, k, v, pads, **given), []
+    for name, grads in each("", dout, q, k, v, pads, **given):
+        check(name, grads, bounds)
+        names.append(name.split()[0])
+    assert set(names) == {"sm90", "general"}
 
 
 def test_vmap_drops_the_same_in_every_entry():

@@ -126,12 +126,23 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, int64
 // is true. Other kernels for a general mask also serve a soft cap.
 struct CappedBackwardArgs : MaskedBackwardArgs {};
 
+// The arguments of Hopper's kernels with dropout.
+struct DroppedBackwardArgs : MaskedBackwardArgs {
+  float kept_factor;  // of the probabilities that are kept
+
+  explicit DroppedBackwardArgs(const MaskedBackwardArgs& args)
+      : MaskedBackwardArgs(args),
+        kept_factor(static_cast<float>(args.params.mask.dropout.factor)) {}
+};
+
 // Whether Args are the arguments for a general mask. Args is BackwardArgs or a class that derives
 // from it.
 template <typename Args>
 inline constexpr bool kIsMasked = std::is_base_of_v<MaskedBackwardArgs, Args>;
 template <typename Args>
 inline constexpr bool kIsCapped = std::is_same_v<Args, CappedBackwardArgs>;
+template <typename Args>
+inline constexpr bool kIsDropped = std::is_same_v<Args, DroppedBackwardArgs>;
 
 // csrc/instantiations.py generates the files that instantiate this template. Each file has a few
 // tiles of one dtype.

@@ -111,6 +111,8 @@ struct AttentionBackwardSm90Tile {
   // NOTE: under a soft cap, dS also needs the slope of tanh. A tile with more columns of dK than of
   // dV has no registers for it.
   constexpr bool supports_softcap() const { return dim_v == dim; }
+  // Whether the tile has a kernel with dropout.
+  constexpr bool supports_dropout() const { return dim_v == dim && !is_2cta(); }
   // Whether a soft cap has a kernel of its own. Without a stat slice, the kernel for a general mask
   // also serves a soft cap.
   constexpr bool has_capped_kernel() const { return supports_softcap() && !is_2cta(); }
@@ -120,10 +122,11 @@ struct AttentionBackwardSm90Tile {
   // Whether the products for S and dP have one more k-slice, which subtracts lse and delta of the
   // query rows (StatSliceTile). The k-slice has kStatSliceBytes bytes per query row. In a tile of
   // 128 rows, it does not fit in shared memory. Under a soft cap it can't be used, because tanh
-  // must be applied to a score before lse is subtracted.
+  // must be applied to a score before lse is subtracted. Under dropout it can't be used, because a
+  // dropped probability has no dP, but has delta.
   static constexpr int kStatSliceBytes = 16;
-  constexpr bool has_stat_slice(bool masked, bool capped) const {
-    return !capped && !is_2cta() && (masked ? kMaskedRows : rows) < 128;
+  constexpr bool has_stat_slice(bool masked, bool capped, bool drops) const {
+    return !capped && !drops && !is_2cta() && (masked ? kMaskedRows : rows) < 128;
   }
   // The size of the tile in shared memory, in bytes. Shared memory holds K, V, two stages of Q and
   // dO, and the buffers of dS and of the fp32 dQ. In a 2-CTA tile, dO has only one stage, and the
@@ -213,6 +216,7 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   }
   if (p.load.softcap && !tile.supports_softcap()) return "the tile supports no soft cap";
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
+  if (p.load.dropout && !tile.supports_dropout()) return kAttentionNoDropout;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
     return "the rows of the results are not aligned to 16 bytes";
   }

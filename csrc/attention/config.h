@@ -108,6 +108,10 @@ struct AttentionSm90Tile {
   static constexpr int kBoxColumns = 64;
 
   constexpr int rows() const { return warpgroups * kWarpgroupRows; }
+  // Whether the tile has a kernel with dropout. Larger tiles have no registers for random bits.
+  constexpr bool supports_dropout() const {
+    return dim == dim_v && dim <= 128 && warpgroups <= 2 && keys <= 128;
+  }
   // The number of keys in a step under a general mask.
   // NOTE: a mask needs registers. If the accumulators of O are wide, they leave enough registers
   // for a mask only if the tile has fewer keys.
@@ -199,7 +203,7 @@ inline int attention_step_keys(const AttentionChoice& choice) {
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
-inline constexpr const char* kAttentionNoDropout = "no tile supports dropout";
+inline constexpr const char* kAttentionNoDropout = "the tile does not support dropout";
 inline constexpr const char* kAttentionOtherKeys =
     "the batch-invariant mode has steps of another number of keys";
 
@@ -207,7 +211,7 @@ inline constexpr const char* kAttentionOtherKeys =
 // it.
 inline Refusal attention_sizes_refusal(const AttentionProblem& p) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 29;  // the kernels count positions in 32 bits
-  if (p.load.dropout) return kAttentionNoDropout;
+  if (p.load.dropout && p.load.softcap) return "no tile supports dropout with a soft cap";
   if (p.head_dim == 0 || p.head_dim_v == 0) return "no tile supports a head dim of 0";
   if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen) {
     return {"no tile supports sequences longer than {}", kMaxSeqlen};
@@ -223,7 +227,8 @@ inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
 }
 
 inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
-  return tile.math == p.math ? attention_sizes_refusal(p, tile.dim) : kAttentionOtherDtype;
+  if (tile.math != p.math) return kAttentionOtherDtype;
+  return p.load.dropout ? kAttentionNoDropout : attention_sizes_refusal(p, tile.dim);
 }
 
 inline Refusal attention_sm90_refusal(const AttentionProblem& p, const AttentionSm90Tile& tile) {
@@ -233,6 +238,7 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
     return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
   }
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
+  if (p.load.dropout && !tile.supports_dropout()) return kAttentionNoDropout;
   if (p.head_dim_v % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
   if (p.seqlen_k == 0) return "there are no keys";
   if (tile.tile_bytes() + tile.extra_bytes(tile.rows()) > p.device.shared_limit) {
@@ -313,6 +319,7 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
                                         int splits) {
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   if (p.invariant) return kAttentionOtherKeys;
+  if (p.load.dropout) return kAttentionNoDropout;
   if (p.seqlen_q > AttentionDecodeTile::kMaxSeqlenQ) {
     return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMaxSeqlenQ};
   }

@@ -84,7 +84,7 @@ struct AttentionNumbers {
     return "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
   }
   static std::string why(const AttentionProblem& p, const Encoded& x) {
-    if (general(x) && p.load.dropout) return kAttentionNoDropout;
+    if (general(x) && p.load.dropout) return "no tile supports this dropout";
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
   }
 };

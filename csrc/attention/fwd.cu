@@ -47,8 +47,8 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
                     : launch_attention_decode<__nv_bfloat16, kMasked>(params, stream);
     }
   };
-  // Some tiles have fewer keys under a general mask. In the batch-invariant mode, every call then
-  // has as few.
+  // In the batch-invariant mode, every call uses the masked kernel if that kernel has smaller tiles
+  // of keys.
   const bool few_keys = params.key_grid > 1 && params.choice.engine == AttentionEngine::kSm90 &&
                         kAttentionSm90Tiles[tile].keys != params.key_grid;
   dispatch_bools(launch, params.mask.is_general() || few_keys);

@@ -83,9 +83,11 @@ struct MaskParams {
   // last key that the rows of a block see.
   TW_HOST_DEVICE bool may_have_gaps() const { return causal && key_start && !has_row_ends; }
 
-  // Whether the mask has more than `causal` and `leftpad`, so that it needs a kernel for general
+  // Whether the call has more than `causal` and `leftpad`, so that it needs a kernel for general
   // masks.
-  bool is_general() const { return key_start || key_end || window > 0 || softcap > 0.f || sink; }
+  bool is_general() const {
+    return key_start || key_end || window > 0 || softcap > 0.f || sink || dropout.given();
+  }
 
   // The position of query row i among all keys (bottom-right aligned).
   TW_HOST_DEVICE int64_t position(int64_t i) const { return i + seqlen_k - seqlen_q; }

@@ -144,9 +144,9 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
   });
 }
 
-// The forward for few query rows, as in decoding. It reads keys and values once and does not pack
-// them. A task computes the rows of all query heads of a kv head. `key` and `value` must have
-// stride 1 along the last dimension.
+// The forward for few query rows, as in decoding. It does not pack keys or values. A task computes
+// all query rows of one kv head of one sequence. `key` and `value` must have stride 1 along the last
+// dimension.
 template <typename T>
 void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                             const Tensor& query, const Tensor& key, const Tensor& value) {

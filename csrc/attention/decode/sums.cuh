@@ -97,7 +97,7 @@ struct DecodeSums {
     __syncthreads();
   }
 
-  // Stores the results of a group that has only one split.
+  // Stores the results of the block. The keys must have one split.
   __device__ __forceinline__ void store() const {
 #pragma unroll 1
     for (int i = threadIdx.x; i < quads(); i += Config::kThreads) store_quad(i, block_quad(i));

@@ -1,4 +1,4 @@
-// The arguments that the host passes to the kernels of attention's backward on Hopper.
+// The parameters and the launchers of the kernels of attention's backward on Hopper.
 #pragma once
 
 #include "attention/bwd_args.cuh"

@@ -17,7 +17,7 @@ struct Backward2CtaConfig {
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
   using Shared = Backward2CtaShared<Backward2CtaConfig>;
-  static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>;
+  static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>, kDropout = false;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kCtas = kShape.blocks;
@@ -25,7 +25,7 @@ struct Backward2CtaConfig {
   // kCtaKeys is the number of keys of a CTA. kKeys is the number of keys of the cluster.
   static constexpr int kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
   static constexpr int kRows = kShape.rows, kScoreRows = kRows / 2;
-  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked, kCapped);
+  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked, kCapped, kDropout);
   static_assert(!kStatSlice);
   static constexpr bool kEarlyLse = !kMasked;  // whether lse is loaded before S is complete
   // kStages is the number of stages of Q. dO has one stage.
@@ -137,7 +137,7 @@ __device__ __forceinline__ void backward_2cta_load(const typename Config::Params
   constexpr int kStatBytes = kRows * 4;
   for (int step = 0; step < steps;
        ++step, q_state.advance(), dout_state.advance(), tiles.advance()) {
-    uint64_t* s_full = backward_sm90_acquire_q<Config>(p, s, work, tiles.tile, q_state,
+    uint64_t* s_full = backward_sm90_acquire_q<Config>(p, s, work, tiles.head, tiles.tile, q_state,
                                                        Config::kQueryBytes + kStatBytes, leads);
     if (!leads) continue;
     load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full);

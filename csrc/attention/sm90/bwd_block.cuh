@@ -27,7 +27,8 @@ struct BackwardSm90Config {
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
   using Shared = BackwardSm90Shared<BackwardSm90Config>;
-  static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>;
+  static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>,
+                        kDropout = kIsDropped<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v, kKeys = kShape.keys;
@@ -35,7 +36,7 @@ struct BackwardSm90Config {
   static constexpr int kScoreRows = kRows;  // number of query rows in a warpgroup's scores
   // Whether an additional k-slice of the products for S and dP subtracts lse and delta
   // (StatSliceTile). If not, consumers load lse and delta from shared memory.
-  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked, kCapped);
+  static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked, kCapped, kDropout);
   // Whether lse is loaded before S is complete. An early load of lse needs registers.
   static constexpr bool kEarlyLse = !kStatSlice && !kMasked;
   static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
@@ -81,6 +82,9 @@ template <typename Config>
 struct BackwardSm90Seen<Config, true> {
   BlockMask group;
   uint32_t keys[Config::kRows / 2];
+  // The head of the query tile, counted over all sequences, and its first row. Only used with
+  // dropout.
+  int head, first_row;
 };
 // Returns the word of `keys` that a lane of the producer warp writes.
 template <typename Config>
@@ -241,13 +245,14 @@ __device__ __forceinline__ PipelineState<1> backward_sm90_kv_state(
 
 // Waits for a free stage of Q and writes what the consumers must know about the query tile. Then
 // lane `leads` expects `bytes` bytes in the stage, loads the tile's BlockMask if there is one, and
-// returns the stage's full barrier. Under a general mask, all lanes of the producer warp call this
+// returns the stage's full barrier. `head` is the head of the query tile, counted over all
+// sequences. Under a general mask, all lanes of the producer warp call this
 // function, because each lane writes the keys of two rows. Without one, only lane `leads` calls it.
 template <typename Config>
 __device__ __forceinline__ uint64_t* backward_sm90_acquire_q(
     const typename Config::Params& p, typename Config::Shared& s,
-    const typename Config::WorkTile& work, int tile, const PipelineState<Config::kStages>& state,
-    int bytes, bool leads) {
+    const typename Config::WorkTile& work, int head, int tile,
+    const PipelineState<Config::kStages>& state, int bytes, bool leads) {
   if constexpr (Config::kMasked) {
     auto& s_seen = s.seen[state.stage];
     const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tile);
@@ -255,6 +260,7 @@ __device__ __forceinline__ uint64_t* backward_sm90_acquire_q(
     s_seen.keys[threadIdx.x % kWarp] = keys;
     __syncwarp();
     if (!leads) return nullptr;
+    if constexpr (Config::kDropout) s_seen.head = head, s_seen.first_row = tile * Config::kRows;
     uint64_t* s_full = s.q_pipeline.acquire(state, bytes + sizeof(BlockMask));
     bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tile * Config::kRows),
               sizeof(BlockMask), s_full);

@@ -14,8 +14,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
   using T = typename Config::T;
   using Base::consumer_release, Base::dp_to_ds, Base::gemm_dq, Base::leads, Base::mma_dk,
       Base::mma_dp, Base::load_stats, Base::mma_dv, Base::mma_s, Base::release_exponentials,
-      Base::s_to_p, Base::state_of, Base::store_dq, Base::store_ds, Base::wait_for_exponentials,
-      Base::work, Base::zero_unseen_keys;
+      Base::s_to_p, Base::state_of, Base::store_dq, Base::store_ds, Base::undo_dropout,
+      Base::wait_for_exponentials, Base::work, Base::zero_unseen_keys;
   using Base::p, Base::s, Base::s_ds, Base::s_k, Base::s_v, Base::warpgroup, Base::work_state,
       Base::kDim;
   using typename Base::DkAcc, typename Base::DvAcc, typename Base::Params, typename Base::RowStats,
@@ -63,8 +63,9 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     }
     // A warpgroup reads only its own 64 keys of V, so the warpgroup's dV may overwrite these keys
     // at once. Both warpgroups read all of dS, so dK may overwrite dS only after the barrier.
-    Base::template epilogue_dkv<true>(acc_dv, s_v, warpgroup * 64, 0, p.dvalue,
-                                      1.f / (1 << kProbabilityShift<T>));
+    float dv_scale = 1.f / (1 << kProbabilityShift<T>);
+    if constexpr (Config::kDropout) dv_scale *= p.args.kept_factor;
+    Base::template epilogue_dkv<true>(acc_dv, s_v, warpgroup * 64, 0, p.dvalue, dv_scale);
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
     Base::template epilogue_dkv<false>(acc_dk, s_ds + warpgroup * Config::kDsHalfBytes, 0, 0,
                                        p.dkey, p.args.params.scale, Config::kDsBytes);
@@ -159,6 +160,7 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     release_exponentials();
     wgmma_wait<1>();
     warpgroup_fence_operand(acc_dp);
+    if constexpr (Config::kDropout) undo_dropout(acc_s, acc_dp, state);
     dp_to_ds(ds16, acc_s, acc_dp, is_edge);
     mbarrier_wait(&s.ds_pipeline.empty[state.stage], state.parity ^ 1);
     store_ds(ds16, state);

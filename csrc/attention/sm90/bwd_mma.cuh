@@ -78,11 +78,11 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     return tile.is_edge;
   }
 
-  // Wait for dO, then issue dP^T - delta = V dO^T - delta.
+  // Wait for dO, then issue dP^T - delta = V dO^T - delta. With dropout, issue dP^T.
   __device__ __forceinline__ void mma_dp(ScoreAcc& acc_dp, int step) {
     const State state = state_of(step);
     s.dout_pipeline.wait(state);
-    if constexpr (Config::kStatSlice) {
+    if constexpr (Config::kStatSlice || Config::kDropout) {
       discard_accumulators(acc_dp);
     } else {
       init_dp(acc_dp, s.stats[state.stage].delta);
@@ -157,14 +157,14 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
 
  private:
   // Issue acc = A B^T (kOfS) or acc += A B^T (kOfDp). With a stat slice, issue acc = A B^T - lse
-  // (kOfS) or acc = A B^T - delta (kOfDp). A is the warpgroup's 64 keys in s_keys. B is kRows query
-  // rows in the stage of s_rows.
+  // (kOfS) or acc = A B^T - delta (kOfDp). With dropout, issue acc = A B^T. A is the warpgroup's 64
+  // keys in s_keys. B is kRows query rows in the stage of s_rows.
   enum ScoreProduct { kOfS, kOfDp };
   template <ScoreProduct kOf>
   __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows,
                                           int stage) const {
     constexpr int kBoxesOf = kOf == kOfS ? Config::kBoxes : Config::kBoxesV;
-    constexpr bool kAccumulates = kOf == kOfDp || Config::kStatSlice;
+    constexpr bool kAccumulates = (kOf == kOfDp && !Config::kDropout) || Config::kStatSlice;
     const TileDescriptor a(s_keys + warpgroup * 64 * kSwizzleRowBytes, 16),
         b(s_rows + stage * kBoxesOf * Config::kQueryBoxBytes, 16);
     wgmma_fence();

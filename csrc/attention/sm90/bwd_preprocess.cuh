@@ -140,7 +140,8 @@ template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream) {
   constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   constexpr int kRows = kIsMasked<Args> ? kShape.kMaskedRows : kShape.rows;
-  constexpr bool kStatSlice = kShape.has_stat_slice(kIsMasked<Args>, kIsCapped<Args>);
+  constexpr bool kStatSlice =
+      kShape.has_stat_slice(kIsMasked<Args>, kIsCapped<Args>, kIsDropped<Args>);
   constexpr int kRowsPerCta = kSm90RowThreads / (kShape.dim_v / 8) * 4;
   const int64_t rows = args.params.sizes.batch * args.params.sizes.nheads * args.rows;
   Grid grid(divide_up(rows, kRowsPerCta), kSm90RowThreads);

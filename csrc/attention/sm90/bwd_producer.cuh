@@ -58,7 +58,7 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
     const auto state = pipeline_state_of<Config::kStages>(step);
     const int first_row = tiles.head * rows + tiles.tile * kRows;
     uint64_t* s_full =
-        backward_sm90_acquire_q<Config>(p, s, work, tiles.tile, state, q_bytes, leads);
+        backward_sm90_acquire_q<Config>(p, s, work, tiles.head, tiles.tile, state, q_bytes, leads);
     if (!leads) continue;
     load_tile(s.q[state.stage], p.query, s_full, boxes_qk);
     Stats& s_stats = s.stats[state.stage];

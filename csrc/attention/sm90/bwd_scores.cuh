@@ -5,6 +5,7 @@
 #include <climits>
 
 #include "attention/cap.cuh"
+#include "attention/dropout.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "device/features.cuh"
 #include "device/sm90/registers.cuh"
@@ -114,7 +115,8 @@ struct BackwardSm90Scores {
 
   // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse) * 2^kProbabilityShift, or P
   // = 0 for hidden scores. p16 receives P in 16 bits. acc_s receives dS / (dP - delta), which is P,
-  // or P * (1 - tanh^2) with a soft cap.
+  // or P * (1 - tanh^2) with a soft cap. With dropout, p16 is 0 and acc_s is -P for the dropped
+  // probabilities.
   __device__ __forceinline__ void s_to_p(ScoreOperand& p16, ScoreAcc& acc_s, RowStats& r_lse,
                                          const State& state, bool is_edge) const {
     wgmma_wait<1>();
@@ -125,7 +127,14 @@ struct BackwardSm90Scores {
       s_to_exponents(acc_s, r_lse, state, is_edge);
 #pragma unroll
       for (float& x : acc_s) x = exponential<T>(x);
-      pack(p16, acc_s);
+      if constexpr (Config::kDropout) {
+        const auto& seen = s.seen[state.stage];
+        mark_dropped(acc_s, p.args.params.mask.dropout, seen.head, seen.first_row + first_row(),
+                     first_key() + warp() * 16);
+        pack_kept(p16, acc_s);
+      } else {
+        pack(p16, acc_s);
+      }
     }
   }
 
@@ -138,6 +147,24 @@ struct BackwardSm90Scores {
 #pragma unroll
     for (int i = 0; i < kScoreRows / 2; ++i) {
       acc_dp[i] = kScale * (i % 2 ? delta[i / 4].y : delta[i / 4].x);
+    }
+  }
+
+  // With dropout, replace dP in acc_dp by the gradient of the probability before the dropout, minus
+  // delta. Replace acc_s by its absolute values.
+  __device__ __forceinline__ void undo_dropout(ScoreAcc& acc_s, ScoreAcc& acc_dp,
+                                               const State& state) const {
+    constexpr float kShift = 1 << kProbabilityShift<T>;
+    const float* s_delta = s.stats[state.stage].delta + first_row() + lane() % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kScoreRows / 8; ++n) {
+      const float2 delta = *reinterpret_cast<const float2*>(s_delta + n * 8);
+#pragma unroll
+      for (int i = n * 4; i < n * 4 + 4; ++i) {
+        const float dp = acc_s[i] < 0.f ? 0.f : acc_dp[i] * p.args.kept_factor;
+        acc_dp[i] = fmaf(i % 2 ? delta.y : delta.x, -kShift, dp);
+        acc_s[i] = fabsf(acc_s[i]);
+      }
     }
   }
 
@@ -309,10 +336,18 @@ struct BackwardSm90Scores {
       to[i / 4][i % 4] = pack_pair<T>(from[2 * i], from[2 * i + 1]);
     }
   }
+  // Round P to 16 bits. Negative values are dropped probabilities.
+  static __device__ __forceinline__ void pack_kept(ScoreOperand& to, const ScoreAcc& from) {
+    const auto kept = [](float x) { return x < 0.f ? 0.f : x; };
+#pragma unroll
+    for (int i = 0; i < kScoreRows / 4; ++i) {
+      to[i / 4][i % 4] = pack_pair<T>(kept(from[2 * i]), kept(from[2 * i + 1]));
+    }
+  }
 
   // Whether the scores have a soft cap.
   __device__ __forceinline__ bool capped() const {
-    if constexpr (Config::kCapped || Config::kStatSlice || !Config::kMasked) {
+    if constexpr (Config::kCapped || Config::kStatSlice || Config::kDropout || !Config::kMasked) {
       return Config::kCapped;
     } else {
       return p.args.params.mask.softcap > 0.f;

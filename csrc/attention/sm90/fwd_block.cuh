@@ -11,9 +11,9 @@
 
 namespace torchweld {
 
-// NOTE: calls with a soft cap have separate kernels. When both kinds of calls shared a kernel, the
-// code of the cap made calls without a cap 5 % slower.
-template <typename T_, int kTile, bool kMasked, bool kCapped_>
+// NOTE: calls with a soft cap and calls with dropout have separate kernels. When both kinds of
+// calls shared a kernel, the code of the cap made calls without a cap 5 % slower.
+template <typename T_, int kTile, bool kMasked, bool kCapped_, bool kDropout_ = false>
 struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
@@ -37,14 +37,17 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   // Whether O is rescaled only after the maximum of a row has risen by a lot (kLazy of
   // online_softmax). Kernels with wide accumulators of O do this.
   static constexpr bool kLazyRescale = kDimV > 128;
-  static constexpr bool kCapped = kCapped_;
+  static constexpr bool kCapped = kCapped_, kDropout = kDropout_;
   // Whether the kernel has a second code path for small capped scores. Their softmax needs no
   // maximum.
   // NOTE: float16 kernels lack the second path, because its probabilities can reach 2^(0.8 c),
   // which overflows in float16. Kernels with wide accumulators lack it, because no registers are
   // free for two code paths.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
-  using Block = AttentionBlockOf<kMasked, kRows, kWarpRows>;
+  // With dropout, a tile of keys consists of whole groups of random bits.
+  using Block =
+      std::conditional_t<kDropout, MaskedAttentionBlock<kRows, kWarpRows, DropoutBits::kKeys>,
+                         AttentionBlockOf<kMasked, kRows, kWarpRows>>;
   using Params = AttentionSm90Params<kMasked>;
   // True for softmax_matmul, which loads scores instead of K.
   static constexpr bool kReadsScores = false;

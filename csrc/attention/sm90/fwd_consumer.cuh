@@ -1,6 +1,7 @@
 // A consumer warpgroup of attention's forward on Hopper. It has 64 query rows of each work tile.
 #pragma once
 
+#include "attention/dropout.cuh"
 #include "attention/sm90/fwd_block.cuh"
 #include "attention/sm90/fwd_mma.cuh"
 #include "attention/sm90/fwd_zero_v.cuh"
@@ -138,7 +139,8 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // Convert S into P for the tile of keys that starts at `key`: soft cap, mask and online softmax.
+  // Convert S into P for the tile of keys that starts at `key`: soft cap, mask, online softmax and
+  // dropout.
   // Return whether O must be multiplied by o_scale.
   __device__ __forceinline__ bool softmax_step(const AttentionBlock& block, int key) {
     warpgroup_fence_operand(r.acc_s);
@@ -179,6 +181,10 @@ struct AttentionSm90Consumer {
       }
     }
     online_softmax<true, Config::kLazyRescale>(r.scores(), r.rows, r.o_scale, p.scale.c);
+    if constexpr (Config::kDropout) {
+      drop_probabilities(r.scores(), p.attention.mask.dropout, head_of_all(block),
+                         block.first_row + warp_row(), block.pad + key);
+    }
     // NOTE: the lanes of a warp vote, so that they don't diverge between wgmmas.
     return !Config::kLazyRescale ||
            __any_sync(~0u, r.o_scale[0][0] != 1.f || r.o_scale[0][1] != 1.f);
@@ -314,6 +320,10 @@ struct AttentionSm90Consumer {
         }
       }
     }
+    if constexpr (Config::kDropout) {
+      const auto factor = static_cast<float>(p.attention.mask.dropout.factor);
+      for (float& scale : r.o_scale[0]) scale *= factor;
+    }
     if (p.attention.lse && lane % 4 == 0) {
       const int rows = block.rows - warp_row();
       float* const g_lse = p.attention.lse + lse_row(block, warp_row()) + lane / 4;
@@ -383,9 +393,13 @@ struct AttentionSm90Consumer {
 
   // Returns the index in `lse` of row `row` of the work tile.
   __device__ __forceinline__ int64_t lse_row(const AttentionBlock& block, int row) const {
-    const int nheads = p.attention.sizes.nheads, seqlen_q = p.attention.sizes.seqlen_q;
-    const int head = static_cast<int>(block.batch) * nheads + static_cast<int>(block.head);
-    return int64_t{head} * seqlen_q + block.first_row + row;
+    const int seqlen_q = p.attention.sizes.seqlen_q;
+    return int64_t{head_of_all(block)} * seqlen_q + block.first_row + row;
+  }
+  // Returns the index of the head, counted over all sequences.
+  __device__ __forceinline__ int head_of_all(const AttentionBlock& block) const {
+    const int nheads = p.attention.sizes.nheads;
+    return static_cast<int>(block.batch) * nheads + static_cast<int>(block.head);
   }
 };
 #endif

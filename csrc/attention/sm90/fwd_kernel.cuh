@@ -78,8 +78,8 @@ void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t
 
 template <typename T, int kTile, bool kMasked>
 void launch_attention_sm90_tile(const AttentionParams& a, cudaStream_t stream) {
-  const auto launch = [&](auto capped) {
-    using Config = AttentionSm90Config<T, kTile, kMasked, kMasked && capped.value>;
+  const auto launch = [&](auto capped, auto drops) {
+    using Config = AttentionSm90Config<T, kTile, kMasked, kMasked && capped.value, drops.value>;
     static_assert(sizeof(AttentionSm90Shared<Config>) <=
                   Config::kShape.tile_bytes() + AttentionSm90Tile::extra_bytes(Config::kRows));
     const AttentionSizes& sizes = a.sizes;
@@ -99,7 +99,12 @@ void launch_attention_sm90_tile(const AttentionParams& a, cudaStream_t stream) {
     if (a.key_grid > 1) p.small.enabled = false;
     launch_attention_sm90_kernel<Config>(p, stream);
   };
-  dispatch_bools(launch, kMasked && a.mask.softcap > 0.f);
+  constexpr std::true_type kDrops;
+  constexpr std::false_type kKeeps;
+  if constexpr (kMasked && kAttentionSm90Tiles[kTile].supports_dropout()) {
+    if (a.mask.dropout.given()) return launch(std::false_type(), kDrops);
+  }
+  dispatch_bools([&](auto capped) { launch(capped, kKeeps); }, kMasked && a.mask.softcap > 0.f);
 }
 
 }  // namespace torchweld

@@ -342,8 +342,8 @@ struct TileMask {
   }
 };
 
-// Converts scores into logits in the backward under a general mask. To do so, it applies the scale
-// and the soft cap.
+// Applies the scale and the soft cap to a score and subtracts the row's lse. The backward kernels
+// use it if kMasked.
 template <typename T>
 struct Logits {
   float scale, softcap, cap;

@@ -31,7 +31,8 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
   static constexpr int kStages = (kSoftmaxMatmulSm90Bytes - AttentionSm90Tile::extra_bytes(kRows) -
                                   kWarpgroups * kQueryOutBytes) /
                                  (kKeyBytes + kValueBytes);
-  static constexpr bool kLazyRescale = kDimV > 128, kCapped = kMasked, kSmallScores = false;
+  static constexpr bool kLazyRescale = kDimV > 128, kCapped = kMasked, kSmallScores = false,
+                        kDropout = false;
   using Block =
       std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
   using Params = AttentionSm90Params<kMasked>;

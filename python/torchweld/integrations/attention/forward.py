@@ -18,7 +18,8 @@ from torch import Tensor
 
 from torchweld.distributed import _active
 from torchweld.integrations import recorder
-from torchweld.integrations.sdpa.gpus import general_kernel
+from torchweld.integrations.sdpa.gpus import general_kernel, no_dropout_kernel
+from torchweld.ops.attention import drawn_seed
 
 from . import context_parallel, mask_numbers, packed
 from .fallback import EAGER, GIVEN_4D, NAME, SDPA, UNSERVED, Unserved, warn_once
@@ -145,12 +146,15 @@ def _op_attention(
     scaling: float | None,
     softcap: float | None,
     sink: Tensor | None,
+    dropout: float,
 ) -> Tensor:
     """The op path: contiguous ``(batch, seqlen_q, nheads, head_dim_v)``, masked by numbers."""
     # The dispatcher looks at every keyword, which costs host time: leave out those that are None.
     more = numbers.ranges()
     if softcap is not None or sink is not None:
         more.update(softcap=softcap, sink=sink)
+    if dropout > 0.0:
+        more.update(dropout_p=dropout, dropout_seed=drawn_seed(query, dropout, None))
     out = torch.ops.torchweld.attention(
         query, key, value, numbers.leftpad, causal=numbers.causal, scale=scaling, **more
     )
@@ -171,7 +175,6 @@ def _why_not_the_op(
     numbers: Numbers | None,
     is_plain: bool,
     weights: bool,
-    dropout: float,
     kwargs: dict[str, Any],
 ) -> str | None:
     """Why a call can't run the op, or None; ``is_plain`` says that it is causal and no more."""
@@ -179,8 +182,6 @@ def _why_not_the_op(
         return "attention weights are asked for"
     if numbers is None:
         return getattr(mask, "torchweld_reason", GIVEN_4D)
-    if dropout > 0.0:
-        return "attention dropout is on"
     for name in _CHANGES:
         if name in kwargs and kwargs[name] is not None:
             return _CHANGES[name]
@@ -251,7 +252,7 @@ def attention_forward(
         key: ``(batch, nheads_kv, seqlen_k, head_dim)``, heads not repeated.
         value: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
         attention_mask: The result of :func:`.mask.attention_mask`, or a 4-D mask.
-        dropout: Above 0 the op is not used.
+        dropout: Above 0 the op runs where a kernel for tensor cores has it, else SDPA.
         scaling: Factor of the scores, head_dim^-0.5 by default.
         is_causal: Overrides ``module.is_causal``. False is followed where the mask is a causal one
             too, if that says nothing beside padding.
@@ -294,10 +295,12 @@ def attention_forward(
         key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
 
     weights = _weights_are_wanted(kwargs)
-    reason = _why_not_the_op(
-        query, seqlen_k, attention_mask, numbers, is_plain, weights, dropout, kwargs
-    )
+    reason = _why_not_the_op(query, seqlen_k, attention_mask, numbers, is_plain, weights, kwargs)
+    if reason is None and dropout > 0.0:
+        reason = no_dropout_kernel(query, value, softcap)
     if _active.current is not None:
+        if dropout > 0.0:
+            reason = reason or "attention dropout is on"
         out = context_parallel.attention(
             _active.current, query, key, value, numbers, reason, scaling, kwargs
         )
@@ -309,7 +312,7 @@ def attention_forward(
             recorder.record(module)
         if top_left:
             key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-        return _op_attention(query, key, value, numbers, scaling, softcap, sink), None
+        return _op_attention(query, key, value, numbers, scaling, softcap, sink, dropout), None
 
     lacking = "attention weights to return" if weights else None
     if softcap is not None or sink is not None:

@@ -100,9 +100,9 @@ def fuse(
         forward, and a warning says so once.
         Hooks added to a part of a block later make that part of the block run stock, and so does a
         norm that is cast alone.
-        Attention dropout above 0 makes training steps use torch's SDPA, and calls that ask for
-        attention weights use GPT-2's eager attention. Compiled models run norms and rotary
-        embeddings as the compiler fuses them.
+        Attention dropout above 0 makes training steps use torch's SDPA, except in 16 bits on Hopper
+        with head dims up to 128. Calls that ask for attention weights use GPT-2's eager attention.
+        Compiled models run norms and rotary embeddings as the compiler fuses them.
 
     Example::
 

@@ -6,6 +6,7 @@ import functools
 import re
 
 import torch
+from torch import Tensor
 
 from torchweld._library import build_facts
 from torchweld.info import recorded_archs
@@ -21,6 +22,34 @@ def general_kernel(*head_dims: int) -> str | None:
     if max(head_dims) <= _MAX_HEAD_DIM:
         return None
     return f"no kernel for tensor cores has a head dim above {_MAX_HEAD_DIM}"
+
+
+_MAX_DROPOUT_DIM = 128  # the largest head dim of Hopper's kernels with dropout
+
+
+def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> str | None:
+    """Why no kernel for tensor cores drops probabilities of a call, or None.
+
+    torch's back ends with dropout are faster than torchweld's general kernel, and on a CPU its
+    random numbers are kept.
+    """
+    if not query.is_cuda:
+        return "attention dropout is on"
+    dims = query.shape[-1], value.shape[-1]
+    served = (
+        _has_wgmma(query.device)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and max(dims) <= _MAX_DROPOUT_DIM
+        and all(dim % 8 == 0 for dim in dims)
+        and softcap is None
+    )
+    return None if served else "attention dropout is on, which no kernel for tensor cores has here"
+
+
+@functools.cache
+def _has_wgmma(device: torch.device) -> bool:
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and "9.0a" in recorded_archs(build_facts())
 
 
 def has_code(capability: tuple[int, int], archs: list[str]) -> bool:
