@@ -338,7 +338,7 @@ def extensions():
         nvcc.append("-lineinfo")
     if WITH_CUDA and nvcc_version() >= (12, 8):
         # A third of the library's size. `size` would save another 30 %, but takes 60 s.
-        nvcc += ["--compress-mode=balance", "-Xfatbin=-compress-all"]
+        nvcc += ["--compress-mode=size", "-Xfatbin=-compress-all"]
     # Some compilers link libstdc++ statically. Its symbols must then stay inside the library.
     # Otherwise the streams of this library and of torch share tables, and error messages crash.
     link = ["-Wl,--exclude-libs,libstdc++.a"] if sys.platform == "linux" else []
