@@ -123,9 +123,9 @@ _TIMM = "vit_large_patch16_224"
 _CASES = (
     _Case("siglip so400m", "SiglipVisionModel", 16, 729, _SIGLIP, _pixels),
     _Case("vit-l/16", "ViTModel", 64, 197, _VIT, _pixels),
-    _Case("timm vit-l/16", _TIMM, 64, 197, {"img_size": 224}, _pixels_of_timm),
+    _Case("timm vit-l/16", _TIMM, 64, 197, {"img_size": 224}, _pixels_of_timm, False),
     _Case("bert-base", "BertForMaskedLM", 32, 512, _BERT_WITHOUT, _masked_tokens),
-    _Case("bert-base", "BertForMaskedLM", 32, 512, _BERT, _masked_tokens, end=", dropout 0.1"),
+    _Case("bert-base", "BertForMaskedLM", 32, 512, _BERT, _masked_tokens, False, ", dropout 0.1"),
     _Case("whisper large-v3", "WhisperForConditionalGeneration", 4, 128, _WHISPER, _speech, False),
     _Case("qwen3.5 4B, 8 layers,", "Qwen3_5TextModel", 4, 4096, _QWEN, _causal_tokens, False),
 )
