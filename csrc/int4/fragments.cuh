@@ -128,9 +128,9 @@ struct Int4CodeScales {
 };
 
 // The fp32 scales of a lane's two rows. A finite scale multiplies the accumulators of a group.
-// NOTE: an inf or NaN scale multiplies the codes instead (the `special` path), as in the definition
-// of the product. By this definition, inf * 0 and inf - inf must give NaN. A scale that multiplies
-// the sum of a group would hide such NaN.
+// NOTE: an inf or NaN scale multiplies the codes instead (see special()), as in x @ dequantised^T.
+// There, inf * 0 and inf - inf give NaN. A scale that multiplies the sum of a group would hide such
+// NaN.
 template <typename T>
 struct Int4RowScales {
   using U = Int4Factor<T>;

@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_any_scale(float (&r_to)[kElems], const void
 
 constexpr int tile_threads(int lanes) { return lanes <= kWarp ? 4 * kWarp : lanes; }
 
-// The blocks of an SM, of about `threads` threads together.
+// Returns the number of blocks per SM for about `threads` threads, at least 2.
 constexpr int resident_blocks(int lanes, int threads) {
   const int blocks = threads / tile_threads(lanes);
   return blocks > 1 ? blocks : 2;

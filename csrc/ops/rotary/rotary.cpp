@@ -71,8 +71,8 @@ Tensor empty_by_position(const Tensor& x) {
   return at::empty_symint(sizes, x.options()).transpose(1, 2);
 }
 
-// Allocates the result for x. The result has x's strides if x is dense and its last dimension has
-// stride 1.
+// Allocates the result for x: with x's strides if x is dense and its last dimension has stride 1,
+// else in the order of positions.
 Tensor empty_rotated(const Tensor& x) {
   if (!x.is_non_overlapping_and_dense() || x.sym_stride(3) != 1) return empty_by_position(x);
   return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());

@@ -221,7 +221,7 @@ def copy_to_tp_region_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, CopiedT
 
 
 def columns_of(mesh: DeviceMesh, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """This process's columns of a layer's result, computed from a replicated x."""
+    """``compute(x)``, this process's columns; backward sums x's gradient over the processes."""
     if isinstance(x, DTensor):
         return compute(replicated(mesh, x, Replicate()))
     x, kept = copy_to_tp_region_once(mesh, x)

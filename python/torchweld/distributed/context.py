@@ -284,7 +284,7 @@ def _ulysses(
 
 
 class ContextParallel:
-    """The settings of a :func:`context_parallel` block, which attention inside of it reads."""
+    """Settings, state and attention of the active :func:`context_parallel` block."""
 
     def __init__(self, group: dist.ProcessGroup, method: str, check: bool) -> None:
         self.group = group

@@ -24,7 +24,7 @@ class Int4LoraLinear(LoraLinear):
             super().__init__(base_layer, adapter_name, config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds the adapters to the weight, once `torchweld.dequantize_` has made it floats."""
+        """Adds the adapters to the weight; RuntimeError before `torchweld.dequantize_`."""
         if isinstance(self.get_base_layer(), Int4Linear):
             raise RuntimeError(
                 "torchweld: the base layer must have float weights to merge an adapter, but got "

@@ -17,22 +17,21 @@ _WEIGHT = ("qweight", "scale", "zero")
 
 
 class Int4Linear(nn.Module):
-    """Frozen `torch.nn.Linear` with weights of 4 bits; stands in for it at inference.
+    """Frozen `torch.nn.Linear` with 4-bit weights, for inference.
 
-    Made by `Int4Linear.from_linear(linear)`. The buffers `qweight`, `scale` and `zero` are in the
-    portable layout of `int4_linear`. On CUDA they are in the layout of `int4_repack` instead, which
-    the module makes when it is moved there and when a state_dict is loaded; the weight is there
-    once. `portable()` returns the portable layout on every device. Who assigns a buffer calls
-    `repack()` afterwards.
+    Made by `Int4Linear.from_linear(linear)`. The buffers `qweight`, `scale` and `zero` have the
+    portable layout of `int4_linear`, but on CUDA only that of `int4_repack`: the module repacks
+    them when it is moved to CUDA and when it loads a state_dict. `portable()` returns the portable
+    layout on every device. Call `repack()` after assigning a buffer.
 
     A state_dict has the portable layout, so that it does not depend on the device. On CUDA its
     tensors are copies.
 
-    The state_dict also has an empty `weight`. A float layer refuses it by its size, with
-    `strict=False` too; without it, transformers' `from_pretrained` and `load_state_dict` would
-    leave such a layer's weight as it was initialised. `torchweld.quantize_` makes models that
-    `from_pretrained` loads. A module from `torch.jit.load` keeps the layout of its device in its
-    state_dict and has no `weight` there; other modules load it.
+    The state_dict also has an empty `weight`. Its size makes `from_pretrained` and
+    `load_state_dict` of a float layer fail, with `strict=False` too; without it, that layer would
+    keep its initial weight. `torchweld.quantize_` makes models that `from_pretrained` loads. The
+    state_dict of a `torch.jit.load` module has its device's layout and no `weight`; an Int4Linear
+    can load it.
 
     Args:
         in_features: K, a multiple of 8.
@@ -43,11 +42,11 @@ class Int4Linear(nn.Module):
         device, dtype: of scales and bias.
 
     Attributes:
-        quantisation_error: of the weight that `from_linear` was given, relative: the root of the
-            mean square of the rounding, over that of the weight; 0 where nothing was quantised.
+        quantisation_error: root of the mean square of the rounding errors in `from_linear`,
+            divided by that of the weight; 0 where nothing was quantised.
         largest_error: the largest rounding; with method "rtn" at most half of a group's scale (a
             whole one where a level would leave the range of the dtype).
-        replaces_conv1d: whether `torchweld.dequantize_` makes transformers' Conv1D of the layer.
+        replaces_conv1d: whether `dequantize_` turns the layer into transformers' Conv1D.
 
     Example::
 

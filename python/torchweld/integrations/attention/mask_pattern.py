@@ -24,7 +24,7 @@ from torchweld.ops.key_start import key_start_from_documents
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Which keys a row sees: those that all of it allows."""
+    """A row sees the keys that every field allows."""
 
     causal: bool
     window: int | None = None  # causal: keys up to the row's own; else keys to each side of it

@@ -140,9 +140,13 @@ def causal(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
 
 
 def bidirectional(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
-    """The numbers of a mask where every query sees every token, or None and why not.
+    """Encodes a mask that is not causal as numbers for the op.
 
-    The window of the pattern counts the keys to each side, without a query's own.
+    ``pattern.window`` counts the keys on each side of a query's own.
+
+    Returns:
+        The numbers and None; (None, None) if no mask is needed; (None, reason) if they can't
+        express it.
     """
     window = 0
     if pattern.window is not None and not (

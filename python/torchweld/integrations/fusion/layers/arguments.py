@@ -59,7 +59,7 @@ class Arguments:
     def update(
         self, cache: Any, key: Any, value: Any, layer_idx: int, kwargs: dict[str, Any]
     ) -> Any:
-        """``cache.update`` as the stock forward calls it; ``kwargs`` are the forward's."""
+        """Calls ``cache.update``; passes the forward's ``kwargs`` if the stock forward does."""
         if self.cache == "cache":
             return cache.update(key, value, layer_idx, kwargs=kwargs)
         return cache.update(key, value, layer_idx)

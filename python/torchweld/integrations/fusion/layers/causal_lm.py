@@ -134,7 +134,7 @@ def causal_loss(
         labels: ``(batch, seqlen)``, of the same positions as hidden.
         num_items_in_batch: The sum of the losses is divided by it; None: their mean.
         shift_labels: ``(batch, seqlen)`` labels of the next positions, in place of ``labels``.
-        keep, options: The op's option ``keep``, and those that change the logits.
+        keep, options: Of ``linear_cross_entropy``; ``options`` change the logits.
     """
     target = labels if shift_labels is None else shift_labels
     op = sharded_loss if has_classes(head) else _library.ops.linear_cross_entropy

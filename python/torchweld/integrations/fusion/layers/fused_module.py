@@ -117,7 +117,7 @@ def stock_class(module: nn.Module) -> type[nn.Module]:
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives a module a class, under those that fully_shard and parametrizations made of its own."""
+    """Sets a module's class to ``cls``; keeps subclasses by fully_shard and parametrizations."""
     like = type(module)
     before = next((each for each in like.__mro__ if STOCK in vars(each)), class_before(module))
     # The class of a parametrised module has its tensors and is its own. Others are shared, because

@@ -148,9 +148,9 @@ def known(module: nn.Module) -> Fusion | None:
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for a module by its structure, or None if no row has it.
+    """Guesses a norm's fused class and settings from its structure; None if it is no norm.
 
-    It is only a candidate: ``probe`` of the parent compares the two.
+    ``probe`` then compares the module with its fused version.
     """
     stock = stock_class(module)
     if stock.__module__.partition(".")[0] in ("torch", "torchweld"):
