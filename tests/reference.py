@@ -203,13 +203,16 @@ def dropout_factors(shape: Sequence[int], dropout_p: float, seed: Tensor | None)
     if threshold == 0:
         return 1.0
     batch, nheads, seqlen_q, seqlen_k = shape
-    heads, rows = torch.arange(batch * nheads)[:, None, None], torch.arange(seqlen_q)[:, None]
-    groups = torch.arange(-(-seqlen_k // 8))
+    heads = torch.arange(batch * nheads)[:, None, None]
+    rows, keys = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
+    # A call has eight places: rows r and r + 8, keys k, k + 1, k + 8 and k + 9 of a square of 16.
+    counter = (keys // 16 * 4 + keys % 8 // 2, rows // 16 * 8 + rows % 8, heads, 0)
     number = int(seed)
-    words = philox((groups, rows, heads, 0), (number & 2**32 - 1, number >> 32 & 2**32 - 1), 7)
-    shape = (batch * nheads, seqlen_q, len(groups))
-    halves = [w.expand(shape) >> shift & 0xFFFF for w in words for shift in (0, 16)]
-    bits = torch.stack(halves, -1).flatten(-2)[..., :seqlen_k]
+    words = philox(counter, (number & 2**32 - 1, number >> 32 & 2**32 - 1), 7)
+    words = torch.stack([w.expand(batch * nheads, seqlen_q, seqlen_k) for w in words])
+    place = rows // 8 % 2 * 2 + keys // 8 % 2
+    word = words.gather(0, place.expand_as(words[0])[None])[0]
+    bits = word >> keys % 2 * 16 & 0xFFFF
     kept = (bits >= threshold).view(batch, nheads, seqlen_q, seqlen_k)
     return kept.to(torch.float64) * (2**16 / max(1, 2**16 - threshold))
 

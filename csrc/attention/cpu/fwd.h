@@ -145,8 +145,8 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
 }
 
 // The forward for few query rows, as in decoding. It does not pack keys or values. A task computes
-// all query rows of one kv head of one sequence. `key` and `value` must have stride 1 along the last
-// dimension.
+// all query rows of one kv head of one sequence. `key` and `value` must have stride 1 along the
+// last dimension.
 template <typename T>
 void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tensor* lse,
                             const Tensor& query, const Tensor& key, const Tensor& value) {
@@ -196,7 +196,8 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);
         if (a.sinks.defined()) total += exp_in_vectors(sink - max);
         if (dropped) {
-          dropout_factors(a.mask.dropout, factors, 1, b * a.nheads + h, i, live.begin, keys);
+          dropout_factors(a.mask.dropout, {b * a.nheads + h, i, 1, live.begin, keys}, factors, 0,
+                          1);
           multiply(p + live.begin, factors, keys);
         }
         // Sums are added in blocks of keys, because one chain of additions over thousands of keys

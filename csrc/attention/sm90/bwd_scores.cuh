@@ -129,8 +129,8 @@ struct BackwardSm90Scores {
       for (float& x : acc_s) x = exponential<T>(x);
       if constexpr (Config::kDropout) {
         const auto& seen = s.seen[state.stage];
-        mark_dropped(acc_s, p.args.params.mask.dropout, seen.head, seen.first_row + first_row(),
-                     first_key() + warp() * 16);
+        mark_dropped(acc_s, WarpDropout(p.args.params.mask.dropout, seen.head),
+                     seen.first_row + first_row(), first_key() + warp() * 16);
         pack_kept(p16, acc_s);
       } else {
         pack(p16, acc_s);

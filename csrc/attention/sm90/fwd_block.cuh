@@ -44,9 +44,9 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   // which overflows in float16. Kernels with wide accumulators lack it, because no registers are
   // free for two code paths.
   static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
-  // With dropout, a tile of keys consists of whole groups of random bits.
+  // With dropout, a tile of keys consists of whole squares of DropoutBits.
   using Block =
-      std::conditional_t<kDropout, MaskedAttentionBlock<kRows, kWarpRows, DropoutBits::kKeys>,
+      std::conditional_t<kDropout, MaskedAttentionBlock<kRows, kWarpRows, DropoutBits::kSquare>,
                          AttentionBlockOf<kMasked, kRows, kWarpRows>>;
   using Params = AttentionSm90Params<kMasked>;
   // True for softmax_matmul, which loads scores instead of K.

@@ -182,7 +182,7 @@ struct AttentionSm90Consumer {
     }
     online_softmax<true, Config::kLazyRescale>(r.scores(), r.rows, r.o_scale, p.scale.c);
     if constexpr (Config::kDropout) {
-      drop_probabilities(r.scores(), p.attention.mask.dropout, head_of_all(block),
+      drop_probabilities(r.scores(), WarpDropout(p.attention.mask.dropout, head_of_all(block)),
                          block.first_row + warp_row(), block.pad + key);
     }
     // NOTE: the lanes of a warp vote, so that they don't diverge between wgmmas.
