@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
+from attention_engines import on_hopper  # noqa: E402
 from test_hf_attention import Calls  # noqa: E402
 from tiny_models import (  # noqa: E402
     VOCAB,
@@ -1574,6 +1575,20 @@ def test_the_report_says_what_runs_in_training_mode(kind, cls, name, dropout):
     with Calls() as calls:
         model(**attention_switch.sample_of(model))
     assert any(op.startswith("torchweld::attention") for op in calls.names) == (not dropout)
+
+
+@on_hopper
+def test_dropout_runs_the_op_where_a_kernel_has_it():
+    """In 16 bits for the head dims of Hopper's kernels; SDPA elsewhere."""
+    for dtype, served in ((torch.bfloat16, True), (torch.float32, False)):
+        model = tiny_model("bert", "BertModel", "sdpa", attention_probs_dropout_prob=0.5)
+        model = model.to("cuda", dtype).train()
+        report = fuse(model, only="attention", check=False)
+        given = {k: v.cuda() for k, v in attention_switch.sample_of(model).items()}
+        with Calls() as calls:
+            model(**given)[0].float().sum().backward()
+        count = calls.names["torchweld::attention_backward"]
+        assert count == (len(report.replaced) if served else 0)
 
 
 def test_a_model_that_fails_in_training_mode_says_so(monkeypatch):
