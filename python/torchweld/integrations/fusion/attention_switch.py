@@ -1,4 +1,4 @@
-"""``fuse`` for a transformers model that is no GPT-2: it switches the attention.
+"""Switches the attention of transformers models other than GPT-2, for ``fuse``.
 
 transformers' own ``set_attn_implementation`` does the switch, for sub-models too. This module
 refuses models, keeps their state for ``unfuse`` and fills in the report.
@@ -38,9 +38,9 @@ def of_transformers(module: nn.Module) -> bool:
 def roots(
     model: nn.Module, is_root: Callable[[nn.Module], bool] = of_transformers
 ) -> list[tuple[str, nn.Module]]:
-    """``(path, model)`` of the transformers models in a module, those inside of others left out.
+    """Returns ``(path, model)`` of the outermost transformers models in a module.
 
-    ``is_root`` tells the models of other libraries, to find those instead.
+    Another ``is_root`` decides which modules are models, to find those of other libraries too.
     """
     found: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
@@ -51,7 +51,7 @@ def roots(
 
 
 def layers(path: str, root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """``(path, layer)`` of the layers below a model that take their attention from transformers."""
+    """Returns ``(path, layer)`` of a model's layers that use transformers' AttentionInterface."""
     prefix = f"{path}." if path else ""
     return [
         (prefix + name, module)
@@ -61,7 +61,7 @@ def layers(path: str, root: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, str]]:
-    """``(path, class name)`` of other modules whose class name says attention."""
+    """Returns ``(path, class name)`` of attention layers that don't use AttentionInterface."""
     prefix = f"{path}." if path else ""
     switchable = {f"{where}." for where, _ in layers(path, root)}
     named = {
@@ -81,13 +81,13 @@ def other_attention_layers(path: str, root: PreTrainedModel) -> list[tuple[str, 
 
 
 class Switch:
-    """The attention of a model, to be moved to torchweld's."""
+    """Switches the attention of a model to torchweld's, and back."""
 
     def __init__(self, path: str, root: PreTrainedModel) -> None:
         self.root, self.layers = root, layers(path, root)
 
     def apply(self, report: FuseReport) -> None:
-        """Moves the model and its sub-models, and says so in the report's ``ops``."""
+        """Switches the model and its sub-models; lists their layers in the report's ``ops``."""
         report.ops.update((where, "attention") for where, _ in self.layers)
         models = [m for m in self.root.named_modules() if isinstance(m[1], PreTrainedModel)]
         before = {path: module.config._attn_implementation for path, module in models}
@@ -95,17 +95,17 @@ class Switch:
         self.root.set_attn_implementation(NAME)
 
     def restore(self) -> bool:
-        """Undoes :meth:`apply`; False when there was nothing to undo."""
+        """Undoes :meth:`apply`; returns False if there was nothing to undo."""
         return restore(self.root)
 
     def was_eager(self) -> bool:
-        """Whether the model or a part of it was on eager attention before."""
+        """Whether the model or a sub-model ran eager attention before."""
         return "eager" in vars(self.root)[_STATE].values()
 
     def known_to_run(self, calls: Any, report: FuseReport) -> list[tuple[str, nn.Module]]:
-        """The layers but those that won't run the op, which the report lists with the reason.
+        """Returns the layers that may run the op; the report lists the others with the reason.
 
-        The sources tell of layers that no sample has run.
+        If no sample has run a layer, its source decides. If one would raise, none may run the op.
         """
         unseen = [(where, layer) for where, layer in self.layers if layer not in (calls or {})]
         reasons = {where: unmeasured_refusal(layer) for where, layer in unseen}
@@ -140,9 +140,9 @@ def plan(model: nn.Module, report: FuseReport) -> list[Switch]:
 
 
 def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
-    """Why a layer that no sample has run will not run the op, and whether it would raise.
+    """Returns why a layer that no sample has run won't run the op, and whether it would raise.
 
-    The source and the head dim decide; None if neither speaks against the op.
+    The layer's source and head dim decide; None if neither speaks against the op.
     """
     given = re.findall(r"\b(\w+)=", layer_source(type(layer)))
     for name, what in UNSERVED.items():
@@ -166,10 +166,10 @@ def _class_refusal(root: PreTrainedModel) -> str | None:
 
 
 def own_configs(root: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """``(path, layer, its model's attention)`` of layers whose config is none of the models'.
+    """Yields ``(path, layer, its model's attention)`` of layers whose config is not a model's.
 
-    Copied layers have one, as in merged models and PEFT's layer_replication. They are given their
-    model's mask, but transformers' switch of the attention passes them by.
+    Copied layers have such a config, as in merged models and PEFT's layer_replication. They get
+    their model's mask, but transformers' ``set_attn_implementation`` does not reach them.
     """
     models = {
         path: module.config
@@ -185,7 +185,7 @@ def own_configs(root: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def own_refusal(root: PreTrainedModel) -> str | None:
-    """Why layers with a config of their own keep a model's attention stock, or None."""
+    """Returns why layers with configs of their own keep a model's attention stock, or None."""
     for path, layer, implementation in own_configs(root):
         if layer.config._attn_implementation != implementation:
             return (
@@ -205,7 +205,7 @@ def with_sub_configs(config: Any) -> Iterator[Any]:
 
 
 def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
-    """Moves the layers of :func:`own_configs` alone. Returns their state for `restore_configs`."""
+    """Switches only the layers of :func:`own_configs`; returns their state, to restore it."""
     own = {path: layer.config for path, layer, _ in own_configs(root)}
     before = {path: config._attn_implementation for path, config in own.items()}
     for config in own.values():
@@ -214,7 +214,7 @@ def switch_own_configs(root: PreTrainedModel) -> dict[str, str]:
 
 
 def restore(root: nn.Module) -> bool:
-    """Undoes :meth:`Switch.apply`; False when there was nothing to undo."""
+    """Undoes :meth:`Switch.apply`; returns False if there was nothing to undo."""
     state = vars(root).pop(_STATE, None)
     if state is not None:
         restore_configs(root, state)
@@ -222,7 +222,7 @@ def restore(root: nn.Module) -> bool:
 
 
 def restore_configs(root: nn.Module, before: dict[str, str]) -> None:
-    """Gives the configs of modules, by their paths, the attention that they had."""
+    """Restores the attention of modules' configs; ``before`` maps the modules' paths to it."""
     for path, implementation in before.items():
         config = root.get_submodule(path).config
         if config._attn_implementation == NAME:
@@ -230,10 +230,10 @@ def restore_configs(root: nn.Module, before: dict[str, str]) -> None:
 
 
 def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
-    """The default batch of a model: two small inputs of random values, None if none is known.
+    """Returns the default batch of a model, two small random inputs, or None if none is known.
 
-    Tokens are padded, as their tokenizers pad them: on the left if the model generates, on the
-    right if it has an encoder.
+    Tokens are padded as tokenizers pad them: on the left for a decoder that generates, on the
+    right for other models.
     """
     config, name = root.config, root.main_input_name
     encoded = bool(getattr(config, "is_encoder_decoder", False))
@@ -303,9 +303,9 @@ def tokens(
     side: str = "left",
     pad_id: int | None = None,
 ) -> dict[str, Tensor]:
-    """Random tokens, the last row padded by a third; only padding has ``pad_id``.
+    """Makes random tokens; a third of the last row is padding, and only padding has ``pad_id``.
 
-    Classifiers look for it, to find a sequence's last token.
+    Classifiers find a sequence's last token by ``pad_id``.
     """
     ids = torch.randint(vocab, (rows, length), generator=generator, device="cpu")
     mask = torch.ones(rows, length, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""The batch-invariant mode around every call of a model."""
+"""Runs every call of a model in the batch-invariant mode."""
 
 from __future__ import annotations
 

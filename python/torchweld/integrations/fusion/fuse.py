@@ -1,4 +1,4 @@
-"""``fuse`` and ``unfuse``: rewire an existing model in place, and take it back."""
+"""Rewires an existing model in place (``fuse``), and restores it (``unfuse``)."""
 
 from __future__ import annotations
 
@@ -30,79 +30,80 @@ def fuse(
 ) -> FuseReport:
     """Rewires a model of transformers, timm or diffusers in place to run torchweld's ops.
 
-    Of every model of transformers it switches the attention (``attn_implementation="torchweld"``)
-    and replaces torch's LayerNorms (:func:`torchweld.layer_norm`, with the residual's sum
-    :func:`torchweld.add_layer_norm`, with query, key and value
-    :func:`torchweld.layer_norm_linears`; on a CPU in bfloat16 alone) and the RMSNorms, MLPs,
-    experts of mixtures, rotary embeddings and residual additions that it recognises by their
-    modules, if a small random copy of the module computes the same results and gradients. An MLP
-    without a gate runs its first layer and its activation as one op (:func:`torchweld.linear`, on a
-    GPU). Of Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3, OLMo-2, SmolLM3, Granite and GLM-4
-    it replaces the norms (:func:`torchweld.rms_norm`, with the residual's sum
-    :func:`torchweld.add_rms_norm`, with query, key and value :func:`torchweld.rms_norm_linears`),
-    the rotary embedding (:func:`torchweld.rotary`) and the MLP's products and gate
-    (:func:`torchweld.gated_mlp`); of GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc ->
-    mlp.act`` (both :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are). PEFT's
-    LoRA layers add their adapter's product to that of the base layer, and the MLP around them keeps
-    its gate (:func:`torchweld.gated_activation`); call fuse after ``get_peft_model``. Layers of
-    timm and diffusers run their own forward, with its calls of SDPA as :func:`torchweld.attention`.
+    In every model of transformers it switches the attention (``attn_implementation="torchweld"``)
+    and replaces torch's LayerNorms: one alone by :func:`torchweld.layer_norm`, one after a residual
+    addition by :func:`torchweld.add_layer_norm`, one in front of query, key and value by
+    :func:`torchweld.layer_norm_linears` (on a CPU only in bfloat16). It also replaces RMSNorms,
+    MLPs, experts of mixtures, rotary embeddings and residual additions of classes that it
+    recognises by their submodules, if a small random copy of the module computes the same results
+    and gradients with the op. An MLP without a gate runs its first layer and its activation as one
+    op (:func:`torchweld.linear`, on a GPU). In Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi-3,
+    OLMo-2, SmolLM3, Granite and GLM-4 the norms run as :func:`torchweld.rms_norm`,
+    :func:`torchweld.add_rms_norm` and :func:`torchweld.rms_norm_linears` in the same way, the
+    rotary embedding as :func:`torchweld.rotary`, and the MLP's products and gate as
+    :func:`torchweld.gated_mlp`. In GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc ->
+    mlp.act`` run as :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are. PEFT's
+    LoRA layers add the adapter's product to the base layer's in place, and the MLP around them runs
+    its gate as :func:`torchweld.gated_activation`; call fuse after ``get_peft_model``. Layers of
+    timm and diffusers keep their forward, but its SDPA calls run :func:`torchweld.attention`.
 
     Parameters, their names, state_dict, optimizers, save_pretrained and config.json stay as they
-    were. A module that can't be replaced safely stays stock and is listed with the reason: a class
-    that does not take its attention from transformers' AttentionInterface, layers that choose their
-    keys, hooks (accelerate's offloading too), quantised layers, parameters that are sharded
-    otherwise than by ``parallelize`` or ``fully_shard``, mixed dtypes, blocks of GPT-2 whose parts
-    the model uses in several places, an activation without a fused form, a device that this build
-    has no kernel for.
+    were. A module that can't be replaced safely keeps its own (stock) forward and is listed with
+    the reason: a class that does not take its attention from transformers' AttentionInterface,
+    sparse attention that selects keys for each query, hooks (accelerate's offloading too),
+    quantised layers, parameters that are sharded otherwise than by ``parallelize`` or
+    ``fully_shard``, mixed dtypes, blocks of GPT-2 whose submodules the model uses in several
+    places, an activation without a fused form, a device that this build has no kernel for.
 
-    The report is measured: it lists the ops that the layers run on the sample batch. A layer that
-    ran SDPA there is listed with the reason, and a model without a layer that runs an op stays
-    stock.
+    The report is measured: it lists the ops that the layers ran on the sample batch. A layer that
+    ran SDPA on it is listed with the reason. If every attention layer of a model did, the model's
+    attention stays stock.
 
     Args:
         model: A model of these libraries or any module that contains one. It may be moved, cast,
             copied, pickled, compiled and trained afterwards.
         sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
             arguments. By default a small random batch of the model's inputs: tokens, padded on one
-            side, images or audio. If it does not fit, or the model is one of diffusers, the report
-            says so.
-        check: Whether to run that comparison, in eval mode without gradients: the batch whole and,
-            where a decoder has a cache, in two calls and four more tokens over it. Layers with
-            dropout run it once more as in training mode, and the report notes what runs there.
-            Without it the report says what ought to run, and that no measurement was made.
+            side, images or audio. If the default does not fit the model, or the model is one of
+            diffusers, nothing is compared, and the report says so.
+        check: Whether to run that comparison, in eval mode without gradients: on the whole batch
+            and, if a decoder has a cache, in two calls and four more tokens over the cache. If
+            layers have dropout, they run the batch once more as in training mode, and the report
+            notes the code that ran instead of an op. If False, the report lists the ops that the
+            layers ought to run, and says that nothing was measured.
         loss: Whether a language model of these families, or one recognised likewise, computes its
             head and loss as one op (:func:`torchweld.linear_cross_entropy`): in training mode with
             labels it then returns a loss and no logits. Evaluation and generation stay as they
-            were. A string is the op's ``keep``: "nothing" needs the least memory and a product
-            more, where blocks are recomputed too; True is "auto".
+            were. A string means True and sets the op's ``keep`` ("auto" by default): "nothing"
+            needs the least memory, and its backward computes the logits again.
         only: The kinds to replace: some of "attention", "norm", "mlp", "experts", "rotary", "lora".
-            By default all. (Of a GPT-2, ln_1 and c_attn are "norm", ln_2, c_fc and the activation
-            "mlp".)
+            By default all. (In a GPT-2, ln_1 and c_attn are "norm"; ln_2, c_fc and the activation
+            are "mlp".)
         batch_invariant: Whether every call of the model runs in `torchweld.batch_invariant()`: a
             token then has the same bits in every batch, prefill or step (docs/invariance.md).
 
     Returns:
-        A report that prints itself. Calling fuse again replaces nothing that is replaced already.
+        A report to print. Calling fuse again changes no module that is replaced already.
 
     Raises:
         ImportError: transformers is missing or too old.
-        TypeError: It contains no model of these libraries; sample is neither a Tensor nor a dict.
+        TypeError: model contains no model of these libraries; sample is no Tensor and no dict.
         ValueError: ``only`` or ``loss`` has an unknown name.
         RuntimeError: The operator library can't be loaded, or the fused model gave NaN or inf where
             the stock model did not; the model is stock again then.
 
     Warns:
-        UserWarning: The fused model is off over a cache and not without one; or transformers is
-            newer than the releases that the tests have run with.
+        UserWarning: The fused model differs from the stock one much more over a cache than without;
+            or transformers is newer than the releases that the tests have run with.
 
     Limits:
-        A call of a part with an argument that its fused forward does not know runs the stock
+        A module that is called with an argument that its fused forward does not know runs the stock
         forward, and a warning says so once.
-        Hooks added to a part of a block later make that part of the block run stock, and so does a
-        norm that is cast alone.
+        A hook that is added to a submodule after fuse makes the ops around it run stock, and so
+        does a norm that is cast to another dtype than the rest.
         Attention dropout above 0 makes training steps use torch's SDPA, except in 16 bits on Hopper
-        with head dims up to 128. Calls that ask for attention weights use GPT-2's eager attention.
-        Compiled models run norms and rotary embeddings as the compiler fuses them.
+        with head dims up to 128. Calls that ask for attention weights use eager attention.
+        Under torch.compile norms and rotary embeddings run stock, and the compiler fuses them.
 
     Example::
 
@@ -131,7 +132,7 @@ def fuse(
 
 
 def _fuse_losses(model: nn.Module, report: FuseReport, keep: str) -> None:
-    """Switches the losses of a model, which the sample batch, without labels, does not run."""
+    """Fuses the losses of a model. The sample batch has no labels, so it does not run them."""
     from torchweld.integrations.fusion.layers import causal_lm
 
     from . import plan
@@ -150,7 +151,7 @@ def unfuse(model: nn.Module) -> list[str]:
         model: A model that went through :func:`fuse`, or a copy of one.
 
     Returns:
-        Paths that were restored; empty when the model was stock.
+        The paths of the modules that were restored; empty if the model was stock.
 
     Example::
 

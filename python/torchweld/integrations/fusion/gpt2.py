@@ -1,9 +1,9 @@
-"""The changes of ``fuse`` to a Hugging Face GPT-2, and the reasons against it.
+"""Plans the changes of ``fuse`` to a Hugging Face GPT-2, and finds the reasons against them.
 
-A GPT-2 block computes ``c_attn(ln_1(x))`` and ``act(c_fc(ln_2(x)))``, which torchweld has as one op
-each. ``fuse`` gives a block the class of :mod:`.families` that runs them: no module or parameter
-moves, and state_dict, optimizer and file formats see no difference. Swapping ``__class__`` instead
-of binding a forward keeps deepcopy and pickle whole.
+A GPT-2 block computes ``c_attn(ln_1(x))`` and ``act(c_fc(ln_2(x)))``; torchweld has one op for
+each. ``fuse`` gives a block the class of :mod:`.families` that runs these ops: no module or
+parameter moves, and state_dict, optimizer and file formats stay the same. deepcopy and pickle work,
+because ``fuse`` swaps ``__class__`` and binds no forward to the instance.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _STATE = "_torchweld_attention"
 
 
 def bases(model: nn.Module) -> list[tuple[str, GPT2Model]]:
-    """``(path, model)`` of the GPT2Models in a module."""
+    """Returns ``(path, model)`` of the GPT2Models in a module."""
     return [(path, m) for path, m in model.named_modules() if isinstance(m, GPT2Model)]
 
 
 def plan(
     model: nn.Module, kinds: Collection[str], report: FuseReport
 ) -> tuple[list[Replacement], list[GPT2Switch]]:
-    """Returns the replacements and the models to switch; the report lists the modules that stay."""
+    """Returns the replacements and the attention switches; the report lists what stays stock."""
     probes, gathered = Probes(), fsdp.gathered(model)
     # In how many places each module is.
     used = Counter(child for module in model.modules() for child in module._modules.values())
@@ -94,7 +94,7 @@ def _attention_probe(attn: nn.Module, base: GPT2Model, probes: Probes) -> str | 
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Gives blocks and attention back; returns the paths that were restored."""
+    """Restores the stock blocks and attention; returns the paths that were restored."""
     everything = list(model.named_modules(remove_duplicate=False))
     fused = [(path, module, fused_paths(module)) for path, module in everything]
     restored = [f"{path}.{below}" for path, _, paths in fused for below in paths]
@@ -108,7 +108,7 @@ def unfuse(model: nn.Module) -> list[str]:
 
 
 def sample_of(model: Any) -> dict[str, Any]:
-    """The default batch of a GPT-2: two sequences of random tokens, one padded on the left."""
+    """Returns the default batch of a GPT-2: two random sequences, one padded on the left."""
     base = getattr(model, "transformer", model)
     length, generator = min(16, base.config.n_positions), torch.Generator().manual_seed(0)
     batch = attention_switch.tokens(base.config.vocab_size, length, generator)
@@ -119,7 +119,7 @@ def sample_of(model: Any) -> dict[str, Any]:
 def _refusal(
     block: nn.Module, site: Site, used: Counter[nn.Module], gathered: Container[int]
 ) -> str | None:
-    """Why a site of a GPT2Block must stay stock, or None."""
+    """Returns why a :class:`.Site` of a GPT2Block must stay stock, or None."""
     if stock_class(block) is not GPT2Block:
         return f"the block is {_class(block)}, not transformers' GPT2Block"
     if site.path in fused_paths(block):
@@ -189,7 +189,7 @@ def _parameter_refusal(
 
 @dataclass(eq=False)
 class AttentionState:
-    """The state of a GPT2Model before its attention was switched; kept in its ``__dict__``."""
+    """Holds a GPT2Model's state before the switch of its attention, in the model's ``__dict__``."""
 
     stock_config: Any
     stock_dict: dict[str, Any]
@@ -198,7 +198,7 @@ class AttentionState:
 
 
 def attention_refusal(base: GPT2Model) -> str | None:
-    """Why the attention of a model must stay stock, or None. It is one switch for all layers."""
+    """Returns why a model's attention must stay stock, or None. All layers switch together."""
     reason = config_refusal(base.config) or attention_switch.own_refusal(base)
     if reason is not None:
         return reason
@@ -213,10 +213,10 @@ def attention_refusal(base: GPT2Model) -> str | None:
 
 
 class GPT2Switch(attention_switch.Switch):
-    """The attention of a GPT2Model.
+    """Switches the attention of a GPT2Model, and back.
 
-    The switch is a field of the config, and one config object may serve several models: the model
-    gets a copy of its own, so that the others stay stock.
+    The config names the attention, and several models may share one config object. The switched
+    model gets a copy of the config, so the others stay stock.
     """
 
     def __init__(self, model: nn.Module, path: str, base: GPT2Model) -> None:

@@ -92,7 +92,7 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 
 def _list_unknown(path: str, module: nn.Module, kinds: Collection[str], report: FuseReport) -> None:
-    """Lists a module that has the parts of a known one and other arguments, or only its name."""
+    """Lists a module as skipped if only its name or a part of its structure is of a known kind."""
     cls = type(module).__name__
     if "attention" in kinds and cls.endswith("Attention") and of_library(module):
         report.skipped.append((path, f"{cls} does not call scaled_dot_product_attention"))
@@ -118,14 +118,14 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _refusal(module: nn.Module, gathered: Container[int]) -> str | None:
-    """Why a module must stay as it is, or None."""
+    """Returns why a module must stay stock, or None."""
     parent, row = find_fusion(module)
     reason = parent.refusal(module, row)
     return reason or parameter_refusal(parent.op_parameters(module, row), gathered)
 
 
 def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Module, str]:
-    """The norm in front of the projections, and the op in which it runs; {} if there is none."""
+    """Returns {norm: the report's text} for the norm in front of a layer's projections, else {}."""
     norm, attn = layer._modules.get(row.before_attention), attention_of(layer)
     if norm is None or attn is None or hooked(norm) or hooked(attn, calls_recorders=True):
         return {}
@@ -143,7 +143,7 @@ def _projecting_norm(layer: nn.Module, row: Any, probes: Probes) -> dict[nn.Modu
 
 
 def _probe_of(replacement: Replacement, weight: Tensor, probes: Probes) -> str | None:
-    """Why the op of one of the modules does not run, or computes something else, or None."""
+    """Returns why the op of one of the modules fails or computes something else, or None."""
     for module in replacement.modules:
         parent, row = find_fusion(module)
         reason = parent.probe(module, row, weight, probes)
@@ -153,7 +153,7 @@ def _probe_of(replacement: Replacement, weight: Tensor, probes: Probes) -> str |
 
 
 def _unknown(replacement: Replacement) -> str | None:
-    """Why a replacement can't be made if the norm of a layer is of a class that is not known."""
+    """Returns why a replacement can't be made if its norm is of an unknown class, else None."""
     for module in replacement.modules[1:]:
         parent, _ = find_fusion(module) or (nn.Module, None)
         if not issubclass(parent, FusedNorm):
@@ -163,7 +163,7 @@ def _unknown(replacement: Replacement) -> str | None:
 
 
 def plan_losses(model: nn.Module, probes: Probes, report: FuseReport) -> list[Replacement]:
-    """The heads whose loss is to be fused. The sample batch has no labels to run them with."""
+    """Returns the replacements of heads whose loss is to be fused; adds a note to the report."""
     replacements = plan(model, ("loss",), probes, report)
     fusions = filter(None, map(fusion_of, model.modules()))
     text = (

@@ -1,4 +1,4 @@
-"""Tiny real calls, which tell ``fuse`` whether the ops run on a device."""
+"""Runs tiny calls of the ops, to tell ``fuse`` whether they run on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchweld.ops.experts import experts
 
 
 class _Like:
-    """Zeros of a device and a dtype; those of :meth:`__call__` need a gradient."""
+    """Makes zeros of a device and a dtype; only those of :meth:`__call__` need a gradient."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -90,7 +90,7 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 class Probes:
-    """Tiny real calls, forward and backward: the one honest test that a kernel is there."""
+    """Runs tiny calls of the ops, forward and backward, and remembers why some of them fail."""
 
     def __init__(self) -> None:
         self._known: dict[Any, str | None] = {}
@@ -98,7 +98,7 @@ class Probes:
     def refusal(
         self, op: str, weight: Tensor, *options: Any, device: torch.device | None = None
     ) -> str | None:
-        """Why an op does not run in the dtype of a weight, on its device or another; or None."""
+        """Returns why an op fails in a weight's dtype, on its device or ``device``, or None."""
         device = device or weight.device
         key = op, device, weight.dtype, options
         return self.once(key, lambda: _refusal(op, _Like(device, weight.dtype), options))

@@ -1,4 +1,4 @@
-"""The report of :func:`torchweld.fuse`, as an object and as text."""
+"""Defines the report of :func:`torchweld.fuse`, as an object and as text."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 @dataclass
 class FuseReport:
-    """Outcome of one :func:`torchweld.fuse` call.
+    """Reports what one :func:`torchweld.fuse` call replaced, left stock and measured.
 
     Attributes:
         model: Class name of the model.
-        replaced: Paths of the modules that now run torchweld ops. Each of them ran one on the
-            sample batch, unless ``ops`` says that the batch did not run it, or which calls
-            do, or a note says that nothing was measured.
-        skipped: ``(path, reason)`` of every place that was left stock or runs something else.
+        replaced: Paths of the modules that now run torchweld ops. Each module ran one on the
+            sample batch, unless its text in ``ops`` says that the batch did not run it, or names
+            the calls that run it, or a note says that nothing was measured.
+        skipped: ``(path, reason)`` of every module that was left stock or runs no op.
         max_abs_diff: Largest absolute difference of the outputs, fused against stock, on a sample
             batch; None when it was not measured.
         compared: The compared outputs, for example
             ``"logits (2, 16, 50257) float32, whole and over a cache"``.
-        ops: Path to the fusion that runs there, for every replaced path.
-        calls: How often the whole sample batch ran each op, and the code that ran instead of an op.
+        ops: Maps every replaced path to the fusion that runs there.
+        calls: Maps each op, and each text on code that ran instead of an op, to the number of times
+            that the whole sample batch ran it.
         notes: Sentences on things that a user should know, such as dropout.
 
     Example::
@@ -46,11 +47,11 @@ class FuseReport:
         return bool(self.replaced)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON-able data."""
+        """Returns the report as data that JSON can hold."""
         return {**asdict(self), "skipped": [list(entry) for entry in self.skipped]}
 
     def _summary(self) -> list[tuple[str, str, str]]:
-        """Rows ``(what, where, outcome)``, places of equal outcome folded into one row."""
+        """Returns rows ``(what, where, outcome)``; modules of equal outcome share one row."""
         rows: dict[tuple[str, str], list[str]] = {}
         for path in self.replaced:
             rows.setdefault((self.ops.get(path, "torchweld"), "replaced"), []).append(path)
@@ -86,7 +87,7 @@ class FuseReport:
         return "\n".join(lines)
 
     def __rich__(self) -> Any:
-        """The table that ``rich.print(report)`` shows."""
+        """Returns the table that ``rich.print(report)`` shows."""
         from rich.table import Table
 
         caption = "\n".join(self._measured() + self.notes)
@@ -101,7 +102,7 @@ class FuseReport:
 
 
 def summary(error: Exception) -> str:
-    """The class of an exception and the first line of its text, for a reason."""
+    """Returns the class name of an exception and the first line of its text."""
     text = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {text}"
 
@@ -113,12 +114,14 @@ UNCHECKED = "check=False: no sample batch ran, so what the layers run was not me
 
 
 def list_places(places: list[tuple[str, Any]], calls: Any, report: FuseReport) -> bool:
-    """Adds places to the report by the code that they ran. Returns whether any is replaced.
+    """Lists modules in the report as replaced, or as skipped if they ran no op.
+
+    Returns whether any is replaced. A module that the batch did not run counts as replaced.
 
     Args:
         places: ``(path, key of recorder.record)``.
         calls: The recorded calls, or None if no batch ran.
-        report: Its ``ops`` have the places already.
+        report: Its ``ops`` have the paths already.
     """
     found, counted = False, set()
     for where, key in places:
@@ -145,7 +148,7 @@ def list_places(places: list[tuple[str, Any]], calls: Any, report: FuseReport) -
 
 
 def fold_paths(paths: list[str]) -> str:
-    """``h.0.mlp, h.1.mlp, h.2.mlp`` becomes ``h.{0-2}.mlp``; other paths are listed."""
+    """Folds ``h.0.mlp, h.1.mlp, h.2.mlp`` into ``h.{0-2}.mlp``, and lists other paths."""
     groups: dict[tuple[str, str], list[int]] = {}
     plain: list[str] = []
     for path in paths:

@@ -25,7 +25,7 @@ def fuse(
     """Fuses the attention and the layers of a model.
 
     Raises:
-        TypeError: it contains no model of transformers, timm or diffusers.
+        TypeError: model contains no model of transformers, timm or diffusers.
     """
     targets, batch_of = [base for _, base in gpt2.bases(model)], gpt2.sample_of
     is_gpt2 = bool(targets)
@@ -75,7 +75,7 @@ def fuse(
 def _plan(
     model: nn.Module, kinds: Collection[str], report: FuseReport
 ) -> tuple[list[Replacement], list[Switch], list[nn.Module]]:
-    """The modules to fuse, the models to switch, and those that the default batch runs."""
+    """Returns the replacements, the attention switches, and the models to run the batch on."""
     roots = attention_switch.roots(model, _is_root)
     if not roots:
         raise TypeError(

@@ -1,7 +1,7 @@
-"""The sample batch of ``fuse``: how it runs, and how far two runs are apart.
+"""Runs the sample batch of ``fuse``, and measures how far the fused model is from the stock one.
 
-A decoder runs it twice: whole, and over a cache, in two calls and four more tokens. Layers with
-dropout run it once more, as they do in training mode.
+A decoder with a cache runs the batch twice: whole, and over the cache in two calls and four more
+tokens. Layers with dropout run the batch once more, as they do in training mode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEPS = 4  # tokens that follow the sample batch
 
 
 class Sample:
-    """Runs the sample batch in eval mode without gradients, leaving the model's modes as found."""
+    """Runs the sample batch in eval mode without gradients, then restores the model's modes."""
 
     def __init__(self, model: nn.Module, models: list[Any], sample: Any, batch_of: Any) -> None:
         self.model = model
@@ -56,7 +56,10 @@ class Sample:
         self.kwargs = [each for _, each in known]
 
     def try_run(self, report: FuseReport) -> list[Tensor] | None:
-        """:meth:`run` of the stock model; None and a note if the default batch does not fit."""
+        """Runs the stock model, whole and over a cache; returns the outputs of :meth:`run`.
+
+        If the default batch does not fit, the report gets a note and the result is None.
+        """
         name, fix = type(self.model).__name__, "pass sample= to measure what its layers run"
         if self.inside:
             report.notes.append(f"{name} must run as a whole, because fully_shard has it; {fix}")
@@ -104,7 +107,7 @@ class Sample:
         """Runs the fused model, and adds its largest difference from the stock one to the report.
 
         Returns:
-            The calls of the layers on the whole batch.
+            The recorded calls of the layers on the whole batch.
 
         Raises:
             RuntimeError: The fused model gave NaN or inf where the stock model did not.
@@ -139,7 +142,7 @@ class Sample:
             report.notes.append(f"in training mode: {count} x {instead}{why}")
 
     def _compare_over_cache(self, whole: float, calls: recorder.Calls, report: FuseReport) -> None:
-        """Adds the difference over a cache to the report, and calls that only a cache makes."""
+        """Adds the difference over a cache to the report, and fallbacks of cached calls alone."""
         worst = 0.0
         with recorder.recording() as cached, self._evaluating():
             for target, kwargs, (outputs, tokens) in zip(
@@ -178,12 +181,12 @@ def over_cache(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Runs a batch of tokens in two calls over a cache, and four more tokens one by one.
 
-    ``tokens`` ``(batch, length + 4)`` are those of the batch and those that follow it, by default
-    the model's most likely ones.
+    ``tokens`` ``(batch, length + 4)`` are the batch's tokens and the four that follow. By default
+    the model's most likely tokens follow or, if it returns no logits, each sequence's first token.
 
     Returns:
-        The outputs of the second call and of the four tokens, and ``tokens``. No outputs for a
-        model without a cache and for a batch that is not tokens alone or ends with padding.
+        The outputs of the second call and of the four tokens, and ``tokens``. ([], None) if the
+        model has no cache, or the batch has inputs beside tokens or padding at its end.
     """
     signature = arguments.of(stock_class(model))
     if not _fits_cache(signature, batch):
@@ -225,7 +228,7 @@ def _fits_cache(signature: arguments.Arguments, batch: dict[str, Any]) -> bool:
 
 
 def _dropouts(model: nn.Module) -> list[str]:
-    """The probabilities in the configs of a model: those of attention, or all."""
+    """Returns "name=p" of the dropouts in a model's configs: those of attention, else all."""
     roots = attention_switch.roots(model)
     configs = [each for _, root in roots for each in attention_switch.with_sub_configs(root.config)]
     values = [pair for each in configs for pair in each.to_dict().items() if "drop" in pair[0]]
@@ -234,7 +237,7 @@ def _dropouts(model: nn.Module) -> list[str]:
 
 
 def _inside_fully_sharded(model: nn.Module, inner: nn.Module) -> bool:
-    """Whether fully_shard was called with a module of a model that contains another."""
+    """Whether ``inner`` is inside another module of ``model`` that fully_shard has sharded."""
     owners = filter(is_fully_sharded, model.modules())
     return any(inner in owner.modules() for owner in owners if owner is not inner)
 
@@ -257,7 +260,7 @@ def _main_output(output: Any) -> tuple[str, Tensor]:
 
 
 def _difference(stock: list[Tensor], fused: list[Tensor]) -> float:
-    """The largest difference of two runs.
+    """Returns the largest absolute difference of two runs, where the stock model is finite.
 
     Raises:
         RuntimeError: The fused model gave NaN or inf where the stock model did not.

@@ -1,1 +1,1 @@
-"""The fused forward of each kind of layer, and the table of families that have them."""
+"""Defines the fused forward of each kind of layer, and the table of model families."""

@@ -1,7 +1,7 @@
-"""The arguments of a stock forward, read from its signature.
+"""Reads the arguments of a stock forward from its signature.
 
 transformers adds and renames arguments from one minor release to the next. A fused forward gets all
-of them by name, and runs the stock forward where it does not know one that the stock forward names.
+arguments by name, and runs the stock forward if it does not know one that the stock forward names.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Arguments:
     is_open: bool  # whether the forward takes ``**kwargs`` too
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a call by name, those of ``**kwargs`` among them.
+        """Returns the arguments of a call by name, with those of ``**kwargs``, or None.
 
-        None stands for a call that the fused forward must not take: with an argument that it does
-        not know, or one for which the stock forward raises.
+        None means that the stock forward must run: the call has an argument that the fused forward
+        does not know, or the stock forward raises an error for it.
         """
         # NOTE: every layer of a step of generation asks, and the GPU waits for the host.
         given = {**kwargs}
@@ -51,7 +51,7 @@ class Arguments:
         return given
 
     def unknown_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """The first argument of a call that the fused forward does not know."""
+        """Returns a call's first argument that the fused forward does not know, or None."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         unknown = (n for n, default in self.unknown.items() if given.get(n, default) is not default)
         return next(unknown, None)
@@ -68,7 +68,7 @@ class Arguments:
 def of(stock: type[nn.Module], known: tuple[str, ...] | None = None) -> Arguments:
     """Reads the arguments of ``stock.forward``.
 
-    The fused forward knows those in ``known``, the cache as "cache"; None stands for all.
+    ``known`` names those that the fused forward knows, the cache as "cache"; None means all.
     """
     return _read(stock.forward, known)
 
@@ -94,7 +94,7 @@ def _read(forward: Callable[..., Any], known: tuple[str, ...] | None) -> Argumen
 def difference(
     stock: type[nn.Module], wanted: tuple[str, ...], is_open: bool = False
 ) -> str | None:
-    """How the arguments of ``stock.forward`` differ from those that a fused forward needs, or None.
+    """Returns how ``stock.forward`` lacks arguments that a fused forward needs, or None.
 
     With ``is_open`` the stock forward must take ``**kwargs``.
     """

@@ -1,4 +1,4 @@
-"""A language model whose training step computes head and loss as one op.
+"""Defines language models whose training step computes head and loss as one op.
 
 ``fuse(model, loss=True)`` gives a model a class whose forward, in training mode with labels, runs
 :func:`torchweld.linear_cross_entropy` on the last hidden state: the logits are never whole in
@@ -40,13 +40,13 @@ from .linears import has_classes, sharded_loss
 
 
 def base_results(output: type[ModelOutput]) -> tuple[str, ...]:
-    """The names of a class of outputs that are the base model's."""
+    """Returns the names of an output class's fields that the base model computes."""
     names = (each.name for each in dataclasses.fields(output))
     return tuple(name for name in names if name not in ("loss", "logits", "aux_loss"))
 
 
 class Logits(NamedTuple):
-    """The option of the op that changes the logits as a model does with a number of its config."""
+    """Maps a number of a model's config to the option of the op that changes the logits so."""
 
     option: str | None = None  # None if the model leaves the logits as they are
     number: str = ""  # its name in the config
@@ -66,7 +66,7 @@ class Logits(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The head of a family."""
+    """Describes the head of a model family."""
 
     options: Logits
     base: str = "model"  # the name of the base model
@@ -86,7 +86,7 @@ GPT2_HEAD = Head(
 
 
 def refusal(model: nn.Module) -> str | None:
-    """Why the loss of a model must stay stock, or None."""
+    """Returns why the loss of a model must stay stock, or None."""
     head = model._modules.get("lm_head")
     if has_classes(head):
         if torch.compiler.is_compiling():
@@ -126,15 +126,15 @@ def causal_loss(
     options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' ForCausalLMLoss of ``head(hidden)``, which ignores other arguments too.
+    """Computes transformers' ForCausalLMLoss of ``head(hidden)``; ignores other arguments too.
 
     Args:
         head: The language model's head, weight ``(N, K)``.
         hidden: ``(batch, seqlen, K)``.
         labels: ``(batch, seqlen)``, of the same positions as hidden.
-        num_items_in_batch: The sum of the losses is divided by it; None: their mean.
+        num_items_in_batch: Divides the sum of the losses; None for their mean.
         shift_labels: ``(batch, seqlen)`` labels of the next positions, in place of ``labels``.
-        keep, options: Of ``linear_cross_entropy``; ``options`` change the logits.
+        keep, options: Arguments of ``linear_cross_entropy``; ``options`` change the logits.
     """
     target = labels if shift_labels is None else shift_labels
     op = sharded_loss if has_classes(head) else _library.ops.linear_cross_entropy
@@ -168,7 +168,7 @@ def set_keep(model: nn.Module, keep: str) -> None:
 class FusedCausalLM(FusedModule):
     """A ``...ForCausalLM`` that returns no logits in training mode with labels.
 
-    It hands its base model all arguments but labels and logits_to_keep.
+    The base model gets all arguments but labels and logits_to_keep, unless ``Head.passes`` has one.
     """
 
     kind = "loss"

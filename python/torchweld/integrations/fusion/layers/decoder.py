@@ -1,12 +1,12 @@
-"""Modules of Llama-like decoders on torchweld's ops: projections, rotary, add + norm.
+"""Runs modules of Llama-like decoders on torchweld's ops: projections, rotary, add + norm.
 
-Each class here has the forward of one module, and :mod:`.families` joins it with the class of
-transformers that it replaces. A module reads its parameters where they are. It asks in every call
-whether they are plain tensors of one dtype and whether a hook or another layer (LoRA, quantised)
-wants to be called instead; then the stock forward runs.
+Each class here has the forward of one module, and :mod:`.families` makes a subclass of it and of
+the transformers class that it replaces. A module reads its parameters where they are. In every call
+it checks that they are plain tensors of one dtype and that no hook or other layer (LoRA, quantised)
+must be called; otherwise the stock forward runs.
 
-Norms, rotary embeddings and additions run stock while torch.compile traces: the compiler joins them
-with their neighbours, and an op of its own would stand between.
+Norms, rotary embeddings and additions run stock while torch.compile traces: the compiler fuses them
+with their neighbours, which an op of torchweld's would prevent.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .stock_modules import hooked, implementation
 
 
 class Attention(NamedTuple):
-    """The attributes of a family's attention."""
+    """Describes a family's attention, in fields of :class:`.Family`."""
 
     packed: bool
     head_norm: str | None
@@ -64,28 +64,28 @@ class Attention(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The norms of a layer."""
+    """Names the norms of a decoder layer."""
 
     # The norm of its input; None if several modules get the result.
     before_attention: str | None = "input_layernorm"
-    # The norm of the first sum of the input and a result, None without one, and those of the sums
-    # of that sum and further results. A call without cross-attention gives the first sum to one of
-    # the later ones.
+    # The norm of the first residual sum (the input plus a result), or None, and the norms of later
+    # sums (the sum before plus a result). A call without cross-attention gives the first sum to one
+    # of the later norms.
     before_mlp: str | None = "post_attention_layernorm"
     later: tuple[str, ...] = ()
 
     def names(self) -> tuple[str, ...]:
-        """The names of all norms."""
+        """Returns the names of all norms."""
         return *filter(None, self[:2]), *self.later
 
 
 class Rotary(NamedTuple):
-    """How a rotary function of a model computes."""
+    """Describes how a rotary function of a model computes."""
 
     name: str  # in the module of the attention layer
-    tables: str  # the key of ``TABLES`` that makes the op's tables of the function's
+    tables: str  # the key in ``TABLES`` that converts the function's tables to the op's
     interleaved: bool  # whether a pair is two neighbours
-    gathered: bool  # whether the first of all such pairs stand before the second in results
+    gathered: bool  # whether results hold the first values of all pairs, then the second
     partial: bool  # whether tables narrower than the heads rotate the first values of each head
     form: str = "q k cos sin"  # or "x cos sin unsqueeze_dim", or "xq xk freqs_cis" (complex)
     # Whether it gets (batch, rows, heads, head_dim), beside a cos and sin without the batch too.
@@ -94,7 +94,7 @@ class Rotary(NamedTuple):
 
 
 def _neighbours(table: Tensor) -> Tensor:
-    """A table of interleaved pairs ``(.., rotary_dim)`` from one whose first half has each once."""
+    """Repeats each value of a table's first half, for interleaved pairs ``(.., rotary_dim)``."""
     return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)
 
 
@@ -108,9 +108,9 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FusedRotary(FusedModule):
-    """An attention layer whose stock forward gets :func:`torchweld.rotary` as its functions.
+    """An attention layer whose stock forward calls :func:`torchweld.rotary` as its functions.
 
-    ``hidden_states`` may be :class:`Normed`.
+    ``hidden_states`` may be a deferred norm, :class:`Normed`.
     """
 
     kind = op = "rotary"
@@ -142,7 +142,7 @@ class FusedRotary(FusedModule):
 
 @functools.cache
 def _with_rotary(forward: Callable, rows: tuple[Rotary, ...]) -> Callable:
-    """A forward, beneath its decorators, that calls the op as the functions of its module."""
+    """Returns a copy of a forward, without decorators, whose rotary functions run the op."""
     inner = inspect.unwrap(forward)
     names = {**inner.__globals__, **{row.name: rotation(inner, row) for row in rows}}
     own = types.FunctionType(
@@ -153,7 +153,7 @@ def _with_rotary(forward: Callable, rows: tuple[Rotary, ...]) -> Callable:
 
 
 def rotation(forward: Callable, row: Rotary) -> Callable:
-    """The function of a row, which runs the stock one of the forward's module where it must."""
+    """Returns a rotary function that runs the op, or the stock function if the op can't."""
     stock = forward.__globals__[row.name]
 
     def runs(serves: bool) -> bool:
@@ -163,7 +163,7 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
         return serves
 
     def heads_first(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors, rows and heads swapped where they are in the other order, and back."""
+        """Swaps the dims of rows and heads if the stock function has rows first; also back."""
         swaps = row.rows_first
         return tuple(x.transpose(1, 2) if swaps and x.dim() == 4 else x for x in tensors)
 
@@ -217,8 +217,8 @@ def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> boo
 class FusedAttention(FusedRotary):
     """An attention layer whose rotary embedding is :func:`torchweld.rotary`.
 
-    Where ``hidden_states`` is :class:`Normed`, the op that projects it normalises it, such as
-    :func:`torchweld.rms_norm_linears`.
+    If ``hidden_states`` is a deferred norm (:class:`Normed`), one op computes the norm and the
+    projections, such as :func:`torchweld.rms_norm_linears`.
     """
 
     needs = knows = ("hidden_states", "position_embeddings", "attention_mask", "cache")
@@ -271,7 +271,7 @@ class FusedAttention(FusedRotary):
 
 
 def _stock_module(attn: nn.Module) -> Any:
-    """The module of transformers that has the functions of an attention layer."""
+    """Returns the Python module of transformers that defines an attention layer's class."""
     return sys.modules[getattr(attn, STOCK).__module__]
 
 
@@ -279,7 +279,7 @@ _ATTENTION = ("self_attn", "attention", "attn")
 
 
 def attention_of(layer: nn.Module) -> nn.Module | None:
-    """The attention of a layer, whose input the layer normalises."""
+    """Returns the self-attention of a decoder layer, or None."""
     modules = layer._modules
     for name in _ATTENTION:
         if name in modules:
@@ -288,7 +288,7 @@ def attention_of(layer: nn.Module) -> nn.Module | None:
 
 
 def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
-    """The layers of an attention layer that project its input, by name."""
+    """Returns the layers that project an attention layer's input, by name."""
     if type(row) is Attention:
         names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
     else:
@@ -302,7 +302,7 @@ def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
 
 
 class _Condition(NamedTuple):
-    """An attribute of a module that must be None or not, or true or false."""
+    """A condition on an attribute of a module: None or not, or true or false."""
 
     name: str
     none: bool
@@ -314,15 +314,15 @@ class _Condition(NamedTuple):
 
 
 _FLAG = re.compile(r"self\.(\w+)( is( not)? None)?")
-# The rows that keys are made of: those of another sequence or the input.
+# The statement that chooses the input of keys: another sequence's rows or the layer's input.
 _ALIAS = re.compile(r"(\w+) = \w+ if (?:is_cross_attention|\w+ is not None) else (\w+)")
 
 
 @functools.cache
 def _projecting(forward: Callable) -> list[tuple[str, tuple[_Condition, ...]]]:
-    """The names of the layers that a forward calls with its input, whatever its arguments are.
+    """Returns the names of the layers that every call of a forward applies to its input.
 
-    Each with the conditions of the call. No argument stands for the keys of another sequence.
+    Each name has the conditions on attributes under which that is so. Cross-attention is left out.
     """
     try:
         source = inspect.getsource(inspect.unwrap(forward))
@@ -365,7 +365,7 @@ def _projecting_of(
 def _projections(
     attn: nn.Module, row: Attention, x: Tensor | Normed
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value ``(batch, nheads, seqlen, head_dim)``, normalised where they are."""
+    """Returns query, key and value ``(batch, nheads, seqlen, head_dim)`` after their norms."""
     if type(x) is Normed and x.norm is not None:
         projected, x = x.linears(), x.x
     else:
@@ -398,10 +398,10 @@ def _are_tables(tables: Iterable[Tensor], query: Tensor) -> bool:
 
 
 class FusedLayer(FusedModule):
-    """A layer that adds its attention's result and normalises the sum in one op.
+    """A decoder layer that adds its attention's result and normalises the sum in one op.
 
-    Another op has the norm of its input with the projections of its attention. The stock forward
-    runs, on an input that defers its sum and its norm.
+    Another op computes the norm of the layer's input and the projections of its attention. The
+    stock forward runs on a :class:`LayerInput`, which leaves the sum and the norm to these ops.
     """
 
     kind = "norm"
@@ -451,7 +451,7 @@ class FusedLayer(FusedModule):
 
 
 def _op(layer: nn.Module, row: Layer) -> str:
-    """The op of a layer's norm."""
+    """Returns the op of a layer's norm."""
     norm = layer._modules[row.before_mlp or row.before_attention]
     in_table = FusedLayerNorm if isinstance(norm, nn.LayerNorm) else FusedRMSNorm
     parent, _ = register(stock_class(norm)) or (in_table, None)
@@ -459,7 +459,7 @@ def _op(layer: nn.Module, row: Layer) -> str:
 
 
 def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:
-    """The norms of a layer that run an op of its input x, with their parameters."""
+    """Returns the norms of a layer that can run an op on its input x, with their parameters."""
     found: dict[nn.Module, Parameters] = {}
     modules = layer._modules
     row: Layer | None = getattr(layer, ROW, None)
@@ -474,7 +474,7 @@ def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:
 
 
 def _projections_of(attn: nn.Module | None, x: Tensor) -> Operands | None:
-    """The layers of an attention layer that one op computes of the norm of x, or None."""
+    """Returns the projections that one op can compute with the norm of x, or None."""
     # Recorders of transformers see the attention's results alone.
     if attn is None or hooked(attn, calls_recorders=True):
         return None

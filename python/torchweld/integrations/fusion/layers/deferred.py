@@ -1,4 +1,4 @@
-"""Tensors of a decoder layer's stock forward that an op computes together with others."""
+"""Defers tensors of a decoder layer's stock forward, so one op computes several of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FACTS = {"shape", "size", "dtype", "device", "ndim", "dim"}
 
 
 class Deferred:
-    """A tensor of a stock forward that an op computes together with another.
+    """A tensor of a stock forward that an op will compute together with another.
 
-    Any other use than by this op computes it first, with a gradient where stock has one.
+    Any other use computes the tensor first, with a gradient if the stock forward records one.
 
     Attributes:
-        x: A tensor of its shape and dtype.
-        mode: Whether gradients are recorded and autocast is on where stock computes the value.
+        x: A tensor of the same shape and dtype.
+        mode: Whether gradients were recorded and autocast was on when the tensor was deferred.
     """
 
     __slots__ = ("mode", "x")
@@ -34,11 +34,11 @@ class Deferred:
         return self.tensor() + computed(other)
 
     def is_in_mode(self) -> bool:
-        """Whether an op may compute it with what comes now."""
+        """Whether the modes are still ``mode``, so an op may compute the tensor now."""
         return self.mode == _mode()
 
     def tensor(self) -> Tensor:
-        """The value."""
+        """Computes the tensor."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
@@ -67,16 +67,16 @@ for _name in ("radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", 
 
 
 def computed(value: Any) -> Any:
-    """The tensor of a deferred value; other values as they are."""
+    """Returns the tensor of a deferred value, and other values as they are."""
     return value.tensor() if isinstance(value, Deferred) else value
 
 
 class Residual(Deferred):
-    """A tensor to which a decoder layer adds results: a norm computes the sum with its own result.
+    """A tensor to which a decoder layer adds results; the sum is deferred to the next norm's op.
 
     Attributes:
-        norms: The norms of the layer that run an op of x, with their parameters.
-        sums: How many sums, one of the other, a norm may compute.
+        norms: The norms of the layer that can run an op on x, with their parameters.
+        sums: How many further sums may be deferred.
     """
 
     __slots__ = ("norms", "sums")
@@ -93,7 +93,7 @@ class LayerInput(Residual):
     """The input of a decoder layer.
 
     Attributes:
-        projections: The layers that are computed with one of the norms.
+        projections: For a norm of the input, the layers that one op computes with it.
     """
 
     __slots__ = ("projections",)
@@ -112,7 +112,7 @@ class LayerInput(Residual):
 
 
 class Sum(Residual):
-    """``h + x``, which one of ``norms`` computes with its result."""
+    """The deferred ``h + x``; one of ``norms`` computes it with its own result."""
 
     __slots__ = ("h",)
 
@@ -134,14 +134,14 @@ class Sum(Residual):
 
 
 class Normed(Deferred):
-    """``norm(x)``, which an op computes with the layers behind it.
+    """The deferred ``norm(x)``; one op computes it with the layers that project it.
 
     Attributes:
         source: The norm.
-        norm: The norm, None if the value is computed.
-        parameters: Of the norm.
-        projections: The layers.
-        results: Theirs, or None.
+        norm: The norm, None if ``norm(x)`` is computed.
+        parameters: The parameters of the norm.
+        projections: The layers that project ``norm(x)``.
+        results: The results of these layers, None if they are not computed.
     """
 
     __slots__ = ("norm", "parameters", "projections", "results", "source")
@@ -159,7 +159,7 @@ class Normed(Deferred):
         return self.x
 
     def linears(self) -> list[Tensor]:
-        """The results of all layers."""
+        """Returns the results of all projections; the first call computes them."""
         if self.results is None:
             if recorder.calls is not None:
                 recorder.record(self.norm)

@@ -1,8 +1,8 @@
-"""The experts of transformers' mixtures on torchweld's op, by name or in a fused module.
+"""Runs the experts of transformers' mixtures on torchweld's op, by name or in a fused module.
 
-A class under ``use_experts_implementation`` keeps the weights of its experts in one tensor each and
-has its gate in ``_apply_gate``. That function runs on numbers of all magnitudes, and only a gate of
-the op that computes the same takes its place.
+A class under ``use_experts_implementation`` stacks the weights of all experts in one tensor for
+each layer and has its gate in ``_apply_gate``. That function is run on numbers of all magnitudes,
+and a gate of the op replaces the function only if it computes the same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _REPLACED = (None, "eager", "grouped_mm", "batched_mm")
 
 
 class Gate(NamedTuple):
-    """Options of :func:`torchweld.experts`."""
+    """A gate, as options of :func:`torchweld.experts`."""
 
     gate: str
     limit: float | None = None
@@ -71,7 +71,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def gate_of(module: nn.Module) -> Gate | str:
-    """The gate of a module's experts, or the reason why the op can't compute them."""
+    """Returns the gate of a module's experts, or the reason why the op can't compute them."""
     act = getattr(module, "act_fn", None)
     activation = _FUNCTIONS.get(act) or activation_name(act)
     name = getattr(act, "__name__", type(act).__name__)
@@ -120,10 +120,10 @@ def _cached_gate(
     name: str,
     constants: tuple[tuple[str, float | None], ...],
 ) -> Gate | str:
-    """The gate of the op that computes the same as a class's ``_apply_gate``, or a reason.
+    """Returns the op's gate that computes the same as a class's ``_apply_gate``, or a reason.
 
-    ``constants`` are the module's limit and alpha, by their attributes. Whatever the function reads
-    besides them and ``act_fn`` refuses it.
+    ``constants`` are the module's limit and alpha, by attribute name. A function that reads another
+    attribute than these and ``act_fn`` is refused.
     """
     numbers = {key: value for key, value in constants if value is not None}
     module = types.SimpleNamespace(**numbers)
@@ -147,7 +147,7 @@ def _cached_gate(
 
 
 def _numbers(magnitudes: tuple[float, ...]) -> Tensor:
-    """``(len(magnitudes), 512)``: a sequence as even as random numbers, which vmap refuses."""
+    """Returns ``(len(magnitudes), 512)`` evenly spread numbers; vmap refuses random numbers."""
     scale = torch.tensor(magnitudes, dtype=torch.float64, device="cpu")[:, None]
     steps = torch.arange(512 * len(scale), dtype=torch.float64, device="cpu").square()
     return scale * (2 * (steps * 0.6180339887).frac() - 1).view(-1, 512)
@@ -172,7 +172,7 @@ def _formula(gate: Gate, z: Tensor) -> Tensor:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Weights and biases of the experts by name, in the order of the op's arguments."""
+    """Returns the experts' weights and biases by name, in the order of the op's arguments."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     weights = {name: getattr(module, name) for name in names}
     biases = {f"{name}_bias": getattr(module, f"{name}_bias") for name in names if module.has_bias}
@@ -182,7 +182,7 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
 def call_refusal(
     parameters: dict[str, Tensor | None], x: Tensor, index: Tensor, weight: Tensor
 ) -> str | None:
-    """Why the op can't take the tensors of a call, or None."""
+    """Returns why the op can't take the tensors of a call, or None."""
     if _has_any_global_hook():
         return "there are hooks on all modules"
     tensors = [*parameters.values()]
@@ -202,7 +202,7 @@ def call_refusal(
 def _run(
     module: nn.Module, stock: Callable[..., Tensor], name: str, x: Tensor, *routing: Tensor
 ) -> Tensor:
-    """The op, or the function that runs in its place: ``stock``, called ``name`` in reports."""
+    """Runs the op or, if it can't serve the call, ``stock``, which reports call ``name``."""
     gate = gate_of(module)
     reason, parameters = gate, {}
     if not isinstance(gate, str):
@@ -234,7 +234,7 @@ def _run(
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts function behind ``experts_implementation="torchweld"``."""
+    """Computes the experts for ``experts_implementation="torchweld"``."""
     if self.down_proj.dtype in _GROUPED:
         stock, name = ALL_EXPERTS_FUNCTIONS["grouped_mm"], "transformers' grouped_mm"
     else:
@@ -243,7 +243,7 @@ def experts_forward(
 
 
 class FusedExperts(FusedModule):
-    """The experts of a mixture as :func:`torchweld.experts`; the router stays as it is."""
+    """The experts of a mixture, run by :func:`torchweld.experts`; the router stays as it is."""
 
     kind = "experts"
 

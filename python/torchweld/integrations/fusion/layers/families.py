@@ -1,9 +1,9 @@
-"""The decoder families of transformers whose modules ``fuse`` replaces: one table.
+"""Lists the decoder families of transformers whose modules ``fuse`` replaces.
 
-A row of :data:`FAMILIES` says how a family differs from Llama. :data:`FUSIONS` is made of it:
-for each class of transformers the :class:`.FusedModule` that computes the same with torchweld's
-ops. ``fuse`` gives a module the class :func:`fused_class`, which has both as its parents, so
-``isinstance``, parameters, state_dict and hooks see no difference.
+An entry of :data:`FAMILIES` says how a family differs from Llama. :data:`FUSIONS` maps the names of
+the classes that ``fuse`` knows to the :class:`.FusedModule` subclass that computes the same with
+torchweld's ops, and to the subclass's settings (``row``). ``fuse`` gives a module a subclass of
+both classes (:func:`fused_class`): ``isinstance``, parameters, state_dict and hooks work as before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .fused_module import Fusion, register, stock_class
 
 
 class Family(NamedTuple):
-    """One family, by the names that its classes and their modules have."""
+    """Says how a model family differs from Llama, and how its classes and modules are named."""
 
     prefix: str  # of its classes: ``LlamaMLP`` has "Llama"
     eps: str = "variance_epsilon"  # the norm's attribute
@@ -125,18 +125,18 @@ FUSIONS |= {
 
 
 def fusion_in_table(stock: type[nn.Module]) -> Fusion | None:
-    """The fused parent and the row that the table has for a stock class."""
+    """Returns the FusedModule subclass and settings of a stock class in the table, or None."""
     return FUSIONS.get(f"{stock.__module__}.{stock.__qualname__}")
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row of a module's class, or None if the class is not known."""
+    """Returns the FusedModule subclass and settings of a module's class, or None if unknown."""
     stock = stock_class(module)
     return fusion_in_table(stock) or register(stock)
 
 
 def fused_class(stock: type[nn.Module], fusion: Fusion | None = None) -> type[nn.Module]:
-    """The fused class of a stock class: that of ``fusion``, or by default of the known fusions."""
+    """Returns the fused class of a stock class, by ``fusion`` or by default the known fusion."""
     return _subclass(stock, *(fusion or fusion_in_table(stock) or register(stock)))
 
 

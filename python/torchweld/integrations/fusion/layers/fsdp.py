@@ -1,8 +1,8 @@
-"""Modules to which ``fully_shard`` (FSDP2) has given a class.
+"""Handles modules to which ``fully_shard`` (FSDP2) has given a class.
 
 That class has two parents, FSDPModule and the class that the module had. ``fuse`` and ``unfuse``
-change the second (:func:`.fused_module.set_class`) and leave the first, with the module's hooks
-and its state, as it is.
+change the second parent (:func:`.fused_module.set_class`); FSDPModule, the module's hooks and its
+state stay.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def class_before(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before fully_shard changed it."""
+    """Returns the class of a module before fully_shard changed it."""
     return type(module).__bases__[1] if is_fully_sharded(module) else type(module)
 
 
 def gathered(model: nn.Module) -> frozenset[int]:
-    """The ids of the parameters that fully_shard gathers whenever their modules run."""
+    """Returns the ids of the parameters that fully_shard gathers whenever their modules run."""
     owners: Iterator[nn.Module] = filter(is_fully_sharded, model.modules())
     return frozenset(id(parameter) for owner in owners for parameter in owner.parameters())

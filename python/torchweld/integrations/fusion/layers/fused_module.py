@@ -1,7 +1,8 @@
-"""A module of a model to which ``fuse`` gives a class that runs torchweld's ops.
+"""Defines the classes that ``fuse`` gives to a model's modules to run torchweld's ops.
 
-A subclass of :class:`FusedModule` has the forward of one kind of module. :mod:`.families` joins it
-with the class of transformers that it replaces.
+A subclass of :class:`FusedModule` has the forward of one kind of module, and ``row`` its settings
+for one class of modules. A fused class inherits from that subclass and from the module's own
+(stock) class (:mod:`.families`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from .fsdp import class_before
 
 # Attributes of a fused class. One that must be there is read by its name, without a call.
 STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
-FUSED_SITES = "_torchweld_sites"  # of a module whose class has several: those that are fused
+FUSED_SITES = "_torchweld_sites"  # of a module whose class has several sites: the fused ones
 KEEP = "_torchweld_keep"  # the option `keep` of a model's fused loss
 
 
 class Replacement(NamedTuple):
-    """One replacement in a model."""
+    """One replacement in a model: modules that get fused classes together."""
 
     where: str  # its path in the report
     key: Hashable  # of its calls in :func:`.recorder.record`
@@ -38,12 +39,12 @@ class Replacement(NamedTuple):
 
 
 def below(path: str, name: str) -> str:
-    """The path of the child ``name`` of the module at ``path``, which is "" for the model."""
+    """Returns the path of the child ``name`` of the module at ``path``, "" for the model."""
     return f"{path}.{name}" if path else name
 
 
 class FusedModule(nn.Module):
-    """A module whose forward runs torchweld's ops where it can."""
+    """A module whose forward runs torchweld's ops, or the stock forward if the ops can't."""
 
     kind: str  # the word for it in ``fuse``'s argument ``only``; "loss" for heads
     op: ClassVar[str]  # the op that it runs
@@ -52,7 +53,7 @@ class FusedModule(nn.Module):
 
     @classmethod
     def subclass(cls, stock: type[nn.Module], row: Any, module: str) -> type[nn.Module]:
-        """The class that has this forward and is a subclass of ``stock`` too.
+        """Makes the class that has this forward and is a subclass of ``stock`` too.
 
         Its ``__name__`` is the stock one, by which transformers and accelerate look classes up (in
         config.json, and for blocks that are not split). pickle finds it by ``__qualname__``.
@@ -76,7 +77,7 @@ class FusedModule(nn.Module):
 
     @staticmethod
     def replacement(path: str, module: nn.Module, row: Any) -> Replacement:
-        """The replacement for a stock or fused module at ``path``."""
+        """Returns the replacement for a stock or fused module at ``path``."""
         return Replacement(path, module, (module,))
 
     @classmethod
@@ -86,17 +87,17 @@ class FusedModule(nn.Module):
 
     @staticmethod
     def refusal(module: nn.Module, row: Any) -> str | None:
-        """Why a stock module must stay as it is, or None."""
+        """Returns why a stock module must stay as it is, or None."""
         return instance_refusal(module)
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Any) -> dict[str, Tensor | None]:
-        """The parameters that the op takes, by their names in the report."""
+        """Returns the parameters that the op takes, by their names in the report."""
         return {}
 
     @classmethod
     def probe(cls, module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
-        """Why the op does not run with a weight of this device and dtype, or None."""
+        """Returns why the op does not run with a weight of this device and dtype, or None."""
         return probes.refusal(cls.op, weight)
 
 
@@ -105,14 +106,14 @@ _recognised: dict[type[nn.Module], Fusion] = {}
 
 
 def register(stock: type[nn.Module], found: Fusion | None = None) -> Fusion | None:
-    """The fused parent and the row of a class in no table; ``found`` sets them."""
+    """Returns the subclass and settings of a class in no table, or None; ``found`` sets them."""
     if found is not None:
         _recognised[stock] = found
     return _recognised.get(stock)
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has without ``fuse``."""
+    """Returns the class that a module has without ``fuse``."""
     return getattr(type(module), STOCK, None) or class_before(module)
 
 
@@ -129,7 +130,7 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 def _replaced(
     like: type[nn.Module], before: type[nn.Module], cls: type[nn.Module]
 ) -> type[nn.Module]:
-    """The class ``like`` with ``cls`` in the place of its ancestor ``before``."""
+    """Returns the class ``like`` with ``cls`` in place of the ancestor ``before``."""
     if like is before:
         return cls
     if before not in like.__mro__:
@@ -153,7 +154,7 @@ def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def call_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments of a fused forward's call by name, or None if the stock one must run."""
+    """Returns a fused forward's arguments by name, or None if the stock forward must run."""
     signature = getattr(module, ARGUMENTS, None)
     if signature is None:
         return None
@@ -178,9 +179,9 @@ def is_fused(module: nn.Module) -> bool:
 def parameter_refusal(
     tensors: dict[str, Tensor | None], gathered: Container[int] = ()
 ) -> str | None:
-    """Why an op can't take the given parameters, or None.
+    """Returns why an op can't take the given parameters, or None.
 
-    ``gathered`` are the ids of those that are plain tensors while a forward pass runs.
+    ``gathered`` are the ids of parameters that FSDP2 makes plain tensors during a forward pass.
     """
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for name, tensor in given.items():
@@ -198,7 +199,7 @@ def parameter_refusal(
 
 
 def instance_refusal(module: nn.Module) -> str | None:
-    """Why a module's forward must not be replaced, or None."""
+    """Returns why a module's forward must not be replaced, or None."""
     if hasattr(module, "_hf_hook"):
         return "it has accelerate's hooks, which move its parameters"
     if "forward" in vars(module):

@@ -1,4 +1,4 @@
-"""A GPT-2 block that runs ``norm -> linear (-> activation)`` as one op.
+"""Defines a GPT-2 block that runs ``norm -> linear (-> activation)`` as one op.
 
 :class:`FusedGPT2Block` reads the parameters of its stock submodules, which stay as they are: each
 of them still works when it is called alone, and may be moved or shared. In every call the block
@@ -6,7 +6,7 @@ asks which of its :data:`SITES` may run fused. A hook that was added after ``fus
 (accelerate's offloading too) or a replaced layer (LoRA) makes that site run stock.
 
 A step of generation computes so little that the GPU waits for the host. So the block also leaves
-out work without effect: the look-up of its attention, views, calls of modules that return their
+out work without effect: the look-up of its attention, views, and calls of modules that return their
 input.
 """
 
@@ -78,7 +78,7 @@ def _record(module: nn.Module, output: Any) -> None:
 
 
 def _holds(block: nn.Module, site: Site) -> bool:
-    """Whether a site's modules are stock and nothing looks in between."""
+    """Whether a site's modules are stock, without hooks that would see other values."""
     norm, owner = block._modules.get(site.norm), block._modules.get(site.owner)
     if type(norm) is not nn.LayerNorm or type(owner) is not site.owner_class:
         return False
@@ -94,7 +94,7 @@ def _holds(block: nn.Module, site: Site) -> bool:
 
 
 def _mixed(norm: nn.Module, linear: nn.Module) -> bool:
-    """Whether the norm was cast alone, which torch's LayerNorm takes and the op does not."""
+    """Whether the norm has another dtype than the layer, which the op does not support."""
     scale, weight = norm._parameters.get("weight"), linear._parameters.get("weight")
     if scale is None or weight is None or scale.dtype == weight.dtype:
         return False
@@ -102,12 +102,12 @@ def _mixed(norm: nn.Module, linear: nn.Module) -> bool:
 
 
 def fused_paths(block: nn.Module) -> tuple[str, ...]:
-    """The paths below a block of the sites that ``fuse`` has fused."""
+    """Returns the paths below a block of the sites that ``fuse`` has fused."""
     return vars(block).get(FUSED_SITES, ())
 
 
 def fused_sites(block: nn.Module) -> list[Site]:
-    """The sites that a block runs fused in a call made now."""
+    """Returns the sites that a block runs fused if it is called now."""
     paths = fused_paths(block)
     if not paths or _has_any_global_hook():
         return []
@@ -115,7 +115,7 @@ def fused_sites(block: nn.Module) -> list[Site]:
 
 
 def norm_linear(x: Tensor, norm: nn.LayerNorm, linear: Conv1D, activation: str) -> Tensor:
-    """``activation(linear(norm(x)))`` in one op, for x of ``(batch, rows, features)``."""
+    """Computes ``activation(linear(norm(x)))`` in one op; x is ``(batch, rows, features)``."""
     tensors = x, *weight_and_bias(linear), *weight_and_bias(norm)
     if isinstance(linear, ShardedConv1D):
         tensors = linear.columns(*tensors)
@@ -128,7 +128,7 @@ def norm_linear(x: Tensor, norm: nn.LayerNorm, linear: Conv1D, activation: str) 
 
 
 def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
-    """``layer`` of x, whose last ``dims`` dimensions hold the features."""
+    """Computes ``layer`` of x, whose last ``dims`` dimensions hold the features."""
     if is_plain(layer, Conv1D):
         weight, bias = weight_and_bias(layer)
         y = torch.addmm(bias, x.reshape(-1, x.shape[-dims:].numel()), weight)
@@ -137,7 +137,7 @@ def project(layer: nn.Module, x: Tensor, dims: int = 1) -> Tensor:
 
 
 def _drop(layer: nn.Module, x: Tensor) -> Tensor:
-    """``layer(x)``, which is x for a Dropout in eval mode."""
+    """Returns ``layer(x)``, without a call if it is a Dropout in eval mode."""
     if not layer.training and is_plain(layer, nn.Dropout):
         return x
     return layer(x)
@@ -146,11 +146,11 @@ def _drop(layer: nn.Module, x: Tensor) -> Tensor:
 def _self_attention(
     attn: GPT2Attention, qkv: Tensor, signature: Arguments, kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Self-attention by the function that the config names, and the weights where it gives them.
+    """Runs the attention function that the config names; returns its result and weights or None.
 
     ``qkv`` is ``(batch, rows, 3 * nheads * head_dim)``, the result ``(batch, rows, nheads,
-    head_dim)``. Cache and mask are removed from ``kwargs``, the stock layer's arguments; the others
-    go to the attention function.
+    head_dim)``. ``kwargs`` are the stock layer's arguments: cache and mask are removed from them,
+    and the others go to the attention function.
     """
     cache, mask = kwargs.pop(signature.cache, None), kwargs.pop("attention_mask", None)
     batch, rows, _ = qkv.shape
@@ -185,7 +185,7 @@ def _self_attention(
 class FusedGPT2Block(FusedModule):
     """A GPT2Block whose :data:`SITES` run ``torchweld::layer_norm_linear``.
 
-    :mod:`.gpt2` fuses the sites of a block one by one, so it is no replacement of its own.
+    :mod:`.gpt2` fuses the sites of a block one by one, so the report does not list the block.
     """
 
     kind = "block"
@@ -228,7 +228,7 @@ def _fused_attention(
     signature: Arguments,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """``attn(ln_1(x))[0]``, with ln_1 inside c_attn."""
+    """Computes ``attn(ln_1(x))[0]``, with ln_1 and c_attn as one op."""
     modules = attn._modules
     qkv = norm_linear(x, ln_1, modules["c_attn"], "none")
     if recorder.calls is not None:
@@ -241,7 +241,7 @@ def _fused_attention(
 
 
 def _fused_mlp(ln_2: nn.LayerNorm, mlp: GPT2MLP, x: Tensor) -> Tensor:
-    """``mlp(ln_2(x))``, with ln_2 and the activation inside c_fc."""
+    """Computes ``mlp(ln_2(x))``, with ln_2, c_fc and the activation as one op."""
     modules = mlp._modules
     hidden = norm_linear(x, ln_2, modules["c_fc"], activation_name(modules["act"]))
     if recorder.calls is not None:

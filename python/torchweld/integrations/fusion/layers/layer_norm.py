@@ -1,4 +1,4 @@
-"""torch's LayerNorm on torchweld's ops, alone and behind a residual addition."""
+"""Runs LayerNorms on torchweld's ops, alone and after a residual addition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DTYPES = {"cuda": (torch.float32, torch.float16, torch.bfloat16), "cpu": (torch
 
 
 class FusedLayerNorm(FusedNorm):
-    """A LayerNorm over the last dimension as :func:`torchweld.layer_norm`."""
+    """A LayerNorm over the last dimension that runs :func:`torchweld.layer_norm`."""
 
     op = "layer_norm"
 
@@ -60,14 +60,14 @@ class FusedLayerNorm(FusedNorm):
 
 
 class CentredNorm(NamedTuple):
-    """The attribute of eps, or eps itself, and the number that a LayerNorm adds to its weight."""
+    """Settings of a LayerNorm: eps or its attribute's name, and a number added to the weight."""
 
     eps: str | float
     weight_offset: float
 
 
 class FusedCentredNorm(FusedNorm):
-    """A LayerNorm of another class than torch's as :func:`torchweld.layer_norm`."""
+    """A LayerNorm of another class than torch's that runs :func:`torchweld.layer_norm`."""
 
     op = "layer_norm"
     refusal = staticmethod(FusedRMSNorm.refusal)
@@ -95,7 +95,7 @@ class FusedCentredNorm(FusedNorm):
 
 
 class PostNorm(NamedTuple):
-    """The modules of ``norm(dropout(linear(x)) + residual)``, by name."""
+    """Names the modules of ``norm(dropout(linear(x)) + residual)``."""
 
     linear: str
     dropout: str
@@ -103,7 +103,7 @@ class PostNorm(NamedTuple):
 
 
 class FusedPostNorm(FusedModule):
-    """A linear layer whose result is added and normalised by :func:`torchweld.add_layer_norm`."""
+    """A linear layer whose residual sum and norm run as :func:`torchweld.add_layer_norm`."""
 
     kind, op = "norm", "add_layer_norm"
 
@@ -140,7 +140,7 @@ class FusedPostNorm(FusedModule):
 
 
 def norm_operands(norm: nn.Module, x: Any) -> tuple[Tensor | None, ...] | None:
-    """The arguments x, weight and bias of an op that normalises x, or None if none may run."""
+    """Returns x, weight and bias for an op that normalises x, or None if none may run."""
     if not isinstance(x, Tensor) or x.shape[-1:] != norm.normalized_shape:
         return None
     tensors = x, *weight_and_bias(norm)
@@ -150,5 +150,5 @@ def norm_operands(norm: nn.Module, x: Any) -> tuple[Tensor | None, ...] | None:
 
 
 def is_faster(tensor: Tensor) -> bool:
-    """Whether the ops are faster than torch's for a device and a dtype."""
+    """Whether the ops are faster than torch's for a tensor's device and dtype."""
     return tensor.dtype in _DTYPES.get(tensor.device.type, ())

@@ -1,7 +1,8 @@
-"""Linear layers whose products a fused module computes: plain ones, and those of parallelize.
+"""Describes linear layers whose products a fused module computes: plain or of parallelize.
 
-Each process has the columns of some of a block's layers and the rows of others. Where it has
-columns, the module calls its op with them, and the gradient of x is summed over the processes.
+parallelize gives each process columns of some of a block's layers and rows of others. With layers
+that are sharded by columns, the module calls its op on this process's columns, and backward sums
+the gradient of x over the processes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if torch.distributed.is_available():
 
 
 def why_called(layers: Mapping[str, nn.Module]) -> str:
-    """Names the layers that must be called, with the reasons; "" where an op can compute them."""
+    """Names the layers that must be called, with reasons; "" if an op can compute them all."""
     names: dict[str, list[str]] = {}
     for name, layer in layers.items():
         reason = instance_refusal(layer) or ("it has hooks" if hooked(layer) else None)
@@ -45,19 +46,19 @@ def why_called(layers: Mapping[str, nn.Module]) -> str:
 
 
 def has_rows(layer: nn.Module, mesh: Any) -> bool:
-    """Whether a layer's results are sums over a mesh of each process's rows; None: it is whole."""
+    """Whether a layer is plain and, with a mesh, sharded by rows over it and summed."""
     if mesh is None:
         return is_plain(layer, nn.Linear)
     return is_plain(layer, RowLinear) and mesh_of(layer) == mesh and layer.output.is_replicate()
 
 
 def has_classes(head: nn.Module | None) -> bool:
-    """Whether parallelize has sharded a plain head, so that each process has some classes."""
+    """Whether parallelize has sharded a plain head and given each process some classes."""
     return type(head) in _HEADS and is_plain(head, type(head))
 
 
 def sharded_loss(*args: Any, **options: Any) -> Tensor:
-    """`linear_cross_entropy` of a sharded head."""
+    """Computes `linear_cross_entropy` of a sharded head."""
     return vocab_parallel_linear_cross_entropy(*args, **options)
 
 
@@ -106,7 +107,7 @@ def _mesh_of_columns(layer: nn.Module) -> Any:
 
 
 def own(layer: nn.Module, name: str) -> Tensor | None:
-    """This process's part of a parameter, without a gradient; the parameter of a whole layer."""
+    """Returns this process's shard of a parameter, without a gradient; all of a whole layer's."""
     tensor = getattr(layer, name)
     if tensor is None or type(layer) is nn.Linear:
         return tensor
@@ -115,10 +116,10 @@ def own(layer: nn.Module, name: str) -> Tensor | None:
 
 
 def local(layer: nn.Module) -> Tensor:
-    """This process's part of a layer's weight, with its gradient."""
+    """Returns this process's shard of a layer's weight, with its gradient."""
     return local_weight(layer.weight)
 
 
 def copied(mesh: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, whose gradients backward sums over a mesh."""
+    """Returns the tensors; backward sums their gradients over a mesh, if there is one."""
     return tensors if mesh is None else copy_to_tp_region(mesh, *tensors)

@@ -1,4 +1,4 @@
-"""MLPs on torchweld's ops, with a gate, such as Llama's, and without one."""
+"""Runs MLPs on torchweld's ops, with a gate, such as Llama's, and without one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEVICES = ("cuda",)
 
 
 class MLP(NamedTuple):
-    """The modules of an MLP, by name."""
+    """Names the modules of an MLP."""
 
     first: tuple[str, ...]  # its first layer, or the two whose results a gate multiplies
     activation: str | None  # None if the forward itself computes gelu
@@ -48,11 +48,11 @@ class MLP(NamedTuple):
 
 
 class FusedPlainMLP(FusedModule):
-    """An MLP whose first layer and activation are :func:`torchweld.linear`.
+    """An MLP whose first layer and activation run as :func:`torchweld.linear`.
 
-    With a gate they are :func:`torchweld.gated_linear`, or :func:`torchweld.gated_linear_pair` if
-    two layers have the weights or one has them in the other order. The second layer is called.
-    Where a dropout in the MLP is on, the stock forward runs.
+    An MLP with a gate runs :func:`torchweld.gated_linear`, or :func:`torchweld.gated_linear_pair`
+    if two layers hold the weights or one packs them in the other order. The second layer is called.
+    If a dropout in the MLP is on, the stock forward runs.
     """
 
     kind = "mlp"
@@ -115,12 +115,12 @@ class FusedPlainMLP(FusedModule):
 
 
 class FusedMLP(FusedPlainMLP):
-    """A gated MLP as :func:`torchweld.gated_mlp`.
+    """A gated MLP that runs :func:`torchweld.gated_mlp`.
 
-    Where ``down_proj`` must be called itself, for example with LoRA, its two products and gate are
-    :func:`torchweld.gated_linear_pair`; where one layer has both weights and the gate applies silu
-    they are :func:`torchweld.gated_linear`. Where the layers in front of the gate must be called,
-    the gate is :func:`torchweld.gated_activation`.
+    If ``down_proj`` must be called, for example with LoRA, :func:`torchweld.gated_linear_pair`
+    computes the two products in front of it and the gate. If one layer packs both weights and the
+    activation is silu, :func:`torchweld.gated_linear` does. If the layers in front of the gate must
+    be called, :func:`torchweld.gated_activation` computes the gate.
     """
 
     @staticmethod
@@ -185,13 +185,13 @@ def _name_of(mlp: nn.Module, row: MLP) -> str | None:
 
 
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
-    """The gate of an MLP: its name, and whether it takes the two results in the other order."""
+    """Returns an MLP's gate, and whether its two arguments are swapped, or None if unknown."""
     name, acts_on_left = GATES.get(_name_of(mlp, row), (None, False))
     return None if name is None else (name, acts_on_left != (row.activated == "left"))
 
 
 def activation_of(mlp: nn.Module, row: MLP) -> str | None:
-    """torchweld's name of the activation or the gate of an MLP, None if it has no fused form."""
+    """Returns torchweld's name of an MLP's activation or gate, None if it has no fused form."""
     if row.activated is not None:
         return (gate_of(mlp, row) or (None,))[0]
     name = _name_of(mlp, row)
@@ -205,7 +205,7 @@ def _activation_refusal(mlp: nn.Module, row: MLP) -> str | None:
 
 
 def _op(mlp: nn.Module, row: MLP) -> str:
-    """The op that runs the first layers and the activation."""
+    """Returns the op that runs the first layers and the activation."""
     if row.activated is None:
         return "linear"
     return "gated_linear" if row.packed and not gate_of(mlp, row)[1] else "gated_linear_pair"
@@ -219,7 +219,7 @@ def _gated_linear(x: Tensor, row: MLP, found: Operands, gate: str, swapped: bool
 
 
 def _branches(tensors: Sequence[Tensor | None], swapped: bool) -> Sequence[Tensor | None]:
-    """The weights or biases of a gate's left and right argument, which one layer may pack."""
+    """Returns the tensors of a gate's left and right argument; one tensor may pack both."""
     if len(tensors) == 1:  # views whose gradient is made in one copy
         packed = tensors[0]
         tensors = [None, None] if packed is None else packed.unflatten(0, (2, -1)).unbind()
@@ -231,7 +231,7 @@ def _layers(mlp: nn.Module, row: MLP) -> dict[str, nn.Module]:
 
 
 def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:
-    """The MLP whose layers are called; the compiler joins its gate with their last operations."""
+    """Runs an MLP that must call its layers; the gate is an op, except under torch.compile."""
     if torch.compiler.is_compiling():
         return stock_forward(mlp, x)
     projected = [layer(x) for layer in _layers(mlp, row).values()]
@@ -245,7 +245,7 @@ def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:
 
 
 def _between(mlp: nn.Module, row: MLP) -> list[nn.Module]:
-    """The modules that the fused forward does not call: the activation and dropouts."""
+    """Returns the modules that the fused forward does not call: the activation and dropouts."""
     return [m for name, m in mlp._modules.items() if name not in (*row.first, row.second)]
 
 
@@ -257,7 +257,7 @@ def _is_mixed(mlp: nn.Module, row: MLP) -> bool:
 
 
 def _operands(mlp: nn.Module, row: MLP, x: Any) -> Operands | None:
-    """The operands of the first layers, or None if the stock forward must run."""
+    """Returns the operands of the first layers, or None if the stock forward must run."""
     between = _between(mlp, row)
     if not isinstance(x, Tensor) or any(map(hooked, between)) or _is_mixed(mlp, row):
         return None

@@ -1,4 +1,4 @@
-"""Norms on torchweld's ops: alone, of a residual sum, and in front of projections."""
+"""Runs norms on torchweld's ops: alone, of a residual sum, and in front of projections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class FusedNorm(FusedModule):
     """A norm over the last dimension.
 
     Attributes:
-        op: Runs alone. ``add_<op>`` and ``<op>_linears`` are the other two.
+        op: The op of the norm alone. ``add_<op>`` adds a residual first, and ``<op>_linears``
+            projects the result.
     """
 
     kind = "norm"
@@ -32,11 +33,11 @@ class FusedNorm(FusedModule):
         return probes.refusal(cls.op, weight) or probes.refusal(f"{cls.op}_linears", weight)
 
     def operands(self, x: Any) -> Parameters | None:
-        """The arguments of the op that normalises x, or None if the stock forward must run."""
+        """Returns the op's arguments to normalise x, or None if the stock forward must run."""
         raise NotImplementedError
 
     def options(self) -> dict[str, float]:
-        """The options of the ops."""
+        """Returns the options of the ops."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +65,7 @@ class FusedNorm(FusedModule):
         return getattr(ops, self.op)(*tensors, **self.options())
 
     def linears(self, x: Tensor, parameters: Parameters, projections: Operands) -> list[Tensor]:
-        """The results of layers that project the normalised x."""
+        """Computes the results of layers that project the normalised x."""
         weights, biases, mesh = projections
         given = [bias for bias in biases if bias is not None]
         if given and len(given) < len(biases):  # the op takes one for each layer or none

@@ -1,4 +1,4 @@
-"""RMSNorms on torchweld's ops, also those behind linear attention and state-space scans."""
+"""Runs RMSNorms on torchweld's ops, also those after linear attention and state-space scans."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .norm import FusedNorm
 
 
 class Norm(NamedTuple):
-    """The attributes of a family's RMSNorm."""
+    """Settings of an RMSNorm: eps's attribute name, and a number added to the weight."""
 
     eps: str
     weight_offset: float
 
 
 class FusedRMSNorm(FusedNorm):
-    """An RMSNorm as :func:`torchweld.rms_norm`."""
+    """An RMSNorm that runs :func:`torchweld.rms_norm`."""
 
     op = "rms_norm"
 
@@ -67,7 +67,7 @@ def _weight(norm: nn.Module) -> Tensor | None:
 
 
 class FusedTorchNorm(FusedRMSNorm):
-    """An ``nn.RMSNorm`` over the last dimension as :func:`torchweld.rms_norm`."""
+    """An ``nn.RMSNorm`` over the last dimension that runs :func:`torchweld.rms_norm`."""
 
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
@@ -81,14 +81,14 @@ class FusedTorchNorm(FusedRMSNorm):
 
 
 class GatedNorm(NamedTuple):
-    """The attribute of eps, and whether the gate multiplies the rows in front of the norm."""
+    """Settings of a gated norm: eps's attribute name, and whether the gate precedes the norm."""
 
     eps: str
     gate_first: bool
 
 
 class FusedGatedNorm(FusedModule):
-    """An RMSNorm of ``(x, gate)``."""
+    """An RMSNorm of ``(x, gate)`` that runs :func:`torchweld.rms_norm_gated`."""
 
     kind, op = "norm", "rms_norm_gated"
     refusal = staticmethod(FusedRMSNorm.refusal)

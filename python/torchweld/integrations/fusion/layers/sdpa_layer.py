@@ -1,4 +1,4 @@
-"""Layers that call ``F.scaled_dot_product_attention``, which runs torchweld's op inside of them."""
+"""Runs torchweld's op inside of layers that call ``F.scaled_dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class FusedSdpaLayer(FusedModule):
 
 
 class _Calls(TorchFunctionMode):
-    """Gives a layer's calls of SDPA to the op, in this thread alone.
+    """Runs the op in place of a layer's calls of SDPA, in this thread alone.
 
-    NOTE: torch asks a mode about each of its functions, which takes the host some microseconds a
-    function. Compiled code has asked when it was traced.
+    NOTE: torch calls a mode for each of its functions, which takes the host some microseconds a
+    function. Compiled code calls the mode only while it is traced.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -79,7 +79,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """SDPA on the op where it serves the call; the arguments are SDPA's."""
+    """Runs the op, or SDPA if the op can't serve the call; the arguments are SDPA's."""
     tensors = query, key, value
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -97,7 +97,7 @@ def _attention(
 def _refusal(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, **options: Any
 ) -> str | None:
-    """Why a call of SDPA does not run the op, or None."""
+    """Returns why a call of SDPA does not run the op, or None."""
     plain = all(map(plain_tensors, (query, key, value)))
     if not plain and not torch.compiler.is_exporting():  # export traces with fake tensors
         return "a tensor is of a subclass or not floating point"

@@ -1,4 +1,4 @@
-"""Questions of a fused forward about modules that it does not call."""
+"""Tells a fused forward about modules that it does not call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ACTIVATIONS = {
 
 
 def activation_name(act: Any) -> str | None:
-    """torchweld's name of an activation object, None when there is no fused form of it."""
+    """Returns torchweld's name of an activation module, None if it has no fused form."""
     if type(act) is nn.GELU:
         return "gelu_tanh" if act.approximate == "tanh" else "gelu"
     if type(act).__module__ == "timm.layers.activations":
@@ -40,16 +40,16 @@ def activation_name(act: Any) -> str | None:
 
 
 def hooked(module: nn.Module, calls_recorders: bool = False) -> bool:
-    """Whether a hook runs with a module, so that the module itself must be called.
+    """Whether a module has hooks and therefore must be called itself.
 
-    The hook would see values that the fusion changes or never computes; or it brings the module's
+    A hook would see values that the fusion changes or never computes; or it brings the module's
     parameters to the device and takes them away again, as accelerate's offloading does. Hooks on
-    all modules are another question, which ``_has_any_global_hook`` answers once for many modules.
+    all modules don't count here; ``_has_any_global_hook`` finds them once for many modules.
 
     Args:
         module: A submodule of a fused block.
         calls_recorders: Whether the fused block calls transformers' output recorders itself
-            (:func:`_record`), so that they don't count.
+            (:func:`.gpt2_block._record`); they don't count then.
     """
     if untouched(module):
         return False
@@ -66,13 +66,13 @@ def hooked(module: nn.Module, calls_recorders: bool = False) -> bool:
 
 
 def weight_and_bias(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias, read three times as fast as through ``Module.__getattr__``."""
+    """Returns weight and bias, three times as fast as through ``Module.__getattr__``."""
     (weight,), (bias,) = weights_and_biases((layer,))
     return weight, bias
 
 
 def weights_and_biases(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and biases of several layers."""
+    """Returns the weights and biases of several layers."""
     weights, biases = [], []
     for layer in layers:
         own = layer._parameters
@@ -86,10 +86,10 @@ def weights_and_biases(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[
 
 
 def implementation(config: Any) -> str | None:
-    """``config._attn_implementation``.
+    """Returns ``config._attn_implementation``, without its property if it can.
 
     NOTE: a configuration overrides __getattribute__, in Python: the property takes the host as long
-    as an op does. torch.compile can trace the property, but not its replacement.
+    as an op does. torch.compile can trace the property, but not the read that replaces it.
     """
     if torch.compiler.is_compiling():
         return config._attn_implementation

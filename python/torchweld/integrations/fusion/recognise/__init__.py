@@ -1,1 +1,1 @@
-"""Layers that the table of families lacks: found by their structure, compared on random inputs."""
+"""Finds layers that the table of families lacks by structure; compares them on random inputs."""

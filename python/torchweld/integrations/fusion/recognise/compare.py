@@ -1,7 +1,7 @@
 """Compares a module with the fused one that its structure suggests.
 
-A replica of the module has its class and attributes, small random weights, and no hooks. It
-computes results and gradients of random inputs twice: with the fused forward and the stock one.
+A replica of the module has its class and attributes, small random weights, and no hooks. The
+replica computes results and gradients of random inputs twice: with the fused and the stock forward.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Random:
         return values.to(self.device, self.dtype)
 
     def inputs(self) -> Tensor:
-        """``(4, 3, WIDTH)``: rows of all magnitudes; a leaf that needs a gradient."""
+        """Returns ``(4, 3, WIDTH)`` of several magnitudes, a leaf that needs a gradient."""
         scale = torch.tensor(MAGNITUDES, device=self.device, dtype=self.dtype)
         return (self(4, 3, WIDTH) * scale[:, None, None]).requires_grad_()
 
     def linear(self, columns: int, rows: int, like: nn.Module) -> nn.Linear:
-        """A linear layer of ``columns`` inputs with a bias where ``like`` has one."""
+        """Makes a linear layer of ``columns`` inputs, with a bias if ``like`` has one."""
         bias = getattr(like, "bias", None) is not None
         layer = nn.Linear(columns, rows, bias, self.device, self.dtype)
         for parameter in layer.parameters():
@@ -60,7 +60,7 @@ Forward = Callable[..., Any]
 
 
 class Kind(NamedTuple):
-    """A kind of module."""
+    """Says how a kind of module is copied and run for a comparison."""
 
     name: str  # with its article, for reasons
     replica: Callable[[nn.Module, Random], nn.Module]
@@ -72,10 +72,10 @@ _strict: dict[tuple[Any, ...], str | None] = {}
 
 
 def difference(module: nn.Module, kind: Kind, row: Any, weight: Tensor) -> str | None:
-    """Why a module is not a module of a kind, or None.
+    """Returns why a module computes something else than its fused version, or None.
 
-    It is compared in float32 on the CPU, and with the device and the dtype of ``weight``. Its class
-    is registered with ``row``.
+    The two are compared in float32 on the CPU, and on the device and in the dtype of ``weight``.
+    The module's class is registered with ``row``.
     """
     reason = strict_difference(module, kind, row)
     return reason or _differs(module, kind, weight.device, weight.dtype, _LOOSE, (True,))
@@ -117,7 +117,7 @@ def _differs(
 
 
 def _apart(ours: Tensor, stock: Tensor) -> float:
-    """The largest difference along the first dim, relative to the largest value there."""
+    """Returns the largest difference over the largest value; above 2-D, by index of dim 0."""
     if ours.shape != stock.shape or ours.dtype != stock.dtype:
         raise TypeError(f"its result is {tuple(stock.shape)} of {stock.dtype}")
     first = 1 if stock.dim() > 2 else 0
@@ -127,7 +127,7 @@ def _apart(ours: Tensor, stock: Tensor) -> float:
 
 
 def with_gradients(module: nn.Module, y: Any, x: Tensor, random: Random) -> list[Tensor]:
-    """The result of a module, and the gradients of its input and of its parameters."""
+    """Returns the result of a module, and the gradients of its input and its parameters."""
     if type(y) is not Tensor:
         raise TypeError(f"its result is {type(y).__name__}, not a tensor")
     return [y, *torch.autograd.grad(y, [x, *module.parameters()], random(*y.shape).to(y.dtype))]
@@ -136,19 +136,19 @@ def with_gradients(module: nn.Module, y: Any, x: Tensor, random: Random) -> list
 def run_of_one_input(
     module: nn.Module, forward: Forward, random: Random
 ) -> tuple[list[Tensor], None]:
-    """The ``run`` of modules whose forward has one tensor as its input and one as its result."""
+    """Runs a module with one input and one result, as :class:`Kind`'s ``run``."""
     x = random.inputs()
     return with_gradients(module, forward(module, x), x, random), None
 
 
 def _same_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Restores the state of random numbers, so that dropouts draw again what they drew inside."""
+    """Restores the random state after a block; dropouts of the next block draw the same."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Gradients are on, autocast is off, and the state of random numbers comes back.
+    """Runs a block with gradients, without autocast, and restores the random state after it.
 
     One thread computes, because starting others takes longer than a replica does.
     """
@@ -167,7 +167,7 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 def bare_replica(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """A module of a class with the attributes of another, without hooks, parameters, children."""
+    """Makes a module of ``cls`` with ``module``'s attributes; no hooks, parameters or children."""
     replica = cls.__new__(cls)
     hooks = {name: OrderedDict() for name in _HOOKS}
     replica.__dict__ = {**vars(module), **hooks, "_parameters": {}, "_modules": {}, "_buffers": {}}
@@ -175,14 +175,14 @@ def bare_replica(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
 
 
 def key_of(module: nn.Module) -> tuple[Any, ...]:
-    """The values that the forward of a module may depend on, beside its weights."""
+    """Returns the values that a module's forward may depend on, besides its weights."""
     stock = stock_class(module)
     children = [(name, *_values(child)) for name, child in module._modules.items()]
     return stock, stock.forward, tuple(_values(module)), *children
 
 
 def _values(module: nn.Module) -> list[tuple[str, str]]:
-    """A module's class, its parameters' names and its attributes as texts, without its children."""
+    """Returns a module's class, parameter names and attributes as texts, without its children."""
     given = [name for name, parameter in module._parameters.items() if parameter is not None]
     found = [("class", repr(type(module))), ("parameters", repr(given))]
     for name, value in vars(module).items():

@@ -1,9 +1,9 @@
-"""Attention layers and the layers around them that the table of families lacks, compared.
+"""Recognises attention and decoder layers that the table of families lacks, and compares them.
 
-An attention layer calls transformers' attention interface and, in its module, a rotary function of
-query, key or both, and tables. The layer around it has norms that are known: one normalises the
-input of the attention, or gets the sum of the layer's input and a result. The other children of its
-replica are stubs.
+An attention layer calls transformers' attention interface and a rotary function of its Python
+module, of query, key or both, and tables. The decoder layer around it has known norms: one
+normalises the attention's input, or the sum of the layer's input and a result. In a replica of a
+decoder layer the children but the norms are stubs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _OPTIONS_OF = {
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for a module by its structure, or None if no row has it."""
+    """Guesses an attention or decoder layer's fused class and settings, None for other modules."""
     if _rotary_functions(stock_class(module)):
         return choose(module, _rotary_rows, RecognisedRotary)
     if not _has_children_of_layer(module):
@@ -95,7 +95,7 @@ def find(module: nn.Module) -> Fusion | None:
 
 
 def difference(module: nn.Module) -> str | None:
-    """Why fuse knows no rotary function of an attention layer whose module has some, or None."""
+    """Returns why fuse knows none of the rotary functions beside an attention layer, or None."""
     stock = stock_class(module)
     names = [name for name in vars(sys.modules[stock.__module__]) if _ROTARY.match(name)]
     if not names or "Attention" not in stock.__name__ or not asks_for_attention(stock):
@@ -105,7 +105,7 @@ def difference(module: nn.Module) -> str | None:
 
 @functools.cache
 def _rotary_functions(stock: type[nn.Module]) -> tuple[str, ...]:
-    """The functions of query, key or both, and tables that an attention layer's forward calls."""
+    """Returns the names of the rotary functions of known form that an attention layer calls."""
     if not asks_for_attention(stock) or not inspect.isfunction(inspect.unwrap(stock.forward)):
         return ()
     forward = stock.forward
@@ -118,7 +118,7 @@ def _rotary_functions(stock: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _form_of(function: Any) -> str:
-    """The form of a rotary function, or "" if none is known."""
+    """Returns the form of a rotary function, or "" if it is unknown."""
     if not inspect.isfunction(function):
         return ""
     names = " ".join(inspect.signature(function).parameters)
@@ -128,7 +128,7 @@ def _form_of(function: Any) -> str:
 
 
 def _casts(function: Callable) -> bool:
-    """Whether a function of q and k in 16 bits, and tables in float32, has results in 16 bits."""
+    """Whether a function of q and k in 16 bits and tables in float32 returns 16 bits."""
     x, table = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 8)
     try:
         return {y.dtype for y in function(x, x, table, table)} == {x.dtype}
@@ -137,7 +137,7 @@ def _casts(function: Callable) -> bool:
 
 
 def _rotary_rows(module: nn.Module) -> list[tuple[Rotary, ...]]:
-    """The rows of the functions that compute what the op does; the last one of all if none does."""
+    """Returns settings of the functions that compute the same as the op, else the last tried."""
     stock = stock_class(module)
     rows: dict[str, Rotary] = {}
     for name in _rotary_functions(stock):
@@ -187,7 +187,7 @@ def _run_rotary(
 
 
 def _has_children_of_layer(module: nn.Module) -> bool:
-    """Whether a module has two norms that run ops, another with layers of its own, and vectors."""
+    """Whether a module has two norms that run ops, a child with children, and no matrices."""
     children = [child for child in module._modules.values() if child is not None]
     return (
         all(p is None or p.dim() == 1 for p in module._parameters.values())
@@ -206,13 +206,13 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _layer_rows(module: nn.Module) -> list[Layer]:
-    """The row of a layer: the norm of its input in a replica, and those that get sums."""
+    """Returns a layer's settings in a list: its norms of the input and of sums; [] without any."""
     # Its last sum may go to a child that is no norm.
     return _layer_rows_of(module, sums=len(module._modules)) or _layer_rows_of(module, sums=1)
 
 
 def _layer_rows_of(module: nn.Module, sums: int) -> list[Layer]:
-    """The row of a layer that leaves a number of sums to its norms."""
+    """Returns a layer's settings in a list, with up to ``sums`` sums left to its norms; or []."""
     random = compare.Random(torch.device("cpu"), torch.float32)
     try:
         with compare.isolated(random.device), recorder.recording() as calls:
@@ -239,7 +239,7 @@ def _layer_rows_of(module: nn.Module, sums: int) -> list[Layer]:
 
 
 class _Stub(nn.Module):
-    """Takes the place of a child. Its result is a tensor, or a tuple that begins with one."""
+    """Replaces a child. Returns a tensor, or a tuple that begins with one."""
 
     def __init__(self, factor: float, choices: Sequence[int]) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def _layer_replica(
 
 
 def _run_stubs(module: nn.Module, forward: compare.Forward, x: Any) -> tuple[Any, list[int]]:
-    """The result of a layer, and how many results of each stub its forward takes."""
+    """Returns the result of a layer, and how many results of each stub its forward takes."""
     stubs = [child for child in module.children() if isinstance(child, _Stub)]
     given = dict.fromkeys(arguments.of(stock_class(module)).names[1:], 1.0)
     refused: Exception | None = None
@@ -302,7 +302,7 @@ def _run_layer(
 
 
 class RecognisedRotary(Recognised, FusedRotary):
-    """An attention layer of another class. The comparison covers its rotary functions."""
+    """An attention layer of a class in no table. The comparison covers its rotary functions."""
 
     comparison = compare.Kind(
         "a rotary embedding", lambda module, random: fused_replica(module), _run_rotary
@@ -310,6 +310,6 @@ class RecognisedRotary(Recognised, FusedRotary):
 
 
 class RecognisedLayer(Recognised, FusedLayer):
-    """A decoder layer of another class."""
+    """A decoder layer of a class in no table."""
 
     comparison = compare.Kind("a decoder layer", _layer_replica, _run_layer)

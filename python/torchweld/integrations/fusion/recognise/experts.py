@@ -1,4 +1,4 @@
-"""The experts of a mixture, recognised by transformers' decorator and compared with eager ones."""
+"""Recognises a mixture's experts by transformers' decorator; compares them with eager ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXPERTS, _HIDDEN, _PER_TOKEN = 4, 8, 2  # of a replica
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for the experts of a mixture, None for other modules."""
+    """Returns the FusedModule subclass for a mixture's experts, None for other modules."""
     if not is_experts(module):
         return None
     return register(stock_class(module), (RecognisedExperts, None))

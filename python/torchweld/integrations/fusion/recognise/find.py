@@ -1,4 +1,4 @@
-"""The fused forward for any module: from the table of families, or by the module's structure."""
+"""Finds the fused forward for any module, in the table of families or by its structure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import decoder_layers, experts, heads, mlps, norms, post_norms, sdpa_laye
 
 
 def find_fusion(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row of a module; its structure counts where no table has it."""
+    """Returns a module's FusedModule subclass and settings, by table or structure, or None."""
     found = norms.known(module)
     if found is None and not is_fused(module):
         found = decoder_layers.find(module) or heads.find(module) or experts.find(module)

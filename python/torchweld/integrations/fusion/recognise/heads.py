@@ -1,7 +1,7 @@
-"""Heads and losses of language models that the table of families lacks, recognised and compared.
+"""Recognises and compares heads and losses of language models that the table of families lacks.
 
 A model is a candidate if it has a base model and an ``lm_head``, and a forward with the arguments
-of Llama's. Its replica has a stub as its base model, whose result is random.
+of Llama's. In its replica a stub with random results replaces the base model.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _CHANGES = (
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """Returns the fused parent and the row for a model by its structure, or None."""
+    """Guesses a model's fused class and settings from its structure, or returns None."""
     if not _has_children_of_head(module) or difference(module) is not None:
         return None
     return choose(module, _rows, RecognisedCausalLM)
 
 
 def difference(module: nn.Module) -> str | None:
-    """How a module with the parts of a language model differs from one in its arguments."""
+    """Returns how a module with a language model's children lacks arguments, or None."""
     if not _has_children_of_head(module):
         return None
     return arguments.difference(stock_class(module), FusedCausalLM.needs, is_open=True)
@@ -85,7 +85,7 @@ def _has_children_of_head(module: nn.Module) -> bool:
 
 
 def _rows(module: nn.Module) -> list[Head]:
-    """The rows that a model may have."""
+    """Returns the settings that a model may have."""
     text = module.config.get_text_config()
     changes = [
         each
@@ -107,8 +107,8 @@ def _of_stock(module: nn.Module) -> tuple[type[ModelOutput], tuple[str, ...], tu
     """Runs a replica of a model to learn what it returns.
 
     Returns:
-        The class of its outputs, the names of its base model's results among them, and those of
-        labels and logits_to_keep that its base model gets.
+        The class of its outputs, the names of the base model's results among them, and the
+        arguments among labels and logits_to_keep that the base model gets.
     """
     random, ids = compare.Random(torch.device("cpu"), torch.float32), torch.zeros(4, 3).long()
     try:
@@ -135,7 +135,7 @@ def _small(replica: nn.Module, module: nn.Module, random: compare.Random) -> nn.
 
 
 class _Outputs(MoeModelOutputWithPast):
-    """The results of a base model; those that are not given are their names."""
+    """The results of a base model; a result that is not given is its own name."""
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("_"):
@@ -144,7 +144,7 @@ class _Outputs(MoeModelOutputWithPast):
 
 
 class _Base(nn.Module):
-    """Takes the place of the base model; its last hidden state and its router are given."""
+    """Replaces the base model; returns a given hidden state, and logits of a given router."""
 
     def __init__(self, hidden: Tensor, router: Tensor | None, config: Any) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _Base(nn.Module):
         self.lm_head_multiplier = getattr(config, "lm_head_multiplier", None)
 
     def forward(self, input_ids: Tensor, **given: Any) -> MoeModelOutputWithPast:
-        if given.get("return_dict"):  # which the config says too where the logits are left out
+        if given.get("return_dict"):  # the config may say it too, if the logits are left out
             del given["return_dict"]
         texts = {name: str(value) for name, value in given.items() if value is not None}
         self.facts.append((str(input_ids), texts))
@@ -211,7 +211,7 @@ def _run(
 
 
 class RecognisedCausalLM(Recognised, FusedCausalLM):
-    """A language model of another class, or a mixture's with its router's loss."""
+    """A language model of a class in no table; a mixture's loss includes its router's."""
 
     knows = None
     comparison = compare.Kind("a head and its loss", _replica, _run)

@@ -1,4 +1,4 @@
-"""MLPs without a gate or with one, recognised by their structure and compared."""
+"""Recognises MLPs with or without a gate by their structure, and compares them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HIDDEN = 24  # of a replica
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for a module by its structure, or None if no row has it."""
+    """Guesses an MLP's fused class and settings from its structure; None if it is no MLP."""
     package = stock_class(module).__module__.partition(".")[0]
     if package in ("torch", "torchweld") or module._parameters or module._buffers:
         return None
@@ -37,7 +37,7 @@ def find(module: nn.Module) -> Fusion | None:
 
 
 def is_gated_mlp(module: nn.Module, row: MLP) -> bool:
-    """Whether a candidate computes the same as the fused gated MLP of its row."""
+    """Whether a candidate computes the same as the fused gated MLP of its settings."""
     # Without a gate the fused module runs the stock forward, and nothing is compared.
     if activation_of(module, row) is None:
         return False
@@ -45,7 +45,7 @@ def is_gated_mlp(module: nn.Module, row: MLP) -> bool:
 
 
 def _gated_row(module: nn.Module) -> MLP | None:
-    """The row that a module may have if it has the parts of Llama's MLP."""
+    """Returns the settings of a module with the children of Llama's MLP, else None."""
     names = [name for name in ("act_fn", "activation_fn", "act") if name in module._modules]
     if len(names) != 1 or activation_name(module._modules[names[0]]) is None:
         return None
@@ -55,7 +55,7 @@ def _gated_row(module: nn.Module) -> MLP | None:
 
 
 def _rows(module: nn.Module) -> list[MLP]:
-    """The rows that a module may have: one to three linear layers, an activation and dropouts."""
+    """Returns settings to try for one to three linear layers, an activation and dropouts."""
     layers, activations = [], []
     for name, child in module._modules.items():
         if isinstance(getattr(child, "out_features", None), int):
@@ -102,12 +102,12 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
 
 
 class RecognisedPlainMLP(Recognised, FusedPlainMLP):
-    """An MLP of one to three layers."""
+    """An MLP of one to three layers, of a class in no table."""
 
     comparison = compare.Kind("an MLP", _replica, compare.run_of_one_input)
 
 
 class RecognisedMLP(Recognised, FusedMLP):
-    """A gated MLP of another class."""
+    """A gated MLP of a class in no table."""
 
     comparison = compare.Kind("a gated MLP", _replica, compare.run_of_one_input)

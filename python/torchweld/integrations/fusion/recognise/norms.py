@@ -1,6 +1,6 @@
-"""Norms that the table of families lacks: recognised by structure, then compared.
+"""Recognises norms that the table of families lacks by structure, and compares them.
 
-A module with the parts of a norm is compared with the fused one (:mod:`.compare`). Where the two
+A module with the parts of a norm is compared with the fused one (:mod:`.compare`). If the two
 differ, the module stays stock.
 """
 
@@ -42,7 +42,7 @@ _EPS = ("variance_epsilon", "eps", "epsilon")
 
 
 def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.Module:
-    """A fused module without state, for copies and pickles of a class that is in no table."""
+    """Makes a fused module without state, to copy or unpickle one whose class is in no table."""
     cls = fused_class(stock, (parent, row))
     return cls.__new__(cls)
 
@@ -50,7 +50,7 @@ def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.M
 def norm_replica(
     module: nn.Module, random: compare.Random, cls: type[nn.Module] | None = None
 ) -> nn.Module:
-    """A replica of a norm with its fused class or another."""
+    """Makes a replica of a norm, of its fused class or of ``cls``."""
     replica = fused_replica(module) if cls is None else compare.bare_replica(module, cls)
     for name, parameter in module._parameters.items():
         value = None if parameter is None else nn.Parameter(random(compare.WIDTH))
@@ -74,12 +74,12 @@ def _run_gated(
 
 
 def fused_replica(module: nn.Module) -> nn.Module:
-    """A replica with the fused class of a module."""
+    """Makes a replica of a module, of its fused class."""
     return compare.bare_replica(module, fused_class(stock_class(module)))
 
 
 class PickledByRow:
-    """A fused module whose class is in no table."""
+    """Copies and pickles a fused module whose class is in no table."""
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         cls = next(cls for cls in type(self).__mro__ if STOCK in vars(cls))
@@ -103,13 +103,13 @@ class Recognised(PickledByRow):
 
 
 def _fast_norm(norm: nn.Module) -> str | None:
-    """Why a norm of timm that was made under ``set_fast_norm`` stays stock, or None."""
+    """Returns why a norm of timm that was made under ``set_fast_norm`` stays stock, or None."""
     on = getattr(norm, "_fast_norm", False)
     return "timm's fast norm is on, which computes in the dtype of autocast" if on else None
 
 
 class RecognisedNorm(Recognised, FusedRMSNorm):
-    """An RMSNorm of another class, which may multiply by the weight or by 1 + the weight."""
+    """An RMSNorm of a class in no table, which multiplies by the weight or by 1 + the weight."""
 
     comparison = compare.Kind("an RMSNorm", norm_replica, compare.run_of_one_input)
 
@@ -129,19 +129,19 @@ class RecognisedLayerNorm(Recognised, FusedLayerNorm):
 
 
 class RecognisedCentredNorm(Recognised, FusedCentredNorm):
-    """A LayerNorm of another class."""
+    """A LayerNorm of a class in no table."""
 
     comparison = compare.Kind("a LayerNorm", norm_replica, compare.run_of_one_input)
 
 
 class RecognisedGatedNorm(Recognised, FusedGatedNorm):
-    """An RMSNorm with a gate."""
+    """An RMSNorm with a gate, of a class in no table."""
 
     comparison = compare.Kind("an RMSNorm with a gate", norm_replica, _run_gated)
 
 
 def known(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row of a module of the table or a norm, else None."""
+    """Returns the FusedModule subclass and settings of a norm or a class in the table, or None."""
     if is_fused(module):
         return fusion_of(module)
     return fusion_in_table(stock_class(module)) or find(module)
@@ -166,9 +166,10 @@ def choose(
     rows: Callable[[nn.Module], Sequence[Any]],
     parent: type[Recognised] | None = None,
 ) -> Fusion:
-    """Registers the class of a module with the first row that computes the same, or the last.
+    """Registers a module's class with the first settings that compute the same, or the last ones.
 
-    By default the fused parent is that of each row's type.
+    ``rows`` returns the settings to try. The type of the settings decides ``parent``, the
+    FusedModule subclass, if it is None.
     """
     stock = stock_class(module)
     if register(stock) is None:
@@ -188,7 +189,7 @@ _PARENTS: dict[type, type[Recognised]] = {
 
 
 def _norm_rows(module: nn.Module) -> list[Any]:
-    """The rows that a module may have if it is a norm."""
+    """Returns the settings that a module may have as a norm; [] if it is none."""
     given = {name: p for name, p in module._parameters.items() if p is not None}
     weight = given.get("weight")
     alone = set(given) <= {"weight", "bias"} and not module._modules and not module._buffers

@@ -1,4 +1,4 @@
-"""Linear layers with a residual addition and a LayerNorm behind them, as BERT's, compared."""
+"""Recognises and compares linear layers followed by a residual sum and a LayerNorm, as BERT's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .norms import Recognised, choose, fused_replica, norm_replica
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row for a module by its structure, or None if no row has it."""
+    """Guesses a module's fused class and settings from its structure; None for others."""
     row = _row(module)
     return None if row is None else choose(module, lambda _: [row], RecognisedPostNorm)
 
 
 def _row(module: nn.Module) -> PostNorm | None:
-    """The row that a module may have, if its norm may run the op."""
+    """Returns the settings of a module with such children if its norm may run the op, or None."""
     if module._parameters or module._buffers or len(module._modules) != 3:
         return None
     if len(arguments.of(stock_class(module)).names) != 2:
@@ -60,6 +60,6 @@ def _run(
 
 
 class RecognisedPostNorm(Recognised, FusedPostNorm):
-    """A linear layer with a residual addition and a LayerNorm behind it."""
+    """A linear layer followed by a residual addition and a LayerNorm."""
 
     comparison = compare.Kind("an addition and a norm", _replica, _run)

@@ -1,4 +1,4 @@
-"""Layers of timm and diffusers that call ``F.scaled_dot_product_attention``."""
+"""Recognises layers of timm and diffusers that call ``F.scaled_dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CALLS = re.compile(r"\b(scaled_dot_product_attention|dispatch_attention_fn)\(")
 
 
 class RecognisedSdpaLayer(PickledByRow, FusedSdpaLayer):
-    """A layer that calls SDPA itself or, in diffusers, by its processor."""
+    """A layer that calls SDPA itself or, in diffusers, through its processor."""
 
     @staticmethod
     def refusal(module: nn.Module, row: None) -> str | None:
@@ -35,7 +35,7 @@ def of_library(module: nn.Module) -> bool:
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """The fused parent and the row of a layer that calls SDPA, or None."""
+    """Returns the FusedModule subclass for a layer that calls SDPA, or None."""
     if not of_library(module):
         return None
     stock = stock_class(module)
@@ -47,7 +47,7 @@ def find(module: nn.Module) -> Fusion | None:
 
 
 def sample_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The default batch of a model of timm: two small random images, None if no size is known."""
+    """Returns a timm model's default batch: two small random images; None if no size is known."""
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, *size = config.get("input_size", (3,))
     # create_model(img_size=) changes the patches alone
