@@ -1,10 +1,10 @@
-"""Doors into other libraries: Hugging Face attention, ``fuse`` for existing models, torch's SDPA.
+"""Connects torchweld to other libraries: transformers, PEFT, timm, diffusers and torch's SDPA.
 
-``attention`` is what transformers calls by the name "torchweld", and ``register`` tells it the
-name. ``fusion`` is ``fuse``: its steps are in ``fusion.run``, the fused forwards and the table of
-families in ``fusion.layers``, and the recognition of other classes in ``fusion.recognise``.
-``sdpa`` has the kernels under torch's own attention. Nothing here imports transformers until one of
-the names below is used.
+``attention`` has the functions that transformers calls for ``attn_implementation="torchweld"``,
+and ``register`` registers them. ``fusion`` implements ``fuse``: its steps are in ``fusion.run``,
+the fused forwards and the table of model families in ``fusion.layers``, and the recognition of
+classes that the table lacks in ``fusion.recognise``. ``sdpa`` replaces the kernels of torch's own
+attention. This package imports transformers only when one of the names below is used.
 """
 
 from __future__ import annotations

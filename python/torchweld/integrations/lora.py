@@ -30,10 +30,10 @@ from . import recorder
 
 
 class _LoraLinear(torch.autograd.Function):
-    """``F.linear(x, weight, bias) + scaling * (low @ a.T) @ b.T``.
+    """Computes ``F.linear(x, weight, bias) + scaling * (low @ a.T) @ b.T``.
 
-    All have the dtype of x, except ``a (r, K)`` and ``b (N, r)``, which are cast to it. ``low`` is
-    the result of the adapter's dropout of x; None stands for x itself.
+    The tensors have the dtype of x, except ``a (r, K)`` and ``b (N, r)``, which are cast to it.
+    ``low`` is x after the adapter's dropout, or None if the adapter has no dropout.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 class FusedLora(FusedModule):
-    """PEFT's LoRA layer on an ``nn.Linear``, with one plain adapter."""
+    """PEFT's LoRA layer on an ``nn.Linear``; it adds one plain adapter's product in place."""
 
     kind = "lora"
 
@@ -123,12 +123,12 @@ class FusedLora(FusedModule):
 
 
 def _is_transformed() -> bool:
-    """Whether torch.compile or torch.func transforms the call, which it does with torch's ops."""
+    """Whether torch.compile or torch.func transforms the call; the stock forward runs then."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _adapter(layer: nn.Module) -> str | None:
-    """The name of the one adapter that a layer applies in the plain way, None for all else."""
+    """Returns the name of a layer's only active adapter, or None if it is not one plain LoRA."""
     if layer.disable_adapters or layer.merged or not is_plain(layer.base_layer, nn.Linear):
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]

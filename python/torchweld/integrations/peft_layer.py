@@ -13,7 +13,7 @@ from torchweld.nn import Int4Linear
 
 
 class Int4LoraLinear(LoraLinear):
-    """PEFT's LoRA layer on an `Int4Linear`: the 4-bit product, plus that of the two adapters."""
+    """PEFT's LoRA layer on an `Int4Linear`: adds the adapters' product to the 4-bit product."""
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any):
         config = copy.copy(config)  # other layers may have the other order of dimensions
@@ -24,7 +24,7 @@ class Int4LoraLinear(LoraLinear):
             super().__init__(base_layer, adapter_name, config, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds the adapters to the weight; RuntimeError before `torchweld.dequantize_`."""
+        """Adds the adapters to the weight; raises RuntimeError before `torchweld.dequantize_`."""
         if isinstance(self.get_base_layer(), Int4Linear):
             raise RuntimeError(
                 "torchweld: the base layer must have float weights to merge an adapter, but got "

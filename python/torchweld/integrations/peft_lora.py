@@ -1,4 +1,4 @@
-"""LoRA of PEFT on models with `Int4Linear` layers."""
+"""Puts LoRA adapters of PEFT on `Int4Linear` layers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraConfig:
     """Lets a `LoraConfig` put adapters on `Int4Linear` layers.
 
-    PEFT keeps the classes of its own layers, and those registered with a config. A saved adapter
-    does not record them, so give `PeftModel.from_pretrained` a registered config too:
-    `config=register_lora(PeftConfig.from_pretrained(path))`.
+    PEFT puts adapters on the classes that it knows, and on those that its config registers. A saved
+    adapter does not record the registration, so give `PeftModel.from_pretrained` a registered
+    config too: `config=register_lora(PeftConfig.from_pretrained(path))`.
 
     Args:
-        config: changed in place.
-        model: needed for `target_modules="all-linear"`, in which PEFT counts nn.Linear layers
-            alone; the names of the 4-bit layers and of nn.Linear layers, without the heads,
-            take its place. With a model, the modules that PEFT trains whole are
-            checked too.
+        config: The config, changed in place.
+        model: Needed for `target_modules="all-linear"`, which PEFT applies to float layers
+            alone; the names of the 4-bit layers and of the float linear layers, without
+            the heads, replace it. With a model, the modules that PEFT trains whole
+            (modules_to_save) are checked too.
 
     Returns:
         The config.
@@ -35,7 +35,7 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
     Raises:
         ImportError: peft is missing.
         ValueError: "all-linear" without a model; use_dora, which reads the weight; an Int4Linear of
-            the model in modules_to_save, or as the head that PEFT adds to them for the task_type.
+            the model in modules_to_save, or a head that PEFT adds to this list for the task_type.
 
     Example::
 
@@ -71,7 +71,7 @@ def register_lora(config: LoraConfig, model: nn.Module | None = None) -> LoraCon
 
 
 def _check_trained_whole(config: LoraConfig, model: nn.Module) -> None:
-    """Refuses an Int4Linear in modules_to_save: it has no parameters, so nothing would change."""
+    """Raises ValueError if PEFT is to train an Int4Linear whole: it has no parameters to train."""
     heads = ("classifier", "score", "qa_outputs")  # PEFT adds them for these tasks
     names = [*(config.modules_to_save or ())]
     names += heads if config.task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") else ()
@@ -85,7 +85,7 @@ def _check_trained_whole(config: LoraConfig, model: nn.Module) -> None:
 
 
 def _linear_paths(model: nn.Module) -> Iterator[str]:
-    """The linear layers but the heads, without those of the adapters that are there."""
+    """Yields the paths of a model's linear layers, without heads and the layers of adapters."""
     heads = heads_in(model)
     inside: list[str] = []
     for path, module in model.named_modules():  # a module comes before those inside of it

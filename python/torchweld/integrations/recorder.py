@@ -25,7 +25,7 @@ def record(layer: Hashable, instead: str | None = None) -> None:
 
 @contextlib.contextmanager
 def recording(silently: bool = False) -> Iterator[Calls]:
-    """Collects the calls. Compiled code runs eagerly meanwhile, so that it can be recorded."""
+    """Collects recorded calls; compiled code runs eagerly. ``silently`` suppresses warnings."""
     global calls, silent
     before, calls, silent = (calls, silent), {}, silently
     # If Dynamo is not loaded, nothing is compiled. Importing Dynamo would take seconds.

@@ -1,4 +1,4 @@
-"""``register_attention`` and ``register_experts``: torchweld's functions, for transformers."""
+"""Registers torchweld's attention and experts functions with transformers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def register_attention() -> None:
 
     Call it once, before a model is built with this name or switched to it; ``torchweld.fuse``
     calls it. It registers an attention function with ``AttentionInterface`` and a mask function
-    with ``AttentionMaskInterface``: without the second one transformers would hand every layer no
-    mask at all. Nothing of transformers is patched, so a class that does not use the two together
-    is refused when it first runs. Calling it again changes nothing.
+    with ``AttentionMaskInterface``: without a mask function transformers would give the layers no
+    mask at all. It patches nothing in transformers, so a model class that does not use both
+    functions is refused when it first runs. Calling it again changes nothing.
 
     Raises:
         ImportError: transformers is missing or too old.
@@ -42,9 +42,10 @@ def register_experts() -> None:
     """Makes ``experts_implementation="torchweld"`` known to transformers.
 
     Call it once, before a model is built with this name or switched to it;
-    :func:`torchweld.fuse` needs neither. Experts then run as :func:`torchweld.experts`. Those that
-    the op can't compute run transformers' "grouped_mm", and a warning says why, once per reason.
-    transformers 5.4 accepts no other names than its own. Calling it again changes nothing.
+    :func:`torchweld.fuse` does not need the call. Experts then run as :func:`torchweld.experts`. If
+    the op can't compute them, they run transformers' "grouped_mm" or, in a dtype that it lacks, the
+    model's eager loop, and a warning says why, once per reason. transformers 5.4 accepts only its
+    own names. Calling it again changes nothing.
 
     Raises:
         ImportError: transformers is missing or too old.

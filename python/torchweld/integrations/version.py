@@ -1,4 +1,4 @@
-"""Which transformers the integrations need, and which they have been tested with."""
+"""Says which transformers releases the integrations need and have been tested with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _warned = False
 
 
 def release(version: str | None = None) -> tuple[int, ...]:
-    """Returns the minor release ``(5, 24)`` of "5.24.0"; by default that of the installed one.
+    """Returns the minor release ``(5, 24)`` of "5.24.0", by default of the installed transformers.
 
     Raises:
         importlib.metadata.PackageNotFoundError: transformers is missing.

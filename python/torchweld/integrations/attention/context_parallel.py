@@ -1,7 +1,7 @@
-"""transformers' models inside of ``torchweld.distributed.context_parallel``.
+"""Runs transformers' models inside of ``torchweld.distributed.context_parallel``.
 
-The mask function and the attention function of :mod:`.mask` and :mod:`.forward` come here then.
-Calls that it does not serve are refused: every other path would see the tokens of one process.
+There the mask function (:mod:`.mask`) and the attention function (:mod:`.forward`) call this
+module. It refuses calls that it can't serve: all other paths see only one process's tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ def _refuse(reason: str) -> None:
 
 
 def mask(context: Any, call: Call) -> Tensor | None:
-    """The mask for the layers as :mod:`.mask_numbers`, of the whole sequences.
+    """Returns the layers' mask for the whole sequences, as :mod:`.mask_numbers`, or None.
 
-    ``call`` has the lengths and the 2-D mask of this process's tokens.
+    ``call`` describes this process's tokens. None means causal attention without padding.
 
     Raises:
-        ValueError: It is no causal mask, or there are earlier tokens or holes.
+        ValueError: The mask is not causal, or has cached tokens, packed documents or holes; or
+            torch.compile traces the call.
     """
     from torchweld.distributed.sequence import gather_sequence, local_positions
 
@@ -78,7 +79,7 @@ def attention(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention of one layer to the tokens of all processes.
+    """Computes one layer's attention to the tokens of all processes.
 
     ``reason`` says why the op would not be used outside of the context, or is None.
 
@@ -110,7 +111,7 @@ def attention(
 
 
 def _check_positions(context: Any, query: Tensor, given: Tensor | None) -> None:
-    """Refuses positions that a model counts from 0 in every process. Runs once a forward pass."""
+    """Refuses position_ids that are not this process's. Runs once per forward pass."""
     from torchweld.distributed.sequence import local_positions
 
     if given is None:

@@ -1,4 +1,4 @@
-"""The attention that runs if torchweld's op does not serve a call, and the warning about it."""
+"""Names the attention that runs if torchweld's op does not serve a call, and warns of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIVEN_4D = "the attention mask is 4-D (given so, or made so under torch.compile)
 
 
 class Unserved(ValueError):
-    """A layer passes attention functions an argument that neither torchweld's op nor SDPA has."""
+    """Raised if a layer's attention gets an argument that neither torchweld's op nor SDPA has."""
 
 
 _warned: set[str] = set()
@@ -36,7 +36,7 @@ EAGER = "the model's eager attention"
 def warn_once(
     reason: str, instead: str = SDPA, traced: bool = False, op: str = "torchweld::attention"
 ) -> bool:
-    """Says why calls don't run ``op``; under torch.compile while it traces."""
+    """Warns once per reason that calls run ``instead``, not ``op``; returns whether it did."""
     if traced:
         _traced.add(reason)
     # A traced mask carries no reason, but the mask function has said it then.

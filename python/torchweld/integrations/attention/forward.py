@@ -33,7 +33,7 @@ except ImportError:
 
 
 def config_refusal(config: Any) -> str | None:
-    """Why ``fuse`` must not switch the attention of a model of this config, or None."""
+    """Returns why ``fuse`` must not switch the attention of a model of this config, or None."""
     implementation = config._attn_implementation
     if implementation == NAME:
         return "fused already"
@@ -87,9 +87,10 @@ def _dense_mask(
     seqlen_k: int,
     added: bool,
 ) -> Tensor | None:
-    """The dense mask of numbers, bool or ``added`` to scores; made once for the layers of a pass.
+    """Makes the dense mask that equals ``numbers``, once for the layers of a pass.
 
-    The numbers come from ``attention_mask`` and ``start``.
+    It is bool, or with ``added`` a float mask for the scores; None if no mask is needed.
+    ``attention_mask`` and ``start`` are the tensors that the numbers were computed from.
     """
 
     def make() -> Tensor | None:
@@ -115,10 +116,10 @@ def _eager_attention(
     is_causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The model's own attention, for the feature ``lacking`` that SDPA lacks too.
+    """Runs the model's own eager attention, for a feature that SDPA lacks too.
 
-    ``mask`` is dense, bool or added to the scores; ``is_causal`` counts if it is None. Returns the
-    attention weights too.
+    ``lacking`` names the feature. ``mask`` is dense, bool or added to the scores; if it is None,
+    ``is_causal`` decides. Returns the result and the attention weights.
 
     Raises:
         ValueError: The model has no eager attention.
@@ -148,7 +149,7 @@ def _op_attention(
     sink: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """The op path: contiguous ``(batch, seqlen_q, nheads, head_dim_v)``, masked by numbers."""
+    """Runs torchweld's op; returns a contiguous ``(batch, seqlen_q, nheads, head_dim_v)``."""
     # The dispatcher looks at every keyword, which costs host time: leave out those that are None.
     more = numbers.ranges()
     if softcap is not None or sink is not None:
@@ -177,7 +178,7 @@ def _why_not_the_op(
     weights: bool,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """Why a call can't run the op, or None; ``is_plain`` says that it is causal and no more."""
+    """Returns why a call can't run the op, or None; ``is_plain``: its mask is causality alone."""
     if weights:
         return "attention weights are asked for"
     if numbers is None:
@@ -193,10 +194,10 @@ def _why_not_the_op(
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
-    """Whether a layer that is given no mask sees earlier keys alone.
+    """Whether a layer that is given no mask sees only its own and earlier keys.
 
-    A layer that says nothing of itself is causal, as transformers takes it, unless it attends to
-    another sequence.
+    ``is_causal`` decides, else ``module.is_causal``. A layer with neither is causal, as in
+    transformers, unless it is a cross-attention.
     """
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
@@ -208,11 +209,11 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 def _numbers(
     mask: Tensor | None, query: Tensor, module: torch.nn.Module, is_causal: bool | None
 ) -> Numbers | None:
-    """Returns the numbers of a mask for the op, or None if the mask is dense.
+    """Returns a mask as the op's :class:`.Numbers`, or None if the mask is dense.
 
     Raises:
-        ValueError: The mask is for other queries, or the layer must not be causal and the mask says
-            more than that and padding.
+        ValueError: The mask is for another number of queries; or the layer is not causal, but the
+            mask is, and it holds more than padding.
     """
     numbers = None
     if mask is not None and mask_numbers.is_numbers(mask):
@@ -220,7 +221,7 @@ def _numbers(
     elif mask is None:
         return Numbers(causal=_is_causal(module, is_causal))
     causal = getattr(mask, "torchweld_causal", False) if numbers is None else numbers.causal
-    # The mask comes from the config, and who sets is_causal = False on a layer means that layer.
+    # The mask follows the config. is_causal = False on a layer overrides it for that layer.
     if causal and query.shape[2] > 1 and not _is_causal(module, is_causal):
         if numbers is None or numbers.leftpad is None:
             raise ValueError(
@@ -244,7 +245,7 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer through ``torch.ops.torchweld.attention``.
+    """Computes one layer's attention, by torchweld's op if it serves the call.
 
     Args:
         module: The attention layer.
@@ -252,22 +253,23 @@ def attention_forward(
         key: ``(batch, nheads_kv, seqlen_k, head_dim)``, heads not repeated.
         value: ``(batch, nheads_kv, seqlen_k, head_dim_v)``.
         attention_mask: The result of :func:`.mask.attention_mask`, or a 4-D mask.
-        dropout: Above 0 the op runs where a kernel for tensor cores has it, else SDPA.
+        dropout: Probability. Above 0 the op runs if a kernel for tensor cores has it, else SDPA.
         scaling: Factor of the scores, head_dim^-0.5 by default.
-        is_causal: Overrides ``module.is_causal``. False is followed where the mask is a causal one
-            too, if that says nothing beside padding.
+        is_causal: Overrides ``module.is_causal``. False also overrides a causal mask that holds
+            nothing but padding.
         **kwargs: ``softcap``, ``s_aux`` (attention sinks) and packed documents (:mod:`.packed`) go
-            to the op; others that change the result take SDPA.
+            to the op; with a position bias or a paged cache SDPA runs.
 
     Returns:
-        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights if they are requested.
+        ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights if they are requested,
+        else None.
 
     Raises:
         NotImplementedError: The build has no attention kernel for the device.
         ValueError: The model needs a feature that no path has (keys chosen for each query) or that
-            context_parallel lacks, or eager attention, and it has none. Packed documents or
-            is_causal don't fit the mask.
-        RuntimeError: It is inside of torch's context_parallel().
+            context_parallel lacks; or the call needs eager attention, and the model has none;
+            or packed documents or is_causal don't fit the mask.
+        RuntimeError: The call is inside of torch's context_parallel().
     """
     if torch.nn.functional.scaled_dot_product_attention is not _active.STOCK:
         _active.refuse_torchs_own('attn_implementation="torchweld"')

@@ -1,9 +1,10 @@
 """The mask function of ``attn_implementation="torchweld"``.
 
-It runs once per forward pass, before the layers, and decides which path they take. Masks that
-numbers can describe go to the layers as numbers (:mod:`.mask_numbers`), and they run torchweld's
-op. Everything else gets the 4-D mask of ``sdpa`` and runs there, or in the model's own eager
-attention where the layer has soft-capped scores or attention sinks, which SDPA lacks.
+It runs once per forward pass, before the layers, and decides which path they take. A mask that
+numbers describe (padding, each query's first and last key, a window) goes to the layers as these
+numbers (:mod:`.mask_numbers`), and they run torchweld's op. For any other mask the layers get the
+4-D mask of ``sdpa`` and run SDPA, or the model's own eager attention if they have soft-capped
+scores or attention sinks, which SDPA lacks.
 
 ======================================  ===============
 pattern                                 what runs
@@ -29,14 +30,14 @@ none given                              the op           the op
 1..0..1, holes                          sdpa             an error
 ======================================  ===============  ===============
 
-At padding the values differ from those of other implementations, but they are finite. Holes are a
-matter of data: ``generate`` makes them itself where a prompt holds the pad token and no mask is
-given. Numbers can't say them. In eager mode the host looks: on a GPU that is one value read back in
-every forward pass that is given a mask, as transformers' own ``sdpa`` does; the layers wait for
-nothing. Graphs of torch.compile, export, tracing and CUDA graph capture can't look. They compute
-the numbers on the device, and an assertion on the device fails for a mask with holes; use
-``attn_implementation="sdpa"`` for such batches. ``generate`` with a static cache makes its masks
-outside of the graph that it compiles.
+At padding the results differ from those of other implementations, but they are finite. Numbers
+can't describe holes, and only the mask's values show them: ``generate`` makes holes itself if a
+prompt holds the pad token and no mask is given. In eager mode the host checks: on a GPU it reads
+one value back in every forward pass that is given a mask, as transformers' own ``sdpa`` does; the
+layers read none. Under torch.compile, export, tracing and CUDA graph capture the host can't check.
+The device computes the numbers then, and an assertion on the device fails for a mask with holes;
+use ``attn_implementation="sdpa"`` for such batches. ``generate`` with a static cache makes its
+masks outside of the graph that it compiles.
 
 docs/packing.md says how packed sequences are given.
 """
@@ -74,7 +75,7 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask as numbers if they can describe it, else the mask of ``sdpa``.
+    """Returns the mask as numbers if they can describe it, else the mask of ``sdpa``.
 
     The arguments are those of transformers' mask functions. A tensor as ``q_offset`` means a static
     cache; versions that pass ``cache_position`` leave ``q_length`` out. ``allow_is_causal_skip`` is
@@ -82,13 +83,13 @@ def attention_mask(
     ``config`` says which model asks.
 
     Returns:
-        A mask of :mod:`.mask_numbers`, or None (no padding, queries and keys end together), or the
-        bool 4-D mask of ``sdpa``.
+        A mask of :mod:`.mask_numbers`, or None if none is needed (no padding, queries and keys end
+        together), or the bool 4-D mask of ``sdpa``.
 
     Raises:
         ValueError: attention_mask is for another batch. Or the model does not take its attention
-            from transformers' AttentionInterface, or neither supports ``sdpa`` nor lacks it for
-            a feature of torchweld's op; or context_parallel does not serve the mask.
+            from transformers' AttentionInterface, or lacks ``sdpa`` for another reason than
+            sinks or soft-capped scores; or context_parallel does not serve the mask.
     """
     if not torch.compiler.is_compiling():
         packed.end_pass()
@@ -118,7 +119,7 @@ def attention_mask(
 
 
 def _as_numbers(call: Call) -> tuple[Pattern | None, Tensor | None, str | None]:
-    """The numbers path: the pattern if known, the mask if one is needed, or why there are none."""
+    """Returns (pattern or None, mask as numbers or None, why a dense mask is needed or None)."""
     traced = torch.compiler.is_compiling()
     pattern = traced_pattern.pattern_of(call) if traced else mask_pattern.of(call.mask_function)
     reason = UNKNOWN if pattern is None else _refusal(pattern, call)
@@ -129,7 +130,7 @@ def _as_numbers(call: Call) -> tuple[Pattern | None, Tensor | None, str | None]:
 
 
 def _as_dense(call: Call, causal: bool, reason: str) -> Tensor | None:
-    """The dense path: the mask of ``sdpa``, with ``reason`` and ``causal`` as attributes."""
+    """Returns the mask of ``sdpa``, or None, with ``reason`` and ``causal`` as attributes."""
     readable = call.attention_mask is None or is_readable(call.attention_mask)
     mask = sdpa_mask(
         batch_size=call.batch_size,
@@ -154,10 +155,10 @@ def _as_dense(call: Call, causal: bool, reason: str) -> Tensor | None:
 
 
 def _of_batch(attention_mask: Tensor, batch_size: int) -> Tensor:
-    """The mask with a row for every sequence: one row stands for all.
+    """Returns the mask with a row for every sequence; a single row is expanded to all.
 
     Raises:
-        ValueError: It has no rows, or not as many as there are sequences.
+        ValueError: The mask is not 2-D or more, or has neither one row nor one per sequence.
     """
     if attention_mask.dim() < 2 or attention_mask.shape[0] not in (1, batch_size):
         raise ValueError(
@@ -170,7 +171,7 @@ def _of_batch(attention_mask: Tensor, batch_size: int) -> Tensor:
 
 
 def _refusal(pattern: Pattern, call: Call) -> str | None:
-    """Why the numbers of a pattern must not be used, or None."""
+    """Returns why a known pattern must not become numbers, or None."""
     config = call.options.get("config")
     if not call.skip and (config is None or wants_whole_masks(type(config))):
         return WHOLE

@@ -1,12 +1,12 @@
-"""The masks that torchweld's mask function hands to the layers, and their meaning.
+"""Encodes the masks that torchweld's mask function hands to the layers, and decodes them there.
 
-transformers carries one tensor from the mask function to every layer. Beside the dense masks that
-it knows there are four that hold numbers:
+transformers carries one tensor from the mask function to every layer. In place of a dense mask the
+tensor may have one of four forms that hold numbers:
 
 int32 ``(batch, 1, 1, 1)``
     ``leftpad``: causal, and the keys end with the last query.
 int32 ``(batch, 1 + rows, 1, 1)``
-    ``key_end``, then ``key_start`` of every row: causal, with as many rows as queries.
+    ``key_end``, then ``key_start`` of every query: causal, and ``rows`` is the number of queries.
 uint32 ``(batch, 1, 1 + window, 1)``
     ``key_end``: every query sees every key before it.
 uint32 ``(batch, 2, 1 + window, 1)``
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 class Numbers(NamedTuple):
-    """Arguments of ``torch.ops.torchweld.attention``."""
+    """A mask, as arguments of ``torch.ops.torchweld.attention``."""
 
     causal: bool
     leftpad: Tensor | None = None
@@ -48,10 +48,10 @@ class Numbers(NamedTuple):
         return not pads and self.window is None
 
     def pads_nothing(self, seqlen_q: int, seqlen_k: int) -> bool:
-        """Whether padding is all there is, on a GPU, and hides no key; not while a graph is made.
+        """Whether the mask is padding alone, and the padding hides no key; False if unknown.
 
-        There SDPA has faster kernels without a mask. The host reads the values, as transformers
-        reads those of its own masks.
+        On a GPU SDPA has faster kernels without a mask, so the host reads the values there, as
+        transformers reads its own masks. On a CPU or while a graph is made the result is False.
         """
         padding = self.leftpad if self.causal else self.key_end
         if padding is None or len(self.tensors()) > 1 or self.window is not None:
@@ -66,12 +66,12 @@ class Numbers(NamedTuple):
         return [t for t in (self.leftpad, self.key_start, self.key_end) if t is not None]
 
     def ranges(self) -> dict[str, Any]:
-        """The keyword arguments that are given, beside causal and leftpad."""
+        """Returns the op's keyword arguments that are set, besides causal and leftpad."""
         given = {"key_start": self.key_start, "key_end": self.key_end, "window": self.window}
         return {name: value for name, value in given.items() if value is not None}
 
     def dense(self, seqlen_q: int, seqlen_k: int) -> Tensor | None:
-        """The bool mask ``(batch, 1, seqlen_q, seqlen_k)`` of the same meaning, None for none."""
+        """Returns the mask as a bool ``(batch, 1, seqlen_q, seqlen_k)``, None if `hides_no_key`."""
         if self.hides_no_key:
             return None
         device = self.tensors()[0].device
@@ -97,7 +97,7 @@ def is_numbers(mask: Tensor) -> bool:
 
 
 def leftpad_mask(leftpad: Tensor) -> Tensor:
-    """The causal mask of leftpad ``(batch,)``."""
+    """Encodes leftpad ``(batch,)`` as a causal mask."""
     leftpad = leftpad.to(torch.int32)
     mask = leftpad.view(-1, 1, 1, 1)
     if not torch.compiler.is_compiling():
@@ -107,20 +107,20 @@ def leftpad_mask(leftpad: Tensor) -> Tensor:
 
 
 def ranges(key_end: Tensor, key_start: Tensor) -> Tensor:
-    """The causal mask of key_end ``(batch,)`` and key_start ``(batch, rows)``.
+    """Encodes key_end ``(batch,)`` and key_start ``(batch, rows)`` as a causal mask.
 
-    In memory the batch comes last: of a step with one query, which waits for the host, layers then
-    take both without a copy.
+    In memory the batch comes last. In a step with one query, which waits for the host, layers then
+    get both tensors without a copy.
     """
     both = torch.cat([key_end[None], key_start.t()]).to(torch.int32)
     return both.view(*both.shape, 1, 1).transpose(0, 1)
 
 
 def bidirectional(key_end: Tensor, first: Tensor | None = None, window: int = 0) -> Tensor:
-    """The mask that is not causal.
+    """Encodes a mask that is not causal.
 
     Args:
-        key_end: ``(batch,)``.
+        key_end: ``(batch,)``, one past the last key.
         first: ``(batch,)``, the first key, or None for 0.
         window: Keys that a query sees to each side, its own counted; 0 for all.
     """
@@ -135,12 +135,12 @@ def is_tracked(t: Tensor) -> bool:
 
 
 def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], _T]) -> _T:
-    """The result of ``make``, computed by the first layer of a pass for all of them.
+    """Returns the result of ``make``, which the first layer of a pass computes for all layers.
 
     The attribute ``name`` of the mask keeps the result until the mask is freed or written.
     ``made_for`` are the other values that the result depends on.
     """
-    # Parts of a mask that is no view itself, as a copy, would keep it, and so themselves.
+    # If the mask is no view (a copy), views of it refer to it, and keeping them makes a cycle.
     if torch.compiler.is_compiling() or not is_tracked(mask) or not mask._is_view():
         return make()
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -155,7 +155,7 @@ def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], 
 
 
 def split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
-    """The numbers of a mask for a layer of ``seqlen_q`` queries.
+    """Decodes a mask's numbers for a layer of ``seqlen_q`` queries.
 
     Raises:
         ValueError: the mask was made for another number of queries.
@@ -187,7 +187,7 @@ def _split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
 
 
 def assert_on_device(good: Tensor, message: str) -> None:
-    """Fails with the message where ``good`` is false, without a value that the host reads."""
+    """Makes the device fail with the message if ``good`` is false; the host reads no value."""
     # NOTE: at most 254 characters, because a CUDA assertion holds no more, and no quotation marks,
     # which the code that torch.compile generates does not escape.
     torch._assert_async(good, message.replace('"', ""))

@@ -1,10 +1,10 @@
-"""The pattern of a mask function of transformers, as numbers.
+"""Reads the pattern of a mask function of transformers: causal, window, chunk and documents.
 
 transformers describes a mask by a Python function of (batch, head, query, key), put together by
-the factories of its ``masking_utils``. A function is known here by its code object, which all
-functions of one factory share, and its numbers are in its closure. Whatever else is in a mask,
-a function of the caller's above all, makes it unknown: nothing is lost by it, because unknown masks
-go to SDPA.
+the factories of its ``masking_utils``. This module identifies a function by its code object, which
+all functions of one factory share, and finds the factory's arguments in the function's closure. Any
+other function in a mask, such as one of the caller's, makes the mask unknown; unknown masks go to
+SDPA.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torchweld.ops.key_start import key_start_from_documents
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """A row sees the keys that every field allows."""
+    """Says which keys a query sees: those that every field allows."""
 
     causal: bool
     window: int | None = None  # causal: keys up to the row's own; else keys to each side of it
     chunk: int | None = None
     chunk_offset: Tensor | None = None  # (batch,): where each sequence's first chunk begins
     documents: Tensor | None = None  # (batch, seqlen): which packed document a token is of
-    positions: Tensor | None = None  # (batch, seqlen): its position there, where chunks count it
+    positions: Tensor | None = None  # (batch, seqlen): its position there, if chunks count it
     starts: Tensor | None = None  # (batch, kv_length): the first key that each token sees
 
     def key_start(self, position: Tensor, kv_offset: int) -> Tensor:
-        """The first key of each row.
+        """Returns the first key that each query sees.
 
         Args:
-            position: ``(seqlen_q,)``, the rows' positions in the sequence.
+            position: ``(seqlen_q,)``, the queries' positions in the sequence.
             kv_offset: Position of the first key.
 
         Returns:
@@ -58,7 +58,7 @@ class Pattern:
         return start
 
     def is_packed(self) -> Tensor:
-        """Whether every document is one run of tokens, counted by positions."""
+        """Whether every document is one run of tokens, whose positions rise by 1; a bool tensor."""
         good = self.documents.diff(dim=1) >= 0
         if self.positions is not None:
             begins = self.documents.diff(dim=1) != 0
@@ -67,7 +67,7 @@ class Pattern:
 
 
 def of(mask_function: Callable) -> Pattern | None:
-    """The pattern of a mask function, or None."""
+    """Returns the pattern of a mask function, or None if it is unknown."""
     if mask_function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
     if mask_function is getattr(masking_utils, "bidirectional_mask_function", None):
@@ -91,7 +91,7 @@ def of(mask_function: Callable) -> Pattern | None:
 
 
 def _packed(rest: Callable, documents: Tensor) -> Pattern | None:
-    """The pattern of ``rest`` within each document."""
+    """Returns the pattern of ``rest`` within each document, or None."""
     name, numbers = _closure(rest)
     positions = None
     if name == "remapped":  # newer versions of transformers
@@ -103,9 +103,9 @@ def _packed(rest: Callable, documents: Tensor) -> Pattern | None:
 
 
 def of_constants(mask_function: Callable) -> Pattern | None:
-    """:func:`of` while torch.compile traces, which can't look into functions itself.
+    """Like :func:`of`, while torch.compile traces, which can't look into closures itself.
 
-    The functions must close over numbers alone, not over tensors.
+    The mask's functions must close over numbers alone, not over tensors.
     """
     numbers = _causal_and_window(mask_function)
     return None if numbers is None else Pattern(causal=numbers[0], window=numbers[1])
@@ -118,26 +118,26 @@ def _causal_and_window(mask_function: Callable) -> tuple[bool, int | None] | Non
 
 
 def is_simple(mask_function: Callable) -> bool:
-    """Whether it is none that is put together; torch.compile can trace this."""
+    """Whether a mask function is plain causal or bidirectional; torch.compile can trace this."""
     return mask_function is masking_utils.causal_mask_function or (
         mask_function is getattr(masking_utils, "bidirectional_mask_function", None)
     )
 
 
 def is_combined(mask_function: Callable) -> bool:
-    """Whether it is an ``and`` of others; torch.compile can trace this."""
+    """Whether a mask function is an ``and`` of others; torch.compile can trace this."""
     return getattr(mask_function, "__code__", None) is _AND
 
 
 def _operands(mask_function: Callable) -> tuple[Callable, Callable] | None:
-    """The two functions that it is the ``and`` of, or None."""
+    """Returns the two functions that an ``and`` combines, or None."""
     name, numbers = _closure(mask_function)
     operands = numbers["mask_functions"] if name == "and" else ()
     return operands if len(operands) == 2 else None
 
 
 def _closure(function: Callable) -> tuple[str | None, dict[str, Any]]:
-    """The factory that made a function, and the variables that the function closes over."""
+    """Returns the name of a function's factory, None if unknown, and the function's closure."""
     code = getattr(function, "__code__", None)
     name = _factories().get(code)
     if name is None:

@@ -1,8 +1,8 @@
-"""From a pattern and a 2-D mask to the numbers that torchweld's op takes.
+"""Computes the numbers that torchweld's op takes from a pattern and a 2-D mask.
 
-Where the host can read the mask, it checks whether numbers can express it and returns the reason
-if not. Elsewhere (torch.compile, export, tracing, CUDA graph capture) the numbers are computed
-without a check, and an assertion on the device fails for a mask that they can't express.
+If the host can read the mask, it checks whether numbers can express the mask, and returns the
+reason if they can't. Otherwise (torch.compile, export, tracing, CUDA graph capture) the numbers are
+computed without a check, and an assertion on the device fails for a mask that they can't express.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_POSITION = "the position of the queries among the keys is not known"
 
 
 class Call(NamedTuple):
-    """The arguments of a request for a mask; see :func:`.mask.attention_mask`."""
+    """Holds the arguments of a call of :func:`.mask.attention_mask`."""
 
     batch_size: int
     q_length: int
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 
 def surely(condition: bool) -> bool:
-    """A condition of lengths; False under torch.compile where only some lengths fulfil it."""
+    """Whether a condition on lengths holds, under torch.compile for all possible lengths."""
     if not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -56,9 +56,9 @@ def surely(condition: bool) -> bool:
 
 
 def first_reason(flags: dict[str, Tensor | bool]) -> str | None:
-    """The first reason whose flag is true, for which the host waits once.
+    """Returns the first reason whose flag is true, or None; the host waits once.
 
-    Flags that the host can't read become assertions on the device.
+    If the host can't read the flags, they become assertions on the device.
     """
     for reason, flag in flags.items():
         if not isinstance(flag, Tensor) and flag:
@@ -75,7 +75,7 @@ def first_reason(flags: dict[str, Tensor | bool]) -> str | None:
 
 
 def assert_holds(good: Tensor, reason: str) -> None:
-    """Fails with the reason where ``good`` is false; the host reads no value."""
+    """Makes the device fail with the reason if ``good`` is false; the host reads no value."""
     where = "which a compiled, exported or captured graph does not serve"
     mask_numbers.assert_on_device(
         good, f'attn_implementation="torchweld": {reason}, {where}; use "sdpa" for such batches'
@@ -83,7 +83,7 @@ def assert_holds(good: Tensor, reason: str) -> None:
 
 
 def causal(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
-    """The numbers of a causal mask, or None and why not."""
+    """Encodes a causal mask as numbers; returns the same pairs as :func:`bidirectional`."""
     last = call.kv_offset + call.kv_length  # one past the last query's position
     known = not isinstance(call.q_offset, Tensor)  # else it is taken from the device below
     if known and call.q_offset is not None:
@@ -120,8 +120,8 @@ def causal(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
             return None, reason
         leftpad = before_first_token(tokens)
     if plain:
-        # Equal lengths, or one query that sees everything: nothing to say. Else bottom-right
-        # causal, which None would not mean to transformers: zero pads do.
+        # Equal lengths, or one query that sees everything, need no mask. Other masks are causal at
+        # the bottom right. None does not mean this to transformers, so leftpad is zeros.
         if leftpad is None and call.q_length != call.kv_length and call.q_length != 1:
             leftpad = torch.zeros(call.batch_size, dtype=torch.int32, device=call.device)
         return None if leftpad is None else mask_numbers.leftpad_mask(leftpad), None
@@ -186,7 +186,7 @@ def _has_holes(tokens: Tensor) -> Tensor:
 
 
 def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:
-    """leftpad if every row has tokens from some position on, to the last query; else None.
+    """Returns leftpad if each row's tokens are a suffix that ends at the last query, else None.
 
     Every step of generation calls this, so it takes few launches and reads one value. ``last`` is
     one past the last query's position, None if the device alone knows it.
@@ -201,7 +201,7 @@ def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:
         return None
     tokens = tokens.view(torch.uint8)
     first = tokens.argmax(1)
-    ends = first + tokens.sum(1)  # count where a row is so, else less
+    ends = first + tokens.sum(1)  # count for such a row, less for others
     if last is not None:
         good = int(ends.min()) == count
     else:
@@ -213,6 +213,6 @@ def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:
 
 
 def _tokens(call: Call) -> Tensor:
-    """bool ``(batch, kv_length)``: which keys are tokens."""
+    """Returns bool ``(batch, kv_length)``: which keys are tokens."""
     tokens = call.attention_mask[:, call.kv_offset : call.kv_offset + call.kv_length].to(torch.bool)
     return F.pad(tokens, (0, call.kv_length - tokens.shape[1]))

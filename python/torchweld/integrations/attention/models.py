@@ -1,9 +1,9 @@
-"""Which transformers classes ``attn_implementation="torchweld"`` serves.
+"""Decides which transformers classes ``attn_implementation="torchweld"`` serves.
 
 A class must take its attention from transformers' ``AttentionInterface``: only then does the result
-of the mask function reach the attention function. It must support ``sdpa`` too, because that is
-where every call goes that torchweld's op can't do; or lack it for attention sinks or soft-capped
-scores, which the op has and its own eager attention too, which such calls take instead.
+of the mask function reach the attention function. The class must also support ``sdpa``, which runs
+every call that torchweld's op can't. Or it may lack ``sdpa`` for attention sinks or soft-capped
+scores alone: the op has both, and the class's own eager attention runs the other calls.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .fallback import NAME
 
 
 def refusal(cls: type[transformers.PreTrainedModel]) -> str | None:
-    """One sentence that says why a class is not served, or None."""
+    """Returns one sentence that says why a class is not served, or None."""
     reason = unsupported_reason(cls)
     return None if reason is None else _sentence(cls.__name__, reason)
 
 
 def check_config(config_class: type) -> None:
-    """Raises where the model that is running, known by its config alone, is not served.
+    """Raises an error if the running model, known by its config alone, is not served.
 
     Raises:
         ValueError: no class of this config is served.
@@ -65,8 +65,8 @@ def unsupported_reason(cls: type[transformers.PreTrainedModel]) -> str | None:
 def _has_sinks_or_softcap(cls: type[transformers.PreTrainedModel]) -> bool:
     """Whether a class's attention has a feature of torchweld's op that SDPA lacks.
 
-    Flash attention knows both and takes no dense masks: a class that supports it lacks SDPA for
-    no other reason, and does not change masks on their way.
+    Flash attention has both features and takes no dense masks: a class that supports flash
+    attention lacks SDPA for no other reason, and does not change masks on their way.
     """
     return (
         getattr(cls, "_supports_attention_backend", False)
@@ -85,7 +85,7 @@ def _source(cls: type) -> str:
 
 @functools.cache
 def layer_source(cls: type) -> str:
-    """The source of the class that defines a layer's forward, "" if it has no source."""
+    """Returns the source of the class that defines a layer's forward, "" without a source."""
     owner = next((base for base in cls.__mro__ if "forward" in vars(base)), cls)
     try:
         return inspect.getsource(owner)
@@ -94,14 +94,14 @@ def layer_source(cls: type) -> str:
 
 
 def asks_for_attention(cls: type) -> bool:
-    """Whether a layer takes its attention from AttentionInterface; by its name without a source."""
+    """Whether a layer class uses AttentionInterface; without a source its name decides."""
     source = layer_source(cls)
     return "ALL_ATTENTION_FUNCTIONS" in source if source else cls.__name__.endswith("Attention")
 
 
 @torch.compiler.assume_constant_result
 def wants_whole_masks(config_class: type) -> bool:
-    """Whether a model of this config changes masks itself, so that it must get the whole ones."""
+    """Whether a model of this config changes masks itself, or may, and so must get dense ones."""
     return _cached_whole_masks(config_class)
 
 
@@ -129,7 +129,7 @@ def _cached_refusal(config_class: type) -> str | None:
 
 
 def _classes(config_class: type) -> list[type]:
-    """The classes of models that have this config."""
+    """Returns the model classes that have this config."""
     return [
         cls
         for cls in _subclasses(transformers.PreTrainedModel)

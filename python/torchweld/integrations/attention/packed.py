@@ -1,13 +1,13 @@
-"""Packed documents in the form that flash attention takes: ``cu_seq_lens_q``, ``cu_seq_lens_k``.
+"""Reads packed documents as flash attention takes them: ``cu_seq_lens_q``, ``cu_seq_lens_k``.
 
-``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes them, and models hand them to
-every layer's attention function. They hold whatever cache or mask there is, so they are used there
-or refused, and never ignored.
+``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` makes these tensors, and models hand
+them to every layer's attention function. They apply beside any cache or mask, so this module uses
+or refuses them, and never ignores them.
 
-In eager mode the first layer of a forward pass computes the keys' starts and checks the ends, and
-the layers behind it take them over. A pass ends where a model makes its mask, where a layer asks
-again, and where the ends are another tensor or were written since, so that starts are never those
-of another batch.
+In eager mode the first layer of a forward pass computes each token's first key and checks the
+documents' ends, and the later layers reuse the result. A pass ends if a model makes its mask, if a
+layer asks again, or if the ends are another tensor or were written since. So no batch gets the
+first keys of another one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def key_start(
         module: The attention layer.
         query: ``(batch, nheads, seqlen_q, head_dim)``.
         seqlen_k: Number of keys.
-        numbers: None if the mask is dense.
+        numbers: The layer's mask, or None if it is dense.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are integers ``(documents + 1,)``: 0 and the
             ends of the documents, counted through the rows of the batch one behind the other.
 
@@ -48,10 +48,10 @@ def key_start(
         int32 ``(batch, seqlen_q)`` on the device of query. Nothing is read back from a GPU.
 
     Raises:
-        ValueError: They can't be used: the attention is bidirectional or in chunks, there are keys
-            of earlier tokens, or they don't fit the batch or each other. If only the values
-            on a GPU show it, an assertion on the device fails.
-        RuntimeError: The values show it under torch.compile.
+        ValueError: The documents can't be used: the attention is bidirectional or in chunks, there
+            are keys of earlier tokens, or the tensors don't fit the batch or each other. If
+            only values on a GPU show this, an assertion on the device fails.
+        RuntimeError: Under torch.compile, if only the values show this.
     """
     ends, ends_k = (kwargs.get(name) for name in _NAMES)
     if ends is None and ends_k is None:
@@ -91,7 +91,7 @@ def key_start(
 
 
 class _Pass(NamedTuple):
-    """The starts of a forward pass that some layers have run."""
+    """Keeps the first keys of a forward pass for its later layers."""
 
     ends: weakref.ref[Tensor]
     ends_k: weakref.ref[Tensor]
@@ -104,13 +104,13 @@ _last: _Pass | None = None
 
 
 def end_pass() -> None:
-    """Forgets the starts of the last forward pass. The mask function calls it in each pass."""
+    """Forgets the first keys of the last pass. The mask function calls this in each pass."""
     global _last
     _last = None
 
 
 def _start_of_pass(module: nn.Module, query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
-    """The first keys ``(batch, seqlen_q)``, computed once in a forward pass."""
+    """Returns the first keys ``(batch, seqlen_q)``, computed once in a forward pass."""
     global _last
     if torch.compiler.is_compiling() or not all(map(is_tracked, (ends, ends_k))):
         return _document_starts(query, ends, ends_k)
@@ -172,13 +172,13 @@ def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
 
 
 def apply(start: Tensor, numbers: Numbers, mask: Tensor | None) -> Numbers:
-    """The numbers of a causal mask within documents, computed once for all layers of a pass.
+    """Returns a causal mask within documents as numbers, computed once for a pass's layers.
 
-    ``start`` is the result of :func:`key_start`; the numbers were split from ``mask``.
+    ``start`` is the result of :func:`key_start`; ``numbers`` are those of ``mask``.
 
     Raises:
-        ValueError: There are cached tokens before those of the documents.
-        RuntimeError: The same under torch.compile.
+        ValueError: There are cached tokens before the documents.
+        RuntimeError: Under torch.compile, for the same reason.
     """
     if numbers.hides_no_key:
         return Numbers(causal=True, key_start=start)
@@ -196,7 +196,7 @@ def _apply(start: Tensor, numbers: Numbers) -> Numbers:
 
 
 def apply_dense(start: Tensor, mask: Tensor) -> Tensor:
-    """A dense mask within the documents ``(batch, nheads or 1, seqlen_q, seqlen_k)``."""
+    """Restricts a dense mask ``(batch, nheads or 1, seqlen_q, seqlen_k)`` to the documents."""
     together = (start[:, :, None] == start[:, None, :])[:, None]
     if mask.dtype == torch.bool:
         return mask & together

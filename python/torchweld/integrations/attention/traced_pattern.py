@@ -1,10 +1,10 @@
-"""The pattern of a mask function while torch.compile or export traces.
+"""Finds the pattern of a mask function while torch.compile or export traces.
 
-The tracer hides a function's closure, so :mod:`.mask_pattern` can't look into one that holds
-tensors: the documents of a packed row, or where chunks begin. Such a function is called instead. A
-token that does not see the key before it begins a document or a chunk, and rows see the keys from
-there up to themselves. The device asserts that the function shows the first and the last key of
-each row's range and hides the keys next to them.
+The tracer hides a function's closure, so :mod:`.mask_pattern` can't look into a closure that holds
+tensors: the documents of a packed row, or where chunks begin. This module calls such a function. A
+token that does not see the key before it begins a document or a chunk, and queries see the keys
+from there up to their own. The device asserts that the function shows the first and the last key of
+each query's range and hides the keys next to them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNKNOWN = "the mask has a function that torchweld does not know (custom, or bloc
 
 
 def pattern_of(call: Call) -> Pattern | None:
-    """The pattern of a mask function that is being traced, or None if it is unknown."""
+    """Returns the pattern of a mask function that is being traced, or None if it is unknown."""
     function, local_size = call.mask_function, call.local_size
     # transformers takes a local pattern that is wider than the whole context as hiding nothing.
     if call.causal_skip and local_size is not None and surely(call.kv_length < local_size):
@@ -38,9 +38,9 @@ def pattern_of(call: Call) -> Pattern | None:
 
 
 def _probed(call: Call) -> Pattern:
-    """The causal pattern that a function has where it is called.
+    """Finds the causal pattern of a function by calling it on neighbouring keys.
 
-    A row sees at most ``local_size`` keys, the size of a window or a chunk.
+    A query sees at most ``local_size`` keys, the size of a window or a chunk.
     """
     key = torch.arange(call.kv_length, device=call.device)[None]
     sequence = torch.arange(call.batch_size, device=call.device)[:, None]

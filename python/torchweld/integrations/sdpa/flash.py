@@ -1,8 +1,8 @@
-"""torch's flash attention ops and their gradients by torchweld's kernels: one class for each pair.
+"""Replaces the kernels of torch's flash attention ops; a class replaces an op and its gradient.
 
 The dispatcher calls :meth:`Flash.forward` and :meth:`Flash.backward` with the arguments that aten's
-schema names. A call that ``refusal`` finds something against runs torch's own kernel with the same
-arguments, so a call that torch's op refuses raises torch's error.
+schema names. If ``refusal`` returns a reason, torch's own kernel runs with the same arguments, so a
+call that torch's op refuses raises torch's error.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _UNUSED = ("max_q", "max_k", "philox_seed", "philox_offset", "rng_state", "unuse
 
 
 def _laid_out(result: Tensor, like: Tensor) -> Tensor:
-    """The result with the strides of torch's kernels, on which compiled graphs and views rely."""
+    """Returns the result with ``like``'s strides, on which compiled graphs and views rely."""
     wanted = torch.empty_like(like, device="meta").stride()
     return result if result.stride() == wanted else torch.empty_like(like).copy_(result)
 
 
 def _positions_first(t: Tensor) -> Tensor:
-    """t (batch, heads, seqlen, ...) in the memory order (batch, seqlen, heads, ...)."""
+    """Returns t (batch, heads, seqlen, ...) in the memory order (batch, seqlen, heads, ...)."""
     return t.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _unused_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Seed and offset of dropout, uninitialised without it as in torch's kernels, and no mask."""
+    """Returns an uninitialised dropout seed and offset, as torch's kernels do, and no mask."""
     seed, offset = (
         torch.empty(size, dtype=torch.uint64, device=query.device) for size in ((2,), ())
     )
@@ -48,7 +48,7 @@ def _unused_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Flash:
-    """An op of torch and its gradient, whose kernels for a dispatch key are replaced."""
+    """Replaces the kernels of a torch op and of its gradient for a dispatch key."""
 
     FORWARD: ClassVar[str]  # the names in aten
     BACKWARD: ClassVar[str]
@@ -69,7 +69,7 @@ class Flash:
             _replace(library, op, kernel, key)
 
     def forward(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """The op's kernel."""
+        """Runs torchweld's kernel, or torch's own if :meth:`refusal` has a reason."""
         given = dict(zip(self._forward_names, args, strict=False), **kwargs)
         query, key, value = args[:3]
         if self.refusal(**given) or not runs_on(query.device):
@@ -82,7 +82,7 @@ class Flash:
         return self.results(out, lse, query, key)
 
     def backward(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """The gradient's kernel, which the saved tensors choose, not the forward that ran."""
+        """Runs the gradient's kernel. The saved tensors choose it, not the forward that ran."""
         given = dict(zip(self._backward_names, args, strict=False), **kwargs)
         _, query, key, value, _, lse = args[:6]
         if self.backward_refusal(**given) or not runs_on(query.device):
@@ -110,7 +110,7 @@ class Flash:
         window_size_right: int | None = None,
         **more: Any,
     ) -> str | None:
-        """The reason why a call runs torch's own kernel, or None if torchweld's serves it.
+        """Returns the reason why a call runs torch's own kernel, or None if torchweld's serves it.
 
         It depends on shapes, dtypes and numbers alone.
         """
@@ -151,7 +151,7 @@ class Flash:
         logsumexp: Tensor,
         **given: Any,
     ) -> str | None:
-        """:meth:`refusal` of the gradient."""
+        """Returns the reason why a gradient runs torch's own kernel, or None."""
         reason = cls.refusal(query, key, value, **given)
         if reason is not None:
             return reason
@@ -167,22 +167,22 @@ class Flash:
 
     @staticmethod
     def own_refusal(tensors: Qkv, is_causal: bool, lengths: Lengths) -> str | None:
-        """The reasons of this op alone."""
+        """Returns a reason that only this op has, or None."""
         raise NotImplementedError
 
     @staticmethod
     def options(given: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of torchweld's op for the arguments of aten's."""
+        """Returns the keyword arguments of torchweld's op for aten's arguments."""
         return {"causal": given.get("is_causal", False), "scale": given.get("scale")}
 
     @staticmethod
     def heads_first(t: Tensor) -> Tensor:
-        """(batch, heads, seqlen, head_dim) of a tensor, as a view."""
+        """Returns a tensor as a view (batch, heads, seqlen, head_dim)."""
         return t
 
     @staticmethod
     def results(out: Tensor, lse: Tensor, query: Tensor, key: Tensor) -> tuple[Any, ...]:
-        """The results of aten's op from those of torchweld's."""
+        """Converts the results of torchweld's op to aten's."""
         raise NotImplementedError
 
     @staticmethod
@@ -191,12 +191,12 @@ class Flash:
 
     @staticmethod
     def saved_lse(lse: Tensor) -> Tensor:
-        """lse for torchweld's op from that of aten's."""
+        """Converts the lse that aten's op returned to torchweld's."""
         return lse
 
     @staticmethod
     def gradient(grad: Tensor, like: Tensor) -> Tensor:
-        """A gradient of aten's op from that of torchweld's."""
+        """Converts a gradient of torchweld's op to aten's."""
         return _laid_out(grad, like)
 
 
@@ -212,7 +212,7 @@ def _tensor_core_refusal(tensors: Qkv) -> str | None:
 
 
 class Dense(Flash):
-    """SDPA's flash op on (batch, heads, seqlen, head_dim)."""
+    """Replaces SDPA's flash op on (batch, heads, seqlen, head_dim)."""
 
     FORWARD = "_scaled_dot_product_flash_attention"
     BACKWARD = "_scaled_dot_product_flash_attention_backward"
@@ -238,12 +238,12 @@ class Dense(Flash):
 
 
 class Varlen(Flash):
-    """torch's flash op of packed sequences, on (tokens, heads, head_dim).
+    """Replaces torch's flash op of packed sequences, on (tokens, heads, head_dim).
 
-    ``torch.nn.attention.varlen.varlen_attn`` and SDPA of jagged nested tensors call it with
-    cumulative lengths, which the host does not read here. In torch's kernel lse of a row that sees
-    no key is inf, here -inf, so it is exchanged in both directions. Dense calls, which
-    SDPA's flash op makes too, stay torch's.
+    ``torch.nn.attention.varlen.varlen_attn`` and SDPA of jagged nested tensors call the op with
+    cumulative lengths, which the host does not read here. If a query sees no key, torch's lse is
+    inf and torchweld's is -inf, so forward and backward convert the lse. Calls without lengths,
+    which SDPA's flash op makes too, run torch's own kernel.
     """
 
     FORWARD = "_flash_attention_forward"
@@ -295,9 +295,9 @@ class Varlen(Flash):
 
 
 class Cpu(Flash):
-    """SDPA's flash op on the CPU.
+    """Replaces SDPA's flash op on the CPU.
 
-    Causal masks are aligned at the top left there, so that calls of unequal lengths stay torch's.
+    Its causal masks are aligned at the top left, so causal calls of unequal lengths stay torch's.
     """
 
     FORWARD = "_scaled_dot_product_flash_attention_for_cpu"

@@ -1,4 +1,4 @@
-"""Which GPUs have code in this build, and which head dims a kernel for tensor cores has."""
+"""Says which GPUs this build has code for, and which calls a kernel for tensor cores has."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels for
 
 
 def general_kernel(*head_dims: int) -> str | None:
-    """Why torchweld's attention would run its general kernel on a GPU, or None.
+    """Returns why torchweld's attention would run its general kernel on a GPU, or None.
 
-    That one uses no tensor cores. torch's back ends for such head dims do, and are faster.
+    The general kernel uses no tensor cores. torch's back ends use them for such head dims too and
+    are faster.
     """
     if max(head_dims) <= _MAX_HEAD_DIM:
         return None
@@ -28,10 +29,10 @@ _MAX_DROPOUT_DIM = 128  # the largest head dim of Hopper's kernels with dropout
 
 
 def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> str | None:
-    """Why no kernel for tensor cores drops probabilities of a call, or None.
+    """Returns why no kernel for tensor cores runs a call with dropout, or None.
 
-    torch's back ends with dropout are faster than torchweld's general kernel, and on a CPU its
-    random numbers are kept.
+    torch's back ends with dropout are faster than torchweld's general kernel. On a CPU torch runs
+    every such call, so its random numbers stay the same.
     """
     if not query.is_cuda:
         return "attention dropout is on"
@@ -53,7 +54,7 @@ def _has_wgmma(device: torch.device) -> bool:
 
 
 def has_code(capability: tuple[int, int], archs: list[str]) -> bool:
-    """Whether a library with GPU code for these, "9.0a" or "8.0+PTX", runs on a GPU."""
+    """Whether a library with GPU code for ``archs``, as "9.0a" or "8.0+PTX", runs on a GPU."""
     for arch in archs:
         number = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", arch)
         if number is None:

@@ -1,7 +1,7 @@
-"""torchweld's attention under ``F.scaled_dot_product_attention`` and ``varlen_attn``.
+"""Puts torchweld's attention under ``F.scaled_dot_product_attention`` and ``varlen_attn``.
 
-torch keeps a registry of flash attention implementations (``torch.nn.attention``); one that is
-active replaces CUDA kernels of aten ops, here four::
+torch keeps a registry of flash attention implementations (``torch.nn.attention``). The active one
+replaces CUDA kernels of aten ops, here of four::
 
     F.scaled_dot_product_attention            torch chooses a back end, in its order of preference
      -> aten::_scaled_dot_product_flash_attention            out, lse        (:class:`.Dense`)
@@ -12,10 +12,10 @@ active replaces CUDA kernels of aten ops, here four::
     their gradients: aten::..._backward
          -> torchweld::attention_backward, or torch's own
 
-The saved tensors of a graph mean the same to both, so a graph that was recorded with one runs
-backward with the other. On Hopper torch prefers its cuDNN back end, so flash is put first in its
-order for as long. On the CPU there is no registry, and
-``aten::_scaled_dot_product_flash_attention_for_cpu`` is replaced (:class:`.Cpu`).
+The saved tensors of a graph mean the same to both kernels, so a graph that was recorded with one
+runs backward with the other. On Hopper torch prefers its cuDNN back end, so flash is first in
+torch's order while torchweld's kernels are active. The CPU has no registry, and the kernels of
+``aten::_scaled_dot_product_flash_attention_for_cpu`` are replaced (:class:`.Cpu`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ NAME = "torchweld"
 
 
 def flash_first(order: list[int]) -> list[int]:
-    """torch's order of back ends with flash in front."""
+    """Returns torch's order of back ends with flash in front."""
     flash = int(attention.SDPBackend.FLASH_ATTENTION)
     return [flash, *(backend for backend in order if backend != flash)]
 
 
 class Kernels:
-    """Kernels in torch's dispatcher until `remove`; torch's registry holds this object.
+    """Keeps kernels in torch's dispatcher until `remove`; torch's registry holds this object.
 
     Args:
-        key: the dispatch key whose kernels are replaced.
-        pairs: the ops. Tests replace those of CUDA for "CPU".
+        key: The dispatch key whose kernels are replaced.
+        pairs: The ops to replace. Tests replace CUDA's ops for "CPU".
     """
 
     def __init__(self, key: str = "CUDA", pairs: tuple[type[Flash], ...] = (Dense, Varlen)) -> None:
@@ -70,7 +70,7 @@ class Kernels:
         return self._library is not None
 
     def remove(self) -> None:
-        """Puts torch's kernels and its order of back ends back; called again, does nothing."""
+        """Restores torch's kernels and order of back ends; does nothing if called again."""
         library, self._library = self._library, None
         if library is not None:
             library._destroy()
@@ -80,7 +80,7 @@ class Kernels:
             torch._C._set_sdp_priority_order(order[0])
 
     def _put_flash_first(self) -> None:
-        """Called when CUDA is initialised, which nothing here brings about."""
+        """Puts flash first in torch's order. Runs once CUDA is initialised elsewhere."""
         if not self.active:
             return
         nothing = torch.empty(0, 1, 1, 8, dtype=torch.float16, device="cuda")
@@ -94,12 +94,12 @@ class Kernels:
         torch._C._set_sdp_priority_order(self._order[1])
 
     def release(self) -> None:
-        """Takes the kernels back when the last handle is removed."""
+        """Removes the kernels; called when the last handle is removed."""
         self.remove()
 
 
 class CudaKernels(Kernels):
-    """The kernels that torch's registry activates."""
+    """Keeps kernels that torch's registry activates."""
 
     def release(self) -> None:
         if self.before is None:
@@ -118,14 +118,14 @@ def _install() -> Kernels:
 
 
 class SdpaHandle:
-    """Removes the kernels by `remove()` or as a context manager; returned by `use_in_sdpa`."""
+    """Handle of `use_in_sdpa`; `remove()`, or the end of a `with` block, removes the kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels: Kernels | None = kernels
         kernels.users += 1
 
     def remove(self) -> None:
-        """Takes the kernels back, unless another handle holds them; called again, does nothing."""
+        """Removes the kernels unless another handle holds them; does nothing if called again."""
         kernels, self._kernels = self._kernels, None
         if kernels is None:
             return
@@ -148,7 +148,7 @@ class SdpaHandle:
 
 
 def _check_torch(*needed: tuple[object, str]) -> None:
-    """Raises where torch lacks one of the functions."""
+    """Raises RuntimeError if torch lacks one of the functions."""
     require()
     lacking = [name for module, name in needed if not hasattr(module, name)]
     if lacking:
@@ -160,7 +160,7 @@ def _check_torch(*needed: tuple[object, str]) -> None:
 
 
 def _check_cuda() -> None:
-    """Raises where the kernels for CUDA can't be put there."""
+    """Raises RuntimeError if the kernels for CUDA can't be installed."""
     _check_torch(
         (attention, "register_flash_attention_impl"),
         (attention, "activate_flash_attention_impl"),
@@ -182,22 +182,22 @@ def _check_cuda() -> None:
 
 
 def use_in_sdpa(device: str = "cuda") -> SdpaHandle:
-    """`F.scaled_dot_product_attention` runs torchweld's kernels, if they can serve the call.
+    """Makes `F.scaled_dot_product_attention` run torchweld's kernels if they can serve the call.
 
-    On CUDA torchweld's attention is registered as "torchweld" among torch's flash attention
-    implementations and activated: SDPA's flash back end and `torch.nn.attention.varlen.varlen_attn`
-    run it from then on, forward and backward, in compiled graphs too. Served are float16 and
-    bfloat16, head dims up to 256, grouped heads (`enable_gqa=True`), `is_causal` and
-    `torch.nn.attention.bias.causal_lower_right`; of `varlen_attn` every window, and jagged nested
-    tensors. Calls with dropout and dense rows that see no key run torch's own flash kernel. Calls
-    that flash can't take stay with torch's other back ends: float32, an `attn_mask`, `is_causal`
-    with unequal lengths, head dims above 256 or that differ between key and value. So do calls
-    that `sdpa_kernel` gives to another back end.
+    On CUDA it registers torchweld's attention as "torchweld" among torch's flash attention
+    implementations and activates it: SDPA's flash back end and
+    `torch.nn.attention.varlen.varlen_attn` run it from then on, forward and backward, in compiled
+    graphs too. The kernels serve float16 and bfloat16, head dims up to 256, grouped heads
+    (`enable_gqa=True`), `is_causal`, `torch.nn.attention.bias.causal_lower_right`, every window of
+    `varlen_attn`, and jagged nested tensors. Calls with dropout and dense calls in which a query
+    sees no key run torch's own flash kernel. Calls that flash can't take stay with torch's other
+    back ends: float32, an `attn_mask`, `is_causal` with unequal lengths, head dims above 256 or
+    that differ between key and value. So do calls that `sdpa_kernel` gives to another back end.
 
-    torch's order of back ends, in which cuDNN comes first on Hopper, has flash first for as long,
-    for calls with dropout too; an order that is set afterwards stays. A graph is compiled for the
-    back end that comes first at that time. A call costs some microseconds more than
-    `torchweld.attention`, because it goes through Python.
+    While the kernels are active, flash comes first in torch's order of back ends, also on Hopper,
+    where cuDNN comes first otherwise, and also for calls with dropout. An order that is set
+    afterwards stays. A compiled graph keeps the back end that came first when it was compiled. A
+    call costs some microseconds more than `torchweld.attention`, because it goes through Python.
 
     With `device="cpu"` SDPA's flash back end on the CPU runs torchweld's kernels: all dtypes, any
     head dim, grouped heads and `is_causal` of equal lengths, forward and backward. Calls with
@@ -209,16 +209,16 @@ def use_in_sdpa(device: str = "cuda") -> SdpaHandle:
         device: "cuda" or "cpu". Call it twice for both.
 
     Returns:
-        A handle whose `remove()` takes the kernels back and activates the implementation that was
+        A handle whose `remove()` removes the kernels and activates the implementation that was
         active before, if any; also a context manager. Calls nest: the kernels stay until the last
-        handle is removed. `torch.nn.attention.restore_flash_attention_impl()` takes those of CUDA
-        back at once.
+        handle is removed. `torch.nn.attention.restore_flash_attention_impl()` removes the kernels
+        for CUDA at once.
 
     Raises:
-        ValueError: another device.
+        ValueError: device is neither "cuda" nor "cpu".
         RuntimeError: torch has no such registry, or torchweld or torch was built without CUDA.
 
-    Limits: for the whole process, every thread of it.
+    Limits: the kernels are replaced in every thread of the process.
 
     Example::
 
