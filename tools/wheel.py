@@ -88,7 +88,8 @@ def constraints(folder: Path, torch: str) -> Path:
     """The pinned versions, with another torch if it is not the pinned one."""
     text = (ROOT / "requirements" / "constraints.txt").read_text()
     if f"torch=={torch}\n" not in text:
-        text = re.sub(r"^(torch|triton|setuptools)==.*\n", "", text, flags=re.M)
+        depends = "torch|triton|cuda-[a-z]*|sympy|networkx|setuptools"  # on the version of torch
+        text = re.sub(rf"^({depends})==.*\n", "", text, flags=re.M)
         text += f"torch=={torch}\n"
     path = folder / "constraints.txt"
     path.write_text(text)
