@@ -1,4 +1,4 @@
-"""The context_parallel block that attention follows. Imports nothing of torch.distributed."""
+"""The active context_parallel block. This module imports nothing of torch.distributed."""
 
 from __future__ import annotations
 

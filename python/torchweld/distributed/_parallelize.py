@@ -53,10 +53,10 @@ class _Waited(torch.autograd.Function):
 
 
 class _PlainResult(ParallelStyle):
-    """A style of torch whose result is a plain tensor.
+    """Applies a style of torch and makes the module's result a plain tensor.
 
     NOTE: the results of torch's styles wait for their collective when an op first uses them. Until
-    then they are of a subclass of Tensor, which fused parts do not take.
+    then they are of a subclass of Tensor, which fused layers do not take.
     """
 
     def __init__(self, style: ParallelStyle) -> None:
@@ -101,13 +101,12 @@ _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"
 def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
     """Shards a Hugging Face model in place over the processes of a mesh: tensor parallelism.
 
-    A GPT-2 by its heads and the columns of its MLP, as Megatron does; other models by the plan that
-    transformers has for them (`model.tp_plan`), but for layers that pack several weights: each
-    process has the same columns of both in a `gate_up_proj`, and computes the attention of its
-    heads behind a `qkv_proj`. It may be called before or after
-    :func:`torchweld.fuse`, and the fused places stay fused. Sharded parameters become DTensors of
-    the same names; the others stay as they are. Every process gives the model the same batch and
-    gets the whole result.
+    GPT-2 is sharded by its heads and the columns of its MLP, as in Megatron. Other models follow
+    transformers' plan for them (`model.tp_plan`), except in layers that pack several weights: each
+    process has the same columns of both halves of a `gate_up_proj`, and attends with its own heads
+    of a `qkv_proj`. The call may be before or after :func:`torchweld.fuse`; fused layers stay
+    fused. Sharded parameters become DTensors of the same names; the others stay as they are. Every
+    process gives the model the same batch and gets the whole result.
 
     Args:
         model: A model of transformers, on the mesh's device.
@@ -119,16 +118,17 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
         The model.
 
     Raises:
-        TypeError: The model is none of transformers', or mesh is no DeviceMesh.
+        ImportError: transformers is not installed.
+        TypeError: The model is not one of transformers, or mesh is no DeviceMesh.
         ValueError: The mesh has more dims, or does not divide the heads or the layers' sizes; the
-            model has no plan, or one with a style that is not served here. Nothing is changed then.
+            model has no plan, or one with an unknown style. The model is unchanged then.
 
-    Limits: dropout draws alike in all processes only if they are seeded alike. A GPT-2's `c_attn`
-        and a packed `gate_up_proj` are placed `_StridedShard`, which :func:`full_tensor` gathers
-        and torch's checkpoints refuse. The results of a `qkv_proj` are gathered.
-        Beside DTensors there are plain parameters; torch's `clip_grad_norm_` does not take both in
-        one call. An `Int4Linear` is sharded by whole groups into plain tensors, and a state_dict
-        has this process's part.
+    Limits: dropout drops the same values in all processes only if they have the same seed. A
+        GPT-2's `c_attn` and a packed `gate_up_proj` are placed `_StridedShard`, which
+        :func:`full_tensor` gathers and torch's checkpoints refuse. The results of a `qkv_proj` are
+        gathered. The model has DTensors and plain parameters; torch's `clip_grad_norm_` does not
+        take both in one call. An `Int4Linear` is sharded by whole groups into plain tensors, and a
+        state_dict has this process's part.
 
     Source: Shoeybi et al., "Megatron-LM", 2019.
 
@@ -190,7 +190,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
 
 
 def _plan(root: nn.Module, size: int) -> dict[str, str]:
-    """A model's plan, in which packed layers that can be sharded have a style of their own."""
+    """Returns a model's plan, with styles of STYLES for packed layers that can be sharded."""
     plan = dict(getattr(root, "tp_plan", None) or {})
     for pattern in list(plan):
         path, _, name = pattern.rpartition(".")
@@ -204,7 +204,7 @@ def _plan(root: nn.Module, size: int) -> dict[str, str]:
 
 
 def _matching(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules that a plan's pattern matches; `*` stands for any number."""
+    """Lists the modules that a plan's pattern matches; `*` stands for any number."""
     return [(path, module) for path, module in root.named_modules() if _matches(pattern, path)]
 
 
@@ -215,7 +215,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
-    """Why parallelize refuses a plan, as the end of a sentence, or None."""
+    """Returns why parallelize refuses a plan, as the end of a sentence, or None."""
     name = type(root).__name__
     if not plan:
         return f"model must have a plan of transformers (tp_plan), but {name} has none"
@@ -266,7 +266,7 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
 
 
 def _tied(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The modules and names of each parameter that several modules share."""
+    """Lists the modules and names of each parameter that several modules share."""
     places = defaultdict(list)
     for module in root.modules():
         for key, parameter in module._parameters.items():
@@ -276,7 +276,7 @@ def _tied(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
-    """The model's parameters as an optimizer takes them: plain ones apart from DTensors.
+    """Groups the model's parameters for an optimizer: plain ones apart from DTensors.
 
     On a GPU torch's optimizers update the parameters of a group together, and refuse a group with
     plain tensors beside DTensors, or with DTensors of several meshes. A model has both after
@@ -286,8 +286,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
         model: A model, sharded or not.
 
     Returns:
-        A group of the plain parameters and one for each mesh, as far as there are any, in the order
-        of `model.parameters()`.
+        A group of the plain parameters and one for the DTensors of each mesh, without empty groups,
+        in the order of `model.parameters()`.
 
     Example::
 

@@ -104,7 +104,7 @@ class _ReduceFromTpRegion(torch.autograd.Function):
 
 
 def _slabs(t: Tensor, dim: int) -> list[Tensor]:
-    """Views of a contiguous tensor, one for each index of the dims before `dim`."""
+    """Splits a contiguous tensor into views, one for each index of the dims before `dim`."""
     return list(t.flatten(0, dim - 1).unbind())
 
 
@@ -196,13 +196,13 @@ _last: _LastCopied | None = None
 
 
 def copy_to_tp_region_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, CopiedToTpRegion | None]:
-    """`copy_to_tp_region` of an x that several layers take in succession, such as query, key and
-    value: autograd adds the gradients of the layers, and one sum over the processes follows.
+    """Calls `copy_to_tp_region` once for an x that several layers take in succession, such as
+    query, key and value: autograd adds the layers' gradients before one sum over the processes.
 
     Returns:
-        The copy, and its holder, which a layer keeps alive for the next one and which the copy of
-        another tensor empties. In compiled graphs the holder is None, and every layer has its own
-        sum.
+        The copy and its holder. A layer keeps the holder alive for the next layer; a copy of
+        another tensor empties the holder. The holder is None without gradients, and in compiled
+        graphs, where every layer has its own sum.
     """
     global _last
     if torch.compiler.is_compiling():
@@ -221,7 +221,7 @@ def copy_to_tp_region_once(mesh: DeviceMesh, x: Tensor) -> tuple[Tensor, CopiedT
 
 
 def columns_of(mesh: DeviceMesh, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """``compute(x)``, this process's columns; backward sums x's gradient over the processes."""
+    """Computes this process's columns of x; backward sums x's gradient over the processes."""
     if isinstance(x, DTensor):
         return compute(replicated(mesh, x, Replicate()))
     x, kept = copy_to_tp_region_once(mesh, x)

@@ -58,7 +58,7 @@ def context_parallel_attention(
     sink: Tensor | None = None,
     check: bool = True,
 ) -> Tensor:
-    """`torchweld.attention` of sequences whose tokens are on several processes.
+    """Computes `torchweld.attention` of sequences whose tokens are on several processes.
 
     The tokens are those of :func:`shard_sequence`: of n processes, process r has chunks r and
     2n - 1 - r of 2n. Every process of the group makes the call.
@@ -67,33 +67,33 @@ def context_parallel_attention(
         query: `(batch, nheads, seqlen / n, head_dim)`.
         key: `(batch, nheads_kv, seqlen / n, head_dim)`.
         value: `(batch, nheads_kv, seqlen / n, head_dim_v)`.
-        leftpad: int32 `(batch,)`: the first positions of each whole sequence that are padding, the
-            same in all processes.
-        group: the processes; a ProcessGroup, a DeviceMesh of one dim, all by default. With one
-            process the call is `torchweld.attention`, and a warning says so.
-        method: "all_gather" gathers keys and values and serves everything; "ulysses" exchanges
-            heads for tokens, where n divides nheads_kv; "ring" keeps keys and values of two
-            processes at a time, and computes while the next are sent.
-        causal: each token sees those up to itself.
-        scale: as `torchweld.attention`.
-        key_start: int32 `(batch, seqlen / n)`, the shard of the whole sequence's: each token's
-            first visible key, counted in the whole sequence. Not with leftpad.
-        window: with causal: each token sees the `window` keys up to itself.
-        softcap: as `torchweld.attention`.
-        sink: `(nheads,)`, the same in all processes; its gradient is this process's part.
+        leftpad: int32 `(batch,)`: the number of padding positions at the start of each whole
+            sequence, the same in all processes.
+        group: a ProcessGroup, a DeviceMesh of one dim, or None for all processes. With one process
+            the call is `torchweld.attention`, and a warning says so.
+        method: "all_gather" gathers keys and values, and has no restrictions; "ulysses" exchanges
+            heads for tokens, and n must divide nheads_kv; "ring" keeps keys and values of two
+            processes at a time, and computes while the next ones are sent.
+        causal: whether each token sees only tokens up to itself.
+        scale: as in `torchweld.attention`.
+        key_start: int32 `(batch, seqlen / n)`, this process's shard: each token's first visible
+            key, counted in the whole sequence. Not with leftpad.
+        window: only with causal: each token sees the `window` keys that end at itself.
+        softcap: as in `torchweld.attention`.
+        sink: `(nheads,)`, the same in all processes; its gradient is this process's term alone.
         check: whether the processes compare their shapes first, so that all of them raise if
-            one differs. On CUDA the host waits for that; False never waits.
+            one differs. On CUDA the host waits for that; with False it never waits.
 
     Returns:
-        `(batch, nheads, seqlen / n, head_dim_v)`, the same tokens. The gradients to key and value
-        hold what all processes have for them.
+        `(batch, nheads, seqlen / n, head_dim_v)`, the same tokens. The gradients of key and value
+        are sums over all processes.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or the op refuses its arguments.
         TypeError: an argument is a DTensor.
         ValueError: shapes differ between processes, or do not fit; in all processes.
 
-    Limits: self-attention without key_end. torch.compile leaves its graph for "ring".
+    Limits: self-attention without key_end. torch.compile breaks its graph at "ring".
 
     Source: Llama Team, "The Llama 3 Herd of Models", 2024 (all-gather); Jacobs et al., "DeepSpeed
         Ulysses", 2023; Liu et al., "Ring Attention", 2023.
@@ -128,7 +128,7 @@ def context_parallel_attention(
 def _refusal(
     query: Tensor, key: Tensor, value: Tensor, method: str, mask: Mask, size: int
 ) -> str | None:
-    """Why this process refuses the call, as the end of a sentence, or None."""
+    """Returns why this process refuses the call, as the end of a sentence, or None."""
     named = {"query": query, "key": key, "value": value}
     named |= {"leftpad": mask.leftpad, "key_start": mask.key_start, "sink": mask.sink}
     for name, t in named.items():
@@ -315,26 +315,26 @@ class ContextParallel:
 def context_parallel(
     group: Group = None, *, method: str = "all_gather", check: bool = True
 ) -> Iterator[None]:
-    """Models inside the `with` block attend to the tokens of all processes.
+    """Lets models inside the `with` block attend to the tokens of all processes.
 
-    `torchweld.nn.CausalSelfAttention` and transformers' models with torchweld's attention
-    (`torchweld.fuse`, or `attn_implementation="torchweld"`) follow it. Pass every input that has a
+    It applies to `torchweld.nn.CausalSelfAttention` and to transformers' models with torchweld's
+    attention (`torchweld.fuse`, or `attn_implementation="torchweld"`). Pass every input that has a
     dim of tokens through :func:`shard_sequence` first, position_ids and attention_mask included;
-    shift labels before. With activation checkpointing, run the backward pass inside the block.
-    Parameters see the tokens of their process: sum their gradients over the group, as FSDP2 and DDP
-    do.
+    shift labels before that. With activation checkpointing, run the backward pass inside the block.
+    The gradients of parameters come from the tokens of one process: sum them over the group, as
+    FSDP2 and DDP do.
 
     Args:
-        group: the processes; a ProcessGroup, a DeviceMesh of one dim, all by default.
-        method: as :func:`context_parallel_attention`.
+        group: a ProcessGroup, a DeviceMesh of one dim, or None for all processes.
+        method: as in :func:`context_parallel_attention`.
         check: whether shapes are compared between the processes and position_ids are checked. On
-            CUDA the host waits for both; False never waits.
+            CUDA the host waits for both; with False it never waits.
 
     Raises:
-        RuntimeError: no attention followed, torch.distributed is not initialised, or it is inside
-            of another one.
-        ValueError: an unknown method; inside: a model asks for a feature that is not served, such
-            as a cache of earlier tokens, attention dropout or packed documents.
+        RuntimeError: no such attention ran in the block, torch.distributed is not initialised, or
+            the block is inside of another one.
+        ValueError: an unknown method; inside: a model needs an unsupported feature, such as a cache
+            of earlier tokens, attention dropout or packed documents.
 
     Example::
 

@@ -19,10 +19,10 @@ def experts_of_shards(
     x: DTensor, gate_up: DTensor, down: DTensor, index: DTensor, weight: DTensor,
     *biases: DTensor | None, **options: Any,
 ) -> Tensor | None:  # fmt: skip
-    """`torchweld.experts` where each process has some of the experts; None for other placements.
+    """Computes `torchweld.experts` if each process has some of the experts, else returns None.
 
     Along the mesh dim that divides the experts, tokens are gathered and the result is `Partial`.
-    Along the others, where the weights are replicated, tokens may be sharded.
+    Along the other mesh dims the weights are replicated, and tokens may be sharded.
     """
     tokens, stacks = (x, index, weight), (gate_up, down, *biases)
     given = [t for t in stacks if t is not None]

@@ -20,10 +20,10 @@ _PROJECTIONS = 3  # of c_attn: query, key and value
 
 
 class ShardedConv1D(Conv1D):
-    """A Conv1D; each process has some of its columns or rows, by the weight's placement.
+    """A Conv1D whose columns or rows are sharded, as the weight's placement says.
 
-    ``x`` has all that a process's part needs: the whole rows for columns, the process's part of
-    them for rows.
+    With sharded columns, ``x`` has all columns; with sharded rows, ``x`` has this process's
+    columns.
     """
 
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor, *shared: Any) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ class ShardedConv1D(Conv1D):
 
 
 def refusal(base: GPT2Model, size: int) -> str | None:
-    """Why a model can't be sharded over ``size`` processes, as the end of a sentence, or None."""
+    """Returns why ``size`` processes can't shard a model, as the end of a sentence, or None."""
     if base.config.num_attention_heads % size:
         return (
             f"num_attention_heads must be a multiple of the mesh's {size} processes, but got "
@@ -95,7 +95,7 @@ def _layers(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
-    """Shards the blocks of a model that was not refused."""
+    """Shards the blocks of a model that `refusal` accepts, in place."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -39,7 +39,7 @@ class RowInt4Linear(Int4Linear):
 
 
 def unsupported_reason(layer: Int4Linear, style: str, size: int) -> str | None:
-    """Why a layer can't have a style over a number of processes, as the end of a sentence."""
+    """Returns why a layer can't have a style, as the end of a sentence, or None."""
     if style not in ("colwise", "rowwise"):
         return f"must be a float layer in the style {style}, but got an Int4Linear; put it in skip"
     if style == "colwise":
@@ -91,5 +91,5 @@ def shard_int4(
 
 
 def _part(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    """A process's part as a tensor of its own, so that the whole one is freed."""
+    """Copies a process's part, so that the whole tensor can be freed."""
     return tensor.chunk(size, dim)[rank].clone()

@@ -21,7 +21,7 @@ _CODES = ("qweight", "zero")
 
 
 def codes_as_parameters(model: nn.Module) -> list[str]:
-    """Makes the tensors of every `Int4Linear` frozen parameters, so that FSDP2 shards them.
+    """Turns the tensors of every `Int4Linear` into frozen parameters, which FSDP2 can shard.
 
     Call it on the device where the model trains, before `fully_shard`, with or without adapters.
     The layers compute the same. `MixedPrecisionPolicy.param_dtype` must be None or the dtype of the
@@ -31,7 +31,7 @@ def codes_as_parameters(model: nn.Module) -> list[str]:
         model: changed in place.
 
     Returns:
-        Paths of the layers.
+        The paths of the changed layers.
 
     Raises:
         ValueError: a layer is on the meta device, is sharded by `parallelize`, or has float64
@@ -117,7 +117,7 @@ class ParameterInt4Linear(Int4Linear):
 
 
 def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of a tensor, sharded or not, as another dtype."""
+    """Views the bits of a tensor, sharded or not, as another dtype."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().contiguous().view(dtype)
     local = tensor.to_local().detach()

@@ -35,7 +35,7 @@ class ColumnLinear(nn.Linear):
 
 
 class GatheredLinear(ColumnLinear):
-    """Computes this process's columns and gathers those of all, which need not divide evenly."""
+    """Computes this process's columns and gathers all columns; shards may differ in size."""
 
     def forward(self, input: Tensor) -> Tensor:
         mesh, y = self.weight.device_mesh, super().forward(input)
@@ -62,7 +62,7 @@ class RowLinear(nn.Linear):
         return self.summed(F.linear(input, local_weight(self.weight)))
 
     def summed(self, y: Tensor) -> Tensor:
-        """The sum over all processes of their terms of the result, plus the bias."""
+        """Sums the terms y of the result over all processes, and adds the bias."""
         y, bias = reduce_from_tp_region(self.weight.device_mesh, y), local_part(self.bias)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -75,10 +75,10 @@ def shard_linear(
     mesh: DeviceMesh,
     src_data_rank: int | None,
 ) -> nn.Linear:
-    """Shards a layer's parameters in place and gives it another class.
+    """Shards a layer's parameters in place and sets the layer's class to `cls`.
 
     Args:
-        sharded: the placement of the parameters that have its dim.
+        sharded: the placement of the parameters that have the dim it shards.
         rest: the placement of a bias that lacks the dim; None keeps it plain.
     """
     for name, parameter in list(module.named_parameters(recurse=False)):

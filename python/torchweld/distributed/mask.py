@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class Mask:
-    """Mask and scale of a call; key_start is this process's shard, leftpad and sink are whole."""
+    """Holds a call's mask and scale; key_start is this process's shard, leftpad and sink whole."""
 
     causal: bool
     scale: float | None
@@ -21,7 +21,7 @@ class Mask:
     sink: Tensor | None
 
     def first_keys(self, positions: Tensor, seqlen: int, batch: int) -> Tensor | None:
-        """int32 `(batch, rows)`, the first visible key of rows at positions; seqlen hides all."""
+        """Returns rows' first visible keys, int32 `(batch, rows)`; seqlen hides all, None none."""
         if self.leftpad is None and self.key_start is None and self.window is None:
             return None
         start = torch.zeros(batch, len(positions), dtype=torch.int32, device=positions.device)

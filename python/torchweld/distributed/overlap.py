@@ -58,7 +58,7 @@ class _SymmetricBuffer:
         return self._handle.get_buffer(rank, (self._handle.world_size, *shape), dtype)
 
     def slots(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """`(processes, *shape)`: this process's slots. Waits until no process uses them."""
+        """Returns this process's slots `(processes, *shape)`, once no process uses them."""
         self._handle.barrier(channel=0)
         return self._slots_of(self.rank, shape, dtype)
 
@@ -70,18 +70,18 @@ class _SymmetricBuffer:
             self._handle.put_signal(to, channel=self._SENT)
 
     def wait(self, of: int) -> None:
-        """The current stream waits for the shard of a process."""
+        """Makes the current stream wait for the shard of a process."""
         self._handle.wait_signal(of, channel=self._SENT)
 
     def on_side_stream(self, sending: bool) -> AbstractContextManager[None]:
-        """A side stream that first waits for the work of the current stream."""
+        """Enters a side stream that first waits for the work of the current stream."""
         stream = self._sending if sending else self._copying
         stream.wait_stream(torch.cuda.current_stream())
         self._running.add(stream)
         return torch.cuda.stream(stream)
 
     def join(self) -> None:
-        """The current stream waits for the side streams."""
+        """Makes the current stream wait for the side streams."""
         while self._running:
             torch.cuda.current_stream().wait_stream(self._running.pop())
 
@@ -109,7 +109,8 @@ _no_p2p: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 def _symmetric_buffer(mesh: DeviceMesh, size: int) -> _SymmetricBuffer | None:
     """Returns a buffer of `size` bytes, made by all processes together.
 
-    None if they can't access each other's memory, or if a graph is captured before the first one.
+    None if they can't access each other's memory, or if no large enough buffer exists while a CUDA
+    graph is captured.
     """
     group = mesh.get_group()
     buffers = _buffers.setdefault(group.group_name, [])
@@ -157,8 +158,8 @@ def supports_overlap(
     same answer in all processes.
 
     Args:
-        gathers: True where x has this process's tokens and is gathered; False where x has all
-            tokens and the product is reduce-scattered.
+        gathers: True if x has this process's tokens and is gathered; False if x has all tokens
+            and the product is reduce-scattered.
     """
     size = mesh.size()
     if size == 1 or torch.compiler.is_compiling() or not _supports_p2p(x):
@@ -176,13 +177,13 @@ def supports_overlap(
 
 
 def _shards(t: Tensor, dim: int, count: int) -> list[Tensor]:
-    """A contiguous tensor's equal shards along `dim`, as matrices `(sequences, rows, columns)`."""
+    """Splits a contiguous t into equal shards along `dim`, each `(sequences, rows, columns)`."""
     matrices = t.view(t.shape[:dim].numel(), t.shape[dim:-1].numel(), t.shape[-1])
     return list(matrices.chunk(count, 1))
 
 
 def _peers(rank: int, count: int) -> Iterator[tuple[int, int]]:
-    """Ranks to send to and to receive from, step by step: one of each for every process."""
+    """Yields the ranks to send to and to receive from, one pair for each step."""
     return (((rank + i) % count, (rank - i) % count) for i in range(1, count))
 
 
@@ -197,7 +198,7 @@ def gathered_linear(
     keeps_x: bool = True,
     keeps_preact: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """`linear` of the gathered x, where :func:`supports_overlap`; without a gradient.
+    """Computes `linear` of the gathered x, if :func:`supports_overlap`; without a gradient.
 
     Returns:
         The gathered x, y, and the pre-activation; None for a tensor that is not kept.
@@ -243,7 +244,7 @@ def scattered_linear(
     *,
     meanwhile: Callable[[], T] = lambda: None,
 ) -> tuple[Tensor, T]:
-    """Sums all processes' products of x and gives each process its tokens of the sum, where
+    """Sums all processes' products of x and gives each process its tokens of the sum, if
     :func:`supports_overlap`; without a gradient.
 
     Args:

@@ -28,7 +28,7 @@ LAYERS = {"gate_up_proj": (HALVES, "down_proj"), "qkv_proj": (HEADS, "o_proj")}
 class HeadsLinear(ColumnLinear):
     """Computes query, key and value of this process's heads, one behind the other.
 
-    NOTE: no placement describes the heads of a process in one weight where query and key have
+    NOTE: no placement describes the heads of a process in one weight if query and key have
     different numbers of heads. So the weight is sharded in its order, and the results are gathered.
     """
 
@@ -42,7 +42,7 @@ class HeadsLinear(ColumnLinear):
 
 
 class LocalConfig:
-    """The config of an attention layer that has some of the heads; else the model's own."""
+    """The config of an attention layer with some of the heads; the rest is the model's."""
 
     def __init__(self, config: Any, heads: int) -> None:
         self.config, self.num_attention_heads = config, heads
@@ -72,11 +72,11 @@ STYLES = {
 
 
 def can_shard(module: nn.Module, name: str, size: int) -> bool:
-    """Whether the packed layer of a module, and the one behind it, can be sharded.
+    """Whether the packed layer of a module, and the layer behind it, can be sharded.
 
     Args:
-        module: An MLP or an attention layer, the parent of both.
-        name: The packed layer's, one of LAYERS.
+        module: An MLP or an attention layer, the parent of both layers.
+        name: The packed layer's name, a key of LAYERS.
         size: Number of processes.
     """
     from torchweld.integrations.fusion.recognise import find

@@ -137,7 +137,7 @@ def _gathered_linear(
     keeps_x: bool,
     keeps_preact: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """The gathered x, `linear` of it, and the pre-activation; None if not kept."""
+    """Returns the gathered x, `linear` of it, and the pre-activation; None for one not kept."""
     options = {"activation": activation}
     if overlap.supports_overlap(mesh, dim, x, weight, gathers=True):
         kept = {"keeps_x": keeps_x, "keeps_preact": keeps_preact}
@@ -171,15 +171,15 @@ def gathered_linear(
 
     Args:
         mesh: one dim.
-        dim: of x, from 0 on, along which each process has an equal shard; not the last.
+        dim: the dim of x, from 0 on, along which the processes have equal shards; not the last.
         x: `(..., K)`, this process's tokens.
         weight, bias: `(N, K)` and `(N,)`, this process's columns; plain, or parameters that are
             DTensors.
-        activation: as of :func:`torchweld.linear`.
+        activation: as in :func:`torchweld.linear`.
 
     Returns:
         `(..., N)`, all tokens. Backward sums the gradients to x over the processes and gives each
-        process those of its tokens.
+        process the gradient of its tokens.
     """
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
@@ -199,7 +199,8 @@ def scattered_linear(
 
     Args:
         mesh: one dim.
-        dim: of the result, from 0 on, along which each process gets an equal shard; not the last.
+        dim: the dim of the result, from 0 on, along which the processes get equal shards; not the
+            last.
         x: `(..., K)`, all tokens, this process's columns.
         weight: `(N, K)`, this process's columns; plain, or a parameter that is a DTensor.
         bias: `(N,)`, the same in all processes; plain, or a parameter that is a DTensor.

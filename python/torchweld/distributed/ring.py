@@ -25,7 +25,7 @@ def _send_recv_kv(t: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Steps:
-    """The rows of query and the keys that meet in each step of a ring."""
+    """Selects the rows of query and the keys that meet in each step of a ring."""
 
     def __init__(self, query: Tensor, mask: Mask, group: dist.ProcessGroup) -> None:
         self.size, self.rank, self.half = group.size(), group.rank(), query.shape[2] // 2
@@ -34,7 +34,7 @@ class _Steps:
         self.first = mask.first_keys(positions, 2 * self.size * self.half, query.shape[0])
 
     def of(self, step: int) -> tuple[slice, slice, dict[str, Any]]:
-        """Slices of rows and of keys, and the keyword arguments of attention."""
+        """Returns slices of rows and of keys, and the keyword arguments of attention."""
         half, size = self.half, self.size
         whole = slice(0, 2 * half)
         origin = (self.rank - step) % size
@@ -144,7 +144,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _split_kv(both: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of key and value in their concatenation."""
+    """Returns views of key and value in their concatenation."""
     k, v = both.split([key.numel(), value.numel()])
     return k.view(key.shape), v.view(value.shape)
 

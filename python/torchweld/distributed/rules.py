@@ -55,14 +55,14 @@ class Call:
         return name in self.specs
 
     def listed(self, name: str) -> list[str]:
-        """The names of the tensors of a list."""
+        """Returns the names of a list's tensors."""
         return [each for each in self.specs if each.startswith(name + "[")]
 
     def shape(self, name: str) -> Sequence[int]:
         return self.specs[name].shape
 
     def leaves_out(self, result: str) -> bool:
-        """Whether the result is (0,), because it was not asked for."""
+        """Whether the result is (0,), because it was not requested."""
         if result == "preact":
             return self.values["activation"] in ("none", "relu")
         if result in (*OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
@@ -83,7 +83,7 @@ class Call:
 
 
 def results_of(op: Any, weights: int = 0) -> list[str]:
-    """The names that rows use for an op's results. `weights` is the length of a list of weights."""
+    """Lists the names that rows use for an op's results; `weights` is the number of weights."""
     name, returns = op._schema.name, op._schema.returns
     unnamed = "dx" if name.endswith("_backward") else "result"
     if not returns_list(op):
@@ -129,9 +129,9 @@ class Dims(NamedTuple):
                 yield self._row(call, letters, word, dim)
 
     def _row(self, call: Call, letters: dict[str, str], word: str, leading_dim: int) -> Row:
-        """The row of a word of `sharded`.
+        """Makes the row of a word of `sharded`.
 
-        `leading_dim` is the dim that `*` stands for; with other words the last leading one.
+        `leading_dim` is the dim that `*` stands for; for other words, the last leading dim.
         """
         from torch.distributed.tensor import Partial, Shard
         from torch.distributed.tensor.placement_types import _StridedShard
@@ -236,7 +236,7 @@ def _loss(call: Call) -> Dims | None:
 
 
 def _loss_gradients(call: Call) -> Dims:
-    """The product of gradients and a scalar."""
+    """Shards the product of gradients and a scalar."""
     if call.has("unit_dlogits"):
         return Dims("unit_dlogits dlogits *", "*")
     sums = [
@@ -326,7 +326,7 @@ def rule_of(op: str) -> Callable[[Call], list[Row]] | None:
 
 
 def _divided(call: Call) -> tuple[str, int, int] | None:
-    """An argument, a dim of it and the size that the shards of that dim must divide."""
+    """Returns an argument, its dim and the size that the dim's shards must divide, or None."""
     if call.has("key") and call.shape("key")[1] != call.shape("query")[1]:
         return "key", 1, call.shape("key")[1]  # a shard needs all query heads of its key heads
     if call.has("down") and call.has("gate_up"):

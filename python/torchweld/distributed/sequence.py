@@ -30,13 +30,13 @@ def group_of(group: Group, who: str) -> dist.ProcessGroup:
 
 
 def _chunk_order(size: int, device: torch.device) -> Tensor:
-    """The index of each of the 2 * size chunks in the concatenation of all shards."""
+    """Returns the index of each of the 2 * size chunks in the concatenation of all shards."""
     first = 2 * torch.arange(size, device=device)
     return torch.cat([first, (first + 1).flip(0)])
 
 
 def local_positions(group: dist.ProcessGroup, length: int, device: torch.device) -> Tensor:
-    """The positions in the sequence of a process's `length` tokens."""
+    """Returns the positions in the sequence of a process's `length` tokens."""
     rank, size, chunk = group.rank(), group.size(), length // 2
     inside = torch.arange(chunk, device=device)
     return torch.cat([inside + rank * chunk, inside + (2 * size - 1 - rank) * chunk])
@@ -48,7 +48,7 @@ def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
     Args:
         t: a tensor with all tokens along `dim`, the same in all processes: input_ids, labels that
             are shifted already, position_ids, attention_mask.
-        group: the processes; a ProcessGroup, a DeviceMesh of one dim, all by default.
+        group: a ProcessGroup, a DeviceMesh of one dim, or None for all processes.
         dim: the dim of the tokens.
 
     Returns:
@@ -76,13 +76,13 @@ def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
 
 
 def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
-    """The whole sequence from the shards of :func:`shard_sequence`, in every process.
+    """Gathers the whole sequence from the shards of :func:`shard_sequence`, in every process.
 
     Backward sums the gradients of each token over the processes.
 
     Args:
         t: this process's shard.
-        group: the processes; a ProcessGroup, a DeviceMesh of one dim, all by default.
+        group: a ProcessGroup, a DeviceMesh of one dim, or None for all processes.
         dim: the dim of the tokens.
 
     Raises:
@@ -99,8 +99,8 @@ def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """The identity, with a contiguous gradient: the reduce-scatter in the backward of the gather
-    refuses other strides, which the gradient of a batch of one has.
+    """Returns its input and makes the gradient contiguous: the reduce-scatter in the backward of
+    the gather refuses other strides, and the gradient of a batch of one has others.
     """
 
     @staticmethod
@@ -134,7 +134,7 @@ def in_order(shards: Tensor, dim: int) -> Tensor:
 
 
 def out_of_order(t: Tensor, dim: int, size: int) -> Tensor:
-    """The inverse of :func:`in_order`."""
+    """Undoes :func:`in_order`."""
     place = _chunk_order(size, t.device)
     chunks = t.unflatten(dim, (2 * size, -1)).index_select(dim, place.argsort())
     return chunks.unflatten(dim, (size, 2)).flatten(dim + 1, dim + 2).movedim(dim, 0)

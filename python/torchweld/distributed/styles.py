@@ -38,7 +38,7 @@ class _Columns:
     norm: tuple[str, ...]  # names of the norm's parameters
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., in_features)`, placed as x is, to the columns of `(..., out_features)`."""
+        """Maps `(..., in_features)` to `(..., out_features)`, placed as `self.placed` says."""
         mesh, placed = self.weight.device_mesh, self.placed
         norm = [getattr(self, name) for name in self.norm]
         whole = isinstance(x, DTensor) or placed.input.is_partial()
@@ -99,30 +99,30 @@ _COLUMNS = {
 
 
 class NormColwise(ParallelStyle):
-    """`ColwiseParallel` for `LayerNormLinear`, `RMSNormLinear` and `GatedLinear`.
+    """Shards `LayerNormLinear`, `RMSNormLinear` and `GatedLinear` as `ColwiseParallel` does.
 
-    Each process has some columns of the result: `Shard(0)` of weight and bias, and computes them
-    with its own tensors, not through DTensor's dispatch. The norm's parameters are replicated, and
-    their gradients are summed over the processes: together with the gradient to x, and in sequence
-    parallel by themselves. The partner behind it is an `nn.Linear` with :class:`Rowwise`, or with
-    torch's `RowwiseParallel`.
+    Weight and bias are `Shard(0)`: each process computes some columns of the result, from local
+    tensors and not through DTensor's dispatch. The norm's parameters are replicated, and their
+    gradients are summed over the processes: together with the gradient to x, in sequence parallel
+    by themselves. The next layer is an `nn.Linear` with :class:`Rowwise`, or with torch's
+    `RowwiseParallel`.
 
     Args:
-        input_layouts: how x is placed: `Replicate()` by default; `Shard(1)` for sequence parallel
-            of `x (batch, seqlen, K)`: each process normalises its rows, these are gathered, and
-            their gradient is reduce-scattered.
-        output_layouts: how the result is to be placed, `Shard(-1)` by default.
-        use_local_output: whether the result is a plain Tensor, the process's part of it.
+        input_layouts: the placement of x: `Replicate()` by default; `Shard(1)` for sequence
+            parallel of `x (batch, seqlen, K)`: each process normalises its tokens, which are then
+            gathered; their gradient is reduce-scattered.
+        output_layouts: the placement of the result, `Shard(-1)` by default.
+        use_local_output: True: the result is a plain Tensor, this process's part. False: a DTensor.
 
     Raises:
-        TypeError: another module, when it is applied.
-        ValueError: the mesh has more than one dim, or does not divide `out_features`; when it is
-            called, x has no such dim.
+        TypeError: the style is applied to another module.
+        ValueError: the mesh has more than one dim, or does not divide `out_features`; in a call,
+            x lacks the dim of input_layouts.
 
-    Limits: the two halves of a `GatedLinear` that is not interleaved are both sharded, which is
-        torch's `_StridedShard`: trained as any other, gathered by
-        `torchweld.distributed.full_tensor`, refused by torch.distributed.checkpoint. An interleaved
-        one is `Shard(0)`. Forward passes on several CUDA streams at once are not ordered.
+    Limits: the weight of a `GatedLinear` that is not interleaved is sharded in both halves, torch's
+        `_StridedShard`: trained as any other, gathered by `torchweld.distributed.full_tensor`,
+        refused by torch.distributed.checkpoint. The weight of an interleaved one is `Shard(0)`.
+        Forward passes on several CUDA streams at once are not ordered.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
         2022.
@@ -173,21 +173,21 @@ class NormColwise(ParallelStyle):
 
 
 class Rowwise(ParallelStyle):
-    """`RowwiseParallel` for an `nn.Linear` behind :class:`NormColwise`.
+    """Shards an `nn.Linear` behind :class:`NormColwise` as `RowwiseParallel` does.
 
-    Each process has some columns of x and of the weight, `Shard(1)`, and computes with its own
-    tensors, not through DTensor's dispatch, which takes the host several times as long. x is a
-    plain Tensor, the process's columns, or a DTensor; the result is a plain one. The bias is
-    replicated, and its gradient is the whole one in every process.
+    The weight is `Shard(1)`: each process multiplies some columns of x, with local tensors and not
+    through DTensor's dispatch, which takes the host several times as long. x is a plain Tensor of
+    this process's columns, or a DTensor; the result is a plain Tensor. The bias is replicated, and
+    every process gets its whole gradient.
 
     Args:
-        output_layouts: how the result is to be placed: `Replicate()` by default; `Shard(1)` for
+        output_layouts: the placement of the result: `Replicate()` by default; `Shard(1)` for
             sequence parallel of `(batch, seqlen, N)`.
 
     Raises:
-        TypeError: another module, when it is applied.
+        TypeError: the style is applied to another module.
         ValueError: another placement; the mesh has more than one dim, or does not divide
-            `in_features`; when it is called, the mesh does not divide the tokens.
+            `in_features`; in a call, the mesh does not divide the tokens.
 
     Limits: forward passes on several CUDA streams at once are not ordered.
 

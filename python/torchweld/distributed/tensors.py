@@ -18,8 +18,8 @@ from torchweld._autograd import once_differentiable
 def full_tensor(t: DTensor) -> Tensor:
     """Gathers a DTensor as `t.full_tensor()` does, strided shards of packed weights included.
 
-    torch does not gather `_StridedShard`, in which :class:`NormColwise` and :func:`parallelize`
-    place weights that are packed without interleaving.
+    torch does not gather `_StridedShard`, the placement by :class:`NormColwise` and
+    :func:`parallelize` of weights that are packed without interleaving.
 
     Args:
         t: any DTensor; every process of its mesh makes the call.
@@ -32,7 +32,7 @@ def full_tensor(t: DTensor) -> Tensor:
         ValueError: strided shards that torch does not gather have different sizes, or another dim
             of the mesh shards the same dim of t, as FSDP2 does with the weight of such a module.
 
-    Limits: strided shards have no gradient through this.
+    Limits: strided shards get no gradient through this function.
 
     Example::
 
@@ -95,7 +95,7 @@ def as_in_autocast(t: Tensor) -> Tensor:
 
 
 def sharded_dim(argument: str, placement: Placement, x: Tensor) -> int:
-    """The dim of x that a placement shards, counted from 0.
+    """Returns the dim of x that a placement shards, counted from 0.
 
     Raises:
         ValueError: x has no such dim.
@@ -127,18 +127,18 @@ def is_dtensor_parameter(t: Tensor | None) -> bool:
 
 
 def local_of(t: Tensor | None) -> Tensor | None:
-    """A DTensor's local tensor, or the tensor itself; no gradient flows back."""
+    """Returns a DTensor's local tensor, or the tensor itself; no gradient flows back."""
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
 def parameter_of(t: Tensor | None) -> DTensor | None:
-    """The DTensor that :func:`gradient_of` places a gradient as; None for a plain tensor."""
+    """Returns t if it is a DTensor, for :func:`gradient_of`; None for a plain tensor."""
     return t if isinstance(t, DTensor) else None
 
 
 def once_outside_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable` for a backward that computes in the dtypes of forward, inside of
-    autocast too.
+    """Decorates a backward with `once_differentiable` and, in the dtypes of forward, runs it
+    outside of autocast.
     """
     once = once_differentiable(backward)
 
@@ -186,7 +186,7 @@ class _LocalPart(torch.autograd.Function):
 
 
 def local_part(parameter: Tensor | None) -> Tensor | None:
-    """This process's part of a DTensor parameter; a plain parameter is returned unchanged.
+    """Returns this process's part of a DTensor parameter, or a plain parameter as it is.
 
     NOTE: backward copies the gradient, because autograd may pass one tensor to several parameters
     and does not see that DTensors around it share it. torch's `to_local` does not copy.
@@ -195,7 +195,7 @@ def local_part(parameter: Tensor | None) -> Tensor | None:
 
 
 def local_weight(parameter: Tensor | None) -> Tensor | None:
-    """`local_part` for a matmul's weight: the gradient is a new tensor, so it is not copied."""
+    """Returns `local_part` for a matmul's weight: its gradient is a new tensor and not copied."""
     return _local_part(parameter, copies=False)
 
 
@@ -208,7 +208,7 @@ def _local_part(parameter: Tensor | None, copies: bool) -> Tensor | None:
 
 
 def function_input(parameter: Tensor | None) -> Tensor | None:
-    """A DTensor parameter itself, for a Function that uses :func:`gradient_of`; else its part."""
+    """Returns a DTensor parameter that a Function can take as it is; for others, `local_part`."""
     return parameter if is_dtensor_parameter(parameter) else local_part(parameter)
 
 

@@ -173,7 +173,7 @@ def vocab_parallel_linear_cross_entropy(
     temperature: float = 1.0,
     keep: Keep = "auto",
 ) -> Tensor:
-    """:func:`torchweld.linear_cross_entropy` of a weight whose vocabulary is sharded.
+    """Computes :func:`torchweld.linear_cross_entropy` for a weight whose vocabulary is sharded.
 
     Each process computes the logits of its own classes and gathers two float32 values a row from
     all, three with label_smoothing. Backward gives each process the gradient of its own shard and
@@ -188,7 +188,7 @@ def vocab_parallel_linear_cross_entropy(
             `torchweld.linear_cross_entropy`.
         keep: what forward stores. "exponentials": 16-bit exponentials in place of the logits of the
             shard (not with both label_smoothing and softcap). "nothing": backward computes the
-            logits again, a chunk at a time. "auto": "exponentials" for bfloat16 on Hopper where
+            logits again, a chunk at a time. "auto": "exponentials" for bfloat16 on Hopper if
             they can be stored, else "nothing".
 
     Returns:
@@ -276,9 +276,9 @@ class VocabParallel(ParallelStyle):
     in all processes. See :func:`vocab_parallel_linear_cross_entropy`.
 
     Raises:
-        TypeError: another module, when it is applied.
-        ValueError: the module has keep="gradients"; the mesh has more than one dim, or more
-            processes than it can give classes.
+        TypeError: the style is applied to another module.
+        ValueError: the module has keep="gradients"; the mesh has more than one dim; in a call, a
+            process has no class.
 
     Example::
 

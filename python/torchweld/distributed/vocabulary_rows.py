@@ -15,7 +15,7 @@ IGNORED = -100
 
 
 class Targets:
-    """The targets of all rows, as classes of this process's shard."""
+    """Converts the targets of all rows to classes of this process's shard."""
 
     def __init__(
         self, mesh: DeviceMesh, classes: int, target: Tensor, ignore_index: int, shift: int
@@ -36,7 +36,7 @@ class Targets:
         )
 
     def mean(self, means: Tensor) -> Tensor:
-        """The mean over the vocabulary of the means over the shards `(shards, ...)`."""
+        """Returns the mean over the vocabulary, given the means over the shards `(shards, ...)`."""
         last = self.classes - (means.shape[0] - 1) * self.size
         return (means[:-1].sum(0) * self.size + means[-1] * last) / self.classes
 
@@ -52,7 +52,7 @@ def _check_targets(target: Tensor, classes: int, ignored: Tensor) -> None:
 
 
 class Statistics(NamedTuple):
-    """A value per token, of this process's shard and of all shards. The losses are lse - z_t."""
+    """Values per token: of this process's shard, and of all shards. The losses are lse - z_t."""
 
     local_loss: Tensor
     local_lse: Tensor
@@ -78,11 +78,11 @@ def completed_factor(
     """Writes the exponential at each row's target into y `(..., N)`.
 
     Args:
-        y, factor: of `linear_cross_entropy_exponentials_forward` with the local targets. It has
-            overwritten y at the local target, which is class 0 where another shard has the target.
+        y, factor: results of `linear_cross_entropy_exponentials_forward` with the local targets.
+            The op has overwritten y at the local target: class 0 if another shard has the target.
 
     Returns:
-        The factor of each row for the loss of all shards, 0 where the row is ignored.
+        The factor of each row for the loss of all shards, 0 for an ignored row.
     """
     softcap, temperature = options["softcap"], options["temperature"]
     tokens, local, stored = targets.local, factor, y

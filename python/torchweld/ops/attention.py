@@ -22,7 +22,7 @@ _KERNELS = ("causal_softmax", "softmax_matmul", "attention")
 
 
 def drawn_seed(query: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | None:
-    """dropout_seed, or a new one from torch's generator where dropout needs one."""
+    """Returns dropout_seed; if dropout needs one and it is None, one of torch's generator."""
     if dropout_seed is not None or dropout_p <= 0:
         return dropout_seed
     return torch.randint(1 << 62, (1,), device=query.device)
@@ -45,10 +45,11 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """`scaled_dot_product_attention` with masks as numbers; the score matrix is never stored.
+    """Computes `scaled_dot_product_attention`; the score matrix is never stored.
 
-    Query heads `[h * group, (h + 1) * group)` share key and value head h (grouped-query attention).
-    The keys that each row sees, 1 for a visible key::
+    leftpad, key_start, key_end and window replace a dense mask. Query heads
+    `[h * group, (h + 1) * group)` share key and value head h (grouped-query attention). The table
+    has the keys that each query row sees, 1 for a visible key::
 
         seqlen_q = 2, seqlen_k = 5, causal:      leftpad = 2, causal:
             1 1 1 1 0                                0 0 1 1 0
@@ -58,51 +59,51 @@ def attention(
             0 0 1 1 0                                1 1 1 0 0
             0 0 0 1 1                                0 0 1 1 0
 
-    Row i of a sequence has position `i + seqlen_k - seqlen_q` among its keys. With a key_end it is
-    `i + max(key_end[b], min(seqlen_q, seqlen_k)) - seqlen_q`: a cache ends with the keys of its
-    queries; where key_end is below both lengths the sequence is padded on the right. With one
+    Row i has position `i + seqlen_k - seqlen_q` among the keys. With one key_end per sequence its
+    position is `i + max(key_end[b], min(seqlen_q, seqlen_k)) - seqlen_q`: the last keys of a cache
+    are those of the queries; a key_end below both lengths means padding on the right. With one
     key_end per row, row i has position `key_end[b, i] - 1`.
 
     Args:
         query: `(batch, nheads, seqlen_q, head_dim)`.
         key: `(batch, nheads_kv, seqlen_k, head_dim)`; nheads_kv divides nheads.
         value: `(batch, nheads_kv, seqlen_k, head_dim_v)`; head_dim_v is free.
-        leftpad: int32 `(batch,)` on the same device: the first positions of each sequence that are
-            padding. Padding keys are never read; a query row at a padding position is 0.
-        causal: row i sees keys up to its own position (bottom-right aligned; SDPA's `is_causal` is
-            top-left aligned, which differs when the lengths differ).
+        leftpad: int32 `(batch,)` on the same device: the number of padding positions at the start
+            of each sequence. Padding keys are never read; a query row at a padding position is 0.
+        causal: whether row i sees keys only up to its own position (bottom-right aligned; SDPA's
+            `is_causal` is top-left aligned, which differs if the lengths differ).
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
-        key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before it, as in
-            packed documents (`key_start_from_position_ids`, `key_start_from_documents`). Not with
-            leftpad. Without causal the rows of a sequence have one start, unless key_end has one
-            value per row.
-        key_end: int32 `(batch,)` on the same device: how many keys each sequence has, the others
-            are never read: the lengths of a batch padded on the right, or of a cache with free
-            places behind its tokens. Or int32 `(batch, seqlen_q)`: row i sees the keys before
-            `key_end[b, i]`, with or without causal, and a window ends there; keys between those of
-            two rows, which no row sees, must be finite on CUDA.
-        window: at least 1: row i sees the `window` keys up to its own position, without causal as
-            many on the other side too.
+        key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before
+            `key_start[b, i]`, as in packed documents (`key_start_from_position_ids`,
+            `key_start_from_documents`). Not with leftpad. Without causal all rows of a sequence
+            must have the same value, unless key_end has one value per row.
+        key_end: int32 `(batch,)` on the same device: how many keys each sequence has, in a batch
+            padded on the right or a cache with free slots behind its tokens; later keys are never
+            read. Or int32 `(batch, seqlen_q)`: row i sees the keys before `key_end[b, i]`, with or
+            without causal, and a window ends there; on CUDA, keys that no row sees must be finite
+            if they lie between the keys of two rows.
+        window: at least 1: row i sees the `window` keys that end at its own position, without
+            causal also the `window - 1` keys behind it; None for all.
         softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
-        sink: `(nheads,)`, dtype of query or float32: one more logit of each head in its softmax,
-            which has no value.
+        sink: `(nheads,)`, dtype of query or float32: a logit per head that is in the softmax sum
+            but has no value.
         dropout_p: 0 to 1, in steps of 2**-16: this share of the probabilities becomes 0, the others
             are divided by `1 - dropout_p`, as in SDPA.
-        dropout_seed: int64 `(1,)` on the same device; None draws one from torch's generator. It and
-            a probability's place (batch, head, row, key) decide which are dropped, the same on
-            every device.
+        dropout_seed: int64 `(1,)` on the same device; None draws one from torch's generator. The
+            seed and the index (batch, head, row, key) of a probability decide whether it is
+            dropped, the same on every device.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0. The
         memory order is that of `query`: if `query` is a view of `(batch, seqlen_q, nheads,
-        head_dim)`, `out.transpose(1, 2)` is contiguous, otherwise `out` is. The gradients of
-        `query`, `key` and `value` lie as those tensors do, by the same rule.
+        head_dim)`, `out.transpose(1, 2)` is contiguous, otherwise `out` is. By the same rule, the
+        gradients have the memory orders of `query`, `key` and `value`.
 
     Raises:
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range; key_start
             differs from row to row without causal and without key_end per row, which is a device
-            assertion on CUDA. No other values of tensors are looked at: those out of range count as
-            the nearest end.
+            assertion on CUDA. No other values of tensors are checked: a value out of range counts
+            as the nearest one in range.
 
     Limits: differentiable once. On CUDA, dropout runs a kernel that is slower than SDPA's. With
         softcap, bfloat16 values beyond 1e27 may give inf on Hopper.
@@ -114,7 +115,7 @@ def attention(
         q = torch.randn(2, 8, 16, 64)
         k, v = torch.randn(2, 2, 16, 64), torch.randn(2, 2, 16, 64)  # two heads of keys for eight
         out = torchweld.attention(q, k, v, causal=True, window=4)
-        padding = torch.tensor([0, 3], dtype=torch.int32)  # the second sequence begins with 3 of it
+        padding = torch.tensor([0, 3], dtype=torch.int32)  # 3 positions of the second sequence
         out = torchweld.attention(q, k, v, padding, causal=True)
         out = torchweld.attention(q, k, v, causal=True, dropout_p=0.1)
     """
@@ -153,17 +154,17 @@ def attention_with_lse(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and the logarithm of each row's sum of exponentials; both have gradients.
+    """Computes `attention` and the log-sum-exp of each row's scores; both have gradients.
 
-    It combines results of parts of the keys, as ring attention does: with `out, lse` of two
-    parts the whole is `(out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))`.
+    With lse, results of parts of the keys can be combined, as in ring attention: for `out, lse` of
+    two parts the whole is `(out1 * exp(lse1) + out2 * exp(lse2)) / (exp(lse1) + exp(lse2))`.
 
     Args: those of `attention`.
 
     Returns:
-        The result of `attention`, and lse `(batch, nheads, seqlen_q)`, float32 (float64 of
-        float64): `log(sum(exp(score)))`, a sink included. A row that sees no key has -inf, with a
-        sink the sink.
+        The result of `attention`, and lse `(batch, nheads, seqlen_q)`, float32 (float64 for
+        float64): `log(sum(exp(score)))`, with the sink in the sum. A row that sees no key has an
+        lse of -inf, or the sink if there is one.
 
     Raises:
         RuntimeError: as `attention`.
@@ -193,20 +194,20 @@ def attention_with_lse(
 
 
 class CausalSelfAttention(nn.Module):
-    """GPT-2's attention block: qkv projection, causal attention, output projection.
+    """Computes GPT-2's attention block: qkv projection, causal attention, output projection.
 
-    Stands in for `transformers.models.gpt2.modeling_gpt2.GPT2Attention` (children `c_attn` and
-    `c_proj`, as `nn.Linear` weights `(out, in)`). Both are called, so that either may have hooks or
-    a parametrisation, or be replaced: by a layer with LoRA, or by `Int4Linear`.
+    The module replaces `transformers.models.gpt2.modeling_gpt2.GPT2Attention`. The projections
+    `c_attn` and `c_proj` are `nn.Linear`, with weights `(out, in)`. Either may have hooks or a
+    parametrisation, or be replaced by a layer with LoRA or by `Int4Linear`.
 
     Args:
         embed_dim: width of the input and output.
-        num_heads: heads; divides embed_dim.
-        bias: biases on both projections.
-        out_proj: False leaves the output projection out (with num_heads=1: the single-head form).
-        kernel: how much is fused, three forms of the same function: "causal_softmax" (scores in
-            memory, softmax op, matmul), "softmax_matmul", "attention".
-        scale: of the scores; None for head_dim^-0.5.
+        num_heads: number of heads; divides embed_dim.
+        bias: whether both projections have a bias.
+        out_proj: whether there is an output projection.
+        kernel: how much is fused: "causal_softmax" (scores in memory, softmax op, matmul),
+            "softmax_matmul" (both in one op) or "attention". All compute the same function.
+        scale: factor on the scores; None for head_dim^-0.5.
 
     Example::
 
@@ -258,14 +259,14 @@ class CausalSelfAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Module, *, kernel: str = "attention") -> CausalSelfAttention:
-        """A copy of a transformers `GPT2Attention` (its `Conv1D` weights transposed).
+        """Returns a copy of a transformers `GPT2Attention` (its `Conv1D` weights transposed).
 
         The scaling of its scores is kept, and frozen parameters stay frozen.
 
         Args:
             module: self-attention without dropout.
-            kernel: as the class's; a module with `reorder_and_upcast_attn` takes "attention", which
-                keeps the scores in float32.
+            kernel: as in the class; it must be "attention", which keeps the scores in float32, for
+                a module with `reorder_and_upcast_attn`.
 
         Raises:
             ValueError: another module; one of a subclass, or with hooks or a parametrisation;
@@ -287,12 +288,12 @@ class CausalSelfAttention(nn.Module):
         return new.train(module.training)
 
     def to_torch(self) -> nn.Module:
-        """A transformers `GPT2Attention` with the same weights, no dropout (needs transformers).
+        """Returns a transformers `GPT2Attention` with the same weights and without dropout.
 
-        It runs SDPA, which is causal if no mask is given; frozen parameters stay frozen.
+        That module runs SDPA, causal if no mask is given; frozen parameters stay frozen.
 
         Raises:
-            ImportError: there is no transformers.
+            ImportError: transformers is not installed.
             ValueError: no biases or no output projection; the module or a projection is of a
                 subclass, or has hooks or a parametrisation; mixed dtypes or devices.
         """
@@ -338,7 +339,7 @@ class CausalSelfAttention(nn.Module):
         return kind is Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
 
     def _follows(self) -> bool:
-        """Whether it is inside of context_parallel."""
+        """Whether the call is inside of context_parallel."""
         _active.refuse_torchs_own("CausalSelfAttention")
         if _active.current is not None and self.kernel != "attention":
             raise ValueError(
@@ -357,9 +358,9 @@ class CausalSelfAttention(nn.Module):
         return torch.ops.torchweld.causal_softmax(scores, leftpad, scale=scale).matmul(v)
 
     def forward(self, x: Tensor, leftpad: Tensor | None = None) -> Tensor:
-        """`(batch, seqlen, embed_dim)` to the same; leftpad is int32 `(batch,)`.
+        """Maps `(batch, seqlen, embed_dim)` to the same shape; leftpad is int32 `(batch,)`.
 
-        Inside of `torchweld.distributed.context_parallel` seqlen is this process's part.
+        Inside of `torchweld.distributed.context_parallel`, x has this process's tokens.
         """
         if x.dim() != 3:
             raise ValueError(

@@ -24,23 +24,24 @@ _STOCK = {
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped heads, rotary embedding, window, dropout and a cache.
+    """Computes self-attention with grouped heads, rotary embedding, window, dropout and a cache.
 
-    Stands in for transformers' `LlamaAttention` and, with qk_norm, `Qwen3Attention`, whose
-    parameter names it has. The projections are called as modules, so each may have LoRA or hooks,
-    or be an `Int4Linear`.
+    The module replaces transformers' `LlamaAttention` and, with qk_norm, `Qwen3Attention`; the
+    parameter names are the same. The projections are called as modules: each may have LoRA or
+    hooks, or be an `Int4Linear`.
 
     Args:
         embed_dim: width of the input and output.
-        num_heads: heads of the queries.
-        num_kv_heads: heads of the keys and values; divides num_heads. None for num_heads.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads; divides num_heads. None for num_heads.
         head_dim: None for `embed_dim // num_heads`.
-        bias: biases on all projections.
-        causal: a token sees its own position and those before it.
-        rotary: base of the rotary embedding, such as 10000.0; None for none.
-        window: at least 1: a token sees the `window` keys up to its own position.
-        qk_norm: an RMSNorm with weights over the head dim of queries and keys (eps 1e-6), before
-            the rotary embedding.
+        bias: whether all projections have a bias.
+        causal: whether a token sees only its own position and those before it.
+        rotary: base of the rotary embedding, such as 10000.0; None for no rotary embedding.
+        window: at least 1: a token sees the `window` keys that end at its own position, without
+            causal also the `window - 1` keys behind it; None for all.
+        qk_norm: whether queries and keys get an RMSNorm with weights over the head dim (eps 1e-6)
+            before the rotary embedding.
         dropout: share of the probabilities that training drops.
 
     Example::
@@ -104,7 +105,7 @@ class Attention(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor | None:
-        """The angle of each pair of a head at position 1, float32 `(head_dim / 2,)`."""
+        """Returns each pair's rotary angle at position 1, float32 `(head_dim / 2,)`, or None."""
         if self.rotary is None:
             return None
         steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
@@ -125,7 +126,7 @@ class Attention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Module) -> Attention:
-        """A copy of transformers' `LlamaAttention` or `Qwen3Attention`.
+        """Returns a copy of transformers' `LlamaAttention` or `Qwen3Attention`.
 
         Frozen parameters stay frozen.
 
@@ -173,12 +174,12 @@ class Attention(nn.Module):
         return new.train(module.training)
 
     def to_torch(self) -> nn.Module:
-        """A `LlamaAttention`, or with qk_norm a `Qwen3Attention`, with the same weights.
+        """Returns a `LlamaAttention`, or with qk_norm a `Qwen3Attention`, with the same weights.
 
-        It runs SDPA; its caller passes `position_embeddings`, as transformers' models do.
+        That module runs SDPA; callers pass `position_embeddings`, as transformers' models do.
 
         Raises:
-            ImportError: there is no transformers.
+            ImportError: transformers is not installed.
             ValueError: not causal, without rotary, or a window without qk_norm, which transformers'
                 classes lack; the module or a projection is of a subclass, or has hooks or a
                 parametrisation; mixed dtypes or devices.
@@ -228,7 +229,7 @@ class Attention(nn.Module):
         return new.train(self.training)
 
     def new_cache(self, batch: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """Zeros for the keys and the values: `(batch, num_kv_heads, capacity, head_dim)` each."""
+        """Returns zeros for keys and values: `(batch, num_kv_heads, capacity, head_dim)` each."""
         weight = self.k_proj.weight
         shape = (batch, self.num_kv_heads, capacity, self.head_dim)
         return weight.new_zeros(shape), weight.new_zeros(shape)
@@ -241,19 +242,19 @@ class Attention(nn.Module):
         key_end: Tensor | None = None,
         cache: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """`(batch, seqlen, embed_dim)` to the same.
+        """Maps x `(batch, seqlen, embed_dim)` to the same shape.
 
         Args:
-            x: the tokens, or with a cache the new ones.
+            x: all tokens; with a cache only the new ones.
             leftpad: int32 `(batch,)`, as in `torchweld.attention`.
-            key_start: int32 `(batch, seqlen)`, as there: packed documents.
-            key_end: int32 `(batch,)`, as there: lengths of a batch padded on the right; with a
-                cache the tokens that it holds after this call.
-            cache: keys and values of `new_cache`; those of x are written to the places
-                `key_end - seqlen` to `key_end`, which must be inside.
+            key_start: int32 `(batch, seqlen)`, as in `torchweld.attention`: packed documents.
+            key_end: int32 `(batch,)`: the lengths of a batch padded on the right; with a cache, the
+                number of tokens in the cache after this call.
+            cache: keys and values from `new_cache`; the call writes those of x to positions
+                `key_end - seqlen` to `key_end`, which must be inside the cache.
 
         Raises:
-            ValueError: x is not of three dims; a cache without key_end; inside of
+            ValueError: x is not of three dims; a cache without key_end; a call inside of
                 `torchweld.distributed.context_parallel`.
         """
         if x.dim() != 3:

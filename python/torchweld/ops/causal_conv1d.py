@@ -19,9 +19,9 @@ def causal_conv1d(
     activation: ConvActivation = "none",
     key_start: Tensor | None = None,
 ) -> Tensor:
-    """Convolves each channel with a filter of its own: position t sees t - width + 1 to t.
+    """Convolves each channel with its own filter: position t sees positions t - width + 1 to t.
 
-    Torch needs a padded `F.conv1d`, a slice and the activation. All arithmetic is fp32 (fp64 for
+    It replaces a padded `F.conv1d`, a slice and the activation. All arithmetic is fp32 (fp64 for
     fp64) with one rounding of the result.
 
     Args:
@@ -32,10 +32,10 @@ def causal_conv1d(
             position t.
         bias: `(channels,)`, dtype of `x`.
         initial_state: `(batch, channels, width - 1)`, dtype of `x`: the values in front of position
-            0, which are zeros otherwise.
+            0; None for zeros.
         activation: "none" or "silu".
-        key_start: int32 `(batch, seqlen)`: position t sees none before `key_start[b, t]`, for
-            packed documents; see `key_start_from_documents`. Not with an `initial_state`.
+        key_start: int32 `(batch, seqlen)`: position t sees no position before `key_start[b, t]`,
+            for packed documents; see `key_start_from_documents`. Not with an `initial_state`.
 
     Returns:
         `(batch, channels, seqlen)`, dtype of `x`, in the memory order of a projection.

@@ -20,7 +20,7 @@ def causal_softmax(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Softmax of `scale * scores` over the keys that each row may see, 0 elsewhere.
+    """Computes the softmax of `scale * scores` over the keys that a row sees; others get 0.
 
     Row i sees key j when `j <= i + seqlen_k - seqlen_q` (bottom-right aligned) and no other
     argument hides it. Hidden scores are not read, so they may be NaN.
@@ -31,9 +31,9 @@ def causal_softmax(
         leftpad: int32 `(batch,)` on the same device: how many positions at the start of each
             sequence are padding. Values out of range count as the nearest end.
         scale: finite factor on the scores; negative and 0 are allowed.
-        key_start, key_end, window, softcap: as in `torchweld.attention`.
-        sink: one more logit of each head, `(nheads,)` for scores `(batch, nheads, ...)`; `(1,)`
-            if they have no heads.
+        key_start, key_end, window, softcap: as in `torchweld.attention`, but key_end is `(batch,)`.
+        sink: a logit per head in the softmax sum alone, `(nheads,)` for scores `(batch, nheads,
+            ...)`; `(1,)` if the scores have no heads.
 
     Returns:
         Probabilities, same shape and dtype, contiguous. A row that sees nothing is 0.

@@ -23,26 +23,28 @@ def cross_entropy(
     shift: int = 0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """`F.cross_entropy(z, target)` over the last dim of the logits z.
+    """Computes `F.cross_entropy(z, target)` over the last dim of the logits z.
 
-    With reduction "mean" or "sum" the gradient is computed beside the loss, so that training reads
-    the logits once and writes their gradient once. See the page "losses" for the memory. To compute
-    the loss from a hidden state without the logits, use `linear_cross_entropy`.
+    With reduction "mean" or "sum" the gradient is computed beside the loss: training reads the
+    logits once and writes their gradient once; float16 and torch.compile read the logits twice. The
+    page "losses" has the memory. `linear_cross_entropy` computes the loss of hidden states without
+    whole logits.
 
     Args:
         logits: `(..., N)` float32, float16 or bfloat16 (float64 on the CPU), N the number of
-            classes. They are never overwritten while their owner can read them.
+            classes. They are never overwritten.
         target: `(...)` int64 or int32, from 0 to N - 1 or `ignore_index`.
         reduction: "none", "sum" or "mean"; "mean" divides by the number of targets that are not
             ignored, and is NaN if all are.
         ignore_index: rows with this target add nothing to the loss and get a gradient of 0, even
             where their logits are infinite or NaN.
-        label_smoothing: eps of `(1 - eps) (lse - z_t) + eps (lse - mean(z))`, from 0 to 1.
-        softcap: c of `z = c tanh(z / c)`.
+        label_smoothing: eps of `(1 - eps) (lse - z_t) + eps (lse - mean(z))`, from 0 to 1; z_t is
+            the target's logit.
+        softcap: c; the logits become `c tanh(z / c)`. None for no cap.
         z_loss: factor of `lse(z)^2`, added to each row's loss (PaLM).
         shift: 1 for the loss of the next token, which drops the last position of logits
             `(..., S, N)` and the first of target `(..., S)`.
-        temperature: z is divided by it, after the cap.
+        temperature: the logits are divided by it, after the cap.
 
     Returns:
         `()`, or with reduction "none" target's shape (its last size less 1 with shift=1); float32
@@ -75,9 +77,9 @@ def cross_entropy(
 
 
 class CrossEntropyLoss(nn.Module):
-    """`nn.CrossEntropyLoss` for class indices, with a soft cap and a z-loss.
+    """Computes `nn.CrossEntropyLoss` for class indices, with a soft cap and a z-loss.
 
-    The loss is float32 for 16-bit logits too, where torch's has the logits' dtype.
+    The loss of 16-bit logits is float32; torch's has the logits' dtype.
 
     Args:
         weight: None; class weights are refused.

@@ -30,16 +30,16 @@ def experts(
         y[t] = sum(weight[t, j] * F.linear(act, down[e], down_bias[e]) for j in range(k))
         act = gate(F.linear(x[t], gate_up[e], gate_up_bias[e]))     with e = index[t, j]
 
-    The router is the model's: `index` and `weight` are its top k experts and their weights. The
-    tokens are sorted by expert on the device, without a synchronisation with the host, so a CUDA
-    graph can hold the call; all experts together are one product on the matmul engines.
+    The model's router gives `index` and `weight`: the top k experts of each token and their
+    weights. The tokens are sorted by expert on the device, without a synchronisation with the host,
+    so a CUDA graph can hold the call; one product computes each layer of all experts together.
 
     Args:
         x: `(T, H)`, the tokens.
         gate_up: `(E, 2I, H)`. Its product with a token has two halves, g and u.
         down: `(E, H, I)`.
         index: `(T, k)`, int64 or int32. An id of at least E or below 0 adds nothing and has no
-            gradient: so expert parallelism marks the experts of other ranks.
+            gradient: expert parallelism gives such ids to experts of other ranks.
         weight: `(T, k)`, the router's weights, in the dtype of `x` or in float32.
         gate_up_bias: `(E, 2I)`.
         down_bias: `(E, H)`.
@@ -47,10 +47,10 @@ def experts(
             relu(g) * u. g is the first half, as in the checkpoints of these models (in
             `gated_linear`, gelu and relu act on the second one). Without a gate, `gate_up` is
             `(E, I, H)`: `"relu"`, `"relu_squared"`, `"silu"`, `"gelu"`, `"gelu_tanh"`.
-        limit: clamps g to at most this, and u to plus and minus this, before the gate.
-        alpha: with swiglu: g * sigmoid(alpha * g) * (u + 1), as in gpt-oss.
-        interleaved: g has the even columns and u the odd ones; otherwise the first and the last I.
-        transposed: `gate_up` is `(E, H, 2I)` and `down` is `(E, I, H)`.
+        limit: before the gate, clamps g to at most this and u to plus and minus this; None: not.
+        alpha: only with swiglu, which becomes g * sigmoid(alpha * g) * (u + 1), as in gpt-oss.
+        interleaved: True: g has the even columns, u the odd ones. False: the first and the last I.
+        transposed: True: `gate_up` is `(E, H, 2I)` and `down` is `(E, I, H)`.
 
     Returns:
         `(T, H)` contiguous, dtype of `x`. The sum over j is in fp32, in the order of j; the results

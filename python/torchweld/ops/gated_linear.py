@@ -1,4 +1,4 @@
-"""Gates of two linear branches: with both products, with an MLP's third one, and alone."""
+"""Gated linear layers: both products and the gate, a whole gated MLP, and the gate alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gated_linear(
     gate: Gate = "geglu",
     interleaved: bool = False,
 ) -> Tensor:
-    """`gate(left, right)` of the two halves of `F.linear(x, weight, bias)`.
+    """Computes `gate(left, right)` of the two halves of `F.linear(x, weight, bias)`.
 
     Args:
         x: `(..., K)`.
@@ -40,7 +40,7 @@ def gated_linear(
         bias: `(2N,)`, in the weight's order.
         gate: "sigmoid_tanh" = sigmoid(left) * tanh(right), "geglu" = left * gelu(right) (erf),
             "geglu_tanh", "swiglu" = silu(left) * right, "reglu" = left * relu(right).
-        interleaved: the layout of weight and bias.
+        interleaved: whether weight and bias have the interleaved layout.
 
     Returns:
         `(..., N)` contiguous, dtype of `x`; sums in fp32.
@@ -70,11 +70,11 @@ def gated_linear_pair(
     *,
     gate: Gate = "swiglu",
 ) -> Tensor:
-    """`gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias))`.
+    """Computes `gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias))`.
 
-    `gated_linear` for the two weights that models keep: Llama's `silu(gate_proj(x)) * up_proj(x)`
-    has `left = gate_proj.weight` and `right = up_proj.weight`. The kernels read both in place if
-    they have the same strides.
+    It is `gated_linear` for two separate weights: Llama's `silu(gate_proj(x)) * up_proj(x)` has
+    `left = gate_proj.weight` and `right = up_proj.weight`. The kernels read both weights in place
+    if these have the same strides.
 
     Args:
         x: `(..., K)`.
@@ -103,10 +103,10 @@ def gated_linear_pair(
 
 @readable_errors
 def gated_activation(left: Tensor, right: Tensor, *, gate: Gate = "swiglu") -> Tensor:
-    """`gate(left, right)`, for example `silu(left) * right` in one pass over memory.
+    """Computes `gate(left, right)`, for example `silu(left) * right`, in one pass over memory.
 
     `gated_linear_pair` and `gated_mlp` also compute the linear layers in front of the gate. This op
-    is for layers that have to be called: with LoRA adapters, hooks or weights of another format.
+    is for layers that must run as modules: with LoRA adapters, hooks or weights of another format.
     Its gradient reads `dy`, `left` and `right` and writes both gradients in one pass.
 
     Args:
@@ -143,7 +143,7 @@ def gated_mlp(
     *,
     gate: Gate = "swiglu",
 ) -> Tensor:
-    """`F.linear(gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias)), down,
+    """Computes `F.linear(gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias)), down,
     down_bias)`.
 
     Llama's `down_proj(silu(gate_proj(x)) * up_proj(x))` has `left = gate_proj.weight`, `right =
@@ -182,12 +182,12 @@ def gated_mlp(
 
 
 class GatedLinearReference(nn.Module):
-    """`Linear(in, 2 * out)`, chunk and gate in plain torch, which `GatedLinear` replaces.
+    """Computes `Linear(in, 2 * out)`, chunk and gate in plain torch; see `GatedLinear`.
 
     Args:
         linear: the packed linear layer.
-        gate: a gate's name.
-        interleaved: even rows left, odd rows right.
+        gate: a gate of `gated_linear`.
+        interleaved: whether even rows are left, odd rows right.
     """
 
     def __init__(self, linear: nn.Linear, gate: Gate = "geglu", interleaved: bool = False) -> None:
@@ -204,18 +204,19 @@ class GatedLinearReference(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """`Linear(in_features, 2 * out_features)`, chunk and gate as one op.
+    """Computes `nn.Linear(in_features, 2 * out_features)`, chunk and gate as one op.
 
-    Parameters `weight` `(2 * out_features, in_features)` and `bias` as in that `nn.Linear`.
-    `load_state_dict` also takes the names of the modules in its place: one packed layer with any
-    name, or two called `left` and `right`, or `gate_proj` and `up_proj`.
+    The parameters `weight` `(2 * out_features, in_features)` and `bias` are those of the linear
+    layer. `load_state_dict` also accepts the keys of the modules that are replaced: one packed
+    layer with any name, or two called `left` and `right`, or `gate_proj` and `up_proj`.
 
     Args:
         in_features: K.
         out_features: N.
-        bias: a bias on both branches.
+        bias: whether both branches have a bias.
         gate: "sigmoid_tanh", "geglu", "geglu_tanh", "swiglu" or "reglu".
-        interleaved: even rows are the left branch, odd rows the right one.
+        interleaved: True: even rows of the weight are the left branch, odd rows the right one.
+            False: the first half is the left branch, the second half the right one.
 
     Example::
 
@@ -270,12 +271,14 @@ class GatedLinear(nn.Module):
     def from_torch(
         cls, module: nn.Module, gate: Gate | None = None, interleaved: bool | None = None
     ) -> GatedLinear:
-        """Converts a packed `nn.Linear(in, 2 * out)` (with `gate`) or a `GatedLinearReference`.
+        """Converts a packed `nn.Linear(in, 2 * out)` or a `GatedLinearReference`.
 
-        Shares its parameters.
+        Shares its parameters. gate and interleaved default to "geglu" and False for an nn.Linear,
+        and to those of a `GatedLinearReference`.
 
         Raises:
-            ValueError: another module; one of a subclass, or with hooks or a parametrisation.
+            ValueError: another module; one of a subclass, or with hooks or a parametrisation; an
+                odd out_features.
         """
         owner, expected = "GatedLinear.from_torch", "nn.Linear with an even out_features"
         if isinstance(module, GatedLinearReference):
@@ -298,7 +301,7 @@ class GatedLinear(nn.Module):
 
     @classmethod
     def from_linears(cls, left: nn.Linear, right: nn.Linear, gate: Gate = "geglu") -> GatedLinear:
-        """Converts two linear layers, packed into one weight (a copy).
+        """Converts two linear layers; their weights are copied into a packed one.
 
         For Llama's `down(silu(gate_proj(x)) * up_proj(x))`: left = gate_proj, right = up_proj,
         gate "swiglu".
@@ -350,7 +353,7 @@ class GatedLinear(nn.Module):
         return new.train(left.training)
 
     def to_torch(self) -> GatedLinearReference:
-        """The plain torch module that shares the parameters.
+        """Returns the module in plain torch, which shares the parameters.
 
         Raises:
             ValueError: the module is of a subclass, or has hooks or a parametrisation.
@@ -365,11 +368,11 @@ class GatedLinear(nn.Module):
         return GatedLinearReference(linear, self.gate, self.interleaved).train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
+        """Maps `(..., in_features)` to `(..., out_features)`."""
         return self.compute(x, self.weight, self.bias)
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward with other parameters, for example this process's shards."""
+        """Computes forward with other parameters, for example this process's shards."""
         return torch.ops.torchweld.gated_linear(
             x, weight, bias, gate=self.gate, interleaved=self.interleaved
         )

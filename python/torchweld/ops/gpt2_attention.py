@@ -23,7 +23,7 @@ _PLAIN_FUNCTIONS = (
 
 
 def refuse_attention(owner: str, module: nn.Module, kernel: str) -> None:
-    """Raises ValueError unless a module is a GPT2Attention that CausalSelfAttention can be."""
+    """Raises ValueError unless a module is a GPT2Attention that CausalSelfAttention can copy."""
     loaded = sys.modules.get("transformers.models.gpt2.modeling_gpt2")
     expected = "transformers' GPT2Attention"
     if loaded is None or not isinstance(module, loaded.GPT2Attention):

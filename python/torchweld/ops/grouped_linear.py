@@ -18,15 +18,15 @@ def grouped_linear(
     *,
     activation: Activation = "none",
 ) -> Tensor:
-    """`activation(F.linear(x[r], weight[e], bias[e]))` for every row r of group e.
+    """Computes `activation(F.linear(x[r], weight[e], bias[e]))` for every row r of group e.
 
-    The rows of a group are adjacent: group e ends before row `offsets[e]`, where the next one
-    begins, as in `F.grouped_mm`. The offsets stay on the device: the host waits for nothing, and a
-    CUDA graph can hold the call.
+    The rows of a group are adjacent: group e ends before row `offsets[e]`, the first one of the
+    next group, as in `F.grouped_mm`. The offsets stay on the device: the host waits for nothing,
+    and a CUDA graph can hold the call.
 
     Args:
         x: `(R, K)`, the rows sorted by group.
-        weight: `(E, N, K)`, with any strides: `F.grouped_mm`'s second matrix is `weight.mT`.
+        weight: `(E, N, K)`, any strides: `F.grouped_mm` takes `weight.mT`.
         offsets: `(E,)`, int32 or int64. Each is clamped to 0..R, and one that is below an earlier
             one counts as the earlier one.
         bias: `(E, N)`.
@@ -62,7 +62,7 @@ def grouped_gated_linear(
     gate: Gate = "swiglu",
     interleaved: bool = False,
 ) -> Tensor:
-    """`gated_linear(x[r], weight[e], bias[e])` for every row r of group e.
+    """Computes `gated_linear(x[r], weight[e], bias[e])` for every row r of group e.
 
     Args:
         x: `(R, K)`, the rows sorted by group.
@@ -71,7 +71,7 @@ def grouped_gated_linear(
         offsets: `(E,)`, the ends of the groups as in `grouped_linear`.
         bias: `(E, 2N)`, in the weight's order.
         gate: a gate of `gated_linear`.
-        interleaved: the layout of weight and bias.
+        interleaved: whether weight and bias have the interleaved layout.
 
     Returns:
         `(R, N)` contiguous, dtype of `x`; sums in fp32. Rows behind the last group are 0, and so
@@ -80,7 +80,7 @@ def grouped_gated_linear(
     Raises:
         RuntimeError: a wrong shape, dtype, device or gate; on a GPU, more than 8192 groups.
 
-    Limits: differentiable once. Keeps `x` and `(R, 2N)` for its gradient.
+    Limits: differentiable once. Keeps `x` and the products `(R, 2N)` for its gradient.
 
     Example::
 

@@ -14,7 +14,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def group_of(in_features: int, group_size: int | None) -> int:
-    """The columns of a group; None stands for all. Raises ValueError for another size."""
+    """Returns a group's columns, all for None; ValueError if the ops can't have such a group."""
     group = in_features if group_size is None else group_size
     if group < 8 or group % 8 or in_features % group:
         raise ValueError(
@@ -50,7 +50,7 @@ def state_errors(
 
     Args:
         weight: the state_dict's weight, which must be empty.
-        tensors: those of the module, by name.
+        tensors: the module's tensors, by name.
     """
     found = []
     if weight is not None and weight.numel() > 0:

@@ -2,8 +2,8 @@
 
 Each function takes a layer's tensors under the names that they have in a checkpoint, and returns
 `codes` uint8 `(N, K)`, `scale` `(N, groups)` and `zero` uint8 `(N, groups)` with the weight
-`scale * (code - zero)`. The conversions are exact. The number of groups alone does not tell where
-they begin: 96 columns in 3 groups may be groups of 32 or of 40.
+`scale * (code - zero)`. The conversions are exact. The number of groups alone does not give their
+size: 96 columns in 3 groups may be groups of 32 or of 40.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def awq_codes(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int | None = None
 ) -> Codes:
-    """`Int4Linear.from_awq`'s tensors.
+    """Converts the tensors of `Int4Linear.from_awq`.
 
     Source: casper-hansen/AutoAWQ, awq/modules/linear/gemm.py.
     """
@@ -50,7 +50,7 @@ def gptq_codes(
     checkpoint_format: str = "gptq",
     group_size: int | None = None,
 ) -> Codes:
-    """`Int4Linear.from_gptq`'s tensors.
+    """Converts the tensors of `Int4Linear.from_gptq`.
 
     Source: AutoGPTQ/AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda.py, and "gptq_v2" of
     ModelCloud/GPTQModel.
@@ -85,7 +85,7 @@ def compressed_codes(
     weight_g_idx: Tensor | None = None,
     group_size: int | None = None,
 ) -> Codes:
-    """`Int4Linear.from_compressed_tensors`'s tensors.
+    """Converts the tensors of `Int4Linear.from_compressed_tensors`.
 
     Codes and zeros are stored with an offset of 8, which cancels in their difference.
 
@@ -138,10 +138,10 @@ def _check_dims(owner: str, **tensors: Tensor) -> None:
 def _check_groups(
     owner: str, k: int, groups: int, group_size: int | None, **order: Tensor | None
 ) -> None:
-    """Refuses groups that are not of one size that divides the columns, in their order.
+    """Raises ValueError unless equal groups of adjacent columns divide the columns.
 
     Args:
-        order: the group of each column, by the name of the argument; None if it is not given.
+        order: each column's group, by the name of the argument; None if it is not given.
     """
     name, g_idx = next(iter(order.items()), ("", None))
     if g_idx is not None and (g_idx.shape != (k,) or bool((g_idx.diff() < 0).any())):

@@ -10,13 +10,13 @@ from torchweld._refusals import readable_errors
 
 @readable_errors
 def int4_pack(codes: Tensor) -> Tensor:
-    """Eight 4-bit codes a word along the last dimension, lowest nibble first.
+    """Packs eight 4-bit codes a word along the last dimension, lowest nibble first.
 
     Args:
-        codes: uint8 `(..., cols)`, values 0 to 15; of larger ones the low four bits count.
+        codes: uint8 `(..., cols)`, values 0 to 15; of a larger value the low four bits count.
 
     Returns:
-        int32 `(..., ceil(cols / 8))`; codes that fill up the last word are 0.
+        int32 `(..., ceil(cols / 8))`; the unused nibbles of the last word are 0.
 
     Raises:
         RuntimeError: another dtype, or no dimension.
@@ -32,7 +32,7 @@ def int4_pack(codes: Tensor) -> Tensor:
 
 @readable_errors
 def int4_unpack(packed: Tensor, cols: int) -> Tensor:
-    """The codes of `int4_pack`'s words.
+    """Unpacks the codes from words of `int4_pack`.
 
     Args:
         packed: int32 `(..., ceil(cols / 8))`, any bit pattern.
@@ -57,16 +57,16 @@ def int4_unpack(packed: Tensor, cols: int) -> Tensor:
 def int4_linear(
     x: Tensor, qweight: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """`x @ W.T + bias` with `W = scale * (code - zero)` of 4-bit codes and zeros.
+    """Computes `x @ W.T + bias` with `W = scale * (code - zero)` of 4-bit codes and zeros.
 
-    The codes less the zeros are exact. A weight is rounded once to the dtype of `x`, or not at all
-    where the kernel lets the scale multiply the float32 sum of a group.
+    `code - zero` is exact. A weight is rounded once to the dtype of `x`, or not at all if the
+    kernel multiplies the float32 sum of a group by its scale.
 
     Args:
         x: `(..., K)`, K a multiple of 8.
         qweight: int32 `(N, K / 8)`, packed by `int4_pack`.
         scale: `(N, K / group)` in the dtype of `x`; group is a multiple of 8 that divides K.
-        zero: int32 `(N, ceil(K / group / 8))`, packed the same way, unsigned, no offset.
+        zero: int32 `(N, ceil(K / group / 8))`, packed by `int4_pack`, unsigned, no offset.
         bias: `(N,)`.
 
     Returns:
@@ -89,7 +89,7 @@ def int4_linear(
 
 @readable_errors
 def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight of `int4_linear` in the order in which the tensor cores want it; done once.
+    """Reorders the weight of `int4_linear` once for the tensor cores.
 
     Args:
         qweight: int32 `(N, K / 8)`.
@@ -99,8 +99,8 @@ def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, T
     Returns:
         `packed`, int32 `(ceil(N/16), ceil(K/64), 128)`, `packed_scale`, `(ceil(N/16), K/group, 16)`
         and `packed_zero`, int32 `(ceil(N/16), K/group, 2)`. The layout is described in
-        csrc/int4/layout.h; it may change from one version to the next, so keep the
-        portable tensors in files. `Int4Linear` converts back when it is saved.
+        csrc/int4/layout.h; it may change from one version to the next, so save the tensors of
+        `int4_linear`. `Int4Linear` converts back when it is saved.
 
     Raises:
         RuntimeError: a wrong shape, dtype or device.
@@ -123,7 +123,7 @@ def int4_linear_repacked(
     *,
     out_features: int,
 ) -> Tensor:
-    """`int4_linear` with the weight as `int4_repack` made it.
+    """Computes `int4_linear` with the weight that `int4_repack` made.
 
     Args:
         x: `(..., K)`, K a multiple of 8.

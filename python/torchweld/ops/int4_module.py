@@ -43,9 +43,9 @@ class Int4Linear(nn.Module):
 
     Attributes:
         quantisation_error: root of the mean square of the rounding errors in `from_linear`,
-            divided by that of the weight; 0 where nothing was quantised.
-        largest_error: the largest rounding; with method "rtn" at most half of a group's scale (a
-            whole one where a level would leave the range of the dtype).
+            divided by that of the weight; 0 if nothing was quantised.
+        largest_error: the largest rounding error; with method "rtn" at most half of a group's scale
+            (the whole scale if a level would leave the range of the dtype).
         replaces_conv1d: whether `dequantize_` turns the layer into transformers' Conv1D.
 
     Example::
@@ -112,8 +112,8 @@ class Int4Linear(nn.Module):
         Raises:
             ValueError: `linear` is no `nn.Linear`, is of a subclass, or has hooks or a
                 parametrisation; it has another dtype than the ops, mixed ones, or no values (on
-                the meta device); group_size is no multiple of 8 that divides in_features; method
-                is another one.
+                the meta device); group_size is no multiple of 8 that divides in_features; the
+                method is unknown.
         """
         owner = "Int4Linear.from_linear"
         check_method(owner, method)
@@ -137,7 +137,7 @@ class Int4Linear(nn.Module):
     def from_codes(
         cls, codes: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None
     ) -> Int4Linear:
-        """A module with the weight `scale * (code - zero)`, as other libraries store it.
+        """Makes a module with the weight `scale * (code - zero)`, as other libraries store it.
 
         Args:
             codes: uint8 `(N, K)`, values 0 to 15.
@@ -146,7 +146,7 @@ class Int4Linear(nn.Module):
             bias: `(N,)` in the dtype of `scale`.
 
         Returns:
-            A module in eval mode on the device of the codes; it copies all four.
+            A module in eval mode on the device of the codes, with copies of all four tensors.
 
         Raises:
             ValueError: shapes or dtypes that do not fit, or a code or zero above 15.
@@ -188,14 +188,14 @@ class Int4Linear(nn.Module):
         *,
         group_size: int | None = None,
     ) -> Int4Linear:
-        """A layer of an AutoAWQ checkpoint, version "gemm"; exact.
+        """Converts a layer of an AutoAWQ checkpoint, version "gemm", exactly.
 
         Args:
             qweight: int32 `(K, N / 8)`.
             qzeros: int32 `(K / group, N / 8)`.
             scales: `(K / group, N)`.
             bias: `(N,)` in the dtype of `scales`.
-            group_size: of the checkpoint; -1 is a whole row. None serves for one group alone.
+            group_size: that of the checkpoint; -1 is a whole row. None is allowed for one group.
 
         Raises:
             ValueError: shapes or dtypes that do not fit; no group_size for several groups; one
@@ -215,17 +215,17 @@ class Int4Linear(nn.Module):
         checkpoint_format: str = "gptq",
         group_size: int | None = None,
     ) -> Int4Linear:
-        """A layer of a GPTQ checkpoint with 4 bits; exact.
+        """Converts a layer of a GPTQ checkpoint with 4 bits, exactly.
 
         Args:
             qweight: int32 `(K / 8, N)`.
-            qzeros: int32 `(K / group, N / 8)`: the zeros less 1, or themselves in "gptq_v2".
+            qzeros: int32 `(K / group, N / 8)`: the zeros minus 1; in "gptq_v2" the zeros.
             scales: `(K / group, N)`.
             g_idx: `(K,)`, the group of each column.
             bias: `(N,)` in the dtype of `scales`.
             checkpoint_format: "gptq" or "gptq_v2".
-            group_size: of the checkpoint; -1 is a whole row. None serves with `g_idx`, and for one
-                group.
+            group_size: that of the checkpoint; -1 is a whole row. None is allowed with `g_idx`, and
+                for one group.
 
         Raises:
             ValueError: shapes or dtypes that do not fit; columns in another order than their
@@ -247,17 +247,17 @@ class Int4Linear(nn.Module):
         *,
         group_size: int | None = None,
     ) -> Int4Linear:
-        """A layer of a compressed-tensors checkpoint, format "pack-quantized" with 4 bits; exact.
+        """Converts a layer of a 4-bit compressed-tensors checkpoint, "pack-quantized", exactly.
 
         Args:
             weight_packed: int32 `(N, K / 8)`.
             weight_scale: `(N, K / group)`.
             weight_shape: N and K.
-            weight_zero_point: int32 `(ceil(N / 8), K / group)`; without it zeros are symmetric.
+            weight_zero_point: int32 `(ceil(N / 8), K / group)`; None for symmetric codes, zero 8.
             weight_g_idx: `(K,)`, the group of each column.
             bias: `(N,)` in the dtype of `weight_scale`.
-            group_size: of the checkpoint; -1 is a whole row. None serves with `weight_g_idx`, and
-                for one group.
+            group_size: that of the checkpoint; -1 is a whole row. None is allowed with
+                `weight_g_idx`, and for one group.
 
         Raises:
             ValueError: shapes or dtypes that do not fit; columns in another order than their
@@ -271,11 +271,11 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Linear) -> Int4Linear:
-        """`from_linear` with groups of 128; raises as it does."""
+        """Calls `from_linear` with groups of 128; raises the same."""
         return cls.from_linear(module)
 
     def to_torch(self) -> nn.Linear:
-        """Frozen `nn.Linear` with the dequantised weight, rounded to its dtype.
+        """Returns a frozen `nn.Linear` with the dequantised weight in the dtype of the scales.
 
         Raises:
             ValueError: the module is of a subclass or has hooks.
@@ -296,23 +296,23 @@ class Int4Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """For those who ask a linear layer's weight for its shape, dtype or device.
+        """Returns a tensor for code that asks a linear layer's weight for shape, dtype or device.
 
-        It has no memory and no values, and an op on it raises RuntimeError: use `dequantise()`.
-        Under torch.compile and torch.export it is the result of `dequantise()`, computed where
-        the values are used.
+        The tensor has no memory, and an op on it raises RuntimeError: use `dequantise()`. Under
+        torch.compile and torch.export it is the result of `dequantise()`, computed only if the
+        values are used.
         """
         if torch.compiler.is_compiling():
             return self.dequantise()
         return NoValues((self.out_features, self.in_features), self.scale)
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`qweight`, `scale` and `zero` in the layout of the device."""
+        """Returns `qweight`, `scale` and `zero` in the device's layout."""
         return self.qweight, self.scale, self.zero
 
     @torch.jit.unused
     def portable(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`qweight`, `scale` and `zero` in the layout of `int4_linear`; on CUDA they are copies."""
+        """Returns `qweight`, `scale` and `zero` in `int4_linear`'s layout; on CUDA, copies."""
         stored = self.stored()
         if stored[0].dim() == 2:
             return stored
@@ -320,7 +320,7 @@ class Int4Linear(nn.Module):
 
     @torch.jit.unused
     def dequantise(self) -> Tensor:
-        """The weight `(out_features, in_features)` that the codes stand for."""
+        """Returns the weight `(out_features, in_features)` of the codes."""
         qweight, scale, zero = self.portable()
         # Signed by a view: torch.export keeps a cast, and all before it, even where it is not used.
         codes = ops.int4_unpack(qweight, self.in_features).view(torch.int8)
@@ -382,11 +382,11 @@ class Int4Linear(nn.Module):
         self.repack()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
+        """Maps `(..., in_features)` to `(..., out_features)`."""
         return self.compute(x, self.bias)
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The forward with another bias, or none."""
+        """Computes forward with another bias, or none."""
         qweight, scale, zero = self.stored()
         if qweight.dim() == 3:
             return torch.ops.torchweld.int4_linear_repacked(

@@ -1,7 +1,7 @@
-"""Scales and zeros of 4-bit groups that lose less than the range between a group's extremes.
+"""Searches scales and zeros of 4-bit groups with a smaller error than the range of the extremes.
 
-Neither search needs calibration data. Each returns a scale and a zero for every group, from those
-of the extremes. A zero is a code, 0 to 15, so that 0 stays exact.
+Neither search needs calibration data. Each returns a scale and a zero for every group, starting
+from those of the extremes. A zero is a code, 0 to 15, so that 0 stays exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def search_clip(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Te
 
     Args:
         groups: `(..., columns)`, magnitudes up to 1.
-        scale, zero: `(..., 1)` of the range between the extremes.
+        scale, zero: `(..., 1)`, those of the range between the extremes.
     """
     best = _Best(groups, scale, zero)
     for ratio in _RATIOS:
@@ -39,7 +39,7 @@ def half_quadratic(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor,
 
     Args:
         groups: `(..., columns)`, magnitudes up to 1.
-        scale, zero: `(..., 1)` of the range between the extremes.
+        scale, zero: `(..., 1)`, those of the range between the extremes.
 
     Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
     """
@@ -62,7 +62,7 @@ def half_quadratic(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor,
 
 
 class _Best:
-    """The scale and zero with the smallest squared error in each group."""
+    """Keeps the scale and zero with the smallest squared error in each group."""
 
     def __init__(self, groups: Tensor, scale: Tensor, zero: Tensor) -> None:
         self.groups, self.scale, self.zero = groups, scale, zero
@@ -81,13 +81,13 @@ class _Best:
 
 
 def _levels(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """`code - zero` of the nearest levels; a new tensor."""
+    """Returns `code - zero` of the nearest levels; a new tensor."""
     inverse = torch.where(scale > 0, 1 / scale, 1.0)
     return (groups * inverse).round_().clamp_(-zero, 15 - zero)
 
 
 def _least_squares(groups: Tensor, levels: Tensor) -> Tensor:
-    """The scale for given levels, at least 0."""
+    """Fits the scale to given levels, at least 0."""
     weight = levels.square().sum(-1, keepdim=True)
     scale = (groups * levels).sum(-1, keepdim=True) / weight
     return torch.where(weight > 0, scale, 0.0).clamp(min=0)

@@ -22,7 +22,7 @@ class RoundedWeight(NamedTuple):
     codes: Tensor  # uint8 (N, K), values 0 to 15
     scale: Tensor  # (N, K / group) in the dtype of the weight
     zero: Tensor  # uint8 (N, K / group), values 0 to 15
-    quantisation_error: float  # this and the next as `Int4Linear` has them; 0 of an empty weight
+    quantisation_error: float  # as in `Int4Linear`, like largest_error; 0 of an empty weight
     largest_error: float
 
 
@@ -61,7 +61,7 @@ def round_weight(weight: Tensor, group: int, method: str = "rtn") -> RoundedWeig
 
 
 def _round_groups(groups: Tensor, dtype: torch.dtype, method: str) -> tuple[Tensor, ...]:
-    """Codes, scale (rounded to `dtype`) and zero of groups `(rows, groups, columns)`."""
+    """Returns codes, scale (rounded to `dtype`) and zero of groups `(rows, groups, columns)`."""
     low = groups.amin(-1, keepdim=True).clamp(max=0)
     high = groups.amax(-1, keepdim=True).clamp(min=0)
     span = high - low
@@ -92,10 +92,10 @@ def _round_groups(groups: Tensor, dtype: torch.dtype, method: str) -> tuple[Tens
 def _codes(
     groups: Tensor, scale: Tensor, zero: Tensor, high: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The scale to keep and the codes; no level that is used leaves the range of `dtype`.
+    """Returns the scale to keep and the codes; no level that is used leaves the range of `dtype`.
 
-    The outermost level may exceed the range. A slightly smaller scale is used where it brings the
-    level back; otherwise the level is left unused.
+    The outermost level may exceed the range. If a slightly smaller scale brings the level back,
+    that scale is used; otherwise the level is left unused.
     """
     largest = torch.finfo(dtype).max
     step = torch.where(scale > 0, scale, 1.0)
@@ -108,7 +108,7 @@ def _codes(
 
 
 def _rounded_down(positive: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest numbers of a dtype that are not above positive ones, in their own dtype."""
+    """Rounds positive numbers down to those of a dtype; returns the numbers' own dtype."""
     near = positive.to(dtype)
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[near.element_size()]
     below = (near.view(integers) - 1).view(dtype)
@@ -116,7 +116,7 @@ def _rounded_down(positive: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class NoValues(Tensor):
-    """Shape, dtype and device of a weight that is not kept. It has no memory; ops refuse it."""
+    """Has the shape, dtype and device of a weight, but no memory; ops on it raise RuntimeError."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     _is_hf_initialized = True  # transformers' initialisers then leave it alone
@@ -144,7 +144,7 @@ def is_repacked_on(device: torch.device) -> bool:
 def portable_from_repacked(
     packed: Tensor, packed_scale: Tensor, packed_zero: Tensor, n: int, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `int4_repack`, on any device; csrc/int4/layout.h describes its layout.
+    """Undoes `int4_repack`, on any device; csrc/int4/layout.h describes the repacked layout.
 
     Args:
         packed: int32 `(ceil(N/16), ceil(K/64), 128)`.

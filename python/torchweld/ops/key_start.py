@@ -1,4 +1,4 @@
-"""From packed sequences to the key_start that the ops take."""
+"""Computes the key_start that the ops take for packed sequences."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torchweld._library import ops
 
 
 def key_start_from_position_ids(position_ids: Tensor) -> Tensor:
-    """The first key of each token's document, for rows of packed documents whose positions count
-    up within each document.
+    """Finds the first key of each token's document, from positions that count up within each
+    document.
 
     Args:
         position_ids: `(batch, seqlen)`, any integer dtype. A document begins at a row's first token
@@ -22,7 +22,7 @@ def key_start_from_position_ids(position_ids: Tensor) -> Tensor:
 
     Raises:
         TypeError: position_ids is no tensor.
-        ValueError: it is not two-dimensional.
+        ValueError: position_ids is not two-dimensional.
 
     Example::
 
@@ -37,11 +37,11 @@ def key_start_from_position_ids(position_ids: Tensor) -> Tensor:
 
 
 def key_start_from_documents(ids: Tensor) -> Tensor:
-    """The first key of each token's document, given the document number of each token.
+    """Finds the first key of each token's document, given the document number of each token.
 
     Args:
-        ids: `(batch, seqlen)`, any dtype. A document is a run of equal numbers; padding is a run
-            of its own.
+        ids: `(batch, seqlen)`, any dtype. A document is a run of equal numbers; give padding
+            another number.
 
     Returns:
         int32 `(batch, seqlen)` on the same device, for `attention(..., causal=True, key_start=)`
@@ -49,7 +49,7 @@ def key_start_from_documents(ids: Tensor) -> Tensor:
 
     Raises:
         TypeError: ids is no tensor.
-        ValueError: it is not two-dimensional.
+        ValueError: ids is not two-dimensional.
 
     Example::
 
@@ -62,13 +62,13 @@ def key_start_from_documents(ids: Tensor) -> Tensor:
 
 
 def key_start_from_cu_seqlens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
-    """The first key of each token's document, given the cumulative lengths of the documents.
+    """Finds the first key of each token's document, given the documents' cumulative lengths.
 
     Args:
         cu_seqlens: `(documents + 1,)`, int32 or int64: 0, then the end of each document, as
             flash-attn and torch.nn.attention.varlen take it. Documents may be empty.
         seqlen: the number of tokens, documents and padding. Tokens from `cu_seqlens[-1]` on are
-            padding: their key_start is `seqlen`, so that they see nothing.
+            padding: their key_start is `seqlen`, with which they see nothing.
 
     Returns:
         int32 `(1, seqlen)` on the same device, for `attention(..., causal=True, key_start=)` with
@@ -77,7 +77,7 @@ def key_start_from_cu_seqlens(cu_seqlens: Tensor, seqlen: int) -> Tensor:
 
     Raises:
         TypeError: cu_seqlens is no tensor of int32 or int64.
-        ValueError: it is not one-dimensional, or empty.
+        ValueError: cu_seqlens is not one-dimensional, or it is empty.
 
     Example::
 
@@ -121,7 +121,7 @@ def _check(function: str, name: str, value: Tensor) -> None:
 
 
 def _starts(ids: Tensor, begins: Tensor) -> Tensor:
-    """The starts, given whether a document begins at each token of a row but the first."""
+    """Computes key_start; `begins` says of each token but a row's first if a document begins."""
     at = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
     starts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     starts[:, 1:] = torch.where(begins, at[1:], 0)
@@ -131,10 +131,10 @@ def _starts(ids: Tensor, begins: Tensor) -> Tensor:
 def check_key_start(
     op: str, key_start: Tensor | None, causal: bool, key_end: Tensor | None = None
 ) -> None:
-    """Refuses starts that differ from row to row without a causal mask or an end per row.
+    """Raises RuntimeError if key_start differs between the rows of a sequence without a causal mask
+    or a key_end per row: rows of packed documents would see all later documents.
 
-    Such starts belong to packed documents, where a row would see all later documents. The host
-    reads no value: on CUDA the refusal is a device assertion.
+    The host reads no value: on CUDA the error is a device assertion.
     """
     if key_start is None or causal or (key_end is not None and key_end.dim() == 2):
         return

@@ -24,14 +24,15 @@ def layer_norm_linear(
     eps: float = 1e-5,
     activation: Activation = "none",
 ) -> Tensor:
-    """`activation(F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), weight, bias))`.
+    """Computes LayerNorm, linear layer and activation,
+    `activation(F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), weight, bias))`.
 
     Args:
         x: `(..., K)`.
-        weight: `(N, K)`, any strides: a GPT-2 `Conv1D` goes in as `weight.t()`.
+        weight: `(N, K)`, any strides: pass `weight.t()` of a GPT-2 `Conv1D`.
         bias: `(N,)`.
-        ln_weight: `(K,)`.
-        ln_bias: `(K,)`.
+        ln_weight: `(K,)`; None for no scale.
+        ln_bias: `(K,)`; None for no shift.
         eps: added to the variance; finite and at least 0.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
@@ -103,12 +104,12 @@ def folded_layer_norm_linear(
     eps: float = 1e-5,
     activation: Activation = "none",
 ) -> Tensor:
-    """`activation(rstd * (x @ folded_weight.T - mean * weight_sum) + folded_bias)`.
+    """Computes `activation(rstd * (x @ folded_weight.T - mean * weight_sum) + folded_bias)`.
 
     Args:
-        x: `(..., K)`.
-        folded_weight: `(N, K)` of `fold_layer_norm` (or a plain weight of a LayerNorm without
-            parameters).
+        x: `(..., K)`; mean and rstd are those of its rows.
+        folded_weight: `(N, K)` from `fold_layer_norm` (or the plain weight of a linear layer behind
+            a LayerNorm without parameters).
         weight_sum: fp32 `(N,)`: the row sums of `folded_weight`; other values are not supported.
         folded_bias: fp32 `(N,)`.
         eps: added to the variance; finite and at least 0.
@@ -141,9 +142,9 @@ def _row_sums(weight: Tensor) -> Tensor:
 
 
 class LayerNormLinear(NormLinear):
-    """`nn.Sequential(nn.LayerNorm(in), nn.Linear(in, out), activation)` as one op.
+    """Computes `nn.Sequential(nn.LayerNorm(in), nn.Linear(in, out), activation)` as one op.
 
-    Parameters `weight`, `bias` as in `nn.Linear`; `ln_weight`, `ln_bias` as in `nn.LayerNorm`.
+    Parameters `weight` and `bias` are those of `nn.Linear`, `ln_weight` and `ln_bias` the norm's.
     `load_state_dict` also accepts the keys of a separate norm and linear layer under any names,
     such as `ln.weight` and `fc.weight`.
 
@@ -191,7 +192,7 @@ class LayerNormLinear(NormLinear):
         """Converts `nn.Sequential(LayerNorm, Linear[, activation])`; shares its parameters.
 
         Raises:
-            ValueError: other parts; one of a subclass, or with hooks or a parametrisation.
+            ValueError: other modules; one of a subclass, or with hooks or a parametrisation.
         """
         owner = "LayerNormLinear.from_torch"
         norm, linear, name = split_norm_linear(module, "LayerNorm", owner)
@@ -225,11 +226,11 @@ class LayerNormLinear(NormLinear):
 
     @torch.jit.unused
     def fold(self) -> FoldedLayerNormLinear:
-        """A frozen copy for inference with the LayerNorm's weights folded into the matmul."""
+        """Returns a frozen copy for inference, with the LayerNorm's weights in the matmul's."""
         return FoldedLayerNormLinear.from_torch(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
+        """Maps `(..., in_features)` to `(..., out_features)`."""
         return self.compute(x, self.weight, self.bias, self.ln_weight, self.ln_bias)
 
     def compute(
@@ -240,7 +241,7 @@ class LayerNormLinear(NormLinear):
         ln_weight: Tensor | None,
         ln_bias: Tensor | None,
     ) -> Tensor:
-        """The forward with other parameters, for example this process's shards."""
+        """Computes forward with other parameters, for example this process's shards."""
         return torch.ops.torchweld.layer_norm_linear(
             x, weight, bias, ln_weight, ln_bias, eps=self.eps, activation=self.activation
         )
@@ -251,10 +252,10 @@ class LayerNormLinear(NormLinear):
 
 
 class FoldedLayerNormLinear(nn.Module):
-    """Frozen `nn.Sequential(LayerNorm, Linear, activation)` for inference.
+    """Computes `nn.Sequential(LayerNorm, Linear, activation)` with frozen weights, for inference.
 
-    Made by `LayerNormLinear.fold()`. Everything is a buffer: it does not follow later changes of
-    the module that it was made from.
+    `LayerNormLinear.fold()` makes it. All tensors are buffers: they do not follow later changes of
+    the original module.
 
     Example::
 
@@ -305,9 +306,9 @@ class FoldedLayerNormLinear(nn.Module):
         return cls(*folded, eps=module.eps, activation=module.activation).eval()
 
     def to_torch(self) -> nn.Sequential:
-        """`nn.Sequential(LayerNorm without parameters, Linear, activation)`, equal results.
+        """Returns `nn.Sequential(LayerNorm without parameters, Linear, activation)`.
 
-        Its parameters are frozen copies, in eval mode.
+        Its results are equal. Its parameters are frozen copies, in eval mode.
 
         Raises:
             ValueError: the module is of a subclass or has hooks.
@@ -350,7 +351,7 @@ class FoldedLayerNormLinear(nn.Module):
             self.weight_sum = _row_sums(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
+        """Maps `(..., in_features)` to `(..., out_features)`."""
         return torch.ops.torchweld.folded_layer_norm_linear(
             x,
             self.folded_weight,

@@ -1,4 +1,4 @@
-"""From a Hugging Face attention mask to the leftpad that the ops take."""
+"""Converts a Hugging Face attention mask to the leftpad that the ops take."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
     Args:
         attention_mask: `(batch, seqlen)` of 0 (padding) and 1 (token), bool or any integer dtype,
             with every row's zeros before its ones.
-        check: Whether to read back if that is so. On CUDA the host then waits for the mask;
-            False never waits.
+        check: Whether the host reads the mask and raises if it is another one. On CUDA the host
+            then waits for the mask; with False it never waits.
 
     Returns:
         int32 `(batch,)` on the mask's device. A row without a token gives seqlen.
@@ -25,9 +25,9 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
 
     Raises:
         TypeError: the mask is not a tensor.
-        ValueError: it is not two-dimensional, has a floating dtype (an additive mask has its zeros
-            where this one has ones), a value that is neither 0 nor 1, or a row with zeros after a
-            one.
+        ValueError: the mask is not two-dimensional, has a floating dtype (an additive mask has
+            zeros where this mask has ones), a value that is neither 0 nor 1, or a row with zeros
+            after a one.
 
     Example::
 
@@ -73,7 +73,7 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
 
 
 def before_first_token(tokens: Tensor) -> Tensor:
-    """int32 `(batch,)`: the positions before each row's first true, seqlen if all are false."""
+    """Counts the positions before each row's first True, int32 `(batch,)`; seqlen without one."""
     return (tokens.cumsum(1) == 0).sum(1, dtype=torch.int32)
 
 

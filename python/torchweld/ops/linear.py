@@ -1,4 +1,4 @@
-"""The matmul engine alone, of one matrix and of a batch."""
+"""A linear layer with an activation, and a batched matmul."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchweld.ops.stock import refuse_other
 
 
 class ReLUSquared(nn.Module):
-    """`relu(x)**2`, for which torch has no module."""
+    """Computes `relu(x)**2`, for which torch has no module."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.relu(x).square()
@@ -31,11 +31,11 @@ _ACTIVATIONS = {
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: Activation = "none"
 ) -> Tensor:
-    """`activation(torch.nn.functional.linear(x, weight, bias))`.
+    """Computes `activation(torch.nn.functional.linear(x, weight, bias))`.
 
     Args:
         x: `(..., K)`.
-        weight: `(N, K)` as in `nn.Linear`, any strides: a GPT-2 `Conv1D` goes in as `weight.t()`.
+        weight: `(N, K)` as in `nn.Linear`, any strides: pass `weight.t()` of a GPT-2 `Conv1D`.
         bias: `(N,)`.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
@@ -58,10 +58,10 @@ def linear(
 
 @readable_errors
 def bmm(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.matmul(a, b)` of three-dimensional tensors; a batch of 1 broadcasts.
+    """Computes `torch.matmul(a, b)` of three-dimensional tensors; a batch of 1 broadcasts.
 
     Args:
-        a: `(batch, M, K)`, any strides: a transposed view goes in without a copy.
+        a: `(batch, M, K)`, any strides: a transposed view is not copied.
         b: `(batch, K, N)`, any strides, dtype and device of `a`.
 
     Returns:
@@ -81,19 +81,19 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def reset_as_torch(module: nn.Module) -> None:
-    """Initialises the parameters of a torch module again, as its submodules do when built."""
+    """Initialises the parameters of a torch module anew, as its submodules do when built."""
     for part in module.modules():
         if isinstance(part, (nn.Linear, nn.LayerNorm, nn.RMSNorm)):
             part.reset_parameters()
 
 
 def activation_module(name: str) -> nn.Module:
-    """The torch module of an activation's name."""
+    """Returns an activation's torch module by its name."""
     return _ACTIVATIONS[name]()
 
 
 def activation_name(module: nn.Module | None, owner: str) -> str:
-    """The name of a torch module's activation; ValueError for any other module."""
+    """Returns the name of an activation module, "none" for None; ValueError for other modules."""
     if module is None:
         return "none"
     names = {
@@ -111,7 +111,7 @@ def activation_name(module: nn.Module | None, owner: str) -> str:
 
 
 def check_activation(name: str, owner: str) -> str:
-    """The name; ValueError if no op has this activation."""
+    """Returns the name; ValueError if no op has the activation."""
     if name not in _ACTIVATIONS:
         raise ValueError(
             f"{owner}: activation must be one of {', '.join(_ACTIVATIONS)}, but got {name!r}"

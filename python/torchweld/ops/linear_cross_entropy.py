@@ -1,4 +1,4 @@
-"""Cross entropy and log-probabilities of a linear layer, whose logits are never whole in memory."""
+"""Cross entropy and log-probabilities of a linear layer; its logits are never whole in memory."""
 
 from __future__ import annotations
 
@@ -30,31 +30,32 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     keep: Keep = "auto",
 ) -> Tensor:
-    """`F.cross_entropy(z, target)` of the logits `z = F.linear(x, weight, bias)`.
+    """Computes `F.cross_entropy(z, target)` of the logits `z = F.linear(x, weight, bias)`.
 
-    The logits are computed in float32 for a chunk of rows at a time, 32 MiB or 4 % of all of them.
-    See the page "losses" for exceptions and for the tensors that the gradient keeps.
+    The logits are computed in float32 for a chunk of rows at a time: 32 MiB, or 4 % of the logits
+    if that is more. The page "losses" has the exceptions, and the tensors kept for the gradient.
 
     Args:
         x: `(..., K)` float32, float16 or bfloat16 (float64 on the CPU).
-        weight: `(N, K)`, N the size of the vocabulary; often the embedding's, tied.
+        weight: `(N, K)`, N the size of the vocabulary; often tied to the embedding.
         target: `(...)` int64 or int32, from 0 to N - 1 or `ignore_index`.
         bias: `(N,)`.
         reduction: "none", "sum" or "mean"; "mean" divides by the number of targets that are not
             ignored, and is NaN if all are.
         ignore_index: rows with this target add nothing to the loss and get a gradient of 0, even
             where their logits are infinite or NaN.
-        label_smoothing: eps of `(1 - eps) (lse - z_t) + eps (lse - mean(z))`, from 0 to 1.
-        softcap: c of `z = c tanh(z / c)`.
+        label_smoothing: eps of `(1 - eps) (lse - z_t) + eps (lse - mean(z))`, from 0 to 1; z_t is
+            the target's logit.
+        softcap: c; the logits become `c tanh(z / c)`. None for no cap.
         z_loss: factor of `lse(z)^2`, added to each row's loss (PaLM).
         shift: 1 for the loss of the next token, which drops the last position of x `(..., S, K)`
             and the first of target `(..., S)`.
-        temperature: z is divided by it, after the cap.
+        temperature: the logits are divided by it, after the cap.
         keep: what forward stores for the gradient. "exponentials": 16-bit exponentials in place of
             the logits (three products; not with both label_smoothing and softcap). "gradients": dx
             and dweight, computed beside the loss (three products; reduction "mean" or "sum", not in
             float16). "nothing": backward computes the logits again (four products). "auto":
-            "exponentials" for bfloat16 on Hopper, else "gradients" where it is possible, else
+            "exponentials" for bfloat16 on Hopper, else "gradients" if it is possible, else
             "nothing".
 
     Returns:
@@ -102,23 +103,23 @@ def linear_token_logprobs(
     softcap: float | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`log_softmax(z)` at each target, of the logits `z = F.linear(x, weight, bias)`.
+    """Computes `log_softmax(z)` at each target, of the logits `z = F.linear(x, weight, bias)`.
 
-    The policy's log-probabilities of PPO and GRPO. The logits are computed in float32 for a chunk
-    of rows at a time, as in `linear_cross_entropy`; backward computes them again.
+    PPO and GRPO need such log-probabilities of the policy. The logits are computed in float32 for a
+    chunk of rows at a time, as in `linear_cross_entropy`; backward computes them again.
 
     Args:
         x: `(..., K)` float32, float16 or bfloat16 (float64 on the CPU).
         weight: `(N, K)`, N the size of the vocabulary.
         target: `(...)` int64 or int32, from 0 to N - 1.
         bias: `(N,)`.
-        temperature: z is divided by it, after the cap.
-        softcap: c of `z = c tanh(z / c)`.
-        entropy: whether to compute `lse(z) - sum(softmax(z) z)` of each row.
+        temperature: the logits are divided by it, after the cap.
+        softcap: c; the logits become `c tanh(z / c)`. None for no cap.
+        entropy: whether to compute each row's entropy, `lse(z) - sum(softmax(z) z)`.
 
     Returns:
         logprob: target's shape, float32 (float64 for float64).
-        entropy: the same, or `(0,)` where it is not asked for. Both are differentiable.
+        entropy: the same shape and dtype, or `(0,)` without `entropy`. Both are differentiable.
 
     Raises:
         RuntimeError: a wrong shape, dtype, device or option; on the CPU a target out of range,
@@ -139,11 +140,11 @@ def linear_token_logprobs(
 
 
 class LinearCrossEntropy(nn.Module):
-    """`nn.Linear(in_features, num_classes)` and `nn.CrossEntropyLoss` as one op.
+    """Computes `nn.Linear(in_features, num_classes)` and `nn.CrossEntropyLoss` as one op.
 
-    Parameters `weight` `(num_classes, in_features)` and `bias` as in that `nn.Linear`. The call is
-    `loss = module(x, target)`. torch 2.13's `nn.LinearCrossEntropyLoss` has its parameters in a
-    submodule `linear`: convert that with `from_linear`.
+    The parameters `weight` `(num_classes, in_features)` and `bias` are those of the linear layer.
+    The call is `loss = module(x, target)`. torch 2.13's `nn.LinearCrossEntropyLoss` has its
+    parameters in a submodule `linear`: convert that submodule with `from_linear`.
 
     Args:
         in_features: K.
@@ -209,7 +210,7 @@ class LinearCrossEntropy(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **options: Any) -> LinearCrossEntropy:
-        """The loss of an `nn.Linear`'s logits, a language model's head; shares its parameters.
+        """Makes the loss of a language model's head, an `nn.Linear`; shares its parameters.
 
         Args:
             linear: the head, whose weight may be tied to an embedding.

@@ -11,14 +11,15 @@ _State = MutableMapping[str, Tensor]
 
 
 def rename_norm_linear(state: _State, prefix: str, norm: tuple[str, ...]) -> None:
-    """Gives the keys of a norm and a linear layer the names of the fused module, in place.
+    """Renames the keys of a norm and a linear layer to those of the fused module, in place.
 
-    The two may have any names, as `ln` and `fc`, or `0` and `1` in an nn.Sequential: the linear
-    layer is the one whose weight has two dims. Other keys stay, and loading reports them.
+    The two layers may have any names, as `ln` and `fc`, or `0` and `1` in an nn.Sequential: the
+    linear layer is the one whose weight has two dims. With other keys below the prefix, none is
+    renamed, and loading reports them.
 
     Args:
         state: the state_dict.
-        prefix: of the fused module.
+        prefix: of the fused module's keys.
         norm: the fused module's names of the norm's weight and bias.
     """
     children = _children(state, prefix)
@@ -34,15 +35,15 @@ def rename_norm_linear(state: _State, prefix: str, norm: tuple[str, ...]) -> Non
 
 
 def rename_gated_linear(state: _State, prefix: str, gate: str, interleaved: bool) -> None:
-    """Gives the keys of the linear layers of a gated MLP the names of the packed one, in place.
+    """Turns the keys of a gated MLP's linear layers into those of the packed layer, in place.
 
-    One layer with both branches may have any name. Two layers are called `left` and `right`, or
-    `gate_proj`, to which the gate's activation applies, and `up_proj`. Other keys stay, and loading
-    reports them.
+    One layer with both branches may have any name. Two layers are packed; they must be called
+    `left` and `right`, or `gate_proj`, to which the gate's activation applies, and `up_proj`. With
+    other keys below the prefix, nothing is changed, and loading reports them.
 
     Args:
         state: the state_dict.
-        prefix: of the fused module.
+        prefix: of the fused module's keys.
         gate: a gate of `gated_linear`.
         interleaved: whether the packed rows alternate between the branches.
     """
@@ -73,7 +74,7 @@ def rename_gated_linear(state: _State, prefix: str, gate: str, interleaved: bool
 
 
 def _children(state: _State, prefix: str) -> dict[str, dict[str, Tensor]] | None:
-    """The weights and biases below a prefix by child; None if it has other keys too."""
+    """Groups the weights and biases below a prefix by child; None if there are other keys."""
     found: dict[str, dict[str, Tensor]] = {}
     for key in state:
         if key.startswith(prefix):

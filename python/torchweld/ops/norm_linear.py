@@ -18,9 +18,9 @@ from torchweld.ops.stock import refuse_computed, refuse_other, text_of
 
 
 class NormLinear(nn.Module):
-    """The linear layer's parameters, and the sizes of a module of norm, linear and activation.
+    """Holds the linear layer's parameters and the sizes of a module of norm, linear and activation.
 
-    `load_state_dict` also takes the names of a norm and a linear layer below the module's own name.
+    `load_state_dict` also accepts the keys of a norm and a linear layer below the module's name.
     """
 
     __constants__ = ["in_features", "out_features", "eps", "activation", "_norm_names"]
@@ -61,7 +61,7 @@ class NormLinear(nn.Module):
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
     def to_torch(self) -> nn.Sequential:
-        """`nn.Sequential(norm, Linear, activation)` that shares the parameters.
+        """Returns `nn.Sequential(norm, Linear, activation)`, which shares the parameters.
 
         Raises:
             ValueError: the module is of a subclass, or has hooks or a parametrisation.
@@ -89,10 +89,10 @@ class NormLinear(nn.Module):
 
 
 def split_norm_linear(module: nn.Module, norm: str, owner: str) -> tuple[nn.Module, nn.Linear, str]:
-    """The norm, the linear layer and the activation's name of the argument of `from_torch`.
+    """Splits the argument of `from_torch` into norm, linear layer and name of the activation.
 
     Raises:
-        ValueError: it is not a Sequential of two or three modules, or the linear layer or the
+        ValueError: module is not a Sequential of two or three modules, or the linear layer or the
             activation is not a class of torch. The caller checks the norm.
     """
     expected = f"nn.Sequential({norm}((K,)), Linear(K, N)[, activation])"

@@ -1,4 +1,4 @@
-"""Several linear layers of one normalised row, such as query, key and value."""
+"""Several linear layers of one normalised input, such as query, key and value."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ def rms_norm_linears(
     eps: float = 1e-6,
     weight_offset: float = 0,
 ) -> list[Tensor]:
-    """`[F.linear(n, weight, bias) for weight, bias in zip(weights, biases)]` with
+    """Normalises x once and applies several linear layers to the result n:
+    `[F.linear(n, weight, bias) for weight, bias in zip(weights, biases)]` with
     `n = F.rms_norm(x, (K,), norm_weight + weight_offset, eps)`.
 
-    The rows are normalised once. The gradient to `n` is one product over the concatenated columns
-    of all results, with fp32 sums, so no pass over memory adds gradients.
+    The gradient to `n` is one product over the concatenated columns of all results, with fp32 sums:
+    no pass over memory adds the gradients of the layers.
 
     Args:
         x: `(..., K)`.
         weights: at least one `(N_i, K)`, any strides.
         biases: one `(N_i,)` for each weight; None or `[]` if there are none.
-        norm_weight: `(K,)`.
+        norm_weight: `(K,)`; None for no scale.
         eps: added to the mean square; finite and at least 0.
-        weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. 0 without
-            a `norm_weight`.
+        weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. Must be 0
+            without a `norm_weight`.
 
     Returns:
         A list of `(..., N_i)` contiguous, dtype of `x`; statistics and sums in fp32.
@@ -63,14 +64,14 @@ def layer_norm_linears(
     *,
     eps: float = 1e-5,
 ) -> list[Tensor]:
-    """:func:`rms_norm_linears` with `n = F.layer_norm(x, (K,), ln_weight, ln_bias, eps)`.
+    """Computes :func:`rms_norm_linears` with `n = F.layer_norm(x, (K,), ln_weight, ln_bias, eps)`.
 
     Args:
         x: `(..., K)`.
         weights: at least one `(N_i, K)`, any strides.
         biases: one `(N_i,)` for each weight; None or `[]` if there are none.
-        ln_weight: `(K,)`.
-        ln_bias: `(K,)`.
+        ln_weight: `(K,)`; None for no scale.
+        ln_bias: `(K,)`; None for no shift.
         eps: added to the variance; finite and at least 0.
 
     Returns:

@@ -16,17 +16,17 @@ from torchweld.ops.stock import refuse_computed, refuse_other
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, weight_offset: float = 0
 ) -> Tensor:
-    """`F.rms_norm(x, (n,), weight + weight_offset, eps)`.
+    """Computes `F.rms_norm(x, (n,), weight + weight_offset, eps)`.
 
     All arithmetic is fp32 (fp64 for fp64) with one rounding of the result, as in torch. Hugging
     Face's `LlamaRMSNorm` also rounds the normalised row before it multiplies by the weight.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
-        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
+        weight: `(n,)`, dtype of `x`, or float32 for a 16-bit `x`.
         eps: added to the mean square; finite and at least 0.
-        weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight. 0 without a
-            weight.
+        weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight. Must be 0
+            without a weight.
 
     Returns:
         `(..., n)` contiguous, dtype of `x`.
@@ -57,17 +57,18 @@ def rms_norm_gated(
     eps: float = 1e-6,
     gate_first: bool = False,
 ) -> Tensor:
-    """`rms_norm(x, weight) * F.silu(gate)`, or `rms_norm(x * F.silu(gate), weight)`.
+    """Computes `rms_norm(x, weight) * F.silu(gate)`, or `rms_norm(x * F.silu(gate), weight)`.
 
-    The norm behind linear attention (Qwen3-Next, Qwen3.5) and, gate first, behind Mamba-2's scan.
+    Models need it behind linear attention (Qwen3-Next, Qwen3.5) and, gate first, behind Mamba-2's
+    scan.
     All arithmetic is fp32 (fp64 for fp64) with one rounding of the result.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
         gate: shape and dtype of `x`.
-        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
+        weight: `(n,)`, dtype of `x`, or float32 for a 16-bit `x`.
         eps: added to the mean square; finite and at least 0.
-        gate_first: the gate multiplies the rows in front of the norm.
+        gate_first: whether the gate multiplies x before the norm, not its result.
 
     Returns:
         `(..., n)` contiguous, dtype of `x`.
@@ -93,15 +94,16 @@ def rms_norm_gated(
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    """`F.layer_norm(x, (n,), weight, bias, eps)`: over the last dimension.
+    """Computes `F.layer_norm(x, (n,), weight, bias, eps)` over the last dimension.
 
-    All arithmetic is fp32 (fp64 for fp64) with one rounding of the result. The rounding of the mean
-    is subtracted, so the error does not grow with `|mean| / std`. Rows of one value give `bias`.
+    All arithmetic is fp32 (fp64 for fp64) with one rounding of the result. The rounding error of
+    the mean is subtracted, so the error does not grow with `|mean| / std`. A row whose values are
+    all equal gives `bias`.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
-        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
-        bias: `(n,)`, dtype of `weight`, or of `x` without one.
+        weight: `(n,)`, dtype of `x`, or float32 for a 16-bit `x`.
+        bias: `(n,)`, dtype of `weight`; without a weight that of `x`.
         eps: added to the variance; finite and at least 0.
 
     Returns:
@@ -111,7 +113,7 @@ def layer_norm(
         RuntimeError: a wrong shape, dtype, device or eps.
 
     Limits: differentiable once. Under autocast the dtype of `x` is kept, where torch's
-        `layer_norm` returns float32. Float32 vectors stay in float32.
+        `layer_norm` returns float32. A float32 weight and bias stay in float32.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
 
@@ -133,18 +135,18 @@ def add_rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`sum = x + residual`, and `rms_norm(sum, weight)`, in one pass.
+    """Computes `sum = x + residual` and `rms_norm(sum, weight)` in one pass.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
         residual: shape and dtype of `x`.
-        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
+        weight: `(n,)`, dtype of `x`, or float32 for a 16-bit `x`.
         eps: added to the mean square; finite and at least 0.
-        weight_offset: added to the weight in fp32; 0 without a weight.
+        weight_offset: added to the weight in fp32; must be 0 without a weight.
 
     Returns:
         `(normed, sum)`, each `(..., n)` contiguous in the dtype of `x`. `normed` is the norm of the
-        rounded sum. Both have a gradient; that of `x` and `residual` is one tensor.
+        rounded sum. Both have a gradient; `x` and `residual` get one tensor as gradient.
 
     Raises:
         RuntimeError: a wrong shape, dtype, device, eps or weight_offset.
@@ -169,24 +171,24 @@ def add_layer_norm(
     *,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """`sum = x + residual`, and `layer_norm(sum, weight, bias)`, in one pass.
+    """Computes `sum = x + residual` and `layer_norm(sum, weight, bias)` in one pass.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
         residual: shape and dtype of `x`.
-        weight: `(n,)`, dtype of `x`, or float32 beside 16-bit rows.
-        bias: `(n,)`, dtype of `weight`, or of `x` without one.
+        weight: `(n,)`, dtype of `x`, or float32 for a 16-bit `x`.
+        bias: `(n,)`, dtype of `weight`; without a weight that of `x`.
         eps: added to the variance; finite and at least 0.
 
     Returns:
         `(normed, sum)`, each `(..., n)` contiguous in the dtype of `x`. `normed` is the norm of the
-        rounded sum. Both have a gradient; that of `x` and `residual` is one tensor.
+        rounded sum. Both have a gradient; `x` and `residual` get one tensor as gradient.
 
     Raises:
         RuntimeError: a wrong shape, dtype, device or eps.
 
     Limits: differentiable once. Under autocast `x` and `residual` are added in the wider of their
-        dtypes, as `x + residual` is. Float32 vectors stay in float32.
+        dtypes, as `x + residual` is. A float32 weight and bias stay in float32.
 
     Example::
 
@@ -197,9 +199,9 @@ def add_layer_norm(
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension; replaces `torch.nn.RMSNorm`.
+    """Applies RMSNorm over the last dimension; replaces `torch.nn.RMSNorm`.
 
-    Parameter `weight` as in `nn.RMSNorm`; None without `elementwise_affine`.
+    The parameter `weight` is that of `nn.RMSNorm`, None without `elementwise_affine`.
 
     Args:
         normalized_shape: n, the size of the last dimension, or `(n,)`.
@@ -240,7 +242,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the weight so that rows are scaled by 1.
+        """Sets the weight to 1 - weight_offset, with which rows are scaled by 1.
 
         Raises:
             ValueError: the weight is computed from others, by a parametrisation or the like.
@@ -254,8 +256,7 @@ class RMSNorm(nn.Module):
         """Converts an `nn.RMSNorm` over one dimension; shares its weight.
 
         An eps of None becomes a number here: the machine epsilon of float64 for a float64 weight,
-        that of float32 for others and without a weight. torch chooses it anew in each call, by the
-        dtype of x.
+        that of float32 otherwise. torch chooses the epsilon anew in each call, by the dtype of x.
 
         Raises:
             ValueError: another module, one of a subclass or with hooks, or a norm over several
@@ -290,7 +291,7 @@ class RMSNorm(nn.Module):
         return norm.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shape and dtype of `x`."""
+        """Keeps `x`'s shape and dtype."""
         if self.weight is None:
             _check_width("rms_norm", x, self.normalized_shape)
         return torch.ops.torchweld.rms_norm(
@@ -304,9 +305,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the last dimension; replaces `torch.nn.LayerNorm`.
+    """Applies LayerNorm over the last dimension; replaces `torch.nn.LayerNorm`.
 
-    Parameters `weight` and `bias` as in `nn.LayerNorm`; None if it has none.
+    The parameters `weight` and `bias` are those of `nn.LayerNorm`; each may be None.
 
     Args:
         normalized_shape: n, the size of the last dimension, or `(n,)`.
@@ -382,7 +383,7 @@ class LayerNorm(nn.Module):
         return norm.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shape and dtype of `x`."""
+        """Keeps `x`'s shape and dtype."""
         if self.weight is None:
             _check_width("layer_norm", x, self.normalized_shape)
         return torch.ops.torchweld.layer_norm(x, self.weight, self.bias, eps=self.eps)
@@ -399,7 +400,7 @@ def _check_width(op: str, x: Tensor, n: int) -> None:
 
 
 def _last_size(argument: str, normalized_shape: int | Sequence[int]) -> int:
-    """The size of the one dimension that a norm is over."""
+    """Returns the size of a norm's dimension; ValueError if there are several."""
     if not isinstance(normalized_shape, (list, tuple)):
         return normalized_shape
     if len(normalized_shape) != 1:

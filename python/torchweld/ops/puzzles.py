@@ -10,19 +10,19 @@ from torchweld._refusals import readable_errors
 
 @readable_errors
 def add_scalar(x: Tensor, value: float) -> Tensor:
-    """`x + value`.
+    """Computes `x + value`.
 
     The sum is made in fp32 (fp64 for fp64) and rounded once.
 
     Args:
         x: any shape, float32, float16 or bfloat16 (float64 on CPU), any strides.
-        value: a number; inf and NaN spread as in torch.
+        value: a number; inf and NaN propagate as in torch.
 
     Returns:
         The shape and dtype of `x`, contiguous.
 
     Raises:
-        RuntimeError: `x` is no floating tensor.
+        RuntimeError: `x` is not floating point.
 
     Limits: on CUDA, an `x` whose last dimension is not contiguous is copied first. Under
         autocast the input's dtype is kept.
@@ -37,10 +37,10 @@ def add_scalar(x: Tensor, value: float) -> Tensor:
 
 @readable_errors
 def outer_add(x: Tensor, y: Tensor) -> Tensor:
-    """`x[None, :] + y[:, None]`.
+    """Computes `x[None, :] + y[:, None]`.
 
-    Sums are made in fp32 (fp64 for fp64), in the gradient too; on a GPU one read of `dz` gives both
-    of its sums.
+    Sums are made in fp32 (fp64 for fp64), in the gradient too; on a GPU one read of the result's
+    gradient `dz` gives both gradients.
 
     Args:
         x: `(cols,)`, float32, float16 or bfloat16 (float64 on CPU), any stride.
@@ -64,11 +64,11 @@ def outer_add(x: Tensor, y: Tensor) -> Tensor:
 
 @readable_errors
 def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
-    """`torch.relu(x[None, :] * y[:, None])`.
+    """Computes `torch.relu(x[None, :] * y[:, None])`.
 
-    Products and sums are in fp32 (fp64 for fp64). The gradient recomputes the products, so
-    nothing of size `(rows, cols)` is saved for it, and reads `dz` once on a GPU; its slope is 1
-    where the fp32 product is above 0.
+    Products and sums are in fp32 (fp64 for fp64). Backward recomputes the products, so nothing of
+    size `(rows, cols)` is saved for it, and reads the result's gradient once on a GPU; relu's slope
+    is 1 where the fp32 product is above 0.
 
     Args:
         x: `(cols,)`, float32, float16 or bfloat16 (float64 on CPU), any stride.
@@ -92,10 +92,10 @@ def outer_mul_relu(x: Tensor, y: Tensor) -> Tensor:
 
 @readable_errors
 def mul_relu(x: Tensor, y: Tensor) -> Tensor:
-    """`torch.relu(x * y[:, None])`.
+    """Computes `torch.relu(x * y[:, None])`.
 
-    Products and sums are in fp32 (fp64 for fp64). The gradient recomputes the products and
-    reads `dz` and `x` once; its slope is 1 where the fp32 product is above 0.
+    Products and sums are in fp32 (fp64 for fp64). Backward recomputes the products and reads `x`
+    and the result's gradient once; relu's slope is 1 where the fp32 product is above 0.
 
     Args:
         x: `(rows, cols)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
@@ -120,9 +120,9 @@ def mul_relu(x: Tensor, y: Tensor) -> Tensor:
 
 @readable_errors
 def row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension: `torch.sum(x, -1)`.
+    """Sums over the last dimension: `torch.sum(x, -1)`.
 
-    Sums are kept in fp32 (fp64 for fp64) and added in pairs, in the same order in every run: on
+    Sums are kept in fp32 (fp64 for fp64) and added pairwise, in the same order in every run: on
     CUDA the error is at most `(80 + n / 65536) * 2**-24 * sum(|x|)`, plus the rounding of the
     result.
 
@@ -130,10 +130,10 @@ def row_sum(x: Tensor) -> Tensor:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides, any `n`.
 
     Returns:
-        `(...)` contiguous, dtype of `x`; zeros where `n` is 0.
+        `(...)` contiguous, dtype of `x`; zeros if `n` is 0.
 
     Raises:
-        RuntimeError: `x` is no floating tensor or has no dimension.
+        RuntimeError: `x` is not floating point or has no dimension.
 
     The gradient is an expanded view of the result's gradient, as for `torch.sum`.
 
@@ -149,9 +149,10 @@ def row_sum(x: Tensor) -> Tensor:
 
 @readable_errors
 def conv2d(x: Tensor, weight: Tensor) -> Tensor:
-    """`z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q]`, x 0 beyond bottom and right edge.
+    """Convolves images with one kernel; x is 0 beyond its bottom and right edges.
 
-    In torch: `F.conv2d(F.pad(x, (0, KW - 1, 0, KH - 1))[:, None], weight[None, None])[:, 0]`.
+    `z[b, i, j] = sum_pq weight[p, q] * x[b, i + p, j + q]`, which in torch is
+    `F.conv2d(F.pad(x, (0, KW - 1, 0, KH - 1))[:, None], weight[None, None])[:, 0]`.
 
     Args:
         x: `(batch, H, W)`, float32, float16 or bfloat16 (float64 on CPU), any strides and sizes.
@@ -163,9 +164,9 @@ def conv2d(x: Tensor, weight: Tensor) -> Tensor:
     Raises:
         RuntimeError: a wrong shape, dtype or device.
 
-    Limits: differentiable once. The zeros beyond the edges are multiplied like any other value, so
-    that a weight which is inf or NaN gives NaN there. The gradient to `x` sees zeros beyond the top
-    and left edge in the same way.
+    Limits: differentiable once. The zeros beyond the edges are multiplied like any other value: a
+    weight of inf or NaN gives NaN at those edges. The gradient to `x` has such zeros beyond its top
+    and left edges.
 
     Example::
 
@@ -178,7 +179,7 @@ def conv2d(x: Tensor, weight: Tensor) -> Tensor:
 
 @readable_errors
 def scalar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`torch.softmax(q[:, None] * k, -1) @ v`; the `(n, n)` scores are never in memory.
+    """Computes `torch.softmax(q[:, None] * k, -1) @ v`, without `(n, n)` scores in memory.
 
     Args:
         q: `(n,)`, float32, float16 or bfloat16 (float64 on CPU), any stride, any `n`.
@@ -195,7 +196,7 @@ def scalar_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     below 2^-126 of its row's largest counts as 0.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, for the
-    shifted sums; the shift itself is known from the largest and the smallest key.
+    shifted sums; the largest and the smallest key give the shift.
 
     Example::
 

@@ -25,16 +25,17 @@ def rms_norm_linear(
     weight_offset: float = 0,
     activation: Activation = "none",
 ) -> Tensor:
-    """`activation(F.linear(F.rms_norm(x, (K,), norm_weight + weight_offset, eps), weight, bias))`.
+    """Computes RMSNorm, linear layer and activation,
+    `activation(F.linear(F.rms_norm(x, (K,), norm_weight + weight_offset, eps), weight, bias))`.
 
     Args:
         x: `(..., K)`.
         weight: `(N, K)`, any strides.
         bias: `(N,)`.
-        norm_weight: `(K,)`.
+        norm_weight: `(K,)`; None for no scale.
         eps: added to the mean square; finite and at least 0.
-        weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. 0 without
-            a `norm_weight`.
+        weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. Must be 0
+            without a `norm_weight`.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:
@@ -58,17 +59,17 @@ def rms_norm_linear(
 
 
 class RMSNormLinear(NormLinear):
-    """`nn.Sequential(nn.RMSNorm(in), nn.Linear(in, out), activation)` as one op.
+    """Computes `nn.Sequential(nn.RMSNorm(in), nn.Linear(in, out), activation)` as one op.
 
-    Parameters `weight`, `bias` as in `nn.Linear`; `norm_weight` as `nn.RMSNorm.weight`.
-    `load_state_dict` also takes the names of the two modules in its place: `norm.weight`,
-    `fc.weight`, or others.
+    The parameters are `weight` and `bias` of the `nn.Linear`, and `norm_weight` of the norm.
+    `load_state_dict` also accepts the keys of a separate norm and linear layer under any names,
+    such as `norm.weight` and `fc.weight`.
 
     Args:
         in_features: K.
         out_features: N.
-        bias: bias of the linear part.
-        eps: of the RMSNorm.
+        bias: whether the linear layer has a bias.
+        eps: the RMSNorm adds it to the mean square.
         activation: "none", "relu", "gelu", "gelu_tanh", "silu" or "relu_squared".
         norm_affine: whether the RMSNorm has a weight (`elementwise_affine` of `nn.RMSNorm`).
 
@@ -104,14 +105,14 @@ class RMSNormLinear(NormLinear):
         """Converts `nn.Sequential(RMSNorm, Linear[, activation])`; shares its parameters.
 
         RMSNorm is `nn.RMSNorm` or a class of Hugging Face's that computes the same (LlamaRMSNorm
-        and its many kin). Those round the normalised row to its dtype before the weight; here it
-        is rounded once.
+        and its many kin). Those round the normalised row before they multiply by the weight; this
+        module rounds once.
 
         The eps of an `nn.RMSNorm` with `eps=None` becomes a number: torch's default in the
         module's dtype, which is float32's machine epsilon in 16 bits too.
 
         Raises:
-            ValueError: other parts; one of a subclass, or with hooks or a parametrisation; an
+            ValueError: other modules; one of a subclass, or with hooks or a parametrisation; an
                 RMSNorm of another formula, for example Gemma's, which scales by 1 + weight.
         """
         owner = "RMSNormLinear.from_torch"
@@ -142,13 +143,13 @@ class RMSNormLinear(NormLinear):
         return self._behind(norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
+        """Maps `(..., in_features)` to `(..., out_features)`."""
         return self.compute(x, self.weight, self.bias, self.norm_weight)
 
     def compute(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None
     ) -> Tensor:
-        """The forward with other parameters, for example this process's shards."""
+        """Computes forward with other parameters, for example this process's shards."""
         return torch.ops.torchweld.rms_norm_linear(
             x, weight, bias, norm_weight, eps=self.eps, activation=self.activation
         )
@@ -158,7 +159,7 @@ class RMSNormLinear(NormLinear):
 
 
 def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
-    """The eps of an RMSNorm before a linear layer; None for another module."""
+    """Returns the eps of an RMSNorm before a linear layer; None for another module."""
     shape = (linear.in_features,)
     if isinstance(norm, nn.RMSNorm):
         if tuple(norm.normalized_shape) != shape:
@@ -189,7 +190,7 @@ def _eps_of(norm: nn.Module, linear: nn.Linear, owner: str) -> float | None:
 
 
 def _weight_offset(norm: nn.Module, eps: float) -> int | None:
-    """Whether an RMSNorm scales by weight (0) or 1 + weight (1); None if it does neither.
+    """Returns 0 if an RMSNorm scales by weight, 1 if by 1 + weight, None if by neither.
 
     A copy of the module runs, in training and in eval mode, because classes with equal attributes
     may compute different things.

@@ -12,13 +12,13 @@ from torchweld._refusals import readable_errors
 def rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding: `apply_rotary_pos_emb(q, k, cos, sin)` of Hugging Face.
+    """Rotates q and k by position, as Hugging Face's `apply_rotary_pos_emb(q, k, cos, sin)` does.
 
     The first `rotary_dim` values of each head become `x * cos + rotate(x) * sin`, where `rotate`
     maps each pair `(a, b)` to `(-b, a)`; the values behind them are copied. A pair is
     `(x[i], x[i + rotary_dim / 2])`, as in Llama, or `(x[2 * i], x[2 * i + 1])` with `interleaved`,
-    as in Cohere, GLM and GPT-J. Each value has its own entry of `cos` and `sin`; the two of a pair
-    may differ.
+    as in Cohere, GLM and GPT-J. Each value has its own entry of `cos` and `sin`; the entries of a
+    pair may differ.
 
     The math is float32 (float64 for float64) with one rounding, where the function of Hugging Face
     rounds each product. q and k are read and written with their strides, so transposed views of a
@@ -30,18 +30,19 @@ def rotary(
         cos: `(batch, seqlen, rotary_dim)`, `(1, seqlen, rotary_dim)` or `(seqlen, rotary_dim)`,
             dtype of `q` or float32; `rotary_dim` is even, from 2 to `head_dim`.
         sin: shape and dtype of `cos`.
-        interleaved: a pair is two neighbours. The tables hold each angle twice in a row, as
-            Cohere's do: with Llama's and GLM's layout use
-            `cos[..., :rotary_dim // 2].repeat_interleave(2, -1)`, with GPT-J's half as wide tables
-            `cos.repeat_interleave(2, -1)`.
+        interleaved: whether a pair is two neighbours. `cos` and `sin` then hold each angle twice in
+            a row, as Cohere's do. Convert Llama's and GLM's layout by
+            `cos[..., :rotary_dim // 2].repeat_interleave(2, -1)`, GPT-J's tables of half the width
+            by `cos.repeat_interleave(2, -1)`.
 
     Returns:
-        The rotated q and k, in the dtype of their inputs. A dense input whose head_dim is innermost
-        gives its own strides; any other, such as a slice of a packed projection, the memory order
-        `(batch, seqlen, nheads, head_dim)`, which all gradients have.
+        The rotated q and k, in the dtypes of q and k. The result of a dense input whose head_dim is
+        innermost has the input's strides. The result of any other input, such as a slice of a
+        packed projection, and all gradients have the memory order `(batch, seqlen, nheads,
+        head_dim)`.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit, or cos or sin require a gradient.
+        RuntimeError: shapes, dtypes or devices do not fit, or cos or sin requires a gradient.
 
     Limits: differentiable once, with respect to q and k. Under autocast the dtype of q is kept.
 

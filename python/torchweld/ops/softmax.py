@@ -23,7 +23,7 @@ def softmax(x: Tensor) -> Tensor:
         `(..., n)` contiguous, dtype of `x`. A row whose values are all -inf is NaN, as in torch.
 
     Raises:
-        RuntimeError: `x` is no floating tensor or has no dimension.
+        RuntimeError: `x` is not floating point or has no dimension.
 
     Limits: differentiable once. Under autocast the input's dtype is kept.
 
@@ -38,7 +38,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 class Softmax(nn.Module):
-    """Softmax over one dimension; replaces `torch.nn.Softmax`.
+    """Applies softmax over one dimension; replaces `torch.nn.Softmax`.
 
     Args:
         dim: the dimension that sums to 1.
@@ -62,7 +62,7 @@ class Softmax(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.Softmax) -> Softmax:
-        """Returns the same softmax.
+        """Converts an `nn.Softmax`.
 
         Raises:
             ValueError: another module, one of a subclass or with hooks, or no dim.
@@ -80,7 +80,7 @@ class Softmax(nn.Module):
         return nn.Softmax(dim=self.dim).train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shape and dtype of `x`."""
+        """Keeps `x`'s shape and dtype."""
         if self.dim == -1 or self.dim == x.dim() - 1:
             return torch.ops.torchweld.softmax(x)
         return torch.ops.torchweld.softmax(x.movedim(self.dim, -1)).movedim(-1, self.dim)

@@ -23,22 +23,23 @@ def softmax_matmul(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """`torch.softmax(scale * scores + mask, -1) @ value`; the probabilities are never stored whole.
+    """Computes `torch.softmax(scale * scores + mask, -1) @ value`; never stores all probabilities.
 
     Args:
         scores: `(batch, nheads, seqlen_q, seqlen_k)`.
         value: `(batch, nheads, seqlen_k, head_dim_v)`, dtype and device of `scores`.
         leftpad: int32 `(batch,)` on the same device: padding positions at the start of each
             sequence; scores and values there are never used.
-        causal: row i sees keys up to `i + seqlen_k - seqlen_q`.
+        causal: whether row i sees keys only up to `i + seqlen_k - seqlen_q`.
         scale: finite factor on the scores.
-        key_start, key_end, window, softcap, sink: as in `torchweld.attention`.
+        key_start, key_end, window, softcap, sink: as in `attention`, but key_end is `(batch,)`.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or device, or a number that is out of range.
+        RuntimeError: a wrong shape, dtype or device, or a number that is out of range; key_start
+            that differs between rows without causal, which is a device assertion on CUDA.
 
     Limits: differentiable once, with respect to `scores`, `value` and `sink`.
 

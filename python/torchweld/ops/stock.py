@@ -24,7 +24,7 @@ _HOOKS = {
 
 
 def untouched(*modules: nn.Module) -> bool:
-    """Whether modules have no hooks and no forward but their class's, which is nearly always so."""
+    """Whether modules have no hooks and no forward but their class's; nearly always true."""
     # Layers ask this several times a call, and the GPU waits: the loop calls nothing.
     for module in modules:
         own = module.__dict__
@@ -99,12 +99,12 @@ def refuse_mixed(owner: str, tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def text_of(module: object) -> str:
-    """The repr of a module in one line."""
+    """Returns the repr of a module in one line."""
     return " ".join(str(module).split())
 
 
 def _other(module: object, classes: tuple[type[nn.Module], ...], parametrised: bool) -> str | None:
-    """The end of an error sentence: the class of the module, and the fix."""
+    """Returns why a module is refused, as the end of an error sentence, or None."""
     if not isinstance(module, classes):
         return text_of(module)
     stock = next(cls for cls in classes if isinstance(module, cls))

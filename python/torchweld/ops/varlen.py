@@ -33,14 +33,14 @@ def varlen_attention(
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of sequences that are packed one after the other, each on its own.
+    """Computes `attention` within each of the sequences that are packed one after the other.
 
     The arguments are those of `flash_attn.flash_attn_varlen_func` and, up to the keywords, of
     `torch.nn.attention.varlen.varlen_attn`. No shape depends on the lengths and the host reads
     none, so one CUDA graph and one compiled graph serve every packing of the same number of tokens.
 
-    With causal and `cu_seqlens_k is cu_seqlens_q` it is `attention` with `key_start`, otherwise
-    with one `key_start` and `key_end` per token.
+    With causal and `cu_seqlens_k is cu_seqlens_q` the function calls `attention` with `key_start`,
+    otherwise with one `key_start` and one `key_end` per token.
 
     Args:
         q: `(tokens_q, nheads, head_dim)`.
@@ -48,33 +48,33 @@ def varlen_attention(
         v: `(tokens_k, nheads_kv, head_dim_v)`.
         cu_seqlens_q: `(sequences + 1,)`, int32 or int64, on the device of q: 0, then the end of
             each sequence in q. Sequences may be empty. Tokens from `cu_seqlens_q[-1]` on are
-            padding. With another first value the tokens before it count to the first sequence, at
-            positions before its first: they see nothing with causal, else its keys.
-        cu_seqlens_k: the same of k and v.
-        max_seqlen_q: accepted for code that has it, and not used.
-        max_seqlen_k: the same.
-        causal: each token sees its sequence's keys up to its own position; bottom-right aligned in
-            each sequence.
+            padding. If the first value is not 0, the tokens before it belong to the first sequence,
+            at positions before its first key: with causal they see nothing, otherwise its keys.
+        cu_seqlens_k: the same for k and v, in the shape and dtype of cu_seqlens_q.
+        max_seqlen_q: accepted because flash-attn's function has it; not used.
+        max_seqlen_k: accepted and not used.
+        causal: whether each token sees its sequence's keys only up to its own position,
+            bottom-right aligned in each sequence.
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
-        window: at least 1: a token sees the `window` keys up to its own position, without causal as
-            many on the other side too.
+        window: at least 1: a token sees the `window` keys that end at its own position, without
+            causal also the `window - 1` keys behind it; None for all.
         softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
-        sink: `(nheads,)`, dtype of q or float32: one more logit of each head in its softmax, which
+        sink: `(nheads,)`, dtype of q or float32: a logit per head that is in the softmax sum but
             has no value.
-        dropout_p: as `attention`; the place of a probability is (head, token of q, token of k).
-        dropout_seed: as `attention`.
-        return_lse: returns the logarithm of each row's sum of exponentials too.
+        dropout_p: as in `attention`; a probability's index is (head, token of q, token of k).
+        dropout_seed: as in `attention`.
+        return_lse: whether to return the log-sum-exp of each token's scores too.
 
     Returns:
         `(tokens_q, nheads, head_dim_v)`; with return_lse also lse `(nheads, tokens_q)`, float32
-        (float64 of float64). Both have gradients. A token that sees no key, padding included, is 0,
-        its lse -inf (with a sink the sink) and its gradients 0. Padding may be NaN.
+        (float64 for float64). Both have gradients. A token that sees no key, such as padding, gets
+        0, an lse of -inf (with a sink: the sink) and gradients of 0. Padding may be NaN.
 
     Raises:
         TypeError: cumulative lengths that are no tensor of int32 or int64.
         ValueError: q, k or v not of three dims or of sizes that don't fit, numbers of heads that
             don't divide, cumulative lengths of another shape, or a window below 1.
-        RuntimeError: as `attention`, whose names are query, key and value.
+        RuntimeError: as in `attention`, with its names query, key and value.
 
     Limits: those of `attention`. Sequences with keys but without queries must have finite values.
         DTensors may be sharded along heads; cumulative lengths may be plain tensors beside them.
@@ -124,7 +124,7 @@ def packed_mask(
     before: int | None,
     after: int | None,
 ) -> dict[str, Any]:
-    """The mask arguments of attention, for the window of `row_ranges`."""
+    """Returns attention's mask arguments; `before` and `after` as in `row_ranges`."""
     lengths_q, lengths_k = _whole(cu_seqlens_q), _whole(cu_seqlens_k)
     if cu_seqlens_k is cu_seqlens_q and after == 0 and q.shape[0] == k.shape[0]:
         window = None if before is None else before + 1
@@ -135,12 +135,12 @@ def packed_mask(
 
 
 def _whole(t: Any) -> Tensor:
-    """A DTensor as a plain tensor."""
+    """Gathers t if it is a DTensor."""
     return t.full_tensor() if is_dtensor(t) else t
 
 
 def _beside(q: Any, t: Tensor) -> Tensor:
-    """t, replicated on the mesh of q if q is a DTensor."""
+    """Returns t, replicated on the mesh of q if q is a DTensor."""
     if not is_dtensor(q):
         return t
     from torch.distributed.tensor import DTensor, Replicate
@@ -151,7 +151,7 @@ def _beside(q: Any, t: Tensor) -> Tensor:
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """attention of (tokens, heads, head_dim), as one sequence and without a copy."""
+    """Calls attention on `(tokens, heads, head_dim)` as one sequence, without a copy."""
     query, key, value = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     if not return_lse:
         return attention(query, key, value, **options).squeeze(0).transpose(0, 1)
@@ -169,17 +169,18 @@ def row_ranges(
     *,
     top_left: bool = False,
 ) -> dict[str, Tensor]:
-    """key_start and key_end of attention, int32 `(1, tokens_q)`: the keys that each token sees.
+    """Computes attention's key_start and key_end, int32 `(1, tokens_q)`: the keys a token sees.
 
     Args:
         cu_seqlens_q: `(sequences + 1,)`: 0, then the end of each sequence in q.
         key_begin: `(sequences,)`: the first key of each sequence. Or cumulative lengths `(sequences
             + 1,)`, without key_end.
-        key_end: `(sequences,)`: the end of its keys.
-        tokens_q: tokens of q. Those behind the last sequence see no key.
+        key_end: `(sequences,)`: the end of each sequence's keys; None with cumulative lengths.
+        tokens_q: number of tokens of q. Tokens behind the last sequence see no key.
         before: how many keys before its own position a token sees; None for all.
-        after: how many behind its own position; None for all, 0 for a causal mask.
-        top_left: the first query of a sequence is at its first key, and not the last at the last.
+        after: how many keys behind its own position; None for all, 0 for a causal mask.
+        top_left: True: the first query of a sequence is at its first key. False: the last at the
+            last.
     """
     queries, begin = cu_seqlens_q.to(torch.int32), key_begin.to(torch.int32)
     end = None if key_end is None else key_end.to(torch.int32)
@@ -204,9 +205,9 @@ def check_packed(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_sizes(
     name: str, layout: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v"
 ) -> None:
-    """Refuses k of other heads or another head dim than q, and v of other sizes but the last one.
+    """Raises ValueError unless k fits q in heads and head dim, and v fits k but for its last dim.
 
-    Their heads are the dim before the last.
+    The heads are the dim before the last.
     """
     called, nheads, nheads_kv = names.split(), q.shape[-2], k.shape[-2]
     if nheads % nheads_kv if nheads_kv else nheads:
