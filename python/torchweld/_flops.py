@@ -24,7 +24,7 @@ def _product(x: Sequence[int], weight: Sequence[int]) -> int:
 
 
 def _wanted(mask: Sequence[bool]) -> int:
-    """The products of a linear layer's backward.
+    """Counts the products of a linear layer's backward.
 
     The gradients of a norm's parameters, from the third on, need the same product as dx: the
     gradient with respect to the norm's result.
@@ -33,7 +33,7 @@ def _wanted(mask: Sequence[bool]) -> int:
 
 
 def _branches(mask: Sequence[bool]) -> int:
-    """The products of the backward of two layers of x."""
+    """Counts the products in the backward of two layers of x."""
     return 2 * mask[0] + mask[1] + mask[2]
 
 
@@ -133,7 +133,7 @@ def formula(op: str) -> Formula | None:
 
 
 def _counter(op: Any, formula: Formula) -> Callable[..., int]:
-    """The formula as torch calls it: with an op's arguments, and the shape of its result."""
+    """Wraps a formula for torch, which passes an op's arguments and the shape of its result."""
     arguments = op.default._schema.arguments
     defaults = {a.name: a.default_value for a in arguments}
 

@@ -6,8 +6,8 @@ that they dispatch to. It is a Python `autograd.Function` made from the schemas:
 `<op>_backward` are found by name among inputs and results. Calls outside of torch.func never come
 here.
 
-vmap moves the batch to the front where an op takes leading dims, folds it into the batch that an op
-has, and else calls the op once for each entry: per-sample gradients of a weight are such calls.
+If an op takes leading dims, vmap moves the batch to the front; if the op has a batch, vmap folds
+its own into that; else it calls the op once for each entry, as for per-sample weight gradients.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _left_out(t: Tensor) -> bool:
-    """Whether a result was not asked for."""
+    """Whether a result was not requested."""
     return t.shape == (0,)
 
 
@@ -93,7 +93,7 @@ def _vmap(
     dims: Sequence,
     args: Sequence,
 ) -> tuple[Any, Any]:
-    """Results and their batch dims of a call whose arguments have a batch at `dims`."""
+    """Runs a call with a batch at `dims` of its arguments; returns results and batch dims."""
     given = dict(zip(names, args, strict=False))
     at = dict(zip(names, dims, strict=False))
     batched = {name for name in names if any(d is not None for d in _tuple(at.get(name)))}
@@ -159,7 +159,7 @@ def _is(value: Any) -> bool:
 
 
 def _function(op: str) -> type[torch.autograd.Function]:
-    """The op as a function of its arguments in the schema's order, for torch.func."""
+    """Makes the op a Function of its arguments in the schema's order, for torch.func."""
     forward_op = _op(op + "_forward" if _exists(op + "_forward") else op)
     schema = forward_op._schema
     names = [a.name for a in schema.arguments]
@@ -232,7 +232,7 @@ def _backward(
     values: dict[str, Any],
     wanted: dict[str, bool],
 ) -> tuple[Any, ...]:
-    """The gradients, one for each argument of the op."""
+    """Computes the gradients, one for each argument of the op."""
     arguments = backward_op._schema.arguments[1:]
     returns = [r.name.removeprefix("d") or names[0] for r in backward_op._schema.returns]
     same = _SAME_GRADIENT.get(op, {})
@@ -257,7 +257,7 @@ def _backward(
 
 
 def _front(op: str) -> Callable[..., Any]:
-    """The kernel for torch.func: the op's results alone, cast as autocast would."""
+    """Makes the kernel for torch.func: the op's results, cast as autocast would."""
     function = _function(op)
     schema = _op(op)._schema
     # <op>_forward lacks the arguments that only choose the tensors that <op> saves for its
@@ -303,7 +303,7 @@ def _front(op: str) -> Callable[..., Any]:
 
 
 def _front_of_list(op: str) -> Callable[..., list[Tensor]]:
-    """The kernel for torch.func of an op with a list of weights."""
+    """Makes the kernel for torch.func of an op with a list of weights."""
 
     def call(
         x: Tensor, weights: list[Tensor], biases: Any = None, *vectors: Any, **options: Any
@@ -317,7 +317,7 @@ def _front_of_list(op: str) -> Callable[..., list[Tensor]]:
 
 
 def _vmap_kernel(op: str) -> Callable[..., Any]:
-    """The kernel for vmap: torch.library.register_vmap takes no keyword-only tensors."""
+    """Makes the kernel for vmap, as register_vmap of torch takes no keyword-only tensors."""
     schema = _op(op)._schema
     names = [a.name for a in schema.arguments]
     positional = sum(not a.kwarg_only for a in schema.arguments)
@@ -338,7 +338,7 @@ def _vmap_kernel(op: str) -> Callable[..., Any]:
 
 
 def _all_values(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The values of all arguments in the schema's order, defaults included."""
+    """Lists the values of all arguments in the schema's order, with defaults."""
     rest = schema.arguments[len(args) :]
     return [*args, *[kwargs.get(a.name, a.default_value) for a in rest]]
 

@@ -1,4 +1,4 @@
-"""Packages that import their names when they are used."""
+"""Lets packages import their names when they are used."""
 
 from __future__ import annotations
 

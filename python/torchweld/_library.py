@@ -19,7 +19,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def build_facts() -> dict[str, Any]:
-    """The build's facts (torchweld/_build.json), {} if unknown."""
+    """Returns the build's facts (torchweld/_build.json), {} if unknown."""
     try:
         facts = json.loads((_HERE / "_build.json").read_text())
     except (OSError, ValueError):
@@ -28,7 +28,7 @@ def build_facts() -> dict[str, Any]:
 
 
 def _source() -> tuple[Path | None, bool]:
-    """The folder that this package was built from, if it still exists, and whether it is in use."""
+    """Returns the source folder of this package, or None, and whether Python runs from it."""
     here = _HERE.parent.parent
     if (here / "setup.py").is_file():
         return here, True
@@ -45,7 +45,7 @@ def _source() -> tuple[Path | None, bool]:
 
 
 def _reinstall_command() -> str:
-    """The command that fixes a library that does not load."""
+    """Returns the command that fixes a library that does not load."""
     folder, in_use = _source()
     flags = "--no-build-isolation --no-deps --force-reinstall"
     command = f"{shlex.quote(sys.executable)} -m pip install {flags}"
@@ -59,13 +59,13 @@ def _release(version: str) -> tuple[str, ...]:
 
 
 def called_ops() -> set[str]:
-    """The ops that the functions of torchweld/ops call."""
+    """Returns the ops that the functions of torchweld/ops call."""
     sources = (path.read_text(encoding="utf-8") for path in _HERE.glob("ops/*.py"))
     return {op for text in sources for op in re.findall(r"\bops\.(\w+)\(", text)}
 
 
 def _load() -> str | None:
-    """Load the operators. Returns None, or the reason why they are not there."""
+    """Loads the operators. Returns None, or the reason why they can't be loaded."""
     found = sorted(_HERE.glob("_ops*.so")) + sorted(_HERE.glob("_ops*.pyd"))
     if not found:
         return (
@@ -105,7 +105,7 @@ def _load() -> str | None:
 
 
 def _warn(reason: str) -> None:
-    """A warning at the line that imports the package."""
+    """Warns at the line that imports the package."""
     frame: Any = sys._getframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
@@ -119,7 +119,7 @@ def _warn(reason: str) -> None:
 
 
 class _Missing:
-    """Replaces torch.ops.torchweld if the library is missing: the first use raises."""
+    """Replaces torch.ops.torchweld if the library can't be loaded: every use raises."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -137,7 +137,7 @@ ops: Any = torch.ops.torchweld if _reason is None else _Missing(_reason)
 
 
 def is_available() -> bool:
-    """True when the operators can be called.
+    """Whether the operators can be called.
 
     Example::
 
@@ -147,7 +147,7 @@ def is_available() -> bool:
 
 
 def unavailable_reason() -> str | None:
-    """Why the operators can't be called: both versions and the command that mends it, or None.
+    """Returns why the operators can't be called and the command that fixes it, or None.
 
     Example::
 
@@ -158,13 +158,13 @@ def unavailable_reason() -> str | None:
 
 
 def require() -> None:
-    """Raise RuntimeError with the reason where the operators can't be called."""
+    """Raises RuntimeError with the reason if the operators can't be called."""
     if _reason is not None:
         raise RuntimeError(_reason)
 
 
 def introspection(caller: str = "torchweld.explain") -> Any:
-    """torchweld._C, or RuntimeError in the name of who needs it."""
+    """Returns torchweld._C, or raises RuntimeError in the caller's name."""
     try:
         return importlib.import_module("torchweld._C")
     except ImportError as error:

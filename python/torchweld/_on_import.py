@@ -1,6 +1,6 @@
 """Calls a function right after a module is imported.
 
-It is for modules of torch that torchweld extends, but whose import takes longer than its own.
+This is for modules of torch that torchweld extends, but whose import takes longer than its own.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _finder = _Finder()
 
 
 def when_imported(name: str, function: Callable[[], None]) -> None:
-    """Calls a function now where a module is imported, else right after its first import.
+    """Calls a function now if a module is imported already, else right after its first import.
 
     Args:
         name: the module's full name.
-        function: what it raises, the import raises.
+        function: the import raises the errors of this function.
     """
     _finder.waiting[name] = function
     if _finder not in sys.meta_path:

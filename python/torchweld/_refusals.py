@@ -120,7 +120,7 @@ _GATES = {
 
 
 def name_fix(argument: str, name: Any) -> str:
-    """The end of the sentence about an unknown activation or gate: the name to use, if known."""
+    """Returns an error's end for an unknown activation or gate: the name to use, or ""."""
     if isinstance(name, nn.Linear):
         return "; use GatedLinear.from_linears for two layers"
     if callable(name):
@@ -133,7 +133,7 @@ def name_fix(argument: str, name: Any) -> str:
 
 
 def unknown_op(argument: str, op: Any, known: Sequence[str]) -> str:
-    """The sentence about an op that is not known: the nearest name, or all names."""
+    """Returns the error for an unknown op, with the nearest name or all names."""
     name = describe(op).rpartition("::")[2].strip("'")
     # varlen_attention is a function that calls attention.
     if near := get_close_matches(name.removeprefix("varlen_"), known, 1):
@@ -142,7 +142,7 @@ def unknown_op(argument: str, op: Any, known: Sequence[str]) -> str:
 
 
 def readable_errors(function: _Function) -> _Function:
-    """Decorates an op's Python function: bad arguments raise TypeError in the house's words."""
+    """Decorates an op's Python function: bad arguments raise TypeError with a readable text."""
 
     names = list(inspect.signature(function).parameters)
     idle = [name for name in _IDLE if _fixes(name, names)]
@@ -190,14 +190,14 @@ def readable_constructor(module: type) -> None:
 
 
 def _fixes(name: str, names: list[str]) -> list[str]:
-    """The advice for another library's argument in a function with these arguments."""
+    """Lists the advice for another library's argument in a function with these arguments."""
     return [text for ours, text in _FIXES.get(name, []) if ours in names and name not in names]
 
 
 def _fix(
     text: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str:
-    """The end of an op's own sentence where the call is another library's."""
+    """Returns an end for an op's error if the call looks like another library's."""
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     argument, op = text.partition(" must be ")[0], function.__name__
     if argument in ("activation", "gate"):
@@ -213,7 +213,7 @@ def _fix(
 
 
 def _unknown(names: list[str], kwargs: dict[str, Any]) -> str | None:
-    """The error for a keyword that is no argument, or None."""
+    """Returns the error for a keyword that is no argument, or None."""
     for name in kwargs:
         if name not in names:
             fixes = _fixes(name, names)
@@ -227,7 +227,7 @@ def _unknown(names: list[str], kwargs: dict[str, Any]) -> str | None:
 def _sentence(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str | None:
-    """The error in the names and kinds of the arguments, or None."""
+    """Returns the error in the names and kinds of the arguments, or None."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
     if unknown := _unknown(names, kwargs):
@@ -260,7 +260,7 @@ def _sentence(
 
 
 def _not_dense(given: dict[str, Any]) -> str | None:
-    """The error for a sparse, nested or quantised Tensor, or None."""
+    """Returns the error for a sparse, nested or quantised Tensor, or None."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             continue
@@ -277,7 +277,7 @@ def _not_dense(given: dict[str, Any]) -> str | None:
 
 
 def _mixed(given: dict[str, Any]) -> str | None:
-    """The error for a call that mixes Tensors and DTensors, or None."""
+    """Returns the error for a call that mixes Tensors and DTensors, or None."""
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None:
         return None
@@ -293,7 +293,7 @@ def _mixed(given: dict[str, Any]) -> str | None:
 
 
 def describe(value: Any) -> str:
-    """The text of a value in an error: a short value, or the name of a function or a type."""
+    """Returns a value's text for an error: a short value, or the name of a function or a type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if value is None or isinstance(value, (bool, int, float, str)):

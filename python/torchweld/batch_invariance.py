@@ -19,11 +19,11 @@ def is_batch_invariant() -> bool:
 
 
 class batch_invariant(ContextDecorator):
-    """A context, or a decorator, in which a row has the same bits whatever rows stand beside it.
+    """A context manager and decorator: a row has the same bits whatever rows stand beside it.
 
     In the mode, the order of every sum depends on the sizes of a row alone: not on the number of
     rows, their place, the padding, or the split of a sequence into a prefill and decoding steps.
-    Calls outside of it keep their kernels and their bits. docs/invariance.md lists what each op
+    Calls outside of the mode keep their kernels and bits. docs/invariance.md lists what each op
     promises, and what the mode costs.
 
     The mode belongs to the thread that enters it and holds for the calls that run inside. The
@@ -34,7 +34,7 @@ class batch_invariant(ContextDecorator):
     The environment variable `TORCHWELD_BATCH_INVARIANT=1` turns the mode on for every thread.
 
     Args:
-        enabled: False turns the mode off inside.
+        enabled: False turns the mode off inside the context.
 
     Example::
 

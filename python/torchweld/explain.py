@@ -89,7 +89,7 @@ class Explanation:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors among arguments or results, those of lists too."""
+    """Lists the tensors among arguments or results, those of lists too."""
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
@@ -98,7 +98,7 @@ def _describe(t: Tensor) -> str:
 
 
 def _meta(value: Any) -> Any:
-    """A tensor without memory, laid out as the given one; anything else as it is."""
+    """Returns a meta tensor with the layout of a tensor; any other value as it is."""
     if not isinstance(value, Tensor):
         return value
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
@@ -108,7 +108,7 @@ def _meta(value: Any) -> Any:
 
 
 def _dry_run(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: int) -> list[dict]:
-    """The choices of a call's CUDA code, in the order of its kernels."""
+    """Returns the choices of a call's CUDA code, in the order of its kernels."""
     overload = getattr(library.ops, op).default
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     metas, values = tree_map(_meta, (args, kwargs))
@@ -169,8 +169,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Tells which kernel `torchweld.<op>(*args, **kwargs)` would run, and why.
 
     Nothing runs, so no GPU is needed and tensors may be on the meta device. Meta tensors are
-    explained as tensors on the current GPU, without a GPU on an H100, and in a build without CUDA
-    on the CPU. DTensors are explained as this process's shards.
+    explained as tensors on the current GPU, or on an H100 if there is no GPU, or on the CPU if the
+    build has no CUDA kernel. DTensors are explained as this process's shards.
 
     Args:
         op: the name of an op, e.g. "softmax".
@@ -182,8 +182,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         ValueError: there is no such op, or the call has no tensor.
-        RuntimeError: the library is not there, its introspection module is not, or the op refuses
-            the arguments.
+        RuntimeError: the library or its introspection module is missing, or the op refuses the
+            arguments.
 
     Example::
 

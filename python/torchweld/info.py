@@ -92,12 +92,12 @@ def _gpus() -> list[str]:
 
 
 def recorded_archs(facts: dict[str, Any]) -> list[str]:
-    """The GPU code that was built, "9.0a" or "8.0+PTX", as the build recorded it."""
+    """Lists the GPU code that was built, "9.0a" or "8.0+PTX", as the build recorded it."""
     return str(facts.get("arch_list") or "").replace(";", " ").split()
 
 
 def _binary_archs(facts: dict[str, Any]) -> list[str]:
-    """The GPU code in the library, by cuobjdump if it is installed, else as the build recorded."""
+    """Lists the library's GPU code by cuobjdump, or without that tool as the build recorded."""
     recorded = recorded_archs(facts)
     tool = shutil.which("cuobjdump")
     files = sorted(Path(library.__file__).parent.glob("_ops*.so"))
@@ -116,7 +116,7 @@ def _binary_archs(facts: dict[str, Any]) -> list[str]:
 
 @cache  # torch lists the ops of all libraries, in 5 ms
 def ops_of_library() -> tuple[str, ...]:
-    """The names of every public op that the library has registered."""
+    """Returns the names of all public ops that the library has registered."""
     names = torch._C._dispatch_get_all_op_names() if library.is_available() else []
     mine = (n.split("::")[1].split(".")[0] for n in names if n.startswith("torchweld::"))
     # names with a leading underscore are private ops
@@ -124,12 +124,12 @@ def ops_of_library() -> tuple[str, ...]:
 
 
 def public_op(op: str) -> str:
-    """The op without the suffix of a helper: "linear" for linear_forward and linear_backward."""
+    """Removes a helper op's suffix: "linear" for linear_forward and linear_backward."""
     return op.removesuffix("_forward").removesuffix("_backward")
 
 
 def has_cuda_kernel(op: str) -> bool:
-    """True if this build has a CUDA kernel of the op."""
+    """Whether this build has a CUDA kernel of the op."""
     # An op without a CUDA kernel registers a boxed function for CUDA, which raises an error.
     # Kernels are unboxed functions.
     table = torch._C._dispatch_dump(f"torchweld::{op}").splitlines()
@@ -137,7 +137,7 @@ def has_cuda_kernel(op: str) -> bool:
 
 
 def info() -> Info:
-    """Versions, GPUs, the architectures in the binary, and the devices of each op.
+    """Collects versions, GPUs, architectures in the binary, and the devices of each op.
 
     Works without a GPU and with a library that does not load.
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def mad(a: Tensor, b: Tensor) -> float:
-    """The maximum absolute difference of two tensors, `(a - b).abs().max()` in float64.
+    """Returns the maximum absolute difference `(a - b).abs().max()` of two tensors in float64.
 
     Args:
         a: any shape, dtype and device.

@@ -11,10 +11,10 @@ from torchweld.ops.rotary import rotary
 
 
 class Cache(NamedTuple):
-    """Keys and values `(sequences, seqlen_cache, nheads_kv, head_dim)`, of a batch or more.
+    """Holds keys and values `(sequences, seqlen_cache, nheads_kv, head_dim)` of a batch or more.
 
-    lengths is an integer tensor `(batch,)`, or None if all places hold tokens. rows is None, or
-    `(batch,)`: which sequence of the cache belongs to each sequence of the batch.
+    lengths is an integer tensor `(batch,)`, or None if all slots hold tokens. rows is `(batch,)`:
+    the sequence of the cache that belongs to each sequence of the batch; None for the same order.
     """
 
     k: Tensor
@@ -32,11 +32,11 @@ class Cache(NamedTuple):
         cache_seqlens: int | Tensor | None,
         cache_batch_idx: Tensor | None,
     ) -> Cache:
-        """The cache of a call.
+        """Makes the cache of a call.
 
         Raises:
-            ValueError: lengths or rows that are no integers `(batch,)`, or a cache of another
-                batch.
+            ValueError: lengths or rows are no integers `(batch,)`, or without rows the cache has
+                another batch.
         """
         batch = q.shape[0]
         lengths = cache_seqlens
@@ -56,11 +56,11 @@ class Cache(NamedTuple):
         return cls(k_cache, v_cache, lengths, cache_batch_idx)
 
     def positions(self, count: int) -> Tensor:
-        """`(batch, count)`: the places behind the tokens of each sequence."""
+        """Returns the `count` slots behind each sequence's tokens, `(batch, count)`."""
         return self.lengths[:, None] + torch.arange(count, device=self.lengths.device)
 
     def append(self, k: Tensor, v: Tensor) -> Cache:
-        """The cache with the new tokens `(batch, seqlen_new, nheads_kv, head_dim)`, in place."""
+        """Writes new tokens `(batch, seqlen_new, nheads_kv, head_dim)` into the cache, in place."""
         places = self.positions(k.shape[1])
         rows = self.rows
         if rows is None:
@@ -75,7 +75,7 @@ class Cache(NamedTuple):
         return self._replace(lengths=self.lengths + k.shape[1])
 
     def of_batch(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the batch; a copy where rows are chosen."""
+        """Returns keys and values of the batch; copies if there are rows."""
         if self.rows is None:
             return self.k, self.v
         return self.k.index_select(0, self.rows), self.v.index_select(0, self.rows)
@@ -84,11 +84,11 @@ class Cache(NamedTuple):
 def check_new(
     name: str, cache: Cache, cache_seqlens: int | Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """Refuses new tokens that don't fit the cache.
+    """Checks that new tokens fit the cache.
 
     Raises:
-        ValueError: another shape or dtype than the cache, no cache_seqlens, or too few places, as
-            far as the host knows.
+        ValueError: another shape or dtype than the cache, no cache_seqlens, or, as far as the host
+            knows, too few free slots.
     """
     if cache.lengths is None:
         raise ValueError(f"{name}: cache_seqlens must be given with k and v; it says where")
@@ -118,7 +118,7 @@ def check_new(
 
 
 def _known(lengths: int | Tensor | None) -> list[int]:
-    """The lengths that the host knows without waiting."""
+    """Lists the lengths that the host knows without waiting."""
     if not isinstance(lengths, Tensor):
         return [] if lengths is None else [lengths]
     if lengths.device.type != "cpu" or torch.compiler.is_compiling():
@@ -129,15 +129,16 @@ def _known(lengths: int | Tensor | None) -> list[int]:
 def rotated(
     cache: Cache, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, moves: bool, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """q and k `(batch, seqlen, heads, head_dim)` with rotary embedding.
+    """Applies rotary embedding to q and k `(batch, seqlen, heads, head_dim)`.
 
     Args:
-        cache: before k is appended; k is rotated by the positions behind its tokens.
-        q: rotated by the same positions, or all of a sequence by the first one.
+        cache: the cache before k is appended; k is rotated by the positions behind its tokens.
+        q: the queries.
         k: the new keys.
         cos, sin: `(positions, rotary_dim / 2)`.
-        moves: whether each query has a position of its own.
-        interleaved: a pair is two neighbours, else values half of rotary_dim apart.
+        moves: True: q is rotated by the positions of k. False: all queries of a sequence are
+            rotated by the first of these positions.
+        interleaved: whether a pair is two neighbours, and not values half of rotary_dim apart.
     """
 
     def tables(positions: Tensor) -> list[Tensor]:

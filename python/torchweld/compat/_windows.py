@@ -22,7 +22,7 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Any, causal: bool) -> Window:
-        """The window of flash-attn's `window_size` and `causal`.
+        """Makes the window of flash-attn's `window_size` and `causal`.
 
         Sizes that are None (as in flash-attn 4) or negative are no limit. They may be a Tensor or
         an array.
@@ -34,7 +34,7 @@ class Window(NamedTuple):
         return cls(before, 0 if causal else after)
 
     def as_numbers(self) -> dict[str, Any] | None:
-        """causal= and window= of attention, or None if they can't express the window."""
+        """Returns causal= and window= of attention; None if they can't express the window."""
         if self.before is None and self.after in (None, 0):
             return {"causal": self.after == 0}
         if self.before is not None and self.after in (0, self.before):
@@ -43,7 +43,7 @@ class Window(NamedTuple):
 
 
 def check_padded(name: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v") -> None:
-    """Refuses tensors that are not those of attention in the layout of padded sequences."""
+    """Raises ValueError unless tensors fit attention in the layout of padded sequences."""
     layout = "(batch, seqlen, nheads, head_dim)"
     for argument, t in zip(names.split(), (q, k, v), strict=True):
         if t.dim() != 4:
@@ -63,15 +63,15 @@ def padded_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """attention of `(batch, seqlen, heads, head_dim)`, as views.
+    """Calls attention on views of `(batch, seqlen, heads, head_dim)`.
 
     Args:
         query, key, value: the tensors, in this layout.
-        window: of each row.
-        top_left: row i is at key i; otherwise the last row is at the last key.
+        window: the window of each row.
+        top_left: True: row i is at key i. False: the last row is at the last key.
         lengths: int32 `(batch,)`: how many keys each sequence has; all if None.
         key_start: int32 `(batch, seqlen_q)`.
-        return_lse: returns lse `(batch, heads, seqlen_q)` too.
+        return_lse: whether to return lse `(batch, heads, seqlen_q)` too.
         options: scale, softcap and sink of attention.
     """
     batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]

@@ -1,7 +1,7 @@
 """The functions of the package `causal_conv1d`, on torchweld's op.
 
-Models of transformers call that package if it can be imported; with this module in its place,
-before they are imported, they run the op::
+Models of transformers call that package if it can be imported. They run torchweld's op if this
+module replaces the package before they are imported::
 
     import sys
     import torchweld.compat.causal_conv1d
@@ -25,7 +25,7 @@ def _convolve(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None,
     activation: str | None, key_start: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op at the wider dtype of x and weight; the result has x's."""
+    """Runs the op in the wider dtype of x and weight; returns x's dtype."""
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f'{name}: activation must be None, "silu" or "swish", but got {activation!r}'
@@ -41,7 +41,7 @@ def _convolve(
 
 
 def _last(x: Tensor, state: Tensor | None, length: int) -> Tensor:
-    """The last values of each channel; zeros stand in front of a sequence without a state."""
+    """Returns each channel's last values; zeros stand in front of x without a state."""
     if state is None:
         state = x.new_zeros(*x.shape[:2], length)
     return torch.cat([state.to(x.dtype), x], -1)[..., -length:]
@@ -57,17 +57,17 @@ def causal_conv1d_fn(
     final_states_out: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`causal_conv1d_fn` of the package `causal_conv1d`.
+    """Computes `causal_conv1d_fn` of the package `causal_conv1d`.
 
     Args:
         x: `(batch, channels, seqlen)`, float32, float16 or bfloat16 (float64 on CPU).
-        weight: `(channels, width)` with a width of 2 to 4; another dtype than that of `x` is
-            computed in the wider one.
+        weight: `(channels, width)` with a width of 2 to 4; if its dtype is not that of `x`, the op
+            computes in the wider one.
         bias: `(channels,)`.
         seq_idx: int32 `(batch, seqlen)`, the document of each position; not with states.
         initial_states: `(batch, channels, width - 1)`, the values in front of position 0.
-        return_final_states: returns the last `width - 1` values of each channel too.
-        final_states_out: a tensor for these values, which is returned.
+        return_final_states: whether to return the last `width - 1` values of each channel too.
+        final_states_out: a tensor that these values are written to, and that is returned.
         activation: None, "silu" or "swish".
 
     Returns:
@@ -105,17 +105,17 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """`causal_conv1d_update` of the package `causal_conv1d`: a step of generation.
+    """Computes `causal_conv1d_update` of the package `causal_conv1d`: a step of generation.
 
     Args:
         x: `(batch, channels)` or `(batch, channels, seqlen)`, the new positions.
-        conv_state: `(batch, channels, length)` with at least `width - 1` values of each channel,
-            which are shifted and filled with those of `x` in place.
+        conv_state: `(batch, channels, length)` with at least `width - 1` values of each channel; it
+            is updated in place: shifted, with the values of `x` at the end.
         weight, bias, activation: as in `causal_conv1d_fn`.
         cache_seqlens, conv_state_indices: None; ring buffers and pools of states are refused.
 
     Returns:
-        shape and dtype of `x`.
+        The shape and dtype of `x`.
 
     Raises:
         RuntimeError: a wrong shape, dtype or device.

@@ -1,4 +1,4 @@
-"""The functions of flash-attn's interface, with its layouts and defaults, on torchweld's ops.
+"""flash-attn's functions, with the same layouts and defaults, on torchweld's ops.
 
 `from torchweld.compat import flash_attn` and `flash_attn.flash_attn_func(q, k, v, causal=True)`:
 arguments, results and the bottom-right aligned causal mask are flash-attn 2's. Features that
@@ -47,10 +47,10 @@ def _options(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> tuple[Window, bool, dict[str, Any]]:
-    """The options of all functions here but `flash_attn_with_kvcache`, in flash-attn's order.
+    """Converts the options of all functions here but `flash_attn_with_kvcache`.
 
     Returns:
-        The window, whether lse is returned, and scale and softcap of torchweld's attention.
+        The window, whether to return lse, and scale and softcap of torchweld's attention.
     """
     _refuse(name, dropout_p, alibi_slopes)
     more = {"scale": softmax_scale, "softcap": softcap or None}
@@ -58,7 +58,7 @@ def _options(
 
 
 def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Shows the options by name in the signature of a function that takes them as they come."""
+    """Shows the options by name in the signature of a function that takes `*options`."""
     shown = inspect.signature(function)
     own = [p for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     _, *options = inspect.signature(_options).parameters.values()
@@ -79,21 +79,21 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn.flash_attn_func`.
+    """Computes `flash_attn.flash_attn_func`.
 
     Args:
         q: `(batch, seqlen_q, nheads, head_dim)`.
         k, v: `(batch, seqlen_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
-        dropout_p: 0.
+        dropout_p: must be 0.
         softmax_scale: `head_dim ** -0.5` when None.
-        causal: aligned at the bottom right.
+        causal: whether a row sees keys only up to its own position, aligned at the bottom right.
         window_size: a row at position p sees the keys from `p - left` to `p + right`; a negative
             size is no limit.
         softcap: 0 for none.
-        alibi_slopes: None.
+        alibi_slopes: must be None.
         deterministic: accepted; gradients are always deterministic.
-        return_attn_probs: returns `(out, lse, None)`: flash-attn's probabilities are for tests of
-            its dropout, and None without dropout.
+        return_attn_probs: whether to return `(out, lse, None)`; flash-attn's probabilities are None
+            without dropout too.
 
     Returns:
         `(batch, seqlen_q, nheads, head_dim)`, and with return_attn_probs lse `(batch, nheads,
@@ -164,15 +164,15 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """`flash_attn.flash_attn_varlen_func`, by :func:`torchweld.varlen_attention`.
+    """Computes `flash_attn.flash_attn_varlen_func` as :func:`torchweld.varlen_attention` does.
 
     Args:
         q: `(tokens_q, nheads, head_dim)`.
         k, v: `(tokens_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
         cu_seqlens_q, cu_seqlens_k: int32 `(batch + 1,)`, never read by the host.
         max_seqlen_q, max_seqlen_k: accepted and not used.
-        block_table: None.
-        return_attn_probs: returns `(out, lse, None)`.
+        block_table: must be None.
+        return_attn_probs: whether to return `(out, lse, None)`.
 
     Returns:
         `(tokens_q, nheads, head_dim)`, and with return_attn_probs lse `(nheads, tokens_q)`.
@@ -258,26 +258,27 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """`flash_attn.flash_attn_with_kvcache`, without pages and without gradients.
+    """Computes `flash_attn.flash_attn_with_kvcache`, without pages and without gradients.
 
     Args:
         q: `(batch, seqlen_q, nheads, head_dim)`.
         k_cache, v_cache: `(batch, seqlen_cache, nheads_kv, head_dim)`; more sequences with
             cache_batch_idx.
         k, v: `(batch, seqlen_new, nheads_kv, head_dim)`, written into the caches in place, from
-            place `cache_seqlens[b]` on.
-        rotary_cos, rotary_sin: `(positions, rotary_dim / 2)`, with k alone: k is rotated by the
-            positions from `cache_seqlens[b]` on before it is written, and q by the same ones, or
-            without causal and window all of it by `cache_seqlens[b]`. Not with cache_leftpad.
-        cache_seqlens: int32 `(batch,)`, or one number: the tokens in the caches before k and v. The
-            whole caches when None.
+            slot `cache_seqlens[b]` on.
+        rotary_cos, rotary_sin: `(positions, rotary_dim / 2)`, only with k: k is rotated by the
+            positions from `cache_seqlens[b]` on before it is written. With causal or a window, q is
+            rotated by the same positions; otherwise all of q by `cache_seqlens[b]`. Not with
+            cache_leftpad.
+        cache_seqlens: int32 `(batch,)`, or one number: how many tokens the caches have before k and
+            v. None: the caches are full.
         cache_batch_idx: int32 `(batch,)`: the sequence of the caches that belongs to each sequence
             of q. Those sequences are copied; new tokens are written in place.
-        cache_leftpad: int32 `(batch,)`: the first places of each cache that are padding.
-        rotary_interleaved: a pair is two neighbours, else values `rotary_dim / 2` apart.
-        block_table, alibi_slopes: None.
+        cache_leftpad: int32 `(batch,)`: the number of padding slots at the start of each cache.
+        rotary_interleaved: whether a pair is two neighbours, and not `rotary_dim / 2` apart.
+        block_table, alibi_slopes: must be None.
         num_splits: accepted and not used.
-        return_softmax_lse: returns lse `(batch, nheads, seqlen_q)` too.
+        return_softmax_lse: whether to return lse `(batch, nheads, seqlen_q)` too.
 
     Returns:
         `(batch, seqlen_q, nheads, head_dim)`. The host reads no value of a GPU's cache_seqlens and
@@ -353,7 +354,7 @@ def _refuse(
 
 
 def _unpacked(name: str, argument: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """The tensors that another one holds along its dim -3."""
+    """Splits a packed tensor along its dim -3."""
     *leading, parts, _, _ = layout.split(", ")
     if packed.dim() != len(leading) + 3 or packed.shape[-3] != int(parts):
         raise ValueError(f"{name}: {argument} must be {layout}, but got {tuple(packed.shape)}")

@@ -17,8 +17,8 @@ __all__ = ["memory_efficient_attention"]
 
 
 class _Kind(NamedTuple):
-    """A class of masks: causal, aligned at the top left; with `_window_size` keys, or with a
-    window from `window_left` to `window_right`.
+    """Describes a class of masks: causal, aligned at the top left, with a window of `_window_size`
+    keys, or with a window from `window_left` to `window_right`.
     """
 
     causal: bool = False
@@ -61,15 +61,15 @@ def memory_efficient_attention(
     op: Any = None,
     output_dtype: Any = None,
 ) -> Tensor:
-    """`xformers.ops.memory_efficient_attention`.
+    """Computes `xformers.ops.memory_efficient_attention`.
 
     Args:
         query: `(batch, seqlen_q, nheads, head_dim)`, `(batch, seqlen_q, head_dim)`, or `(batch,
             seqlen_q, groups, nheads, head_dim)`, whose key and value may be expanded over nheads.
-        key, value: the same of seqlen_k.
+        key, value: the same layout with seqlen_k.
         attn_bias: None, or a mask of xformers: LowerTriangular*, LocalAttentionFromBottomRightMask,
             BlockDiagonal* without pages. Its values stay on the device.
-        p: 0; torchweld's attention is slow with dropout.
+        p: must be 0; torchweld's attention is slow with dropout.
         scale: `head_dim ** -0.5` when None.
         op: accepted and not used; `torchweld.explain` tells which kernel runs.
         output_dtype: None or the dtype of query.

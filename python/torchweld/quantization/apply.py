@@ -20,14 +20,14 @@ def quantize_(
 ) -> QuantizeReport:
     """Replaces the linear layers of a model by `torchweld.nn.Int4Linear`, in place.
 
-    Linear layers are nn.Linear and transformers' Conv1D (GPT-2). A layer is replaced where the
-    4-bit layer does all that it did. The others stay and are listed with the reason: names in
+    Linear layers are nn.Linear and transformers' Conv1D (GPT-2). A layer is replaced if the 4-bit
+    layer can do all that it does. The others stay and are reported with a reason: names in
     `config.skip`, heads, subclasses, hooks and parametrisations, a weight that other modules use
     (a tied head), base layers of LoRA, sharded weights, sizes that the group does not divide. The
     report also lists stacked experts.
 
-    On the meta device the new layers have no values either, and a state_dict can be loaded. One
-    layer is in memory twice at a time. `save_pretrained` of a quantised transformers model makes a
+    On the meta device the new layers have no values either; load a state_dict into them. At most
+    one layer is in memory twice. `save_pretrained` of a quantised transformers model makes a
     checkpoint that `from_pretrained` loads (`torchweld.integrations.register_quantizer`).
 
     Args:
@@ -64,13 +64,13 @@ def quantize_(
 def dequantize_(model: nn.Module) -> list[str]:
     """Replaces every `Int4Linear` of a model by a frozen float layer with its weight, in place.
 
-    The layer is an nn.Linear, or a Conv1D where `quantize_` replaced one.
+    The float layer is a Conv1D if `quantize_` replaced a Conv1D, else an nn.Linear.
 
     Args:
         model: any module that contains such layers.
 
     Returns:
-        Paths that were replaced.
+        The paths of the replaced layers.
 
     Raises:
         TypeError: model is not a module, or is an Int4Linear itself.

@@ -23,9 +23,9 @@ _OWNER = "torchweld.load_quantized"
 
 
 def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
-    """A model with `Int4Linear` layers from a 4-bit checkpoint of another library.
+    """Loads a 4-bit checkpoint of another library as a model with `Int4Linear` layers.
 
-    The weights are those of the checkpoint, exactly, in its dtype. `save_pretrained` of the model
+    The weights are exactly those of the checkpoint, in its dtype. `save_pretrained` of the model
     writes torchweld's own format, which `from_pretrained` loads.
 
     Args:
@@ -33,13 +33,13 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
             names "awq" (version "gemm"), "gptq" (4 bits, without act-order) or
             "compressed-tensors" ("pack-quantized" with 4 bits, weights alone). AutoGPTQ's older
             quantize_config.json serves too.
-        model_class: of transformers, an Auto class or one of yours; by default the first of the
-            config's `architectures`.
-        kwargs: go to `from_pretrained`: device_map, dtype, attn_implementation.
+        model_class: a class of transformers, an Auto class or one of yours; by default the first
+            of the config's `architectures`.
+        kwargs: passed to `from_pretrained`: device_map, dtype, attn_implementation.
 
     Raises:
         ImportError: transformers is missing or too old.
-        FileNotFoundError: no config.json or no safetensors files there.
+        FileNotFoundError: the folder has no config.json or no safetensors files.
         ValueError: another format, or tensors that do not fit it or the model.
 
     Example (needs a download)::
@@ -119,7 +119,7 @@ _Convert = Callable[[str, dict[str, Tensor]], Int4Linear]
 
 
 def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
-    """The name of a layer's codes, and the function that takes its tensors.
+    """Returns the name of a layer's codes, and the function that takes its tensors.
 
     Raises:
         ValueError: a format that the functions do not read.
@@ -198,7 +198,7 @@ def _check_symmetric(layer: Int4Linear, statement: str, fix: str = "") -> None:
 
 
 def _group_of(groups: list[Mapping[str, Any]], path: str) -> Mapping[str, Any]:
-    """The config group whose targets name a layer: by its path, a pattern of it, or its class."""
+    """Returns the config group whose targets name a layer, by path, pattern of paths or class."""
 
     def rank(target: str) -> int:
         if target == path:
@@ -245,7 +245,7 @@ def _load_files(folder: Path) -> dict[str, Tensor]:
 def _converted(
     state: dict[str, Tensor], convert: tuple[str, _Convert]
 ) -> Iterator[tuple[str, Int4Linear]]:
-    """The quantised layers, whose tensors are taken out of a state_dict."""
+    """Yields the quantised layers and removes their tensors from a state_dict."""
     codes, function = convert
     names: dict[str, list[str]] = {}  # of the tensors of each module
     for key in state:
@@ -264,7 +264,7 @@ def _converted(
 
 
 def _paths_in(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
-    """The paths of layers by their names in a checkpoint, which transformers may rename."""
+    """Maps layers' names in a checkpoint, which transformers may rename, to paths in the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -276,11 +276,11 @@ def _paths_in(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
 
 
 def _check_layers(model: PreTrainedModel, layers: Mapping[str, Int4Linear]) -> list[str]:
-    """The model's linear layers that are not quantised.
+    """Returns the model's linear layers that are not quantised.
 
     Raises:
-        ValueError: a quantised layer is not a linear layer of the model, or has another size, or a
-            bias that is not zero where the model has none. AutoGPTQ writes one of zeros.
+        ValueError: no layer is quantised, or one is not a linear layer of the model, has another
+            size, or a bias that is not zero if the model has none. AutoGPTQ writes zeros.
     """
     kind = type(model).__name__
     linears = {path: m for path, m in model.named_modules() if isinstance(m, linear_classes())}

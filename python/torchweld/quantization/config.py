@@ -11,11 +11,11 @@ from torchweld.ops.int4_checks import check_method
 
 @dataclass(frozen=True)
 class Int4:
-    """4-bit weights in `torchweld.nn.Int4Linear` layers.
+    """The settings of `quantize_`, which makes `torchweld.nn.Int4Linear` layers.
 
     Args:
         group_size: columns that share a scale and a zero: a multiple of 8, or None for whole rows.
-            A layer whose in_features it does not divide stays as it is.
+            A layer stays as it is if this does not divide its in_features.
         skip: layers that stay as they are. A name stands for a module and all within it, by its
             path or a part of one between dots: "lm_head", "mlp.gate", "model.layers.0". `*` stands
             for any characters. None stands for "lm_head" and the heads of a transformers model:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def linear_classes() -> tuple[type[nn.Module], ...]:
-    """nn.Linear, and Conv1D where transformers is loaded."""
+    """Returns nn.Linear, and Conv1D if transformers is loaded."""
     utils = sys.modules.get("transformers.pytorch_utils")
     return (nn.Linear,) if utils is None else (nn.Linear, utils.Conv1D)
 
@@ -26,12 +26,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether PEFT has put a module in the place of a layer, to adapt it or to train it whole."""
+    """Whether a module is a wrapper of PEFT that adapts a layer or trains it whole."""
     return not module._modules.keys().isdisjoint(("base_layer", "original_module"))
 
 
 def heads_of(model: PreTrainedModel) -> list[str]:
-    """The linear layers of a model's heads: its output embeddings, and those beside its base."""
+    """Lists a model's heads by path: its output embeddings, and linear layers outside its base."""
     base, output = model.base_model_prefix, model.get_output_embeddings()
     return [
         path
@@ -42,14 +42,14 @@ def heads_of(model: PreTrainedModel) -> list[str]:
 
 
 def features_of(module: nn.Module) -> tuple[int, int]:
-    """in_features and out_features of one of the `linear_classes`."""
+    """Returns in_features and out_features of one of the `linear_classes`."""
     if is_conv1d(module):
         return module.nx, module.nf
     return module.in_features, module.out_features
 
 
 def as_linear(module: nn.Module, weight: Tensor | None = None) -> nn.Linear:
-    """An nn.Linear with the tensors of a layer; nothing is copied.
+    """Returns an nn.Linear with the tensors of a layer; nothing is copied.
 
     Args:
         module: an nn.Linear or Conv1D.
@@ -65,7 +65,7 @@ def as_linear(module: nn.Module, weight: Tensor | None = None) -> nn.Linear:
 
 
 def without_values(module: nn.Module, group_size: int | None) -> Int4Linear:
-    """An Int4Linear on the meta device for a layer of any device."""
+    """Makes an Int4Linear on the meta device for a layer of any device."""
     biased = module.bias is not None
     layer = Int4Linear(*features_of(module), biased, group_size, "meta", module.weight.dtype)
     layer.replaces_conv1d = is_conv1d(module)
@@ -87,7 +87,7 @@ def quantized(module: nn.Module, linear: nn.Linear, group: int | None, method: s
 
 
 def float_layer(layer: Int4Linear) -> nn.Module:
-    """The frozen layer that `dequantize_` puts in an Int4Linear's place."""
+    """Makes the frozen layer by which `dequantize_` replaces an Int4Linear."""
     linear = layer.to_torch()
     if not layer.replaces_conv1d:
         return linear

@@ -1,4 +1,4 @@
-"""The layers that `quantize_` and `dequantize_` replace, and the reasons of the others."""
+"""Replaces layers for `quantize_` and `dequantize_`, and gives reasons for the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Plan = dict[str, list[str]]  # all paths of each layer to replace, by the first
 def quantize_layers(
     model: nn.Module, config: Int4, progress: Progress | None = None
 ) -> QuantizeReport:
-    """`quantize_` of the layers alone, without a mark for transformers."""
+    """Does `quantize_` without the records in a transformers model."""
     report = QuantizeReport(type(model).__name__, bytes_before=_bytes_of(model))
     plan = plan_layers(model, config, report)
     for done, (first, paths) in enumerate(plan.items(), 1):
@@ -49,7 +49,7 @@ def quantize_layers(
 
 
 def dequantize_layers(model: nn.Module) -> list[str]:
-    """`dequantize_` of the layers alone."""
+    """Does `dequantize_` without those records."""
     groups = _by_module(model, Int4Linear)
     for paths in groups:
         layer = model.get_submodule(paths[0])
@@ -61,7 +61,7 @@ def dequantize_layers(model: nn.Module) -> list[str]:
 
 
 def plan_layers(model: nn.Module, config: Int4, report: QuantizeReport | None = None) -> Plan:
-    """The layers to replace; the reasons of the others go to the report."""
+    """Finds the layers to replace; adds the reasons of the others to the report."""
     report = QuantizeReport() if report is None else report
     users: dict[int, set[int]] = {}  # of each parameter
     for module in model.modules():
@@ -87,7 +87,7 @@ def plan_layers(model: nn.Module, config: Int4, report: QuantizeReport | None = 
 
 
 def _stacked(module: nn.Module) -> str | None:
-    """The first parameter with the matrices of several layers, as of experts; None without one."""
+    """Returns the first parameter with the matrices of several layers, as of experts, or None."""
     if not isinstance(module, _ConvNd):
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 3 and min(parameter.shape) > 1:
@@ -96,7 +96,7 @@ def _stacked(module: nn.Module) -> str | None:
 
 
 def _refusal(model: nn.Module, path: str, config: Int4, users: dict[int, set[int]]) -> str | None:
-    """Why a linear layer stays as it is, or None."""
+    """Returns why a linear layer stays as it is, or None."""
     name = config.skipped_by(path)
     if name is not None:
         return f"skip has {name!r}"
@@ -135,7 +135,7 @@ def _in_adapter(model: nn.Module, path: str) -> bool:
 def replace_layer(
     model: nn.Module, paths: list[str], config: Int4, weight: Tensor | None = None
 ) -> Int4Linear:
-    """Puts an Int4Linear into all places of a float layer; returns it.
+    """Replaces a float layer at all its paths by an Int4Linear; returns it.
 
     Args:
         weight: the layer's weight, if the layer does not have it yet.
@@ -147,7 +147,7 @@ def replace_layer(
 
 
 def _by_module(model: nn.Module, *classes: type[nn.Module]) -> list[list[str]]:
-    """The paths of each module of some classes or subclasses, a shared module's together."""
+    """Lists the paths of each module of some classes or subclasses; a shared module has several."""
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, classes):
@@ -166,7 +166,7 @@ def _bytes_of(model: nn.Module) -> int:
 
 
 def pretrained_in(model: nn.Module) -> Iterator[Any]:
-    """The models of transformers in a module, without those inside of others."""
+    """Yields the transformers models in a module, without models inside of others."""
     transformers = sys.modules.get("transformers")
     inside: set[int] = set()
     for module in model.modules() if transformers is not None else ():
@@ -176,5 +176,5 @@ def pretrained_in(model: nn.Module) -> Iterator[Any]:
 
 
 def heads_in(model: nn.Module) -> set[nn.Module]:
-    """The linear layers of the heads of the transformers models in a module."""
+    """Returns the linear layers of the heads of all transformers models in a module."""
     return {root.get_submodule(path) for root in pretrained_in(model) for path in heads_of(root)}

@@ -36,16 +36,16 @@ _SETTINGS = ("group_size", "skip", "method", "left", "groups")
 
 
 class TorchweldInt4Config(QuantizationConfigMixin):
-    """`quantization_config` of transformers' `from_pretrained` for 4-bit `Int4Linear` layers.
+    """A `quantization_config` for `from_pretrained` of transformers: 4-bit `Int4Linear` layers.
 
-    With a checkpoint of floats, the model is loaded and then quantised. A quantised checkpoint has
-    this config in its config.json; call `register_quantizer` before it is loaded. Making a config
+    The weights of a float checkpoint are quantised as they are loaded. A quantised checkpoint has
+    this config in its config.json; call `register_quantizer` before loading it. Making a config
     registers the quantizer too.
 
     Args:
-        group_size, skip, method: those of `torchweld.Int4`.
-        left: paths of the linear layers that are not quantised, which `save_pretrained` records.
-        groups: group sizes of layers that have another one, by path.
+        group_size, skip, method: as in `torchweld.Int4`.
+        left: paths of the linear layers that are not quantised; `save_pretrained` records them.
+        groups: by path, the group sizes of layers that differ from group_size.
 
     Raises:
         TypeError: another argument.
@@ -80,7 +80,7 @@ class TorchweldInt4Config(QuantizationConfigMixin):
         return super().from_dict(known, *args, **kwargs)
 
     def int4(self) -> Int4:
-        """The settings for `torchweld.quantize_`."""
+        """Returns the settings for `torchweld.quantize_`."""
         return self._int4(self.skip)
 
     def _int4(self, skip: Any) -> Int4:
@@ -88,7 +88,7 @@ class TorchweldInt4Config(QuantizationConfigMixin):
 
 
 class TorchweldInt4Quantizer(HfQuantizer):
-    """Puts Int4Linear layers into a model.
+    """Replaces the linear layers of a model by Int4Linear layers while it is loaded.
 
     A quantised checkpoint is loaded into them. A float checkpoint's weights are quantised one by
     one as they are read, so that the float model is never in memory whole.
@@ -137,7 +137,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = type(known)({*known, *ignored})
 
     def _new_heads(self, model: PreTrainedModel, files: list[str] | None) -> list[str]:
-        """Heads that a checkpoint does not have, as of another task; they are to be trained."""
+        """Lists heads that a checkpoint lacks, as one of another task; they are to be trained."""
         if not files:
             return []
         known = {
@@ -169,7 +169,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
             layer.repack()
 
     def _warn_of_buffers(self, model: PreTrainedModel) -> None:
-        """accelerate leaves the buffers of offloaded layers on the device that computes."""
+        """Warns that accelerate leaves offloaded layers' buffers on the device that computes."""
         offloaded = [layer for _, layer in _layers(model) if _is_offloaded(layer)]
         count = sum(not layer._hf_hook.offload_buffers for layer in offloaded)
         if count:
@@ -187,7 +187,7 @@ class TorchweldInt4Quantizer(HfQuantizer):
 
     @property
     def quantized_element_size(self) -> float:
-        """Bytes a weight, for the memory that device_map="auto" plans with."""
+        """Returns the bytes of a weight, with which device_map="auto" plans memory."""
         scale_and_zero = 2.5 / (self.quantization_config.group_size or 1024)
         return 0.5 + scale_and_zero
 
@@ -292,7 +292,7 @@ def register_quantizer() -> None:
 
 
 def mark(model: PreTrainedModel, config: Int4) -> None:
-    """Makes a model with Int4Linear layers one whose `save_pretrained` records them."""
+    """Lets `save_pretrained` of a model with Int4Linear layers record them."""
     left = [path for path, module in model.named_modules() if isinstance(module, linear_classes())]
     groups = {
         path: layer.group_size
@@ -306,7 +306,7 @@ def mark(model: PreTrainedModel, config: Int4) -> None:
 
 
 def unmark(model: PreTrainedModel) -> None:
-    """Undoes `mark`; another quantizer's mark stays."""
+    """Undoes `mark`; another quantizer's config stays."""
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, TorchweldInt4Quantizer):
         quantizer.remove_quantization_config(model)
@@ -322,7 +322,7 @@ def _is_offloaded(layer: Int4Linear) -> bool:
 
 
 def _keys_of(files: list[str]) -> list[str] | None:
-    """The names of the tensors in safetensors files; None for files of another kind."""
+    """Lists the names of the tensors in safetensors files; None for files of another kind."""
     if not all(file.endswith(".safetensors") for file in files):
         return None
     keys: list[str] = []
@@ -338,7 +338,7 @@ def _has(keys: list[str], name: str) -> bool:
 
 
 def _only_gpu(device_map: Any) -> torch.device | None:
-    """The GPU that a device_map places everything on; None for another one, and for shards."""
+    """Returns the GPU where a device_map places all; else, or under torch.distributed, None."""
     if not isinstance(device_map, dict) or not device_map or "disk" in device_map.values():
         return None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -372,10 +372,10 @@ def _tied(model: PreTrainedModel) -> dict[str, str]:
 
 
 def tied_layers(model: PreTrainedModel) -> set[str]:
-    """The paths of modules whose weight is another's too, by the config."""
+    """Returns the paths of modules whose weights the config ties to others."""
     return {name.rpartition(".")[0] for pair in _tied(model).items() for name in pair}
 
 
 def _in_base(model: PreTrainedModel, path: str) -> str:
-    """A path without the prefix that it has below a head: the base model has none."""
+    """Removes the base model's prefix from a path: paths in the base model have none."""
     return path.removeprefix(f"{model.base_model_prefix}.")

@@ -10,15 +10,15 @@ from torchweld.integrations.fusion.report import fold_paths
 
 @dataclass
 class QuantizeReport:
-    """Outcome of one `torchweld.quantize_` call.
+    """The result of one `torchweld.quantize_` call.
 
     Attributes:
         model: class name of the model.
         replaced: paths of the layers that are now `Int4Linear`.
         skipped: `(path, reason)` of every linear layer that stayed as it was.
         errors: `quantisation_error` of every replaced layer that had values.
-        bytes_before, bytes_after: of the model's parameters and buffers.
-        notes: sentences on things that a user should know.
+        bytes_before, bytes_after: the size of the model's parameters and buffers.
+        notes: sentences that a user should read.
 
     Example::
 
@@ -40,7 +40,7 @@ class QuantizeReport:
         return bool(self.replaced)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON-able data."""
+        """Returns the report as plain data for JSON."""
         return {**asdict(self), "skipped": [list(entry) for entry in self.skipped]}
 
     def __str__(self) -> str:

@@ -22,8 +22,8 @@ class Stage(NamedTuple):
 def upload(model: nn.Module, device: torch.device) -> None:
     """Moves a model to a GPU, as `model.to(device)` does.
 
-    All CPU threads read the tensors into one pinned buffer while the GPU reads the other. `to`
-    copies with one thread, and lets the GPU wait meanwhile.
+    All CPU threads copy tensors into one of two pinned buffers while the GPU reads the other one.
+    `to` copies with one thread, and the GPU waits meanwhile.
     """
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     with torch.cuda.device(device):

@@ -1,8 +1,8 @@
 """The choices that tune remembers: a JSON file in the user's cache directory.
 
-An entry holds for one op's kernel, GPU, dtype, shape class and version of torchweld. Whatever is
-read is held against the tables of this build before it is used, and once more, by the library,
-against every call.
+An entry is valid for one op's kernel, GPU, dtype, shape class and version of torchweld. Each entry
+is checked against the tables of this build before it is used, and by the library again in every
+call.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def version() -> str:
 
 
 def enabled() -> bool:
-    """False where TORCHWELD_TUNE switches remembered choices off."""
+    """Whether remembered choices are used; TORCHWELD_TUNE=0 turns them off."""
     return os.environ.get("TORCHWELD_TUNE", "1").lower() not in ("0", "false", "off", "no")
 
 
 def path() -> Path:
-    """$XDG_CACHE_HOME/torchweld/tune.json, or ~/.cache/torchweld/tune.json."""
+    """Returns $XDG_CACHE_HOME/torchweld/tune.json, or ~/.cache/torchweld/tune.json."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG base directory specification requires that a relative path is ignored.
     folder = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
@@ -50,7 +50,7 @@ def path() -> Path:
 def entry(
     op: str, gpu: str, dtype: str, family: str, numbers: list[int], choice: str, us: float
 ) -> Entry:
-    """The file's entry for one choice; `numbers` encode its problem."""
+    """Makes the file's entry for a choice; `numbers` encode its problem."""
     import torchweld._C as _C
 
     fields = _C.families()[family]
@@ -77,7 +77,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def flaw(found: Any) -> str:
-    """Why the tables of this build do not accept an entry, or "" if they do."""
+    """Returns why the tables of this build do not accept an entry, "" if they do."""
     import torchweld._C as _C
 
     if not isinstance(found, dict) or any(not isinstance(found.get(k), str) for k in _TEXTS):
@@ -106,7 +106,7 @@ def flaw(found: Any) -> str:
 
 
 def _parse(text: bytes) -> list[Any]:
-    """The entries of a file; ValueError if it is damaged."""
+    """Parses a file into entries; ValueError if it is damaged."""
     try:
         whole = json.loads(text)
     except RecursionError as error:
@@ -120,7 +120,7 @@ def _parse(text: bytes) -> list[Any]:
 
 
 def read() -> list[Any]:
-    """The entries of the file, unchecked; [] if there is no file.
+    """Reads the entries of the file, unchecked; [] if there is no file.
 
     Raises:
         ValueError: the file is damaged.
@@ -180,7 +180,7 @@ def _load() -> None:
 
 
 def load() -> None:
-    """Hand the remembered choices to the library; called when torchweld is imported.
+    """Passes the remembered choices to the library; called when torchweld is imported.
 
     No GPU is touched: entries are kept by the GPU's name. A damaged file, or entries that do not
     fit the tables of this build, are left out with one warning.
@@ -199,7 +199,7 @@ def _key(found: Entry) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One writer at a time, where the system has locks."""
+    """Lets one process write at a time, if the system has locks."""
     try:
         import fcntl
     except ImportError:
@@ -235,7 +235,7 @@ def _write(entries: list[Entry]) -> None:
 
 
 def remember(entries: list[Entry]) -> str:
-    """Use the choices from now on, and write them to the file.
+    """Uses the choices from now on, and writes them to the file.
 
     Returns:
         A sentence that reports the result.

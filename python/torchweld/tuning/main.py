@@ -1,4 +1,4 @@
-"""`torchweld tune OP --shape ... --dtype ...`: the table of a call's configurations."""
+"""`torchweld tune OP --shape ... --dtype ...`: prints the table of a call's configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLAGS = ("gate", "activation", "interleaved", "causal")
 
 
 def keywords(args: argparse.Namespace) -> dict[str, Any]:
-    """The op's keyword arguments among the flags.
+    """Returns the op's keyword arguments among the flags.
 
     Raises:
         ValueError: the op has no such argument.
@@ -33,7 +33,7 @@ def keywords(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def filled(shapes: tuple[Any, ...], op: str, device: str) -> list[Any]:
-    """Tensors of these shapes with values, chosen so that results are near 1."""
+    """Makes tensors of these shapes, whose values give results near 1."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, shapes: tuple[Any, ...], kwargs: dict[str, Any
     """Prints the table; returns the exit status.
 
     Raises:
-        OSError, ValueError, RuntimeError, ImportError: one sentence with the reason.
+        OSError, ValueError, RuntimeError, ImportError: with the reason in one sentence.
     """
     import torch
     from torch.utils._pytree import tree_map

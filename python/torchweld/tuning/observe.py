@@ -44,7 +44,7 @@ def observe(call: Callable[[], Any]) -> tuple[list[Tensor], list[dict[str, Any]]
 
 
 def kernel_choices(records: list[dict[str, Any]]) -> list[KernelChoice]:
-    """The kernels of an observed call, one of each shape class."""
+    """Lists the kernels of an observed call, one for each shape class."""
     _C = tables()
     fields = _C.families()
     found: dict[tuple[str, tuple[int, ...]], KernelChoice] = {}

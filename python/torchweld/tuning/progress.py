@@ -23,7 +23,7 @@ class Progress:
         title: the text before the bar.
         shown: whether to draw; by default if `stream` is a terminal.
         stream: stderr by default.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Progress:
         self._total += steps
 
     def step(self, steps: float = 1) -> None:
-        """Some steps are done."""
+        """Counts steps as done."""
         self._done += steps
         now = self._clock()
         if self._shown and (now - self._drawn >= _SECONDS_BETWEEN or self._done >= self._total):
@@ -55,7 +55,7 @@ class Progress:
             self._stream.flush()
 
     def text(self) -> str:
-        """The bar as it is now."""
+        """Returns the bar as text."""
         part = min(1.0, self._done / self._total) if self._total else 0.0
         full = int(part * _WIDTH)
         left = ""
@@ -66,7 +66,7 @@ class Progress:
         return f"{self._title} [{bar}] {part:4.0%}{left}".ljust(79)
 
     def close(self) -> None:
-        """Takes the bar off the terminal."""
+        """Erases the bar from the terminal."""
         if self._shown:
             self._stream.write("\r" + " " * 79 + "\r")
             self._stream.flush()

@@ -28,7 +28,7 @@ _MOST_BARS = 40
 
 
 def empty_row(**known: Any) -> Row:
-    """A row of a configuration that has not run."""
+    """Makes the row of a configuration that has not run."""
     return {**known, **{name: None for name in _MEASURED if name != "reason"}, "reason": ""}
 
 
@@ -51,9 +51,9 @@ class TuneResult:
     Attributes:
         op: the op's name.
         call: its arguments, as text.
-        gpu: the GPU's name, "" where nothing ran.
-        dtype: of the arguments.
-        version: torchweld's.
+        gpu: the GPU's name, "" if nothing ran.
+        dtype: the arguments' dtype.
+        version: torchweld's version.
         rows: a dict a configuration, best first, then those without a time. Beside the columns of
             the tile each has: `us` (median, `low_us` and `high_us` its quartiles), `tflop_s` (None
             if an op moves memory), `gb_s` (tensors read and written once), `registers` of a
@@ -83,29 +83,29 @@ class TuneResult:
 
     @property
     def best(self) -> Row | None:
-        """The fastest row whose answer is right; None without such a row."""
+        """Returns the fastest row whose answer is right, or None."""
         timed = [row for row in self.rows if row["us"] is not None]
         return min(timed, key=lambda row: row["us"], default=None)
 
     def best_of_part(self, part: int) -> Row | None:
-        """The fastest right row of one of the call's kernels."""
+        """Returns the fastest right row of one of the call's kernels."""
         timed = [row for row in self.rows if row["us"] is not None and row["part"] == part]
         return min(timed, key=lambda row: row["us"], default=None)
 
     def columns(self) -> list[str]:
-        """The names of the tiles' own columns."""
+        """Lists the names of the tiles' columns."""
         known = {*_ABOUT, *_MEASURED}
         return list(dict.fromkeys(name for row in self.rows for name in row if name not in known))
 
     def sort(self) -> None:
-        """Best first within each part."""
+        """Sorts best first in each part."""
         self.rows.sort(key=lambda r: (r["part"], math.inf if r["us"] is None else r["us"]))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, one row a configuration, best first.
+        """Returns a `pandas.DataFrame`, one row a configuration, best first.
 
         Raises:
             ImportError: pandas is not installed.
@@ -171,7 +171,7 @@ class TuneResult:
             raise ValueError(f"TuneResult.load: {path} is no saved TuneResult ({error})") from error
 
     def plot(self, path: str | Path) -> None:
-        """Writes a picture: a bar a timed configuration, the fastest on top.
+        """Draws a picture: a bar for each timed configuration, the fastest on top.
 
         Raises:
             ImportError: matplotlib is not installed.

@@ -51,7 +51,7 @@ class _GpuStoppedError(RuntimeError):
 
 
 class Search:
-    """The search over one call. Rows are filled in as it goes, so that it can be interrupted."""
+    """Searches the configurations of a call; fills in rows as it runs, so it can be interrupted."""
 
     def __init__(
         self, result: TuneResult, call: Callable[[], Any], rounds: int, progress: Progress
@@ -71,7 +71,7 @@ class Search:
     def run(
         self, kernels: list[KernelChoice], answers: Answers, moved: int, configs: list[dict] | None
     ) -> None:
-        """Search the kernels one by one, each with the best of those before."""
+        """Searches the kernels one by one, with the best choices of those before."""
         self._bytes = moved
         work = [w for w in (flops(p.family, p.problem) for p in kernels) if w is not None]
         self._flops = sum(work) if work else None
@@ -91,7 +91,7 @@ class Search:
                 self.force(kernel, "")
 
     def _rows(self, index: int, kernel: KernelChoice, configs: list[dict] | None) -> list[Row]:
-        """A row for each configuration; an unsupported one has its reason."""
+        """Makes a row for each configuration; an unsupported one has a reason."""
         rows = []
         for found in tables().candidates(kernel.family, kernel.numbers):
             own = found["choice"] == kernel.choice
@@ -181,12 +181,12 @@ class Search:
 
 
 def _gpu_name(t: Tensor) -> str:
-    """The name of the tensor's GPU, "" on the CPU."""
+    """Returns the name of the tensor's GPU, "" on the CPU."""
     return torch.cuda.get_device_name(t.device) if t.is_cuda else ""
 
 
 def _checked(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The call's tensors."""
+    """Checks the op; returns the tensors."""
     library.require()
     known = ops_of_library()
     if op not in known:
@@ -227,13 +227,13 @@ def tune(
     progress: bool | None = None,
     **kwargs: Any,
 ) -> TuneResult:
-    """Time every configuration of `torchweld.<op>(*args, **kwargs)` on the GPU: a grid search.
+    """Times every configuration of `torchweld.<op>(*args, **kwargs)` on the GPU: a grid search.
 
     Each configuration runs once first, and its answer is compared with the op in float64 on the CPU
-    (large calls: with the default configuration's answer). A wrong one is not timed. The others run
+    (large calls: with the default configuration's answer). Wrong ones are not timed. The others run
     alternately, with L2 flushed before each call, and their medians are compared. A configuration
     that the GPU or the shapes do not allow stays in the table with its reason. If an op has several
-    such kernels, for example `linear_backward`, they are searched one after the other. Ctrl-C ends
+    kernels, for example `linear_backward`, they are searched one after the other. Ctrl-C ends
     the search and keeps the results so far. A configuration more than 8 times slower than the
     fastest so far is timed once.
 
@@ -243,10 +243,10 @@ def tune(
         configs: the configurations to time, as columns of the table, for example
             `{"block_m": 64, "block_n": 64}`. Every match is timed; one without a kernel in this
             build is listed as such. None: all configurations.
-        remember: keep the fastest one, in this process and in the user's cache directory, for
-            this GPU, dtype and shape class (sizes exact, numbers of rows and of heads up to the
-            next power of two). It holds for the kernel: ops that run the same product share it.
-        rounds: how often each is timed.
+        remember: whether to keep the fastest one, in this process and in the user's cache
+            directory, for this GPU, dtype and shape class (exact sizes; numbers of rows and of
+            heads up to the next power of two). Ops that run the same kernel share it.
+        rounds: how often each configuration is timed.
         progress: whether to draw a bar on stderr; None: if stderr is a terminal.
         **kwargs: the op's keyword arguments.
 

@@ -1,4 +1,4 @@
-"""Interleaved timing: every variant runs once a round, medians are compared."""
+"""Interleaved timing: every variant runs once in a round; medians are compared."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CudaRounds:
         self._rounds: list[dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]] = []
 
     def run(self) -> None:
-        """One more round; counts only once it is complete."""
+        """Runs one more round, which counts once it is complete."""
         names = list(self._variants)
         first = len(self._rounds) % len(names) if names else 0
         events = {}
@@ -73,7 +73,7 @@ class CudaRounds:
         self._rounds.append(events)
 
     def timings(self) -> dict[str, Timing]:
-        """The timings of the finished rounds by name; {} before the first."""
+        """Returns the finished rounds' timings by name; {} before the first."""
         torch.cuda.synchronize()
         if not self._rounds:
             return {}
@@ -117,15 +117,15 @@ def interleaved(
     warmup: int = 3,
     sample_seconds: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time the variants against each other in one run, L2 flushed before each on a GPU.
+    """Times the variants against each other in one run; on a GPU, L2 is flushed before each call.
 
     Args:
         variants: the functions to call, by name.
         device: "cpu" or "cuda".
-        rounds: how often each is timed; at least 2.
-        warmup: calls of each before that.
-        sample_seconds: on the CPU a sample repeats a call for about so long, for calls that take
-            microseconds, after one that is not timed.
+        rounds: how often each variant is timed; at least 2.
+        warmup: untimed calls of each variant before that.
+        sample_seconds: on the CPU, each sample repeats a call for about so long, after one untimed
+            call; 0: a sample is one call.
 
     Returns:
         A `Timing` by name.

@@ -27,7 +27,7 @@ def _attention_pairs(p: dict[str, int]) -> float:
 
 
 def flops(family: str, p: dict[str, int]) -> float | None:
-    """Multiplications and additions of one kernel's problem; None if memory limits it."""
+    """Counts the FLOPs of one kernel's problem; None if memory limits it."""
     if family == "matmul":
         return 2.0 * p["m"] * p["n"] * p["k"] * p["batch"] * (2 if p["gated"] else 1)
     if family == "int4":
@@ -52,7 +52,7 @@ def sum_length(family: str, p: dict[str, int]) -> int:
 
 
 def two_roundings(dtype: torch.dtype, largest: float) -> float:
-    """Two roundings of the largest result, and fp32 sums."""
+    """Bounds two roundings of the largest result, and fp32 sums."""
     return largest * (2 * torch.finfo(dtype).eps + 1e-6)
 
 
@@ -73,7 +73,7 @@ def _largest(t: Tensor) -> float:
 
 
 def difference(out: Tensor, reference: Tensor) -> float:
-    """The largest difference; inf if NaN or inf are at different positions.
+    """Returns the largest difference; inf if NaN or inf are at different positions.
 
     Args:
         out: the result.
@@ -92,11 +92,11 @@ def difference(out: Tensor, reference: Tensor) -> float:
 
 
 class Answers:
-    """The right answer of a call, and how far a configuration may be from it.
+    """Holds the right answer of a call, and how far a configuration may be from it.
 
-    Up to a size it is the op in float64 on the CPU; a configuration may then be wrong by twice as
-    much as the default one, and two roundings of the largest result. Beyond, it is the default
-    configuration's answer, and the allowance is that for sums in another order.
+    Up to a size the right answer is the op in float64 on the CPU; a configuration may then have
+    twice the error of the default one, plus two roundings of the largest result. For larger calls
+    it is the default configuration's answer; the allowance is that for sums in another order.
 
     Args:
         function: the op.
@@ -133,7 +133,7 @@ class Answers:
             ]
 
     def judge(self, outputs: list[Tensor]) -> tuple[float, str]:
-        """The largest error of any result, and why the answer is wrong ("" where it is right)."""
+        """Returns the largest error of any result, and why the answer is wrong ("" if right)."""
         reason, worst = "", 0.0
         for out, right, allowed in zip(outputs, self.right, self.allowed, strict=True):
             error = difference(out, right)
