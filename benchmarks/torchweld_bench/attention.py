@@ -65,7 +65,7 @@ class _Case(NamedTuple):
         ]
 
     def back_ends(self) -> dict[str, SDPBackend]:
-        """The backends that support the case: not all take float32, unequal or grouped heads."""
+        """Lists backends that support the case: not all take float32, unequal or grouped heads."""
         names = list(_BACK_ENDS)
         if self.dtype == torch.float32 or self.dim_v:
             names = [self.against]
@@ -74,7 +74,7 @@ class _Case(NamedTuple):
         return {name: _BACK_ENDS[name] for name in names}
 
     def peers(self) -> dict[str, Function]:
-        """The calls of the peers that support the case."""
+        """Lists the calls of the peers that support the case."""
         causal = self.causal
         peers: dict[str, Function] = {
             name: lambda *qkv, backend=backend: sdpa(backend, *qkv, causal)
@@ -87,7 +87,7 @@ class _Case(NamedTuple):
 
 
 class _Gradients:
-    """The backward of a peer, whose forward runs at the first call."""
+    """Calls the backward of a peer; the first call runs its forward too."""
 
     def __init__(self, peer: Function, qkv: list[Tensor], dout: Tensor) -> None:
         self.peer, self.qkv, self.dout = peer, qkv, dout
@@ -100,19 +100,19 @@ class _Gradients:
 
 
 def _flash_attention(function: Callable[..., Any], qkv: Sequence[Tensor], causal: bool) -> Tensor:
-    """flash_attn_func, whose tensors are (batch, seqlen, nheads, head_dim)."""
+    """Calls flash_attn_func, whose tensors are (batch, seqlen, nheads, head_dim)."""
     found = function(*(t.transpose(1, 2) for t in qkv), causal=causal)
     return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
 
 def _last_rows(qkv: list[Tensor], rows: int = 128) -> list[Tensor]:
-    """The last head and its last queries, which see every key."""
+    """Selects the last head and its last queries, which see every key."""
     query, key, value = (t[-1:, -1:] for t in qkv)
     return [query[:, :, -rows:], key, value]
 
 
 def _exact(qkv: list[Tensor], causal: bool) -> Tensor:
-    """A causal case whose queries are at the end of the keys."""
+    """Computes a causal case whose queries are at the end of the keys."""
     query, key, value = qkv
     rows, keys = query.shape[2], key.shape[2]
     seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda")
@@ -123,7 +123,7 @@ def _exact(qkv: list[Tensor], causal: bool) -> Tensor:
 
 
 def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
-    """The last rows in fp64, and in eager torch."""
+    """Computes the last rows in fp64, and in eager torch."""
     part = _last_rows(qkv)
     return _exact([t.double() for t in part], causal), _exact(part, causal)
 
@@ -156,7 +156,7 @@ def _backward(at: _Case) -> Iterator[Row]:
     counts = (group, 1, 1)  # take the last KV head and the query heads that share it
 
     def last_head(*dtypes: torch.dtype) -> tuple[Tensor, ...]:
-        """All query heads of a KV head, concatenated."""
+        """Concatenates all query heads of a KV head."""
         query, key, value = (t[-1:, -n:].to(*dtypes) for t, n in zip(plain, counts, strict=True))
         q, k, v = given = leaves(query, key, value)
         with sdpa_kernel(SDPBackend.MATH):

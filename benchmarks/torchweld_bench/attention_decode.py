@@ -29,14 +29,14 @@ _SHAPES = [(16, 32, 8, 8192, 128), (1, 32, 8, 65536, 128), (16, 12, 12, 1024, 64
 
 
 def drawn_caches(*shape: int) -> tuple[list[list[Tensor]], int]:
-    """Keys and values that exceed the L2 cache together, and the bytes of a pair."""
+    """Draws keys and values that together exceed the L2 cache; returns a pair's bytes too."""
     cache_bytes = 4 * math.prod(shape)
     turns = -(-_BYTES // cache_bytes)
     return [[drawn(*shape) for _ in range(2)] for _ in range(turns)], cache_bytes
 
 
 def attention_calls(q: Tensor, caches: list[list[Tensor]]) -> dict[str, list[Call]]:
-    """The calls of ours and of the backends, with every cache."""
+    """Lists the calls of ours and of the backends, with every cache."""
     calls: dict[str, list[Call]] = {"ours": [partial(ops.attention, q, *kv) for kv in caches]}
     for name, backend in BACK_ENDS.items():
         calls[name] = [partial(sdpa, backend, q, *kv) for kv in caches]

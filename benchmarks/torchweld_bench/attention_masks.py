@@ -26,7 +26,7 @@ Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def live_share(first_keys: list[list[int]]) -> float:
-    """The share of tiles of causal sequences in which a row sees a key.
+    """Returns the share of tiles of causal sequences in which a row sees a key.
 
     Args:
         first_keys: Each row's first key; the length of the sequence for a row that sees none.
@@ -62,7 +62,7 @@ def _rows_of(
     seen: Seen,
     target: float | None = None,
 ) -> Iterator[Row]:
-    """A row each for forward and backward; both have the errors of the forward."""
+    """Makes a row each for forward and backward, both with the errors of the forward."""
     batch, nheads, seqlen, dim = shape
     case = f"({batch}, {nheads}, {seqlen}, {dim}) bfloat16 causal {name}"
     *qkv, dout = (drawn(*shape) for _ in range(4))
@@ -107,7 +107,7 @@ def _rows_of(
 
 
 def rows() -> Iterator[Row]:
-    """Packed documents, a window, left padding, soft-capped scores and sinks."""
+    """Measures packed documents, a window, left padding, soft-capped scores and sinks."""
     torch.manual_seed(0)
     shape = batch, nheads, seqlen, dim = 2, 16, 8192, 128
     ids = (torch.arange(seqlen, device="cuda") // 512).int().repeat(batch, 1)

@@ -28,7 +28,7 @@ Errors = dict[str, float]
 def drawn(
     *shape: int, dtype: torch.dtype = torch.bfloat16, std: float = 1.0, device: str = "cuda"
 ) -> Tensor:
-    """Normal random numbers."""
+    """Draws normal numbers."""
     return torch.randn(*shape, device=device).mul_(std).to(dtype)
 
 
@@ -37,18 +37,18 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
 
 
 def gradients(function: Function, operands: Sequence[Tensor], dy: Any = None) -> Call:
-    """Forward and backward of a function; dy=None is for a scalar."""
+    """Runs forward and backward of a function; dy=None is for a scalar."""
     return lambda: torch.autograd.grad(function(*operands), operands, dy)
 
 
 def backward(function: Function, operands: Sequence[Tensor], dy: Any) -> Call:
-    """The backward alone of a function, whose forward runs once."""
+    """Returns the backward alone of a function, whose forward runs once."""
     given = leaves(*operands)
     return partial(torch.autograd.grad, function(*given), given, dy, retain_graph=True)
 
 
 def captured(calls: dict[str, Call], but: Iterable[str] = ()) -> dict[str, Call]:
-    """The calls as CUDA graphs, but for some that can't be captured."""
+    """Captures the calls as CUDA graphs, except some that can't be captured."""
     return {name: f if name in but else in_turn([f], 1) for name, f in calls.items()}
 
 
@@ -61,34 +61,34 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def drawn_like(result: Any) -> list[Tensor]:
-    """Gradients of a result; that of a scalar loss is 1."""
+    """Draws a result's gradients; a scalar loss gets 1."""
     return [torch.randn_like(t) if t.dim() else torch.ones_like(t) for t in _tensors(result)]
 
 
 def rotated(calls: dict[str, list[Call]], times: int, rounds: int) -> dict[str, Timing]:
-    """The time of one call, where a CUDA graph makes `times` of them in rotation."""
+    """Returns the time of one call of a CUDA graph with `times` calls in rotation."""
     found = timed({name: in_turn(each, times) for name, each in calls.items()}, rounds)
     return {n: Timing(t.us / times, t.low / times, t.high / times) for n, t in found.items()}
 
 
 def exactly(value: float) -> Timing:
-    """A limit that is computed."""
+    """Makes a computed limit."""
     return Timing(value, value, value)
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest value, NaN if there is one."""
+    """Returns the largest value, NaN if there is one."""
     return max(values, key=lambda value: (math.isnan(value), value))
 
 
 def judged(
     ours: Any, eager: Any, exact: Any, times: float = 0.0, plus: float | None = None
 ) -> Errors:
-    """The largest errors of ours and of eager torch, and the error allowed.
+    """Returns the largest errors of ours and of eager torch, and the allowed error.
 
     Args:
-        ours, eager, exact: a result or several; the last in fp64.
-        times: how often eager's error is allowed.
+        ours, eager, exact: a result or several; exact in fp64.
+        times: the allowed error is eager's error times this.
         plus: the error allowed beyond that; None for two roundings of the largest exact result.
     """
     ours, eager, exact = map(_tensors, (ours, eager, exact))
@@ -101,14 +101,14 @@ def judged(
 
 
 def judged_loss(ours: float, eager: float, allowed: float) -> Errors:
-    """The relative difference of two losses."""
+    """Returns the relative difference of two losses."""
     return {"error": abs(ours / eager - 1), "eager_error": 0.0, "allowed_error": allowed}
 
 
 def checked(
     ours: Any, eager: Function, few: Sequence[Any], times: float = 0.0, plus: float | None = None
 ) -> Errors:
-    """The errors of a result, as `judged`, that eager torch computes from the tensors in few."""
+    """Returns the errors as `judged` does, with eager's result computed from the tensors in few."""
     floats = [isinstance(t, Tensor) and t.is_floating_point() for t in few]
     wide = [t.double() if f else t for t, f in zip(few, floats, strict=True)]
     return judged(ours, eager(*few), eager(*wide), times, plus)
@@ -123,7 +123,7 @@ def judged_dx(
     times: float = 3.0,
     plus: float = 0.0,
 ) -> Errors:
-    """The errors of the first operand's gradient, for some rows.
+    """Returns the errors of the first operand's gradient, for some rows.
 
     Args:
         ours: a function, or the gradient.
@@ -155,10 +155,10 @@ def compared(
     end: str = "",
     target: float | None = None,
 ) -> Iterator[Row]:
-    """The rows of one measurement: `case`, against a peer, and "`case` over" others that ran.
+    """Makes the rows of a measurement: `case` against a peer, "`case` over" others that ran.
 
     Args:
-        target: of the first row, if it is computed.
+        target: the first row's target, if it is computed.
     """
     peers = {} if against is None else {f"{case}{end}": against}
     peers |= {f"{case} over {peer}{end}": peer for peer in over if peer in times}
@@ -176,7 +176,7 @@ def measured(
     rounds: int = 21,
     **options: Any,
 ) -> Iterator[Row]:
-    """The rows of calls that are timed once each: "ours" and the peers."""
+    """Makes the rows of calls that are timed once each: "ours" and the peers."""
     return compared(case, timed(calls, rounds), errors, against, over, **options)
 
 
@@ -190,13 +190,13 @@ def trained(
     forward: Iterable[str] = (),
     backward: Iterable[str] = (),
 ) -> Iterator[Row]:
-    """Rows of "ours" over every peer as CUDA graphs: forward, then forward and backward.
+    """Makes rows of "ours" over every peer as CUDA graphs: forward, then with backward.
 
     Args:
         functions: "ours" and the peers.
         operands: their arguments.
-        others: the arguments of some of them instead.
-        forward, backward: which are timed so.
+        others: for some peers, other arguments.
+        forward, backward: the functions that are timed so.
     """
     for kind, names in (("forward", forward), ("forward and backward", backward)):
         calls = {}

@@ -23,7 +23,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def largest_magnitude(t: torch.Tensor) -> float:
-    """The largest magnitude, 0 for an empty tensor."""
+    """Returns the largest magnitude, 0 for an empty tensor."""
     return t.abs().max().item() if t.numel() else 0.0
 
 
@@ -32,7 +32,7 @@ def largest_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def padded_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """torchweld.conv2d with torch's ops."""
+    """Computes torchweld.conv2d in torch."""
     kh, kw = weight.shape
     if not x.numel() or not weight.numel():  # torch refuses an image or a kernel of size 0
         return x * weight.sum()
@@ -46,14 +46,14 @@ def sdpa(
     v: torch.Tensor,
     causal: bool = False,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention with one backend; heads may be grouped."""
+    """Calls torch's scaled_dot_product_attention with one backend; heads may be grouped."""
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
 
 def read_rate() -> float:
-    """Bytes per microsecond of a long sum, which only reads."""
+    """Measures bytes per microsecond of a long sum, a mere read."""
     data = torch.randn(_READ_BYTES // 4, device="cuda")
     return _READ_BYTES / interleaved({"sum": data.sum}, device="cuda")["sum"].us
 
@@ -74,7 +74,7 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
 
 
 def peak_memory(call: Callable[[], object], held: int | None = None) -> Timing:
-    """The largest memory in MiB during a call beyond `held` bytes, by default those before it."""
+    """Returns a call's peak memory in MiB beyond `held` bytes, by default those before the call."""
     if held is None:
         held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

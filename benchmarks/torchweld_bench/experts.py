@@ -55,7 +55,7 @@ def _layer(h: int, n: int, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """transformers' grouped_mm_experts_forward."""
+    """Calls transformers' grouped_mm_experts_forward."""
     ids, order = torch.sort(index.reshape(-1))
     counts = torch.histc(ids.int(), bins=gate_up.shape[0], min=0, max=gate_up.shape[0] - 1)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
@@ -69,7 +69,7 @@ def _grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight:
 
 
 def _dense(x: Tensor, n: int, rows: int) -> tuple[Call, Call]:
-    """The products of a layer, and those with their gradients, of dense matrices."""
+    """Returns calls of a layer's products of dense matrices: without and with gradients."""
     h = x.shape[1]
     tokens, act, z = drawn(rows, h), drawn(rows, n), drawn(rows, 2 * n)
     first, second = drawn(2 * n, h), drawn(h, n)
@@ -157,7 +157,7 @@ def _generation(t: int, h: int, n: int, experts: int, k: int) -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """Every case of the family, measured lazily."""
+    """Measures every case of the family lazily."""
     for t in _GENERATION:
         free()
         torch.manual_seed(0)

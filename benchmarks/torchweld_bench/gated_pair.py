@@ -96,7 +96,7 @@ def _rows_of(m: int, k: int, n: int) -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """Every case of the family, measured lazily."""
+    """Measures every case of the family lazily."""
     for size in _SIZES:
         torch._dynamo.reset()
         free()

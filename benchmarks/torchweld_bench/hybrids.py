@@ -44,7 +44,7 @@ def _gated(gate_first: bool) -> Function:
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The code of transformers."""
+    """Runs the code of transformers."""
     z = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=x.shape[1])
     return F.silu(z[..., : x.shape[-1]])
 
@@ -82,7 +82,7 @@ def _rows_of(
 
 
 def rows() -> Iterator[Row]:
-    """Every case of the family, measured lazily."""
+    """Measures every case of the family lazily."""
     for shape, gate_first in _NORMS:
         torch._dynamo.reset()
         free()

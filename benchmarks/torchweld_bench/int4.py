@@ -42,7 +42,7 @@ _GRADIENTS_FROM = 1024  # rows of x in training
 
 
 def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
-    """Operands of torch's own kernel: other zeros, so that only its time is of use."""
+    """Makes operands of torch's own kernel, with other zeros: only its time is of use."""
     qweight, scale, _ = module.portable()
     codes = ops.int4_unpack(qweight, module.in_features)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
@@ -52,7 +52,7 @@ def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
 
 
 def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[Row]:
-    """One matmul; a row for each peer that has a target."""
+    """Times one matmul; a row for each peer with a target."""
     linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=dtype)
     module = Int4Linear.from_linear(linear, _GROUP)
     weight = (module.qweight, module.scale, module.zero)
@@ -85,7 +85,7 @@ def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[
 
 
 def gradient_rows(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> Iterator[Row]:
-    """The gradient to x of one matmul, over cuBLAS and over the forward."""
+    """Times the gradient to x of one matmul, over cuBLAS and over the forward."""
     linear = torch.nn.Linear(k, n, bias=False, device=device, dtype=dtype)
     module = Int4Linear.from_linear(linear, _GROUP)
     weight, dense = ops.int4_repack(*module.portable()), module.dequantise()

@@ -59,7 +59,7 @@ def _eager_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, 
 
 
 def _padded(weight: Tensor) -> Tensor:
-    """The weight for cuBLAS, which takes seven times as long for an odd vocabulary."""
+    """Pads the weight for cuBLAS, which takes seven times as long for an odd vocabulary."""
     return F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % 64))
 
 
@@ -68,7 +68,7 @@ def _products(x: Tensor, weight: Tensor, logits: Tensor) -> tuple[Tensor, Tensor
 
 
 def _peers_of_logits() -> dict[str, Callable[..., Tensor]]:
-    """The losses of given logits that are installed."""
+    """Lists the installed losses of given logits."""
     peers: dict[str, Callable[..., Tensor]] = {}
     quack = installed("quack.cross_entropy", "cross_entropy")
     if quack is not None:
@@ -80,7 +80,7 @@ def _peers_of_logits() -> dict[str, Callable[..., Tensor]]:
 
 
 def _peers_of_head() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The losses of a head that are installed, as functions of x, weight and target."""
+    """Lists the installed losses of a head, as functions of x, weight and target."""
     names = {
         "Liger": (_LIGER, "liger_fused_linear_cross_entropy"),
         "CCE": ("cut_cross_entropy", "linear_cross_entropy"),
@@ -91,8 +91,8 @@ def _peers_of_head() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
 
 
 def _captured(calls: dict[str, Call], but: tuple[str, ...] = _PEERS) -> dict[str, Call]:
-    """The calls as CUDA graphs. Liger and CCE read a count on the host, and quack's head tunes its
-    kernels, which can't be captured.
+    """Captures the calls as CUDA graphs, but for Liger and CCE, which read a count on the host, and
+    quack's head, which tunes its kernels.
     """
     return captured(calls, but)
 
@@ -195,7 +195,7 @@ def _given_logits(m: int, n: int) -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
-    """Every case of the family, measured lazily. Peak memory is in MiB; the other rows are in
+    """Measures every case of the family lazily. Peak memory is in MiB; the other rows are in
     microseconds.
     """
     for m, k, n in _SIZES:

@@ -35,7 +35,7 @@ def _rows_of(
     x: Tensor,
     peers: dict[str, Call] | None = None,
 ) -> Iterator[Row]:
-    """`eager` is the op on rows of x, with fp64 rows the reference. `peers` are further columns."""
+    """`eager` is the op on rows of x, and on fp64 rows the reference; `peers` are more columns."""
     errors = checked(ours()[:CHECKED_ROWS], eager, [x[:CHECKED_ROWS]], times=3, plus=0)
     calls = {"ours": ours, "cublas bare": bare, "eager": lambda: eager(x), **(peers or {})}
     return measured(case, calls, errors, "cublas bare", rounds=_ROUNDS)
@@ -60,7 +60,7 @@ def _linear(m: int, k: int, n: int, dtype: torch.dtype, tf32: str = "") -> Itera
 
 
 def _linear_gradients(m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Row]:
-    """The gradients of x and of the weight, a row each."""
+    """Measures the gradients of x and of the weight, a row each."""
     x, weight, dy = drawn(m, k, dtype=dtype), _weight(n, k, dtype), drawn(m, n, dtype=dtype)
     for i, (name, left, right) in enumerate((("dx", dy, weight), ("dweight", dy.t(), x))):
         mask = [i == 0, i == 1, False]
@@ -74,7 +74,7 @@ def _linear_gradients(m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Ro
 
 
 def _norm_linears(m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Row]:
-    """LayerNorm, RMSNorm and the folded LayerNorm, then a linear layer and GELU."""
+    """Measures LayerNorm, RMSNorm and folded LayerNorm before a linear layer and GELU."""
     x, weight = drawn(m, k, dtype=dtype), _weight(n, k, dtype)
     bias, scale, shift = (drawn(size, dtype=dtype) for size in (n, k, k))
     folded = ops.fold_layer_norm(weight, bias, scale, shift)
@@ -127,7 +127,7 @@ _HEADS = ((512, 128, 64), (256, 256, 64), (96, 1024, 64), (128, 512, 128), (32, 
 
 
 def _bmms() -> Iterator[Row]:
-    """The two matmuls of attention, and every layout of a plain one."""
+    """Measures both matmuls of attention, and every layout of a plain one."""
     for batch, seqlen, dim in _HEADS:
         q, k, v = (drawn(batch, seqlen, dim) for _ in range(3))
         p = torch.rand(batch, seqlen, seqlen, device="cuda").bfloat16()
@@ -142,7 +142,7 @@ def _bmm_layouts() -> Iterator[Row]:
 
 
 def _with_mean(case: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows and their geometric mean, which is wrong if one of them is."""
+    """Adds the geometric mean to rows; it is wrong if one of the rows is."""
     every = []
     for row in rows:
         every.append(row)

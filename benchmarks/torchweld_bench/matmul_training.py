@@ -71,7 +71,7 @@ def _rows_of(op: str, m: int, k: int, n: int, dtype: torch.dtype) -> Iterator[Ro
 
 
 def rows() -> Iterator[Row]:
-    """Every case of the family, measured lazily. Peak memory is in MiB; the other rows are in
+    """Measures every case of the family lazily. Peak memory is in MiB; the other rows are in
     microseconds.
     """
     cases = [(op, *size) for size in _SIZES for op in _OPS]

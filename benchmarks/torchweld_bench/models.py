@@ -81,12 +81,12 @@ _RANK = 16
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy of the modules of a model, with the same parameters."""
+    """Copies the modules of a model, but not the parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def compiled_copy(model: nn.Module, backend: str = "inductor") -> nn.Module:
-    """A copy with the same parameters, whose blocks, the model's longest list, are compiled."""
+    """Copies the modules, not the parameters, and compiles the blocks: the longest list."""
     copied = copy_of(model)
     lists = [m for m in copied.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     for block in max(lists, key=len):
@@ -95,7 +95,7 @@ def compiled_copy(model: nn.Module, backend: str = "inductor") -> nn.Module:
 
 
 def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
-    """A model on Liger's kernels, and a context with the functions that it replaces, or None."""
+    """Returns a model on Liger's kernels and a context with the functions it replaces, or None."""
     name = family.lower()
     apply_liger = installed("liger_kernel.transformers", f"apply_liger_kernel_to_{name}")
     if apply_liger is None:
@@ -118,7 +118,7 @@ def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
 
 
 def _adapted(model: nn.Module, layers: str) -> nn.Module:
-    """A model with LoRA adapters, which alone are trained."""
+    """Adds LoRA adapters to a model, which alone are trained."""
     import peft
 
     config = peft.LoraConfig(r=_RANK, lora_alpha=2 * _RANK, target_modules=_ADAPTED[layers])
@@ -126,7 +126,7 @@ def _adapted(model: nn.Module, layers: str) -> nn.Module:
 
 
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The loss of a causal language model that predicts the tokens themselves."""
+    """Computes a causal language model's loss with the tokens as labels."""
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
@@ -135,7 +135,7 @@ def stepper(
     optimizer: torch.optim.Optimizer,
     context: Any = contextlib.nullcontext,
 ) -> Callable[[], Tensor]:
-    """A function that makes one training step and returns the loss."""
+    """Returns a function that makes one training step and returns the loss."""
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -149,7 +149,7 @@ def stepper(
 
 
 def _variants(case: _Case) -> dict[str, Callable[[], Tensor]]:
-    """The training steps to be timed, by their names."""
+    """Returns the training steps to be timed, by name."""
     import transformers
 
     torch.manual_seed(0)

@@ -44,7 +44,7 @@ def _product(x: Tensor, scale: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 def rows() -> Iterator[Row]:
-    """Every case of the family, measured lazily."""
+    """Measures every case of the family lazily."""
     for m, k, sizes in _SIZES:
         torch._dynamo.reset()
         free()

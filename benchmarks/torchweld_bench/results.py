@@ -26,12 +26,12 @@ class Row:
         ours_us: median, microseconds.
         spread_us: its quartiles.
         peers_us: medians of the peers.
-        against: the peer that the ratio is taken to.
+        against: the peer by whose time ours is divided.
         ratio: ours over that peer; None if the answer is wrong.
         target: the largest ratio allowed, None without a target.
         error: our largest error against fp64.
-        eager_error: the same of torch's eager composition.
-        tokens: of a training step of several processes, all together; else None.
+        eager_error: the same error of torch's eager composition.
+        tokens: tokens of a training step in all processes together; None for other rows.
     """
 
     case: str
@@ -63,7 +63,7 @@ class Report:
     """The rows of one family and where they were measured.
 
     Attributes:
-        gpus: how many of the device, or processes on a CPU.
+        gpus: the number of GPUs, or of processes on a CPU.
     """
 
     family: str
@@ -99,7 +99,7 @@ def make_row(
     allowed_error: float,
     target: float | None = None,
 ) -> Row:
-    """A row from the timings of "ours" and the peers. A wrong answer has no ratio."""
+    """Makes a row from the timings of "ours" and the peers. A wrong answer has no ratio."""
     ours = times["ours"]
     peers = {name: round(t.us, 2) for name, t in times.items() if name != "ours"}
     right = error <= allowed_error
@@ -152,7 +152,7 @@ def new_report(family: str, device: str) -> Report:
 
 
 def load_targets(path: Path | None, family: str) -> dict[str, float]:
-    """The targets of a family by case, or by a pattern of cases. Empty if there is no file."""
+    """Reads a family's targets by case, or by a pattern of cases. Empty if there is no file."""
     if path is None or not path.is_file():
         return {}
     try:
@@ -163,13 +163,13 @@ def load_targets(path: Path | None, family: str) -> dict[str, float]:
 
 
 def target_of(row: Row, targets: dict[str, float]) -> float | None:
-    """The target of the longest name, with `*` for any text, that fits; else the row's own."""
+    """Returns the target of the longest matching name (`*` is any text), or the row's own."""
     names = [name for name in targets if fnmatchcase(row.case, name)]
     return targets[max(names, key=len)] if names else row.target
 
 
 def text_table(report: Report) -> str:
-    """The rows as text, one line per case."""
+    """Formats the rows, one line per case."""
     width = max([len(r.case) for r in report.rows] + [4])
     peers = list(dict.fromkeys(name for r in report.rows for name in r.peers_us))
     head = f"{'case':<{width}} {'ours us':>10}" + "".join(f" {p + ' us':>14}" for p in peers)

@@ -109,7 +109,7 @@ def _rows_of(case: str, operands: list[Tensor], tables: list[Tensor]) -> Iterato
 
 
 def rows() -> Iterator[Row]:
-    """Every case of the family, measured lazily."""
+    """Measures every case of the family lazily."""
     for batch, nheads, nheads_k, seqlen, head_dim, rotary_dim in _SIZES:
         torch._dynamo.reset()
         free()

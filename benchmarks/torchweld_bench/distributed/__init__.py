@@ -23,7 +23,7 @@ __all__ = ["draw", "rows"]
 
 
 def rows() -> Iterator[Row | Failure]:
-    """All rows, equal in all processes; a `Failure` if a case raises in any of them."""
+    """Measures all rows, equal in all processes; a `Failure` if a case raises in any process."""
     setup = Setup()
     if setup.size > 1:
         say(f"in a gather each of the {setup.size} receives {setup.link / 1e9:.1f} GB/s")

@@ -20,7 +20,7 @@ _LINK_BYTES = 1 << 28
 
 
 def refusal() -> str | None:
-    """Why the processes can't start, as a sentence, or None."""
+    """Returns why the processes can't start, as a sentence, or None."""
     if "RANK" not in os.environ or "LOCAL_RANK" not in os.environ:
         return (
             "distributed must be started by torchrun: "
@@ -56,7 +56,7 @@ def device() -> str:
 
 
 def complaint(call: Callable[[], object]) -> str:
-    """The error of the first process in which a call raised, equal in all; "" for none."""
+    """Returns the error of the first process in which a call raised, in all; "" for none."""
     mine = trace = ""
     try:
         call()
@@ -76,7 +76,7 @@ def complaint(call: Callable[[], object]) -> str:
 
 
 def highest(value: float) -> float:
-    """The highest of the processes' values."""
+    """Returns the highest of the processes' values."""
     one = torch.tensor([value], dtype=torch.float64, device=device())
     dist.all_reduce(one, dist.ReduceOp.MAX)
     return one.item()
@@ -120,7 +120,7 @@ def measured(
 
 
 def link() -> float:
-    """Bytes per second that each process receives in a long all-gather."""
+    """Measures the bytes per second that each process receives in a long all-gather."""
     size = dist.get_world_size()
     length = (_LINK_BYTES if torch.cuda.is_available() else 1 << 20) // size
     part = torch.zeros(length, dtype=torch.uint8, device=device())

@@ -48,7 +48,7 @@ class Trial:
     timing: Timing
 
     def differs(self, other: Trial) -> float:
-        """The larger relative difference; inf for NaN."""
+        """Returns the larger relative difference; inf for NaN."""
         found = max(abs(self.loss / other.loss - 1), abs(self.norm / other.norm - 1))
         return found if math.isfinite(self.loss + self.norm) else math.inf
 
@@ -118,7 +118,7 @@ def run(
 
 
 def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    """A call that replays a step as one CUDA graph."""
+    """Captures a step as one CUDA graph; returns its replay."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -135,7 +135,7 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
 def _planned(
     setup: Setup, sizes: Sizes, alone: Trial, batch: tuple[int, int], fsdp: int, tp: int
 ) -> Timing:
-    """The prediction of benchmarks/plan.py for a step with `batch` per FSDP process."""
+    """Predicts a step with `batch` per FSDP process, by benchmarks/plan.py."""
     count, seqlen = batch
     recompute = sizes.gated and _recompute()
 
@@ -155,7 +155,7 @@ def _compared(
     tokens: int,
     against: str = "alone",
 ) -> Iterator[Row]:
-    """A row, and those over stock and over the plan if both exist."""
+    """Makes a row, and rows over stock and over the plan if both exist."""
     ours, alone = trials["ours"], trials["alone"]
     stock = trials.get("stock", alone)
     times = {**{name: trial.timing for name, trial in trials.items()}, **others}
