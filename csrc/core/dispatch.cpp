@@ -90,6 +90,21 @@ void check_not_split(const char* op, const torch::autograd::Node& node,
       "results; use a schedule that does not split it, such as Interleaved1F1B");
 }
 
+namespace {
+
+// Makes a node of autograd's graph. NodePtr is std::shared_ptr, or c10::intrusive_ptr in newer
+// versions of torch.
+template <typename NodePtr, typename Node, typename... Args>
+NodePtr make_node(Args&&... args) {
+  if constexpr (std::is_constructible_v<NodePtr, std::shared_ptr<Node>>) {
+    return std::make_shared<Node>(std::forward<Args>(args)...);
+  } else {
+    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+  }
+}
+
+}  // namespace
+
 void refuse_second_derivative(const char* op, const torch::autograd::Node& node,
                               const variable_list& grads, variable_list& results) {
   auto edges = node.next_edges();
@@ -97,8 +112,9 @@ void refuse_second_derivative(const char* op, const torch::autograd::Node& node,
   edges.insert(edges.end(), of_grads.begin(), of_grads.end());
   std::string name = std::string("torchweld::") + op;
   if (const size_t at = name.rfind("_forward"); at != std::string::npos) name.resize(at);
+  using NodePtr = std::decay_t<decltype(std::declval<Tensor>().grad_fn())>;
   const auto refusal =
-      std::make_shared<torch::autograd::NotImplemented>(name + "_backward", std::move(edges));
+      make_node<NodePtr, torch::autograd::NotImplemented>(name + "_backward", std::move(edges));
   for (const Tensor& result : results) {
     // A gradient that only passes through does not depend on the inputs of the node.
     const bool passes = std::any_of(grads.begin(), grads.end(),
