@@ -83,7 +83,8 @@ TABLE = [
         + each(contents=("tf32_large",), dtype=("tf32",), size=("Large",))
         + each(contents=("tf32_medium",), dtype=("tf32",), size=("Medium",))
         + each(contents=("tf32_small",), dtype=("tf32",), size=("Small",))
-        + each(contents=("float32",), dtype=("float32",), size=("Medium", "Small")),
+        + each(contents=("float32_medium",), dtype=("float32",), size=("Medium",))
+        + each(contents=("float32_small",), dtype=("float32",), size=("Small",)),
     ),
     Family(
         "gemm_sm90_$contents",
@@ -181,8 +182,10 @@ TABLE = [
         "attention/sm90/fwd_kernel.cuh",
         "template void launch_attention_sm90_tile<$T, $tile, $is_masked>("
         "const AttentionParams&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_64",), tile=(0, 1, 2))
-        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_128",), tile=(3, 4, 5))
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_64_192_rows",), tile=(0,))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_64",), tile=(1, 2))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_96",), tile=(3,))
+        + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_128",), tile=(4, 5))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("to_256",), tile=(6, 7))
         + each(variant=VARIANTS, dtype=SIXTEEN_BIT, dims=("unequal",), tile=(8, 9)),
     ),
