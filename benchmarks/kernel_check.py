@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write every kernel's numbers there")
     parser.add_argument(
-        "--limit", type=float, default=35.0, help="processor seconds a file may take, all archs"
+        "--limit", type=float, default=40.0, help="processor seconds a file may take, all archs"
     )
     parser.add_argument("--all", action="store_true", help="print every kernel")
     args = parser.parse_args(argv)
