@@ -31,6 +31,17 @@ def inputs(dtype, batch, nheads, nheads_kv, seqlen_q, seqlen_k, dim, dim_v=None)
     )
 
 
+def mask_data(batch, nheads, rows, keys):
+    """Tensors of masks and the gradient of lse, by name. The documents have 90 tokens."""
+    return {
+        "key_end": torch.tensor([keys, 0, keys * 2 // 3], dtype=torch.int32, device="cuda"),
+        "key_start": ((torch.arange(rows) + keys - rows) // 90 * 90).int().repeat(batch, 1).cuda(),
+        "leftpad": torch.tensor([0, 7, keys // 2], dtype=torch.int32, device="cuda"),
+        "sink": torch.randn(nheads, device="cuda"),
+        "dlse": torch.randn(batch, nheads, rows, device="cuda"),
+    }
+
+
 def each_configuration(engine, *args, every=False, op="attention_forward", **kwargs):
     """Yields the name of each configuration of an engine, "" for all, with it in force.
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attention_engines import check, each_configuration, inputs, on_hopper
+from attention_engines import check, each_configuration, inputs, mask_data, on_hopper
 from choices_helpers import H200, NO_WGMMA, SMALL, chosen, ops, problem, refusal
 from numerics import assert_equal, assert_same_bits
 from running import GRADIENTS
@@ -105,16 +105,10 @@ def test_masks(sizes, dtype, numbers, padded):
     q, k, v = inputs(dtype, *sizes)
     dout = dout_of(q, v)
     batch, nheads, _, rows, keys = sizes[:5]
-    data = {
-        "key_end": torch.tensor([keys, 0, keys * 2 // 3], dtype=torch.int32, device="cuda"),
-        # Documents of 90 tokens, and a row that sees nothing.
-        "key_start": ((torch.arange(rows) + keys - rows) // 90 * 90).int().repeat(batch, 1).cuda(),
-        "sink": torch.randn(nheads, device="cuda"),
-        "dlse": torch.randn(batch, nheads, rows, device="cuda"),
-    }
-    data["key_start"][0, 5] = keys
+    data = mask_data(batch, nheads, rows, keys)
+    data["key_start"][0, 5] = keys  # a row that sees nothing
     kwargs = {name: data.get(name, value) for name, value in numbers.items()}
-    pads = torch.tensor([0, 7, keys // 2], dtype=torch.int32, device="cuda") if padded else None
+    pads = data["leftpad"] if padded else None
     if padded and "key_start" in kwargs:  # the op takes one of them
         kwargs["key_start"], pads = torch.maximum(kwargs["key_start"], pads[:, None]), None
     bounds = GRADIENTS["attention"](dout, q, k, v, pads, **kwargs)

@@ -12,7 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 import reference as R
 import torchweld
-from attention_engines import attention_bounds, check, each_configuration, inputs, on_hopper
+from attention_engines import (
+    attention_bounds,
+    check,
+    each_configuration,
+    inputs,
+    mask_data,
+    on_hopper,
+)
 from choices_helpers import _C, DEVICES, problem
 from numerics import assert_equal, assert_same_bits
 from running import GRADIENTS
@@ -239,13 +246,7 @@ HOPPER_MASKS = [
 def test_every_configuration_on_hopper(sizes, dtype, numbers):
     q, k, v = inputs(dtype, *sizes)
     batch, nheads, _, rows, keys = sizes[:5]
-    data = {
-        "key_end": torch.tensor([keys, 0, keys * 2 // 3], dtype=torch.int32, device="cuda"),
-        "key_start": ((torch.arange(rows) + keys - rows) // 90 * 90).int().repeat(batch, 1).cuda(),
-        "sink": torch.randn(nheads, device="cuda"),
-        "leftpad": torch.tensor([0, 7, keys // 2], dtype=torch.int32, device="cuda"),
-        "dlse": torch.randn(batch, nheads, rows, device="cuda"),
-    }
+    data = mask_data(batch, nheads, rows, keys)
     given = {name: data.get(name, value) for name, value in numbers.items()}
     given.update(seeded("cuda", 0.2))
     pads, forward = given.pop("leftpad", None), {**given}

@@ -209,19 +209,10 @@ def test_decoder_is_a_llama():
     sizes = TINY.llama
     torch.manual_seed(0)
     ours = Decoder(sizes).double()
-    config = transformers.LlamaConfig(
-        vocab_size=sizes.vocab,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.ffn,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
+    config = steps.llama_config(
+        sizes,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
     )
     model = transformers.LlamaForCausalLM(config).double()
     state = {"model.embed_tokens.weight": ours.embed.weight, "model.norm.weight": ours.norm.weight}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -289,10 +290,11 @@ def _llama(
     return run(make, shard, setup.cases.llama_batch, sizes.vocab, _decoder_loss, inside)
 
 
-def _transformers_llama(sizes: Sizes) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(sizes: Sizes, **more: Any) -> Any:
+    """Returns transformers' LlamaConfig of these sizes, with more arguments."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=sizes.vocab,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.ffn,
@@ -303,8 +305,14 @@ def _transformers_llama(sizes: Sizes) -> nn.Module:
         tie_word_embeddings=sizes.tied,
         bos_token_id=0,
         eos_token_id=0,
+        **more,
     )
-    return LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def _transformers_llama(sizes: Sizes) -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM._from_config(llama_config(sizes), attn_implementation="sdpa")
 
 
 def fully_sharded(setup: Setup) -> Iterator[Row]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchweld.distributed import _active
 from torchweld.integrations import recorder
-from torchweld.integrations.sdpa.gpus import general_kernel, no_dropout_kernel
+from torchweld.integrations.sdpa.gpus import DROPOUT, general_kernel, no_dropout_kernel
 from torchweld.ops.attention import drawn_seed
 
 from . import context_parallel, mask_numbers, packed
@@ -299,10 +299,9 @@ def attention_forward(
     weights = _weights_are_wanted(kwargs)
     reason = _why_not_the_op(query, seqlen_k, attention_mask, numbers, is_plain, weights, kwargs)
     if reason is None and dropout > 0.0:
-        reason = no_dropout_kernel(query, value, softcap)
+        sharded = _active.current is not None  # context parallelism has no dropout
+        reason = DROPOUT if sharded else no_dropout_kernel(query, value, softcap)
     if _active.current is not None:
-        if dropout > 0.0:
-            reason = reason or "attention dropout is on"
         out = context_parallel.attention(
             _active.current, query, key, value, numbers, reason, scaling, kwargs
         )

@@ -25,6 +25,7 @@ def general_kernel(*head_dims: int) -> str | None:
     return f"no kernel for tensor cores has a head dim above {_MAX_HEAD_DIM}"
 
 
+DROPOUT = "attention dropout is on"
 _MAX_DROPOUT_DIM = 128  # the largest head dim of Hopper's kernels with dropout
 
 
@@ -35,7 +36,7 @@ def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> st
     every such call, so its random numbers stay the same.
     """
     if not query.is_cuda:
-        return "attention dropout is on"
+        return DROPOUT
     dims = query.shape[-1], value.shape[-1]
     served = (
         _has_wgmma(query.device)
@@ -44,7 +45,7 @@ def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> st
         and all(dim % 8 == 0 for dim in dims)
         and softcap is None
     )
-    return None if served else "attention dropout is on, which no kernel for tensor cores has here"
+    return None if served else f"{DROPOUT}, which no kernel for tensor cores has here"
 
 
 @functools.cache
