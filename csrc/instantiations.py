@@ -257,9 +257,7 @@ TABLE = [
         "partial_sums",
         "pointwise/add_partials.cuh",
         "template void launch_add_partials<$T>(const float*, int64_t, int, int64_t,"
-        " const ColumnSums&, cudaStream_t, bool);\n"
-        "template void launch_add_row_parts<$T>(const float*, int64_t, int64_t, $T*,"
-        " cudaStream_t);",
+        " const ColumnSums&, cudaStream_t, bool);",
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(
@@ -341,10 +339,7 @@ CUDA_GROUPS = {
         "ops/key_ranges/kernels.cu",
     ),
     "puzzles": (
-        "puzzles/add_scalar/kernels.cu",
-        "puzzles/mul_relu/kernels.cu",
-        "puzzles/outer_add/kernels.cu",
-        "puzzles/outer_mul_relu/kernels.cu",
+        "pointwise/matrix_kernels.cu",
         "puzzles/row_sum/kernels.cu",
         "puzzles/scalar_attention/kernels.cu",
     ),

@@ -42,10 +42,6 @@ def test_blocks_of_a_matrix_pass_cover_every_row_once():
 
 def test_lanes_of_a_matrix_pass_cover_every_column_once():
     for _, n, _, p in pass_plans():
-        if p["whole_rows"]:  # the lanes go on along the row
-            assert p["lanes"] % 32 == 0 and p["lanes"] <= 512 and p["heads"][0] == 0
-            assert p["tiles"] == p["groups"] == p["rows_per_chunk"] == 1 and not p["peeled"]
-            continue
         assert p["lanes"] & (p["lanes"] - 1) == 0
         assert 32 <= p["lanes"] * p["groups"] <= 256
         for head in set(p["heads"]):
@@ -60,26 +56,6 @@ def test_a_row_longer_than_a_block_is_not_left_to_idle_lanes():
     for accesses, lanes in ((1, 1), (5, 8), (33, 64), (192, 64), (256, 256), (300, 128)):
         p = _C.matrix_pass_plan(64, accesses * 4, 4, 1, False, False, 0, accesses * 4, 132)
         assert p["lanes"] == lanes and p["tiles"] == -(-accesses // lanes)
-
-
-def test_blocks_have_whole_rows_where_a_tile_does_not():
-    """In 16 bits, where rows alone are summed; if they are long, only where they are many."""
-
-    def lanes(n, rows=33, size=2, reads=2, shift=0, sms=132):
-        p = _C.matrix_pass_plan(rows, n, size, reads, False, False, shift, n, sms)
-        assert p["row_parts"] > 1 or not p["scratch"]
-        return p["lanes"] if p["whole_rows"] else None
-
-    assert lanes(2048) is None and lanes(2056) == 96
-    # Whole warps, and nearly as many accesses as the row has.
-    for n in range(2056, 16392, 8):
-        assert 0 <= lanes(n) * 4 - n // 8 < 4 * 32
-    assert lanes(16384) == 512
-    assert lanes(131072, rows=2112) is None  # tiles were faster
-    assert lanes(16392, rows=4223) is None and lanes(16392, rows=4224) == 512
-    assert lanes(1 << 20, rows=4224) == 512 and lanes(16392, rows=512, sms=16) == 512
-    for other in ({"size": 4}, {"reads": 1}, {"shift": 1}, {"n": 16385}, {"n": 16388}):
-        assert lanes(**{"n": 16384, "rows": 65536, **other}) is None
 
 
 def test_scratch_of_a_matrix_pass_holds_every_part_of_a_sum():

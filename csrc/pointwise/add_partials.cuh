@@ -1,12 +1,11 @@
-// Kernels that add up partial sums of columns and of rows in a fixed order. csrc/instantiations.py
-// instantiates their launchers once for all passes.
+// The kernel that adds up partial sums of columns in a fixed order. csrc/instantiations.py
+// instantiates its launcher once for all passes.
 #pragma once
 
 #include "core/launch.h"
 #include "device/reduce.cuh"
 #include "device/sm90/dependent_launch.cuh"
 #include "pointwise/column_pass.cuh"
-#include "pointwise/matrix_launch.cuh"
 
 namespace torchweld {
 
@@ -51,41 +50,6 @@ void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, 
   Grid grid((num_sums * n + kWarp - 1) / kWarp, dim3(kWarp, kPartialGroups));
   grid.overlaps = overlaps;
   launch_kernel(add_partials_kernel<T>, grid, stream, g_partials, chunks, num_sums, n, sums);
-}
-
-// Adds up the partial sums of each row. If a row has few partial sums, one warp adds them up. If a
-// row has many, a whole block adds them up.
-template <typename T, int kThreadsPerRow, int kThreads>
-__global__ __launch_bounds__(kThreads) void add_row_parts_kernel(const float* g_parts, int64_t rows,
-                                                                 int64_t parts, T* g_sums) {
-  constexpr int kRows = kThreads / kThreadsPerRow;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kThreadsPerRow;
-  if (kRows > 1 && row >= rows) return;
-  const int thread = threadIdx.x % kThreadsPerRow;
-  ColumnSumOf<T> part = {};
-#pragma unroll 8
-  for (int64_t i = thread; i < parts; i += kThreadsPerRow) part += g_parts[row * parts + i];
-  float sum = warp_sum(part.value());
-  if constexpr (kThreadsPerRow > kWarp) {
-    __shared__ BlockExchange<kThreadsPerRow> s_exchange;
-    sum = s_exchange.sum_warps(sum);
-  }
-  if (thread == 0) g_sums[row] = from_float<T>(sum);
-}
-
-template <typename T>
-void launch_add_row_parts(const float* g_parts, int64_t rows, int64_t parts, T* g_sums,
-                          cudaStream_t stream) {
-  constexpr int64_t kManyParts = 512;
-  constexpr int kThreads = 256, kManyThreads = 1024;
-  if (parts <= kManyParts) {
-    launch_kernel(add_row_parts_kernel<T, kWarp, kThreads>,
-                  {divide_up(rows, kThreads / kWarp), kThreads}, stream, g_parts, rows, parts,
-                  g_sums);
-  } else {
-    launch_kernel(add_row_parts_kernel<T, kManyThreads, kManyThreads>, {rows, kManyThreads}, stream,
-                  g_parts, rows, parts, g_sums);
-  }
 }
 
 }  // namespace torchweld

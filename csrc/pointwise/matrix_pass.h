@@ -63,58 +63,22 @@ struct MatrixPassParams {
   DType dtype;
 };
 
-// A thread loads some rows at a time, with one access per row. If an access is 16 bytes, `rows` is
-// the number of these rows. If an access is one element, element_rows is the number of these rows.
-// An access is one element if the matrices differ in their alignment to 16-byte boundaries.
+// A thread loads `rows` rows at a time, with one access per row. The register limit of the kernel
+// allows blocks_per_sm blocks per SM.
 struct MatrixTile {
   int rows;
-  int element_rows;
-  int blocks_per_sm;  // number of blocks per SM that the kernel's register limit allows
-
-  constexpr int rows_of(bool vector) const { return vector ? rows : element_rows; }
+  int blocks_per_sm;
 };
 
-// The index into kMatrixTiles is the number of matrices that the op reads.
-// NOTE: these tiles have 256 lanes along a row and few rows per thread, and the blocks run in
-// memory order. Thus the blocks that run together on an H200 write one region of whole rows, nearly
-// as fast as a fill. Two alternatives are 3 to 10 % slower: tiles with more rows and fewer lanes,
-// and blocks that process many rows.
-inline constexpr MatrixTile kMatrixTiles[] = {{8, 8, 4}, {4, 8, 4}, {2, 4, 4}};
-// The tile of passes with column sums. A thread holds two batches of rows: it loads one batch while
-// it adds up the other.
-inline constexpr MatrixTile kColumnSumTile = {8, 8, 2};
-
+// Returns the tile of a pass that reads `reads` matrices. A pass with column sums holds two batches
+// of rows: it loads one batch while it adds up the other.
+// NOTE: without column sums, a tile has up to 256 lanes along a row and few rows, and the blocks
+// run in memory order. Thus the blocks that run together on an H200 write one region of whole rows,
+// nearly as fast as a fill. Two alternatives are 3 to 10 % slower: tiles with more rows and fewer
+// lanes, and blocks that process many rows.
 constexpr MatrixTile matrix_tile(int reads, bool column_sums) {
-  return column_sums ? kColumnSumTile : kMatrixTiles[reads];
+  return column_sums ? MatrixTile{8, 2} : MatrixTile{8 >> reads, 4};
 }
-
-// The tile of passes over 16-bit matrices that only sum rows. It is used for rows that are longer
-// than a tile of kMatrixTiles. One block processes a whole row, so there are no partial sums. The
-// block has up to `threads` threads, and each thread makes `loads` accesses at a time.
-// NOTE: the measurements on an H200 are multiples of the time that the memory traffic alone needs.
-// For 2304 to 32768 columns, whole rows need 1.007 to 1.021 and tiles need 1.04 to 1.26. For few
-// rows, such as (512, 4096), whole rows need 1.07 and tiles need 1.37.
-struct MatrixRowTile {
-  int threads;
-  int loads;
-  int blocks_per_sm;  // number of blocks per SM that the kernel's register limit allows
-
-  // Returns the number of threads for a row with `accesses` accesses, if each thread makes `loads`
-  // accesses. The result is a multiple of 32 and at most the member `threads`.
-  constexpr int threads_for(int64_t accesses) const {
-    const int64_t wanted = ((accesses + loads - 1) / loads + 31) / 32 * 32;
-    return wanted < threads ? static_cast<int>(wanted) : threads;
-  }
-  constexpr int64_t accesses() const { return int64_t{threads} * loads; }
-};
-inline constexpr MatrixRowTile kMatrixRowTile = {512, 4, 2};
-// Only for rows with more accesses than a block loads at a time: a block processes a whole row only
-// if the call has at least kMatrixRowRounds rounds. A round is the blocks that the GPU runs at the
-// same time. In the last round, most SMs may be idle. With few rounds, this is a large part of the
-// time. Measured in multiples of the time of the memory traffic, 8 rounds took 1.057 with whole
-// rows and 1.046 with tiles; 31 rounds took 1.021 with whole rows and 1.044 with tiles. No number
-// of rounds in between was measured.
-inline constexpr int kMatrixRowRounds = 16;
 
 inline constexpr int kMatrixThreads = 256;
 // If rows don't start on 16-byte boundaries, the elements at both ends of a row are processed
@@ -132,9 +96,8 @@ inline constexpr int kMinPeeledAccesses = 8;
 // the same offset. They form phase i, and a block processes rows of one phase only.
 struct MatrixPlan {
   bool vector;
-  bool whole_rows;  // each block processes one row; tiles and rows_per_chunk are 1
-  bool peeled;      // whether rows have elements before the first or after the last access
-  int elems;        // the number of elements in an access
+  bool peeled;  // whether rows have elements before the first or after the last access
+  int elems;    // the number of elements in an access
   int lanes;
   int groups;
   int phases;
@@ -153,8 +116,10 @@ struct MatrixPlan {
   // a column. If there is only one partial sum, it is the whole sum, and the block stores it as the
   // result.
   TW_HOST_DEVICE int64_t row_parts() const { return tiles + peeled; }
-  int64_t column_parts() const { return phases * chunks; }
-  int64_t row_scratch() const { return row_sums && row_parts() > 1 ? rows * row_parts() : 0; }
+  TW_HOST_DEVICE int64_t column_parts() const { return phases * chunks; }
+  TW_HOST_DEVICE int64_t row_scratch() const {
+    return row_sums && row_parts() > 1 ? rows * row_parts() : 0;
+  }
   int64_t column_scratch() const {
     return column_sums && column_parts() > 1 ? n * column_parts() : 0;
   }
@@ -164,35 +129,6 @@ struct MatrixPlan {
   TW_HOST_DEVICE int head(int64_t row) const {
     const int from_boundary = shift + static_cast<int>(row & (elems - 1)) * shift_step;
     return -from_boundary & (elems - 1);
-  }
-};
-
-// The alignment of the rows to 16-byte boundaries. `vector` is true if all matrices have the same
-// alignment, so that the kernel can make 16-byte accesses. shift and shift_step are those of
-// MatrixPlan.
-struct MatrixAlignment {
-  bool vector = true;
-  int shift = 0;
-  int shift_step = 0;
-
-  MatrixAlignment(const MatrixPassParams& p, int elem_size) {
-    const int elems = 16 / elem_size;
-    bool first = true;
-    const auto meet = [&](const void* base, int64_t row_stride) {
-      if (base == nullptr) return;
-      const int base_shift = static_cast<int>(reinterpret_cast<uintptr_t>(base) % 16) / elem_size;
-      const int step = p.rows > 1 ? static_cast<int>(row_stride % elems) : 0;
-      vector = vector && (first || (base_shift == shift && step == shift_step));
-      shift = base_shift;
-      shift_step = step;
-      first = false;
-    };
-    meet(p.in[0], p.in_row_stride[0]);
-    meet(p.in[1], p.in_row_stride[1]);
-    meet(p.out, p.n);
-    const bool whole = shift == 0 && shift_step == 0 && p.n % elems == 0;
-    vector = vector && (whole || p.n >= kMinPeeledAccesses * elems);
-    if (!vector) shift = shift_step = 0;
   }
 };
 
@@ -232,43 +168,39 @@ inline int64_t choose_matrix_chunks(int64_t batches, int64_t columns, int64_t bl
   return chosen;
 }
 
-// Whether each block processes a whole row.
-inline bool choose_whole_rows(const MatrixPassParams& p, const MatrixPlan& plan) {
-  const bool sums_rows_alone = plan.row_sums && !plan.column_sums && p.x == nullptr;
-  const int64_t accesses = p.n / plan.elems;
-  if (!sums_rows_alone || p.dtype == DType::kFloat32 || !plan.vector || plan.peeled) return false;
-  if (accesses <= kMatrixThreads) return false;  // one tile already covers the whole row
-  const int64_t at_once = int64_t{kMatrixRowTile.blocks_per_sm} * (p.sms > 0 ? p.sms : 1);
-  return accesses <= kMatrixRowTile.accesses() || p.rows >= kMatrixRowRounds * at_once;
-}
-
 // Plans a pass over a matrix. All sizes of the matrix must be at least 1.
 inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
-  const int elem_size = p.dtype == DType::kFloat32 ? 4 : 2;
-  const MatrixAlignment alignment(p, elem_size);
-
+  const int elem_size = p.dtype == DType::kFloat32 ? 4 : 2, whole_elems = 16 / elem_size;
   MatrixPlan plan = {};
   plan.rows = p.rows;
   plan.n = p.n;
   plan.row_sums = p.row_sums != nullptr;
   plan.column_sums = p.column_sums != nullptr;
-  plan.vector = alignment.vector;
-  plan.elems = plan.vector ? 16 / elem_size : 1;
-  plan.shift = alignment.shift;
-  plan.shift_step = alignment.shift_step;
-  plan.peeled = plan.shift != 0 || plan.shift_step != 0 || p.n % plan.elems != 0;
+
+  // The kernel makes 16-byte accesses if all matrices have the same offsets from 16-byte
+  // boundaries.
+  plan.vector = true;
+  bool first = true;
+  const auto add_matrix = [&](const void* base, int64_t row_stride) {
+    if (base == nullptr) return;
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(base) % 16) / elem_size;
+    const int step = p.rows > 1 ? static_cast<int>(row_stride % whole_elems) : 0;
+    plan.vector &= first || (shift == plan.shift && step == plan.shift_step);
+    plan.shift = shift;
+    plan.shift_step = step;
+    first = false;
+  };
+  add_matrix(p.in[0], p.in_row_stride[0]);
+  add_matrix(p.in[1], p.in_row_stride[1]);
+  add_matrix(p.out, p.n);
+  plan.peeled = plan.shift != 0 || plan.shift_step != 0 || p.n % whole_elems != 0;
+  plan.vector &= !plan.peeled || p.n >= kMinPeeledAccesses * whole_elems;
+  if (!plan.vector) plan.shift = plan.shift_step = plan.peeled = 0;
+  plan.elems = plan.vector ? whole_elems : 1;
   const bool columns = plan.column_sums || p.x != nullptr;
   plan.phases = columns ? plan.elems / std::gcd(plan.elems, plan.shift_step) : 1;
 
   const int64_t accesses = p.n / plan.elems;
-  plan.whole_rows = choose_whole_rows(p, plan);
-  if (plan.whole_rows) {
-    plan.lanes = kMatrixRowTile.threads_for(accesses);
-    plan.groups = 1;
-    plan.tiles = plan.rows_per_chunk = 1;
-    plan.chunks = p.rows;
-    return plan;
-  }
   plan.lanes = choose_matrix_lanes(accesses);
   plan.tiles = divide_up(accesses, plan.lanes);
   // A block has no more groups than its phase has rows, unless it needs more groups to fill a warp.
@@ -278,7 +210,7 @@ inline MatrixPlan plan_matrix_pass(const MatrixPassParams& p) {
 
   const int reads = (p.in[0] != nullptr) + (p.in[1] != nullptr);
   const MatrixTile tile = matrix_tile(reads, plan.column_sums);
-  const int64_t batch = int64_t{plan.groups} * tile.rows_of(plan.vector);
+  const int64_t batch = int64_t{plan.groups} * tile.rows;
   const int64_t batches = divide_up(phase_rows, batch);
   int64_t chunks = batches;
   if (plan.column_sums) {

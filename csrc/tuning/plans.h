@@ -54,11 +54,7 @@ inline py::dict matrix_pass_plan(int64_t rows, int64_t n, int elem_size, int rea
   d["elems"] = plan.elems;
   d["lanes"] = plan.lanes;
   d["groups"] = plan.groups;
-  d["whole_rows"] = plan.whole_rows;
-  // The number of accesses per thread along a row.
-  d["loads"] = plan.whole_rows ? kMatrixRowTile.loads : 1;
-  d["batch"] =
-      plan.whole_rows ? 1 : plan.groups * matrix_tile(reads, column_sums).rows_of(plan.vector);
+  d["batch"] = plan.groups * matrix_tile(reads, column_sums).rows;
   d["phases"] = plan.phases;
   d["tiles"] = plan.tiles;
   d["rows_per_chunk"] = plan.rows_per_chunk;

@@ -10,8 +10,7 @@
 #include "core/dispatch.h"
 
 #ifdef TORCHWELD_CUDA
-#include "core/cuda_inputs.h"
-#include "puzzles/add_scalar/add_scalar.h"
+#include "pointwise/matrix_inputs.h"
 #endif
 
 namespace torchweld::add_scalar_op {
@@ -46,17 +45,11 @@ constexpr int64_t kWidth = 16384;
 Tensor add_scalar_cuda(const Tensor& x, double value) {
   Tensor z = add_scalar_meta(x, value);
   if (z.numel() == 0) return z;
-  const OnDevice on(x.device());
   const int64_t width = x.numel() % kWidth == 0 ? kWidth : x.numel();
-  const Rows in(x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width}));
-  MatrixPassParams params = {};
-  params.in[0] = const_data<void>(in.tensor);
-  params.in_row_stride[0] = in.row_stride;
-  params.out = mutable_data<void>(z);
-  params.rows = in.rows;
-  params.n = in.n;
-  params.dtype = dtype_of(x);
-  launch_add_scalar(params, static_cast<float>(value), current_stream());
+  MatrixPassTensors pass;
+  pass.in[0] = x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width});
+  pass.out = z;
+  matrix_pass_cuda(AddScalarCell{value}, pass);
   return z;
 }
 #endif

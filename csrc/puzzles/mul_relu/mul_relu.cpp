@@ -6,12 +6,11 @@
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
+#include "pointwise/matrix_cells.h"
 #include "pointwise/matrix_pass_cpu.h"
-#include "puzzles/mul_relu/cell.h"
 
 #ifdef TORCHWELD_CUDA
 #include "pointwise/matrix_inputs.h"
-#include "puzzles/mul_relu/mul_relu.h"
 #endif
 
 namespace torchweld::mul_relu_op {
@@ -75,14 +74,14 @@ Tensor mul_relu_cuda(const Tensor& x, const Tensor& y) {
   pass.in[0] = x;
   pass.y = y;
   pass.out = z;
-  matrix_pass_cuda(launch_mul_relu, pass);
+  matrix_pass_cuda(MulReluCell{}, pass);
   return z;
 }
 
 Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
   if (dz.numel() == 0) return {dx, dy.zero_()};
-  matrix_pass_cuda(launch_mul_relu_backward, backward_pass(dz, x, y, dx, dy));
+  matrix_pass_cuda(MulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 #endif

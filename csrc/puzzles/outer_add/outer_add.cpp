@@ -11,7 +11,6 @@
 
 #ifdef TORCHWELD_CUDA
 #include "pointwise/matrix_inputs.h"
-#include "puzzles/outer_add/outer_add.h"
 #endif
 
 namespace torchweld::outer_add_op {
@@ -59,7 +58,7 @@ Tensor outer_add_cuda(const Tensor& x, const Tensor& y) {
   pass.x = x;
   pass.y = y;
   pass.out = z;
-  matrix_pass_cuda(launch_outer_add, pass);
+  matrix_pass_cuda(OuterAddCell{}, pass);
   return z;
 }
 
@@ -70,7 +69,7 @@ Grads2 outer_add_backward_cuda(const Tensor& dz) {
   pass.in[0] = dz;
   pass.column_sums = dx;
   pass.row_sums = dy;
-  matrix_pass_cuda(launch_outer_add_backward, pass);
+  matrix_pass_cuda(OuterAddBackwardCell{}, pass);
   return {dx, dy};
 }
 #endif

@@ -6,12 +6,11 @@
 #include <ATen/ops/empty.h>
 
 #include "core/dispatch.h"
+#include "pointwise/matrix_cells.h"
 #include "pointwise/matrix_pass_cpu.h"
-#include "puzzles/outer_mul_relu/cell.h"
 
 #ifdef TORCHWELD_CUDA
 #include "pointwise/matrix_inputs.h"
-#include "puzzles/outer_mul_relu/outer_mul_relu.h"
 #endif
 
 namespace torchweld::outer_mul_relu_op {
@@ -76,14 +75,14 @@ Tensor outer_mul_relu_cuda(const Tensor& x, const Tensor& y) {
   pass.x = x;
   pass.y = y;
   pass.out = z;
-  matrix_pass_cuda(launch_outer_mul_relu, pass);
+  matrix_pass_cuda(OuterMulReluCell{}, pass);
   return z;
 }
 
 Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  matrix_pass_cuda(launch_outer_mul_relu_backward, backward_pass(dz, x, y, dx, dy));
+  matrix_pass_cuda(OuterMulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
   return {dx, dy};
 }
 #endif
