@@ -352,7 +352,6 @@ CUDA_GROUPS = {
     "conv2d_bands": (
         "puzzles/conv2d/banded_kernels.cu",
         "puzzles/conv2d/dweight_kernels.cu",
-        "puzzles/conv2d/narrow_kernels.cu",
     ),
 }
 

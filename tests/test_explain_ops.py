@@ -81,18 +81,13 @@ def test_convolutions():
         largest = next(c for c in (3, 5, 7, 9) if size <= c)
         name = f"cells {largest}x{largest}"
         assert cells.tile == {"name": name, "tile_rows": rows, "ahead": 2}
+    assert explained(BF16, 9, 8, 8, 3).kernel == "cells, on tensor cores"
     assert explained(BF16, 9, 64, 64, 11).tile == {
         "name": "banded 128x64",
         "tile_rows": 128,
         "tile_columns": 64,
     }
-    for height, size in ((8, 3), (1, 4), (5, 5), (8, 7)):
-        narrow = explained(BF16, 9, height, 8, size)
-        assert narrow.kernel == "images of 8 columns, on tensor cores"
-        assert list(narrow.tile) == ["name"] and narrow.tile["name"].startswith("narrow ")
-    for height, width, size in ((9, 8, 3), (8, 7, 5), (8, 16, 4), (8, 8, 8)):
-        assert explained(BF16, 9, height, width, size).kernel == "cells, on tensor cores"
-    assert explained(F32, 9, 8, 8, 7).kernel == "small images, through shared memory"
+    assert explained(F32, 9, 8, 8, 7).kernel == "direct, in registers"
     assert explained(F32, 9, 16, 16, 7).kernel == "direct, in registers"
     assert explained(F32, 9, 16, 16, 6).kernel == "general"
 
@@ -141,7 +136,7 @@ def test_a_refused_engine_is_named_with_its_reason():
     image, kernel = meta(9, 16, 16, dtype=F32), meta(6, 6, dtype=F32)
     rejected = dict(torchweld.explain("conv2d", image, kernel).rejected)
     assert rejected["direct"] == "float32 and square kernels of 3, 4, 5 or 7"
-    assert rejected["banded"] == "16 bits and kernels of 31 x 31 at most"
+    assert rejected["cells"] == "16 bits and kernels of 3 x 3 at most"  # the first tile's reason
     assert "general" not in rejected
 
 

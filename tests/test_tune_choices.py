@@ -106,21 +106,6 @@ def test_remembered_choice_holds_for_its_gpu_and_gives_way_to_a_forced_one():
     assert picked(gpu=GPU) == (own, "heuristic")
 
 
-def test_choice_that_another_call_of_the_class_refuses():
-    """A remembered one is left alone there, a forced one is an error."""
-    wide, narrow = (problem("conv2d", height=8, width=w, elem_size=2) for w in (8, 7))
-    assert _C.shape_class("conv2d", wide) == _C.shape_class("conv2d", narrow)
-    ops._remember_choice(GPU, "conv2d", wide, "narrow 5x5")
-    assert picked("conv2d", wide, GPU) == ("narrow 5x5", "tuned")
-    assert picked("conv2d", narrow, GPU) == ("cells 3x3", "heuristic")
-    ops._force_choice("conv2d", wide, "narrow 7x7")
-    try:
-        with pytest.raises(RuntimeError, match="must be one that .* got 'narrow 7x7' .*8 columns"):
-            picked("conv2d", narrow, GPU)
-    finally:
-        ops._force_choice("conv2d", wide, "")
-
-
 def test_a_softmax_remembers_tiles_rings_and_the_streaming_kernel():
     numbers = problem("softmax", n=16_384)
     own, source = picked("softmax", numbers, GPU)

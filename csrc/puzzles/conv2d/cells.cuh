@@ -383,13 +383,103 @@ void launch_cells_config(const Conv2dParams& params, cudaStream_t stream) {
                 });
 }
 
+// The kernel for contiguous images of 8 columns and up to kNarrowHeight rows. In such an image, a
+// cell has no neighbouring cell and at most one cell below it.
+//
+// A warp first loads all its images. One load instruction loads 8 cells, for example four images of
+// 8 rows, which are 512 contiguous bytes. In the warp, the four lanes of an image's lower cell
+// follow the four lanes of its upper cell. The lanes hold the rows of an image in the order in
+// which the kernel computes them. NOTE: the kernel skips the products of the weights with the zeros
+// of the padding, although such a product is NaN if the weight is inf or NaN. Therefore, if a
+// weight is not finite, every output is recomputed.
+constexpr int kNarrowLoads = 4;
+constexpr int kNarrowImages = 4;  // the number of images per load
+constexpr int kNarrowWarpImages = kNarrowLoads * kNarrowImages;
+static_assert(kNarrowHeight == 2 * kCellRows && kWarp == kNarrowImages * kNarrowHeight);
+
+template <typename Config>
+__global__ __launch_bounds__(kCellsThreads, Config::kShape.blocks_per_sm) void conv2d_narrow_kernel(
+    const Conv2dArgs<typename Config::T> args) {
+  using T = typename Config::T;
+  using Table = WeightTable<Config>;
+  __shared__ Table table;
+  uint16_t r_weights[Table::kPerThread];
+  Table::load(r_weights, args);
+
+  const int lane = threadIdx.x % kWarp;
+  const int image = lane / kNarrowHeight, row = lane % kNarrowHeight;
+  const int height = static_cast<int>(args.height);
+  const int64_t first_image =
+      ((args.first_block + blockIdx.x) * kCellsWarps + threadIdx.x / kWarp) * kNarrowWarpImages;
+  const int64_t left = args.batch - first_image;
+  const int images = left < kNarrowWarpImages ? static_cast<int>(left) : kNarrowWarpImages;
+  const auto valid = [&](int i) { return i * kNarrowImages + image < images && row < height; };
+  const int image_row = Config::kFlipped ? height - 1 - row : row;
+  const int64_t first = (first_image * height + image * height + image_row) * kCellColumns;
+  const auto strip = [&](int i) -> Strip<T> {
+    const int64_t offset = first + i * kNarrowImages * height * kCellColumns;
+    return {args.g_x + offset, args.g_z + offset, height - row, false, true, kCellColumns, 0};
+  };
+  uint32_t r_x[kNarrowLoads][4];
+#pragma unroll
+  for (int i = 0; i < kNarrowLoads; ++i) {
+    load_pairs<true>(r_x[i], strip(i).g_x, valid(i), kCellColumns);
+  }
+
+  uint32_t check = 0;
+#pragma unroll
+  for (int i = 0; i < Table::kPerThread; ++i) check_finite<T>(check, r_weights[i]);
+  table.store(r_weights);
+  const bool all = __syncthreads_or((check & 0x7fff7fff) != 0);
+  uint32_t r_band[Config::kDown][Config::kBands];
+  table.read(r_band);
+
+  check = 0;
+#pragma unroll
+  for (int i = 0; i < kNarrowLoads; ++i) {
+    float r_acc[kCellTiles][4] = {};
+    multiply_side<Config, 0>(r_acc, [&](int w) { return r_x[i][w]; }, r_band[0]);
+    uint32_t r_below[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t received = __shfl_down_sync(~0u, r_x[i][w], kCellRows);
+      r_below[w] = row < kCellRows ? received : 0;
+    }
+    multiply_side<Config, 0>(r_acc, [&](int w) { return r_below[w]; }, r_band[1]);
+    store_cell<Config, true>(strip(i), r_acc, valid(i), check);
+  }
+  if (!all && (check & 0x7fff7fff) == 0) return;
+#pragma unroll 1
+  for (int i = 0; i < kNarrowLoads; ++i) {
+    if (valid(i)) recompute_strip<Config>(args, strip(i), 1, all);
+  }
+}
+
+template <typename Config>
+void launch_narrow_config(const Conv2dParams& params, cudaStream_t stream) {
+  constexpr int64_t kImages = kCellsWarps * kNarrowWarpImages;
+  using Args = Conv2dArgs<typename Config::T>;
+  for_each_grid(conv2d_args<typename Config::T>(params, 1, 1),
+                (params.batch + kImages - 1) / kImages, [&](const Args& args, int64_t blocks) {
+                  launch_kernel(conv2d_narrow_kernel<Config>, {blocks, kCellsThreads}, stream,
+                                args);
+                });
+}
+
 // Launches the kernel for a tile. The tile must be large enough for the convolution kernel.
 template <typename T>
 void launch_conv2d_cells_of(int tile, const Conv2dParams& params, cudaStream_t stream) {
+  const bool narrow =
+      params.width == kCellColumns && params.height <= kNarrowHeight && params.contiguous();
   dispatch_index<kNumCellsTiles>(tile, [&](auto index) {
-    constexpr int kTile = index.value;
-    if (params.flipped) return launch_cells_config<CellsConfig<T, kTile, true>>(params, stream);
-    launch_cells_config<CellsConfig<T, kTile, false>>(params, stream);
+    const auto launch = [&](auto flipped) {
+      using Config = CellsConfig<T, index.value, flipped.value>;
+      if constexpr (index.value < kNumNarrowTiles) {
+        if (narrow) return launch_narrow_config<Config>(params, stream);
+      }
+      launch_cells_config<Config>(params, stream);
+    };
+    params.flipped ? launch(std::true_type()) : launch(std::false_type());
   });
 }
 

@@ -7,12 +7,10 @@ namespace torchweld {
 
 // The engines. "Kernel" means the convolution kernel here.
 //   kDirect   fp32, square kernels of a size in kDirectTiles, in registers
-//   kBanded   16 bits, on tensor cores
-//   kGeneral  any dtype, any kernel
 //   kCells    16 bits, kernels up to 9 x 9, on tensor cores, without shared memory
-//   kSmall    fp32, images and square kernels that fit a tile of kSmallTiles
-//   kNarrow   16 bits, images of 8 columns and up to 8 rows, kernels up to 7 x 7, on tensor cores
-enum class Conv2dEngine : int8_t { kDirect, kBanded, kGeneral, kCells, kSmall, kNarrow };
+//   kBanded   16 bits, kernels up to 31 x 31, on tensor cores
+//   kGeneral  any dtype, any kernel
+enum class Conv2dEngine : int8_t { kDirect, kCells, kBanded, kGeneral };
 
 // A tile of the direct kernel. A thread computes kDirectColumns contiguous columns of a strip. The
 // strip has up to strip_rows rows and is computed from top to bottom. The loads of `ahead` rows are
@@ -23,7 +21,8 @@ struct DirectTile {
   int buffers;  // the number of buffers; at least `size`
   int ahead;
   int strip_rows;
-  int blocks_per_sm;  // minimum number of blocks per SM; it limits the registers
+  int blocks_per_sm;        // minimum number of blocks per SM; it limits the registers
+  int small_blocks_per_sm;  // the same for the kernel for small images
 };
 inline constexpr int kDirectThreads = 128;
 inline constexpr int kDirectColumns = 4;
@@ -31,8 +30,25 @@ inline constexpr int kDirectColumns = 4;
 // On an H200, the direct kernel then needs 1.06 to 1.08 times the time of a copy. With 4 buffers,
 // it needed 1.09 to 1.10 times the time of a copy.
 inline constexpr DirectTile kDirectTiles[] = {
-    {3, 3, 3, 16, 8}, {4, 5, 5, 16, 4}, {5, 5, 5, 16, 4}, {7, 7, 2, 64, 4}};
+    {3, 3, 3, 16, 8, 6}, {4, 5, 5, 16, 4, 5}, {5, 5, 5, 16, 4, 5}, {7, 7, 2, 64, 4, 4}};
 inline constexpr int kNumDirectTiles = sizeof(kDirectTiles) / sizeof(kDirectTiles[0]);
+
+// Returns the index of the tile for square convolution kernels of size `size`, or -1 if there is no
+// such tile.
+constexpr int direct_tile(int64_t size) {
+  for (int i = 0; i < kNumDirectTiles; ++i) {
+    if (kDirectTiles[i].size == size) return i;
+  }
+  return -1;
+}
+
+// The direct engine has a second kernel for contiguous images of kSmallColumns columns and up to
+// kSmallHeight rows. A thread computes an image, kSmallRows rows at a time.
+inline constexpr int kSmallWarps = 4;
+inline constexpr int kSmallThreads = 32 * kSmallWarps;
+inline constexpr int kSmallColumns = 8;
+inline constexpr int kSmallRows = 8;
+inline constexpr int kSmallHeight = 16;
 
 // Returns the number of strips that divide the height of an image. `across` is the number of strips
 // side by side, in all images of the batch together. A strip has up to max_rows rows. While the
@@ -100,28 +116,13 @@ constexpr int64_t cells_strip_rows(const CellsTile& tile, int64_t batch, int64_t
   return ((cells - 1) / strips + 1) * kCellRows;
 }
 
-// The narrow kernel is for images that are at most two cells high. It supports the first
-// kNumNarrowTiles tiles of the cells kernel.
+// The cells engine has a second kernel, for contiguous images that are one cell wide and at most
+// two cells high. It supports the first kNumNarrowTiles tiles.
 // NOTE: the measurements for x (65536, 8, 8) on an H200 are multiples of the time of a copy of x.
 // The narrow kernel needs 0.96 to 1.00 for convolution kernels of size 3 to 5, and 1.04 for size 7.
 // The cells kernel needed 1.13 to 1.25.
 inline constexpr int kNarrowHeight = 2 * kCellRows;
 inline constexpr int kNumNarrowTiles = 3;
-
-// A tile of the small kernel. A thread computes kSmallColumns columns of an image, kSmallRows rows
-// at a time.
-struct SmallTile {
-  int size;           // kernel height and width
-  int width;          // the maximum width of an image
-  int blocks_per_sm;  // minimum number of blocks per SM; it limits the registers
-};
-inline constexpr int kSmallWarps = 4;
-inline constexpr int kSmallThreads = 32 * kSmallWarps;
-inline constexpr int kSmallColumns = 8;
-inline constexpr int kSmallRows = 8;
-inline constexpr int kSmallHeight = 16;  // the maximum height of an image
-inline constexpr SmallTile kSmallTiles[] = {{3, 16, 6}, {4, 16, 5}, {5, 16, 5}, {7, 8, 4}};
-inline constexpr int kNumSmallTiles = sizeof(kSmallTiles) / sizeof(kSmallTiles[0]);
 
 // A block of the general kernel computes kGeneralThreads * kGeneralRows outputs. Taps are the
 // elements of the convolution kernel. The block loops over chunks of kTapChunk x kTapChunk taps.
@@ -129,20 +130,9 @@ inline constexpr int kGeneralThreads = 256;
 inline constexpr int kGeneralRows = 8;  // the number of outputs per thread
 inline constexpr int kTapChunk = 32;
 
-// Returns the index of the tile for square convolution kernels of size `size`, or -1 if there is no
-// such tile.
-template <typename Tile, int kCount>
-constexpr int tile_of_size(const Tile (&tiles)[kCount], int64_t size) {
-  for (int i = 0; i < kCount; ++i) {
-    if (tiles[i].size == size) return i;
-  }
-  return -1;
-}
-
 // The fits_* functions return whether an engine supports a problem.
 constexpr bool fits_direct(int64_t kernel_height, int64_t kernel_width, int elem_size) {
-  return elem_size == 4 && kernel_height == kernel_width &&
-         tile_of_size(kDirectTiles, kernel_height) >= 0;
+  return elem_size == 4 && kernel_height == kernel_width && direct_tile(kernel_height) >= 0;
 }
 constexpr bool fits_banded(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   return elem_size == 2 && kernel_height <= kBandedMaxKernel && kernel_width <= kBandedMaxKernel;
@@ -151,28 +141,10 @@ constexpr bool fits_cells(const CellsTile& tile, int64_t kernel_height, int64_t 
                           int elem_size) {
   return elem_size == 2 && kernel_height <= tile.size && kernel_width <= tile.size;
 }
-constexpr bool fits_narrow(const CellsTile& tile, int64_t height, int64_t width,
-                           int64_t kernel_height, int64_t kernel_width, int elem_size) {
-  return fits_cells(tile, kernel_height, kernel_width, elem_size) && height <= kNarrowHeight &&
-         width == kCellColumns;
-}
-constexpr bool fits_small(int64_t height, int64_t width, int64_t kernel_height,
-                          int64_t kernel_width, int elem_size) {
-  const int tile = kernel_height == kernel_width ? tile_of_size(kSmallTiles, kernel_height) : -1;
-  return tile >= 0 && elem_size == 4 && height <= kSmallHeight && width <= kSmallTiles[tile].width;
-}
 
-constexpr Conv2dEngine choose_conv2d(int64_t height, int64_t width, int64_t kernel_height,
-                                     int64_t kernel_width, int elem_size) {
-  const CellsTile& largest = kCellsTiles[kNumCellsTiles - 1];
-  const CellsTile& narrow = kCellsTiles[kNumNarrowTiles - 1];
-  if (fits_small(height, width, kernel_height, kernel_width, elem_size)) {
-    return Conv2dEngine::kSmall;
-  }
+constexpr Conv2dEngine choose_conv2d(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   if (fits_direct(kernel_height, kernel_width, elem_size)) return Conv2dEngine::kDirect;
-  if (fits_narrow(narrow, height, width, kernel_height, kernel_width, elem_size)) {
-    return Conv2dEngine::kNarrow;
-  }
+  const CellsTile& largest = kCellsTiles[kNumCellsTiles - 1];
   if (fits_cells(largest, kernel_height, kernel_width, elem_size)) return Conv2dEngine::kCells;
   if (fits_banded(kernel_height, kernel_width, elem_size)) return Conv2dEngine::kBanded;
   return Conv2dEngine::kGeneral;

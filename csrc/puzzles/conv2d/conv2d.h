@@ -27,6 +27,15 @@ struct Conv2dParams {
   int64_t x_row_stride;
   bool flipped;
   DType dtype;
+
+  // Whether x and z are contiguous and all their rows start and end on 16-byte boundaries.
+  bool contiguous() const {
+    const int64_t row_bytes = width * (dtype == DType::kFloat32 ? 4 : 2);
+    const auto aligned = [](const void* g) { return reinterpret_cast<uintptr_t>(g) % 16 == 0; };
+    return aligned(x) && aligned(z) && row_bytes % 16 == 0 &&
+           (height == 1 || x_row_stride == width) &&
+           (batch == 1 || x_batch_stride == height * width);
+  }
 };
 
 // The kernels compute dweight[p, q] = sum_bij dz[b, i, j] * x[b, i + p, j + q].
@@ -51,13 +60,10 @@ struct Conv2dWeightParams {
 // Launch functions of the kernels. All sizes must be at least 1.
 void launch_conv2d(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
-void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_float16(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_bfloat16(int tile, const Conv2dParams& params, cudaStream_t stream);
-// Calls launch_conv2d_cells_float16 or launch_conv2d_cells_bfloat16, as params.dtype requires.
-void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream);
-void launch_conv2d_narrow(int tile, const Conv2dParams& params, cudaStream_t stream);
-void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream);
+void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_dweight(const Conv2dWeightParams& params, cudaStream_t stream);
 

@@ -6,7 +6,8 @@
 // the convolution kernel. The windows of neighbouring threads overlap, so loads of the shared
 // columns hit L1. The registers hold the weights, the window in a few rows of x, and a few rows of
 // sums. A block has up to 32 threads side by side. The other threads of the block compute the
-// strips below and the next images, so that small images fill a block.
+// strips below and the next images, so that small images fill a block. small_kernels.cu has another
+// kernel for contiguous images of 8 columns.
 #include "device/dispatch.cuh"
 #include "puzzles/conv2d/tiles.cuh"
 
@@ -244,7 +245,10 @@ void launch_tile(const Conv2dParams& params, cudaStream_t stream) {
 }  // namespace
 
 void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream) {
-  dispatch_index<kNumDirectTiles>(tile_of_size(kDirectTiles, params.kernel_height), [&](auto tile) {
+  if (params.width == kSmallColumns && params.height <= kSmallHeight && params.contiguous()) {
+    return launch_conv2d_small(params, stream);
+  }
+  dispatch_index<kNumDirectTiles>(direct_tile(params.kernel_height), [&](auto tile) {
     if (params.flipped) return launch_tile<DirectConfig<tile.value, true>>(params, stream);
     launch_tile<DirectConfig<tile.value, false>>(params, stream);
   });

@@ -14,8 +14,8 @@ struct Conv2dProblem {
   DeviceFacts device;
 };
 
-// `tile` is an index into the tiles of the engine, for kBanded, kCells and kNarrow. For other
-// engines it is 0.
+// `tile` is an index into the tiles of the engine, for kBanded and kCells. For other engines it is
+// 0.
 struct Conv2dChoice {
   Conv2dEngine engine;
   int tile;
@@ -32,8 +32,7 @@ struct Conv2dFamily {
                                       {"flipped", 0, 1},
                                       {"bfloat16", 0, 1}};
   // The names are in the order of Conv2dEngine.
-  static constexpr const char* kEngines[] = {"direct", "banded", "general",
-                                             "cells",  "small",  "narrow"};
+  static constexpr const char* kEngines[] = {"direct", "cells", "banded", "general"};
   static constexpr bool kFirstLegal = false;
 
   using Problem = Conv2dProblem;
@@ -52,12 +51,11 @@ struct Conv2dFamily {
   }
 
   static Conv2dChoice choose(const Conv2dProblem& p) {
-    const Conv2dEngine kernel =
-        choose_conv2d(p.height, p.width, p.kernel_height, p.kernel_width, p.elem_size);
-    if (kernel == Conv2dEngine::kCells || kernel == Conv2dEngine::kNarrow) {
-      return {kernel, choose_cells_tile(p.kernel_height, p.kernel_width)};
+    const Conv2dEngine engine = choose_conv2d(p.kernel_height, p.kernel_width, p.elem_size);
+    if (engine == Conv2dEngine::kCells) {
+      return {engine, choose_cells_tile(p.kernel_height, p.kernel_width)};
     }
-    return {kernel, kernel == Conv2dEngine::kBanded ? choose_banded_tile(p.width) : 0};
+    return {engine, engine == Conv2dEngine::kBanded ? choose_banded_tile(p.width) : 0};
   }
   static Encoded encode(const Conv2dChoice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile};
@@ -69,18 +67,10 @@ struct Conv2dFamily {
       case Conv2dEngine::kDirect:
         if (fits_direct(height, width, p.elem_size)) break;
         return "float32 and square kernels of 3, 4, 5 or 7";
-      case Conv2dEngine::kSmall:
-        if (fits_small(p.height, p.width, height, width, p.elem_size)) break;
-        return "float32, square kernels of 3, 4 or 5 and images of 16 x 16 at most, or of 7 and 8 "
-               "columns";
       case Conv2dEngine::kCells:
         if (fits_cells(kCellsTiles[x[1]], height, width, p.elem_size)) break;
         return {"16 bits and kernels of {} x {} at most", kCellsTiles[x[1]].size,
                 kCellsTiles[x[1]].size};
-      case Conv2dEngine::kNarrow:
-        if (fits_narrow(kCellsTiles[x[1]], p.height, p.width, height, width, p.elem_size)) break;
-        return {"16 bits, images of 8 columns and up to 8 rows and kernels of {} x {} at most",
-                kCellsTiles[x[1]].size, kCellsTiles[x[1]].size};
       case Conv2dEngine::kBanded:
         if (fits_banded(height, width, p.elem_size)) break;
         return "16 bits and kernels of 31 x 31 at most";
@@ -102,12 +92,11 @@ struct Conv2dFamily {
     return all;
   }
 
-  // Returns the text for a configuration. For cells and narrow, the text is the maximum size of the
+  // Returns the text for a configuration. For cells, the text is the maximum size of the
   // convolution kernel. For banded, it is the rows and columns of a block's tile.
   static std::string tile(const Encoded& x) {
     switch (static_cast<Conv2dEngine>(x[0])) {
       case Conv2dEngine::kCells:
-      case Conv2dEngine::kNarrow:
         return tile_text(kCellsTiles[x[1]].size, kCellsTiles[x[1]].size);
       case Conv2dEngine::kBanded:
         return tile_text(kBandedTiles[x[1]].rows(kBandedWarps), kBandedTiles[x[1]].columns());
@@ -130,12 +119,8 @@ struct Conv2dFamily {
   }
 
   static std::string kernel(const Conv2dProblem&, const Encoded& x) {
-    constexpr const char* kKernels[] = {"direct, in registers",
-                                        "banded, on tensor cores",
-                                        "general",
-                                        "cells, on tensor cores",
-                                        "small images, through shared memory",
-                                        "images of 8 columns, on tensor cores"};
+    constexpr const char* kKernels[] = {"direct, in registers", "cells, on tensor cores",
+                                        "banded, on tensor cores", "general"};
     return kKernels[x[0]];
   }
   static std::string why(const Conv2dProblem&, const Encoded&) {
@@ -145,17 +130,9 @@ struct Conv2dFamily {
  private:
   // Returns the number of tiles of an engine, or 0 if there is no such engine.
   static int64_t tiles_of(int64_t kernel) {
-    if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dEngine::kNarrow)) return 0;
-    switch (static_cast<Conv2dEngine>(kernel)) {
-      case Conv2dEngine::kBanded:
-        return kNumBandedTiles;
-      case Conv2dEngine::kCells:
-        return kNumCellsTiles;
-      case Conv2dEngine::kNarrow:
-        return kNumNarrowTiles;
-      default:
-        return 1;
-    }
+    if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dEngine::kGeneral)) return 0;
+    if (kernel == static_cast<int64_t>(Conv2dEngine::kBanded)) return kNumBandedTiles;
+    return kernel == static_cast<int64_t>(Conv2dEngine::kCells) ? kNumCellsTiles : 1;
   }
 };
 

@@ -6,11 +6,6 @@
 
 namespace torchweld {
 
-void launch_conv2d_cells(int tile, const Conv2dParams& params, cudaStream_t stream) {
-  if (params.dtype == DType::kFloat16) return launch_conv2d_cells_float16(tile, params, stream);
-  launch_conv2d_cells_bfloat16(tile, params, stream);
-}
-
 void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
   const int elem_size = params.dtype == DType::kFloat32 ? 4 : 2;
   const Conv2dChoice choice = pick<Conv2dFamily>(
@@ -20,14 +15,9 @@ void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
     case Conv2dEngine::kDirect:
       launch_conv2d_direct(params, stream);
       break;
-    case Conv2dEngine::kSmall:
-      launch_conv2d_small(params, stream);
-      break;
     case Conv2dEngine::kCells:
-      launch_conv2d_cells(choice.tile, params, stream);
-      break;
-    case Conv2dEngine::kNarrow:
-      launch_conv2d_narrow(choice.tile, params, stream);
+      params.dtype == DType::kFloat16 ? launch_conv2d_cells_float16(choice.tile, params, stream)
+                                      : launch_conv2d_cells_bfloat16(choice.tile, params, stream);
       break;
     case Conv2dEngine::kBanded:
       launch_conv2d_banded(choice.tile, params, stream);
