@@ -343,14 +343,11 @@ CUDA_GROUPS = {
         "puzzles/row_sum/kernels.cu",
         "puzzles/scalar_attention/kernels.cu",
     ),
-    "conv2d_tiles": (
+    "conv2d": (
         "puzzles/conv2d/kernels.cu",
         "puzzles/conv2d/general_kernels.cu",
         "puzzles/conv2d/direct_kernels.cu",
         "puzzles/conv2d/small_kernels.cu",
-    ),
-    "conv2d_bands": (
-        "puzzles/conv2d/banded_kernels.cu",
         "puzzles/conv2d/dweight_kernels.cu",
     ),
 }

@@ -17,8 +17,7 @@ CHOSEN = [
     (8, 8, 3, 4, "direct"), (16, 16, 7, 4, "direct"), (512, 512, 5, 4, "direct"),
     (8, 8, 6, 4, "general"), (64, 64, 9, 4, "general"), (8, 8, 3, 2, "cells 3x3"),
     (16, 16, 5, 2, "cells 5x5"), (64, 64, 4, 2, "cells 5x5"), (512, 512, 7, 2, "cells 7x7"),
-    (64, 64, 9, 2, "cells 9x9"), (8, 8, 10, 2, "banded 512x8"), (64, 64, 31, 2, "banded 128x64"),
-    (64, 64, 32, 2, "general"),
+    (64, 64, 9, 2, "cells 9x9"), (8, 8, 10, 2, "general"), (64, 64, 31, 2, "general"),
 ]  # fmt: skip
 
 CELLS = (3, 5, 7, 9)  # the largest kernel of each tile
@@ -43,7 +42,7 @@ def test_cells_hold_the_kernel():
             size = int(choice["tile"].split("x")[0])
             assert choice["engine"] == "cells" and max(kernel) <= size <= max(kernel) + 2
         else:
-            assert choice["engine"] == "banded"
+            assert choice["engine"] == "general"
 
 
 def test_reasons_of_a_conv2d():

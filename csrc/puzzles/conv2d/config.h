@@ -8,9 +8,8 @@ namespace torchweld {
 // The engines. "Kernel" means the convolution kernel here.
 //   kDirect   fp32, square kernels of a size in kDirectTiles, in registers
 //   kCells    16 bits, kernels up to 9 x 9, on tensor cores, without shared memory
-//   kBanded   16 bits, kernels up to 31 x 31, on tensor cores
 //   kGeneral  any dtype, any kernel
-enum class Conv2dEngine : int8_t { kDirect, kCells, kBanded, kGeneral };
+enum class Conv2dEngine : int8_t { kDirect, kCells, kGeneral };
 
 // A tile of the direct kernel. A thread computes kDirectColumns contiguous columns of a strip. The
 // strip has up to strip_rows rows and is computed from top to bottom. The loads of `ahead` rows are
@@ -72,19 +71,6 @@ constexpr int64_t direct_strip_rows(const DirectTile& tile, int64_t batch, int64
   return (height - 1) / strips + 1;
 }
 
-// A warp of the banded kernel computes tiles_m x tiles_n tiles. A tile has 16 rows and 8 columns.
-struct BandedTile {
-  int tiles_m;
-  int tiles_n;
-
-  constexpr int rows(int warps) const { return warps * tiles_m * 16; }
-  constexpr int columns() const { return 8 * tiles_n; }
-};
-inline constexpr int kBandedWarps = 4;
-inline constexpr BandedTile kBandedTiles[] = {{8, 1}, {4, 2}, {4, 4}, {2, 8}};
-inline constexpr int kNumBandedTiles = sizeof(kBandedTiles) / sizeof(kBandedTiles[0]);
-inline constexpr int kBandedMaxKernel = 31;
-
 // A tile of the cells kernel. Four lanes compute a strip of up to strip_rows rows, from top to
 // bottom. A cell has 4 rows, and the loads of `ahead` cells are in flight. The convolution kernel
 // may have up to `size` rows and `size` columns.
@@ -134,9 +120,6 @@ inline constexpr int kTapChunk = 32;
 constexpr bool fits_direct(int64_t kernel_height, int64_t kernel_width, int elem_size) {
   return elem_size == 4 && kernel_height == kernel_width && direct_tile(kernel_height) >= 0;
 }
-constexpr bool fits_banded(int64_t kernel_height, int64_t kernel_width, int elem_size) {
-  return elem_size == 2 && kernel_height <= kBandedMaxKernel && kernel_width <= kBandedMaxKernel;
-}
 constexpr bool fits_cells(const CellsTile& tile, int64_t kernel_height, int64_t kernel_width,
                           int elem_size) {
   return elem_size == 2 && kernel_height <= tile.size && kernel_width <= tile.size;
@@ -146,7 +129,6 @@ constexpr Conv2dEngine choose_conv2d(int64_t kernel_height, int64_t kernel_width
   if (fits_direct(kernel_height, kernel_width, elem_size)) return Conv2dEngine::kDirect;
   const CellsTile& largest = kCellsTiles[kNumCellsTiles - 1];
   if (fits_cells(largest, kernel_height, kernel_width, elem_size)) return Conv2dEngine::kCells;
-  if (fits_banded(kernel_height, kernel_width, elem_size)) return Conv2dEngine::kBanded;
   return Conv2dEngine::kGeneral;
 }
 
@@ -157,15 +139,6 @@ constexpr int choose_cells_tile(int64_t kernel_height, int64_t kernel_width) {
     ++i;
   }
   return i;
-}
-
-// Returns the index of the narrowest tile that covers a whole row of the image. If no tile covers a
-// row, returns the index of the widest tile.
-constexpr int choose_banded_tile(int64_t width) {
-  for (int i = 0; i < kNumBandedTiles - 1; ++i) {
-    if (width <= kBandedTiles[i].columns()) return i;
-  }
-  return kNumBandedTiles - 1;
 }
 
 // How blocks share the computation of dweight. The weights are divided into `chunks` squares of

@@ -63,7 +63,6 @@ void launch_conv2d_direct(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_small(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_float16(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_cells_bfloat16(int tile, const Conv2dParams& params, cudaStream_t stream);
-void launch_conv2d_banded(int tile, const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_general(const Conv2dParams& params, cudaStream_t stream);
 void launch_conv2d_dweight(const Conv2dWeightParams& params, cudaStream_t stream);
 

@@ -14,8 +14,7 @@ struct Conv2dProblem {
   DeviceFacts device;
 };
 
-// `tile` is an index into the tiles of the engine, for kBanded and kCells. For other engines it is
-// 0.
+// `tile` is an index into kCellsTiles for kCells. For other engines it is 0.
 struct Conv2dChoice {
   Conv2dEngine engine;
   int tile;
@@ -32,7 +31,7 @@ struct Conv2dFamily {
                                       {"flipped", 0, 1},
                                       {"bfloat16", 0, 1}};
   // The names are in the order of Conv2dEngine.
-  static constexpr const char* kEngines[] = {"direct", "cells", "banded", "general"};
+  static constexpr const char* kEngines[] = {"direct", "cells", "general"};
   static constexpr bool kFirstLegal = false;
 
   using Problem = Conv2dProblem;
@@ -52,10 +51,8 @@ struct Conv2dFamily {
 
   static Conv2dChoice choose(const Conv2dProblem& p) {
     const Conv2dEngine engine = choose_conv2d(p.kernel_height, p.kernel_width, p.elem_size);
-    if (engine == Conv2dEngine::kCells) {
-      return {engine, choose_cells_tile(p.kernel_height, p.kernel_width)};
-    }
-    return {engine, engine == Conv2dEngine::kBanded ? choose_banded_tile(p.width) : 0};
+    const bool cells = engine == Conv2dEngine::kCells;
+    return {engine, cells ? choose_cells_tile(p.kernel_height, p.kernel_width) : 0};
   }
   static Encoded encode(const Conv2dChoice& choice) {
     return {static_cast<int64_t>(choice.engine), choice.tile};
@@ -71,9 +68,6 @@ struct Conv2dFamily {
         if (fits_cells(kCellsTiles[x[1]], height, width, p.elem_size)) break;
         return {"16 bits and kernels of {} x {} at most", kCellsTiles[x[1]].size,
                 kCellsTiles[x[1]].size};
-      case Conv2dEngine::kBanded:
-        if (fits_banded(height, width, p.elem_size)) break;
-        return "16 bits and kernels of 31 x 31 at most";
       case Conv2dEngine::kGeneral:
         break;
     }
@@ -92,35 +86,23 @@ struct Conv2dFamily {
     return all;
   }
 
-  // Returns the text for a configuration. For cells, the text is the maximum size of the
-  // convolution kernel. For banded, it is the rows and columns of a block's tile.
+  // Returns the text for a configuration: for cells, the maximum size of the convolution kernel.
   static std::string tile(const Encoded& x) {
-    switch (static_cast<Conv2dEngine>(x[0])) {
-      case Conv2dEngine::kCells:
-        return tile_text(kCellsTiles[x[1]].size, kCellsTiles[x[1]].size);
-      case Conv2dEngine::kBanded:
-        return tile_text(kBandedTiles[x[1]].rows(kBandedWarps), kBandedTiles[x[1]].columns());
-      default:
-        return "";
-    }
+    const bool cells = x[0] == static_cast<int64_t>(Conv2dEngine::kCells);
+    return cells ? tile_text(kCellsTiles[x[1]].size, kCellsTiles[x[1]].size) : "";
   }
 
-  // Returns the rows and columns of a block's tile. For the cells kernel, returns the rows of a
-  // strip and the number of cells in flight. For a kernel that computes its tile from the image,
-  // the values are zeros.
+  // Returns the rows of a strip and the number of cells in flight, for the cells kernel. For a
+  // kernel that computes its tile from the image, the values are zeros.
   static Columns columns(const Conv2dProblem&, const Encoded& x) {
-    const bool banded = x[0] == static_cast<int64_t>(Conv2dEngine::kBanded);
     const bool cells = x[0] == static_cast<int64_t>(Conv2dEngine::kCells);
-    const BandedTile tile = banded ? kBandedTiles[x[1]] : BandedTile{};
     const CellsTile strip = cells ? kCellsTiles[x[1]] : CellsTile{};
-    return {{"tile_rows", cells ? strip.strip_rows : tile.rows(kBandedWarps)},
-            {"tile_columns", tile.columns()},
-            {"ahead", strip.ahead}};
+    return {{"tile_rows", strip.strip_rows}, {"ahead", strip.ahead}};
   }
 
   static std::string kernel(const Conv2dProblem&, const Encoded& x) {
     constexpr const char* kKernels[] = {"direct, in registers", "cells, on tensor cores",
-                                        "banded, on tensor cores", "general"};
+                                        "general"};
     return kKernels[x[0]];
   }
   static std::string why(const Conv2dProblem&, const Encoded&) {
@@ -131,7 +113,6 @@ struct Conv2dFamily {
   // Returns the number of tiles of an engine, or 0 if there is no such engine.
   static int64_t tiles_of(int64_t kernel) {
     if (kernel < 0 || kernel > static_cast<int64_t>(Conv2dEngine::kGeneral)) return 0;
-    if (kernel == static_cast<int64_t>(Conv2dEngine::kBanded)) return kNumBandedTiles;
     return kernel == static_cast<int64_t>(Conv2dEngine::kCells) ? kNumCellsTiles : 1;
   }
 };

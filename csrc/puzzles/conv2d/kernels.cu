@@ -19,9 +19,6 @@ void launch_conv2d(const Conv2dParams& params, cudaStream_t stream) {
       params.dtype == DType::kFloat16 ? launch_conv2d_cells_float16(choice.tile, params, stream)
                                       : launch_conv2d_cells_bfloat16(choice.tile, params, stream);
       break;
-    case Conv2dEngine::kBanded:
-      launch_conv2d_banded(choice.tile, params, stream);
-      break;
     case Conv2dEngine::kGeneral:
       launch_conv2d_general(params, stream);
   }
