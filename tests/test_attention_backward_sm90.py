@@ -130,6 +130,26 @@ def test_rows_of_key_tiles(rows, keys):
         check(name, grads, bounds)
 
 
+@on_hopper
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_a_block_has_many_work_tiles_without_rows(dims):
+    """The consumers may finish such a tile before the producer has acquired K and V for it."""
+    batch, rows, keys = 400, 70, 512
+    q, k, v = inputs(BF16, batch, 1, 1, rows, keys, *dims)
+    dout = dout_of(q, v)
+    pads = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+    pads[::7] = 400
+    masks = [{}, {"window": 200}]
+    if max(dims) <= 128:
+        masks += [{"dropout_p": 0.3, "dropout_seed": torch.tensor([5], device="cuda")}]
+    for mask in masks:
+        bounds, names = GRADIENTS["attention"](dout, q, k, v, pads, **mask), []
+        for name, grads in each("sm90", dout, q, k, v, pads, **mask):
+            check(name, grads, bounds)
+            names.append(name)
+        assert names, mask
+
+
 # Grouped heads with more blocks than SMs, whose second wave loops over the query tiles upwards if
 # causal; with too few, so that the query heads of a KV head are divided; or with both.
 BLOCKS = [

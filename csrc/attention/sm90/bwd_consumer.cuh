@@ -57,6 +57,11 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     if (work().steps() > 0) {
       mainloop(acc_dk, acc_dv, work().first_step, work().steps());
     } else {
+      // NOTE: consumers that released K or V before the producer acquired them would be a phase
+      // ahead, and the producer would wait forever.
+      const PipelineState<1> kv_state = backward_sm90_kv_state(work_state);
+      s.k_pipeline.wait(kv_state);
+      s.v_pipeline.wait(kv_state);
       release_ds_buffers(work().first_step);
       named_barrier_wait(kConsumerWg0 + warpgroup, 128);
       consumer_release(&s.k_pipeline.empty[0]);
