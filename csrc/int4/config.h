@@ -201,9 +201,9 @@ inline Int4Choice int4_choice(const Int4Problem& p, Int4Engine engine, int tile,
   return {Int4Engine::kDense, 0, 1, p.shape.chunks(), false};
 }
 
-// Predicts the time of a kSync tile in nanoseconds. Without clusters, the time includes a second
-// kernel that adds the partials of the splits. fp32 x needs about twice the time of 16-bit x,
-// because it is multiplied as three bf16 terms.
+// Predicts the time of the whole product with a kSync tile, in nanoseconds. If K is split and the
+// GPU has no clusters, the time includes a second kernel that adds the partials of the splits. fp32
+// x needs about twice the time of 16-bit x, because it is multiplied as three bf16 terms.
 inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int splits) {
   constexpr double kSumNs = 3000, kSumBytesPerNs = 2000;
   const double m = static_cast<double>(p.m), n = static_cast<double>(p.shape.n);
@@ -222,7 +222,7 @@ inline double int4_sync_time(const Int4Problem& p, const Int4Tile& tile, int spl
   return time + kSumNs + 8 * splits * m * n / kSumBytesPerNs;
 }
 
-// Predicts the time of a wgmma tile in nanoseconds.
+// Predicts the time of the whole product with a wgmma tile, in nanoseconds.
 template <typename Tile>
 double int4_wgmma_time(const Int4Problem& p, const Tile& tile, int splits) {
   const double tiles = static_cast<double>((p.shape.n + tile.rows - 1) / tile.rows) *

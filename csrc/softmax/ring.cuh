@@ -1,5 +1,6 @@
-// The softmax of long rows. A row stays in shared memory and is read only once
-// (softmax/ring_rows.cuh). Each row is reduced to (max, sum).
+// The softmax of long rows. Each row is reduced to (max, sum). The shared memory of a cluster holds
+// the row, so that it is read from global memory only once. If a row is longer than the ring, its
+// first chunks are read twice (softmax/ring_rows.cuh).
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (for merging
 // two partial results).
 #pragma once

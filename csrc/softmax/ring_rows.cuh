@@ -76,7 +76,7 @@ struct RingRows {
 
   __device__ __forceinline__ Slice slice(int64_t row) const {
     const auto address = reinterpret_cast<uintptr_t>(args.g_y + row * args.n);
-    // args.first_row is 0, because one ring launch covers all rows.
+    // One launch of a ring covers all rows, so `row` needs no offset: args.first_row is 0.
     return Slice(mask.live_columns(row), static_cast<int>(address % kVectorBytes / sizeof(T)),
                  rank);
   }

@@ -234,7 +234,8 @@ void begin_observing() {
 }
 
 // Starts a dry run that assumes the GPU with index `device`. If `device` is -2, the dry run assumes
-// an A100. If `device` is any other negative number, it assumes an H100.
+// an A100. If `device` is any other negative number, or if the build has no CUDA, it assumes an
+// H100.
 void begin_dry_run(int64_t device) {
   ThreadState& state = this_thread;
   state.dry_run = false;

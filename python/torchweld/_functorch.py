@@ -57,7 +57,8 @@ _LEADING = {
 # Arguments with one entry per sequence or per head of the batch that the op itself takes, or that
 # depend on the places in it.
 _OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink", "dropout_seed")
-# Ops whose tensors, except the sink, all have the batch as their first dimension.
+# Ops whose tensors, except sink and dropout_seed, have the batch as their first dimension. vmap
+# folds its batch into that of a call without these two.
 _BATCHED = ("attention", "attention" + _WITH_LSE, "softmax_matmul", "bmm")
 # Arguments that autocast does not cast, because they are added to fp32 sums.
 _WIDE = ("weight_sum", "folded_bias")

@@ -182,8 +182,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         ValueError: there is no such op, or the call has no tensor.
-        RuntimeError: the library or its introspection module is missing, or the op refuses the
-            arguments.
+        RuntimeError: the library is missing; the introspection module is missing and the call has
+            several tiles to name; or the CUDA op refuses the arguments.
 
     Example::
 

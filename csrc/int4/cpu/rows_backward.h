@@ -140,8 +140,9 @@ bool supports_int4_rows_backward(const Tensor& dy, const Weight& weight) {
          weight.shape.group_units() * kInt4Unit % Int4Columns<Weight>::kColumns == 0;
 }
 
-// Computes blocks [first, end) of `sums` (blocks, vectors, kRows, 16) over all rows of the weight.
-// `dy` is the transposed gradient (N, kRows).
+// Adds dy @ W to blocks [first, end) of `sums` (blocks, vectors, kRows, 16), which the caller must
+// have set to 0. `dy` is the transposed gradient (N, kRows). The sums keep the factors 16^kNibble
+// of Int4FourRows::add(); Layout::columns() removes these factors.
 template <int kRows, typename Layout>
 void int4_rows_backward(float* sums, const float* dy, const float* scales, const Layout& layout,
                         int64_t first, int64_t end) {

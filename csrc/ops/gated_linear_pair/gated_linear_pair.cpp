@@ -4,8 +4,9 @@
 // dleft = dz_left^T @ x and dright = dz_right^T @ x.
 //
 // gated_linear_pair_forward also returns z (..., 2N). The first N columns of z are the result of
-// the left matmul, and the last N columns are the result of the right matmul. The matmul kernel
-// reads both weights where they are; they are not concatenated.
+// the left matmul, and the last N columns are the result of the right matmul. If both weights have
+// the same strides, the matmul kernel reads them where they are. Otherwise they are concatenated
+// (Matrix::pair_of).
 #include "core/dispatch.h"
 #include "layers/gated_pair.h"
 

@@ -8,8 +8,8 @@
 //   out_a = a cos_a - b sin_a,  out_b = b cos_b + a sin_b
 // The gradient is da = dout_a cos_a + dout_b sin_b and db = dout_b cos_b - dout_a sin_a.
 //
-// The kernels compute in fp32 (fp64 for fp64 inputs) and round once. The results have the memory
-// order of q and k.
+// The kernels compute in fp32 (fp64 for fp64 inputs) and round once. empty_rotated() chooses the
+// memory order of a result.
 // Source: Su et al., "RoFormer: Enhanced transformer with rotary position embedding", 2021.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>

@@ -247,8 +247,8 @@ def _refusal(root: nn.Module, plan: dict[str, str], size: int) -> str | None:
                 reason = unsupported_reason(module, style, size)
                 if reason is not None:
                     return f"{path} {reason}"
-            # A module whose result is gathered may have a size that the number of processes does
-            # not divide.
+            # Only these two styles need a size that the number of processes divides. A style that
+            # gathers the result accepts any size.
             sizes = {"colwise": "out_features", "rowwise": "in_features"}
             width = getattr(module, sizes.get(style, ""), 0)
             if width % size:

@@ -321,8 +321,8 @@ def context_parallel(
     attention (`torchweld.fuse`, or `attn_implementation="torchweld"`). Pass every input that has a
     dim of tokens through :func:`shard_sequence` first, position_ids and attention_mask included;
     shift labels before that. With activation checkpointing, run the backward pass inside the block.
-    The gradients of parameters come from the tokens of one process: sum them over the group, as
-    FSDP2 and DDP do.
+    The gradients of parameters come from the tokens of one process: sum them over the group. DDP
+    and FSDP2 divide that sum by the number of processes.
 
     Args:
         group: a ProcessGroup, a DeviceMesh of one dim, or None for all processes.
@@ -332,7 +332,7 @@ def context_parallel(
 
     Raises:
         RuntimeError: no such attention ran in the block, torch.distributed is not initialised, or
-            the block is inside of another one.
+            the block is inside of another one or of torch's own `context_parallel`.
         ValueError: an unknown method; inside: a model needs an unsupported feature, such as a cache
             of earlier tokens, attention dropout or packed documents.
 

@@ -100,8 +100,8 @@ def _memory(size: int, device: torch.device) -> Tensor:
     raise AssertionError
 
 
-# For the name of each process group: its buffers in ascending order of size. Smaller buffers are
-# kept, because captured CUDA graphs may use them.
+# For the name of each process group: its buffers, oldest first. New calls use the last buffer. The
+# earlier ones are kept, because captured CUDA graphs may use them.
 _buffers: dict[str, list[_SymmetricBuffer]] = {}
 _no_p2p: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 

@@ -101,11 +101,12 @@ _COLUMNS = {
 class NormColwise(ParallelStyle):
     """Shards `LayerNormLinear`, `RMSNormLinear` and `GatedLinear` as `ColwiseParallel` does.
 
-    Weight and bias are `Shard(0)`: each process computes some columns of the result, from local
-    tensors and not through DTensor's dispatch. The norm's parameters are replicated, and their
-    gradients are summed over the processes: together with the gradient to x, in sequence parallel
-    by themselves. The next layer is an `nn.Linear` with :class:`Rowwise`, or with torch's
-    `RowwiseParallel`.
+    Each process holds some rows of the weight and of the bias, and computes the columns of the
+    result that belong to them, with local tensors and not through DTensor's dispatch. The next
+    layer is an `nn.Linear` with :class:`Rowwise`, or with torch's `RowwiseParallel`.
+
+    The norm's parameters are replicated. Their gradients are summed over the processes. If x is a
+    plain replicated tensor, its gradient is summed in the same collective.
 
     Args:
         input_layouts: the placement of x: `Replicate()` by default; `Shard(1)` for sequence
@@ -119,9 +120,9 @@ class NormColwise(ParallelStyle):
         ValueError: the mesh has more than one dim, or does not divide `out_features`; in a call,
             x lacks the dim of input_layouts.
 
-    Limits: the weight of a `GatedLinear` that is not interleaved is sharded in both halves, torch's
-        `_StridedShard`: trained as any other, gathered by `torchweld.distributed.full_tensor`,
-        refused by torch.distributed.checkpoint. The weight of an interleaved one is `Shard(0)`.
+    Limits: weight and bias are `Shard(0)`, except in a `GatedLinear` that is not interleaved. There
+        each half is sharded, as torch's `_StridedShard`. Such a weight trains like any other.
+        `torchweld.distributed.full_tensor` gathers it, and torch.distributed.checkpoint refuses it.
         Forward passes on several CUDA streams at once are not ordered.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",

@@ -20,8 +20,8 @@ class Targets:
     def __init__(
         self, mesh: DeviceMesh, classes: int, target: Tensor, ignore_index: int, shift: int
     ) -> None:
-        # The number of classes per shard, as DTensor divides them: only the last shards may be
-        # smaller.
+        # The number of classes per shard, as DTensor divides them. Only the last shard may have
+        # fewer: _mesh_of() refuses a mesh with an empty shard.
         self.size, self.classes = -(-classes // mesh.size()), classes
         ignored = target == ignore_index
         _check_targets(target, classes, ignored)

@@ -25,10 +25,11 @@ def cross_entropy(
 ) -> Tensor:
     """Computes `F.cross_entropy(z, target)` over the last dim of the logits z.
 
-    With reduction "mean" or "sum" the gradient is computed beside the loss: training reads the
-    logits once and writes their gradient once; float16 and torch.compile read the logits twice. The
-    page "losses" has the memory. `linear_cross_entropy` computes the loss of hidden states without
-    whole logits.
+    With reduction "mean" or "sum" the forward pass also computes the gradient of the logits, so
+    training reads the logits from memory once. Calls with reduction "none" or float16, and calls
+    under torch.compile, torch.func or saved-tensor hooks (activation checkpointing sets such
+    hooks), compute the gradient in backward and read the logits twice. The page "losses" has the
+    memory. `linear_cross_entropy` computes the loss of hidden states without whole logits.
 
     Args:
         logits: `(..., N)` float32, float16 or bfloat16 (float64 on the CPU), N the number of

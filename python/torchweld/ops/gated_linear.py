@@ -34,10 +34,10 @@ def gated_linear(
     """Computes `gate(left, right)` of the two halves of `F.linear(x, weight, bias)`.
 
     Args:
-        x: `(..., K)`.
-        weight: `(2N, K)`: the left branch's rows, then the right branch's (interleaved: even rows
-            left, odd rows right).
-        bias: `(2N,)`, in the weight's order.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        weight: `(2N, K)`, dtype of `x`: the left branch's rows, then the right branch's
+            (interleaved: even rows left, odd rows right).
+        bias: `(2N,)`, dtype of `x`, in the weight's order.
         gate: "sigmoid_tanh" = sigmoid(left) * tanh(right), "geglu" = left * gelu(right) (erf),
             "geglu_tanh", "swiglu" = silu(left) * right, "reglu" = left * relu(right).
         interleaved: whether weight and bias have the interleaved layout.
@@ -72,16 +72,16 @@ def gated_linear_pair(
 ) -> Tensor:
     """Computes `gate(F.linear(x, left, left_bias), F.linear(x, right, right_bias))`.
 
-    It is `gated_linear` for two separate weights: Llama's `silu(gate_proj(x)) * up_proj(x)` has
-    `left = gate_proj.weight` and `right = up_proj.weight`. The kernels read both weights in place
-    if these have the same strides.
+    The op is `gated_linear` for two separate weights: Llama's `silu(gate_proj(x)) * up_proj(x)` has
+    `left = gate_proj.weight` and `right = up_proj.weight`. If both weights have the same strides,
+    the kernels read them in place. Otherwise each call on a GPU concatenates them.
 
     Args:
-        x: `(..., K)`.
-        left: `(N, K)`.
-        right: `(N, K)`.
-        left_bias: `(N,)`.
-        right_bias: `(N,)`.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        left: `(N, K)`, dtype of `x`.
+        right: `(N, K)`, dtype of `x`.
+        left_bias: `(N,)`, dtype of `x`.
+        right_bias: `(N,)`, dtype of `x`.
         gate: a gate of `gated_linear`.
 
     Returns:
@@ -147,18 +147,19 @@ def gated_mlp(
     down_bias)`.
 
     Llama's `down_proj(silu(gate_proj(x)) * up_proj(x))` has `left = gate_proj.weight`, `right =
-    up_proj.weight` and `down = down_proj.weight`. It is `gated_linear_pair` followed by `linear`;
-    as one op its gradient needs less memory traffic: on Hopper the matmul of the gradient with
-    `down` also computes the gradients of both branches.
+    up_proj.weight` and `down = down_proj.weight`. The op is `gated_linear_pair` followed by
+    `linear`. Its backward computes the gated values again instead of saving them. In 16 bits on
+    Hopper, the matmul `dy @ down` also computes the gradients to the results of the left and the
+    right product, if the time model finds that faster than a separate pass.
 
     Args:
-        x: `(..., K)`.
-        left: `(N, K)`.
-        right: `(N, K)`.
-        down: `(P, N)`.
-        left_bias: `(N,)`.
-        right_bias: `(N,)`.
-        down_bias: `(P,)`.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        left: `(N, K)`, dtype of `x`.
+        right: `(N, K)`, dtype of `x`.
+        down: `(P, N)`, dtype of `x`.
+        left_bias: `(N,)`, dtype of `x`.
+        right_bias: `(N,)`, dtype of `x`.
+        down_bias: `(P,)`, dtype of `x`.
         gate: a gate of `gated_linear`.
 
     Returns:

@@ -28,11 +28,11 @@ def layer_norm_linear(
     `activation(F.linear(F.layer_norm(x, (K,), ln_weight, ln_bias, eps), weight, bias))`.
 
     Args:
-        x: `(..., K)`.
-        weight: `(N, K)`, any strides: pass `weight.t()` of a GPT-2 `Conv1D`.
-        bias: `(N,)`.
-        ln_weight: `(K,)`; None for no scale.
-        ln_bias: `(K,)`; None for no shift.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        weight: `(N, K)`, dtype of `x`, any strides: pass `weight.t()` of a GPT-2 `Conv1D`.
+        bias: `(N,)`, dtype of `x`.
+        ln_weight: `(K,)`, dtype of `x`; None for no scale.
+        ln_bias: `(K,)`, dtype of `x`; None for no shift.
         eps: added to the variance; finite and at least 0.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 

@@ -34,9 +34,10 @@ def linear(
     """Computes `activation(torch.nn.functional.linear(x, weight, bias))`.
 
     Args:
-        x: `(..., K)`.
-        weight: `(N, K)` as in `nn.Linear`, any strides: pass `weight.t()` of a GPT-2 `Conv1D`.
-        bias: `(N,)`.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        weight: `(N, K)` as in `nn.Linear`, dtype of `x`, any strides: pass `weight.t()` of a GPT-2
+            `Conv1D`.
+        bias: `(N,)`, dtype of `x`.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:

@@ -26,10 +26,10 @@ def rms_norm_linears(
     no pass over memory adds the gradients of the layers.
 
     Args:
-        x: `(..., K)`.
-        weights: at least one `(N_i, K)`, any strides.
-        biases: one `(N_i,)` for each weight; None or `[]` if there are none.
-        norm_weight: `(K,)`; None for no scale.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        weights: at least one `(N_i, K)`, dtype of `x`, any strides.
+        biases: one `(N_i,)`, dtype of `x`, for each weight; None or `[]` if there are none.
+        norm_weight: `(K,)`, dtype of `x`; None for no scale.
         eps: added to the mean square; finite and at least 0.
         weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. Must be 0
             without a `norm_weight`.
@@ -67,11 +67,11 @@ def layer_norm_linears(
     """Computes :func:`rms_norm_linears` with `n = F.layer_norm(x, (K,), ln_weight, ln_bias, eps)`.
 
     Args:
-        x: `(..., K)`.
-        weights: at least one `(N_i, K)`, any strides.
-        biases: one `(N_i,)` for each weight; None or `[]` if there are none.
-        ln_weight: `(K,)`; None for no scale.
-        ln_bias: `(K,)`; None for no shift.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        weights: at least one `(N_i, K)`, dtype of `x`, any strides.
+        biases: one `(N_i,)`, dtype of `x`, for each weight; None or `[]` if there are none.
+        ln_weight: `(K,)`, dtype of `x`; None for no scale.
+        ln_bias: `(K,)`, dtype of `x`; None for no shift.
         eps: added to the variance; finite and at least 0.
 
     Returns:

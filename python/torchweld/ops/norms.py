@@ -146,7 +146,7 @@ def add_rms_norm(
 
     Returns:
         `(normed, sum)`, each `(..., n)` contiguous in the dtype of `x`. `normed` is the norm of the
-        rounded sum. Both have a gradient; `x` and `residual` get one tensor as gradient.
+        rounded sum. Both have a gradient; `x` and `residual` share one gradient tensor.
 
     Raises:
         RuntimeError: a wrong shape, dtype, device, eps or weight_offset.
@@ -182,7 +182,7 @@ def add_layer_norm(
 
     Returns:
         `(normed, sum)`, each `(..., n)` contiguous in the dtype of `x`. `normed` is the norm of the
-        rounded sum. Both have a gradient; `x` and `residual` get one tensor as gradient.
+        rounded sum. Both have a gradient; `x` and `residual` share one gradient tensor.
 
     Raises:
         RuntimeError: a wrong shape, dtype, device or eps.

@@ -29,10 +29,11 @@ def rms_norm_linear(
     `activation(F.linear(F.rms_norm(x, (K,), norm_weight + weight_offset, eps), weight, bias))`.
 
     Args:
-        x: `(..., K)`.
-        weight: `(N, K)`, any strides.
-        bias: `(N,)`.
-        norm_weight: `(K,)`; None for no scale.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        weight: `(N, K)`, dtype of `x`, any strides.
+        bias: `(N,)`, dtype of `x`.
+        norm_weight: `(K,)`, dtype of `x` (not float32 for a 16-bit `x`, unlike in `rms_norm`); None
+            for no scale.
         eps: added to the mean square; finite and at least 0.
         weight_offset: added to `norm_weight` in fp32; Gemma's norms scale by 1 + weight. Must be 0
             without a `norm_weight`.

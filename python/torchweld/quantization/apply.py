@@ -22,9 +22,9 @@ def quantize_(
 
     Linear layers are nn.Linear and transformers' Conv1D (GPT-2). A layer is replaced if the 4-bit
     layer can do all that it does. The others stay and are reported with a reason: names in
-    `config.skip`, heads, subclasses, hooks and parametrisations, a weight that other modules use
-    (a tied head), base layers of LoRA, sharded weights, sizes that the group does not divide. The
-    report also lists stacked experts.
+    `config.skip` (if it is None, heads), subclasses, hooks and parametrisations, a weight that
+    other modules use (a tied head), base layers of LoRA, sharded weights, sizes that the group does
+    not divide. The report also lists stacked experts.
 
     On the meta device the new layers have no values either; load a state_dict into them. At most
     one layer is in memory twice. `save_pretrained` of a quantised transformers model makes a
@@ -62,12 +62,13 @@ def quantize_(
 
 
 def dequantize_(model: nn.Module) -> list[str]:
-    """Replaces every `Int4Linear` of a model by a frozen float layer with its weight, in place.
+    """Replaces every `Int4Linear` of a model by a float layer, in place.
 
-    The float layer is a Conv1D if `quantize_` replaced a Conv1D, else an nn.Linear.
+    The float layer has the dequantised weight, not the original one, and its parameters are frozen.
+    It is a Conv1D if `quantize_` replaced a Conv1D, else an nn.Linear.
 
     Args:
-        model: any module that contains such layers.
+        model: any module that contains `Int4Linear` layers.
 
     Returns:
         The paths of the replaced layers.

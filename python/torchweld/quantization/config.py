@@ -16,10 +16,11 @@ class Int4:
     Args:
         group_size: columns that share a scale and a zero: a multiple of 8, or None for whole rows.
             A layer stays as it is if this does not divide its in_features.
-        skip: layers that stay as they are. A name stands for a module and all within it, by its
-            path or a part of one between dots: "lm_head", "mlp.gate", "model.layers.0". `*` stands
-            for any characters. None stands for "lm_head" and the heads of a transformers model:
-            its output embeddings, and the layers beside its base model ("score", "classifier").
+        skip: names of layers that stay as they are, or one name. A name stands for a module and all
+            within it, by its path or a part of one between dots: "lm_head", "mlp.gate",
+            "model.layers.0". `*` stands for any characters. None stands for "lm_head" and the heads
+            of a transformers model: its output embeddings, and the layers beside its base model
+            ("score", "classifier"). A list replaces this default: `skip=()` quantises heads too.
         method: "rtn", "mse" or "hqq", as in `Int4Linear.from_linear`.
 
     Raises:

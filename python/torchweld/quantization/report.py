@@ -16,8 +16,9 @@ class QuantizeReport:
         model: class name of the model.
         replaced: paths of the layers that are now `Int4Linear`.
         skipped: `(path, reason)` of every linear layer that stayed as it was.
-        errors: `quantisation_error` of every replaced layer that had values.
-        bytes_before, bytes_after: the size of the model's parameters and buffers.
+        errors: by path, for every replaced layer that had values: the root mean square of the
+            weight's rounding errors, divided by that of the weight.
+        bytes_before, bytes_after: bytes of the model's parameters and buffers.
         notes: sentences that a user should read.
 
     Example::

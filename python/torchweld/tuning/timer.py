@@ -102,8 +102,8 @@ def _time_cpu(
     for _ in range(rounds):
         for name, call in variants.items():
             if sample_seconds:
-                # After another variant the caches are cold and freed memory is in other sizes. A
-                # sample of one call would be mostly that, a sample of ten would not.
+                # An untimed call: after another variant, the caches are cold and the allocator's
+                # free blocks have other sizes. This would dominate a sample of few calls.
                 call()
             samples[name].append(_seconds(call, times[name]) / times[name] * 1e6)
     return {name: summary(s) for name, s in samples.items()}

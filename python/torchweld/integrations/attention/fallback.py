@@ -11,9 +11,9 @@ from torchweld.integrations import recorder
 NAME = "torchweld"
 
 # Arguments that some models pass to attention, but neither torchweld's op nor SDPA supports, with a
-# description of each.
+# description of each. The op supports a sink for each head, which transformers calls s_aux.
 UNSERVED = {
-    "sinks": "attention sinks",
+    "sinks": "an attention sink for each query",
     "indices": "keys chosen for each query",
     "block_indices": "blocks of keys chosen for each query",
 }

@@ -169,7 +169,8 @@ def _split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
         mask = mask.to(device)
     if mask.dtype == torch.uint32:
         bounds = mask[:, :, 0, 0].view(torch.int32).unbind(1)
-        # A leftpad would hide queries too, which a cross attention has of another sequence.
+        # The first key is no leftpad: a leftpad hides queries too, and in cross-attention the
+        # queries belong to another sequence.
         start = None if len(bounds) == 1 else bounds[1][:, None].expand(-1, seqlen_q)
         window = mask.shape[2] - 1 or None
         return Numbers(causal=False, key_start=start, key_end=bounds[0], window=window)

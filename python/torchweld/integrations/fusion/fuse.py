@@ -102,7 +102,8 @@ def fuse(
         A hook that is added to a submodule after fuse makes the ops around it run stock, and so
         does a norm that is cast to another dtype than the rest.
         Attention dropout above 0 makes training steps use torch's SDPA, except in 16 bits on Hopper
-        with head dims up to 128. Calls that ask for attention weights use eager attention.
+        with head dims that are multiples of 8 up to 128, without a soft cap. Calls that ask for
+        attention weights use eager attention.
         Under torch.compile norms and rotary embeddings run stock, and the compiler fuses them.
 
     Example::

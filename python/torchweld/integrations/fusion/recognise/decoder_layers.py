@@ -207,7 +207,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _layer_rows(module: nn.Module) -> list[Layer]:
     """Returns a layer's settings in a list: its norms of the input and of sums; [] without any."""
-    # Its last sum may go to a child that is no norm.
+    # With every sum deferred, a layer whose last sum goes to a child that is no norm fails. The
+    # second call defers only the first sum.
     return _layer_rows_of(module, sums=len(module._modules)) or _layer_rows_of(module, sums=1)
 
 

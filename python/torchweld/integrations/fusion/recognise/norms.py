@@ -58,7 +58,7 @@ def norm_replica(
     if hasattr(module, "normalized_shape"):
         replica.normalized_shape = (compare.WIDTH,)
     weight = module._parameters.get("weight")
-    if weight is not None:  # an attribute may have its size, or that of a group, which is the row
+    if weight is not None:  # attributes with the weight's size (hidden_size) get the replica's
         sizes = [name for name, value in vars(module).items() if value == weight.numel()]
         vars(replica).update(dict.fromkeys(sizes, compare.WIDTH))
     return replica
@@ -97,7 +97,7 @@ class Recognised(PickledByRow):
         reason = super().probe(module, row, weight, probes)
         if reason is not None:
             return reason
-        # once for all modules of a class with the same attributes
+        # Modules of one class with equal attributes, device and dtype share one comparison.
         key = weight.device, weight.dtype, *compare.key_of(module)
         return probes.once(key, lambda: compare.difference(module, cls.comparison, row, weight))
 
