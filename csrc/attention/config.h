@@ -160,7 +160,8 @@ inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
 
-// The properties of a call that affect its cost, in addition to the sizes of a head.
+// The properties of a call that affect its cost or the choice of its kernel, in addition to the
+// sequence lengths and the head dims.
 struct AttentionLoad {
   int64_t heads;  // batch * nheads
   int64_t group;  // number of query heads that share a kv head
@@ -251,7 +252,8 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
 }
 
 // Returns the number of keys of the tiles that the batch-invariant mode uses on Hopper, or 0 if no
-// tile supports the problem. The number depends on the head dims alone.
+// tile supports the problem. The number depends on the head dims and on whether there is dropout,
+// not on the batch and the sequence lengths.
 inline int attention_sm90_invariant_keys(const AttentionProblem& p) {
   const AttentionSm90Tile* fastest = nullptr;
   // The padding up to the tile's head dims costs time, too.

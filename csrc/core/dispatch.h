@@ -157,8 +157,9 @@ inline variable_list outputs_of(AutogradContext* ctx, variable_list outputs) {
   return outputs;
 }
 
-// Converts the outputs of an autograd Function to the result type of the op. The Function may have
-// more outputs than the op; only the first ones are used.
+// Converts the outputs of an autograd Function to the result type of the op. If the op returns a
+// list, the list has all outputs. Otherwise the Function may have more outputs than the op; only
+// the first ones are used.
 template <typename Result>
 Result first_outputs(const variable_list& outputs) {
   if constexpr (std::is_same_v<Result, Tensor>) {
@@ -237,7 +238,9 @@ void check_not_split(const char* op, const torch::autograd::Node& node, const va
 void refuse_second_derivative(const char* op, const torch::autograd::Node& node,
                               const variable_list& grads, variable_list& results);
 
-// The autograd Function that records the op `Op`. It is F, with the rules that hold for all ops.
+// The autograd Function that records the op `Op`. It adds to F what holds for all ops: the backward
+// of a batch-invariant forward is batch invariant, and a split backward or an unsupported second
+// derivative raises an error.
 template <typename F, typename Op>
 struct Recorded : torch::autograd::Function<Recorded<F, Op>> {
   // `outputs` receives the outputs, so that release() can find the node.

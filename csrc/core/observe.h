@@ -19,7 +19,7 @@ inline bool is_observed() { return choices_in_use.load(std::memory_order_relaxed
 bool thread_is_dry_run();
 inline bool is_dry_run() { return is_observed() && thread_is_dry_run(); }
 
-// Returns the facts of the GPU that a dry run assumes, or nullptr outside of a dry run.
+// Returns the facts of the GPU that this thread's dry run assumes. Only for use in a dry run.
 const DeviceFacts* assumed_device_facts();
 
 // Records a launch if this thread observes its launches.

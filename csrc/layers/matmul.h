@@ -102,8 +102,8 @@ struct RowStatistics {
   OptionalTensor rstd = std::nullopt;
 };
 
-// A norm that is applied to the rows of a before the product. If `out` has tensors, they receive
-// the statistics of the rows.
+// A norm that is applied to the rows of `a`, the first operand, before the product. If `out` has
+// tensors, they receive the statistics of the rows.
 struct MatmulNorm {
   RowNorm norm;
   double eps;

@@ -68,10 +68,10 @@ inline constexpr SoftmaxTile kSoftmaxTiles[] = {
     {1024, 8, SoftmaxRows::kAll}};
 inline constexpr int kNumSoftmaxTiles = sizeof(kSoftmaxTiles) / sizeof(kSoftmaxTiles[0]);
 
-// A configuration of the ring engine. The shared memory of `cluster` blocks holds a row. Each block
-// has a ring of slots. A producer warp of the block fills the slots, and groups of consumer threads
-// process rows in round-robin order. In the forward, a slot holds a chunk of x. In the backward, a
-// slot holds a chunk of y and a chunk of dy.
+// A configuration of the ring engine. The shared memory of `cluster` blocks holds a row, or most of
+// a row that is longer than the ring. Each block has a ring of slots. A producer warp of the block
+// fills the slots, and groups of consumer threads process rows in round-robin order. In the
+// forward, a slot holds a chunk of x. In the backward, a slot holds a chunk of y and a chunk of dy.
 struct SoftmaxRing {
   int cluster;
   // choose_softmax_ring() considers this ring only for rows of up to

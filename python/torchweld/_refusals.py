@@ -99,7 +99,8 @@ _IDLE = (
     "attn_mask", "attention_mask", "dropout_p", "dropout", "alibi_slopes", "attn_bias",
     "block_table", "weight",
 )  # fmt: skip
-# Names of activations in torch and transformers, and the gates that have an activation.
+# Names of activations in torch and transformers, with the ops' names for them; then, for the ops'
+# names, the gates that apply the activation.
 _ACTIVATIONS = {
     "linear": "none",
     "identity": "none",

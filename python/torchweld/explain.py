@@ -36,7 +36,7 @@ class Explanation:
 
     Attributes:
         op: the op's name.
-        call: the tensors, as text.
+        call: the tensors, and the keyword arguments that are no tensors, as text.
         kernel: the kernel that runs.
         tile: the kernel's configuration, {} if it has none; if the call has several parts, for
             example `dx` and `dweight`, one configuration per part.
@@ -44,7 +44,8 @@ class Explanation:
         source: the origin of the tile: "heuristic", "tuned" (remembered by torchweld.tune) or
             "forced"; "" if there is nothing to choose.
         gpu: the GPU that this holds for, "" on the CPU.
-        rejected: (candidate, reason) of the candidates that were tried before.
+        rejected: `(candidate, reason)` of the candidates before the chosen one, or of the other
+            engines; if the call has several parts, of the first one.
         parallel: a note on tensor parallelism if the tensors are DTensors or inductor's async
             tensor parallelism is on; else "".
 

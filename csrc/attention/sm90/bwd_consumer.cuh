@@ -81,8 +81,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     }
   }
 
-  // Release the dS buffers that the previous work tile used for dS of its last query tiles and then
-  // for dK. `step` is the next query tile.
+  // Releases the dS buffers of the previous work tile's last query tiles. Its dK overwrote them, so
+  // this first waits until TMA has read dK. `step` is the next query tile.
   __device__ __forceinline__ void release_ds_buffers(int step) {
     if (leads()) {
       tma_wait_read<0>();

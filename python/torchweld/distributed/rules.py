@@ -113,7 +113,8 @@ class Dims(NamedTuple):
     # of x.
     tensors: str
     sharded: str  # a row each: "n", "hg" for the tensors that have either, `*` for each leading dim
-    # For a letter, the tensors that are sums over its shards; else the gradients that lack it.
+    # For a word of `sharded`: which of the tensors without its letters are sums over the shards. By
+    # default all gradients among them are.
     sums: dict[str, str] = {}
 
     def rows(self, call: Call) -> Iterator[Row]:

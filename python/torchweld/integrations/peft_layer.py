@@ -16,7 +16,7 @@ class Int4LoraLinear(LoraLinear):
     """PEFT's LoRA layer on an `Int4Linear`: adds the adapters' product to the 4-bit product."""
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any):
-        config = copy.copy(config)  # other layers may have the other order of dimensions
+        config = copy.copy(config)  # the layers share it, but fan_in_fan_out may differ
         config.fan_in_fan_out = base_layer.replaces_conv1d  # as in the layer of dequantize_
         with warnings.catch_warnings():
             # PEFT reads in_features and out_features, and warns of a class that it does not know.

@@ -110,7 +110,7 @@ def gated_activation(left: Tensor, right: Tensor, *, gate: Gate = "swiglu") -> T
     Its gradient reads `dy`, `left` and `right` and writes both gradients in one pass.
 
     Args:
-        left: `(..., N)`.
+        left: `(..., N)`, float32, float16 or bfloat16 (float64 on CPU).
         right: the shape and dtype of `left`.
         gate: a gate of `gated_linear`.
 
@@ -209,7 +209,8 @@ class GatedLinear(nn.Module):
 
     The parameters `weight` `(2 * out_features, in_features)` and `bias` are those of the linear
     layer. `load_state_dict` also accepts the keys of the modules that are replaced: one packed
-    layer with any name, or two called `left` and `right`, or `gate_proj` and `up_proj`.
+    layer with any name, or two called `left` and `right`, or `gate_proj` and `up_proj` (not with
+    "sigmoid_tanh").
 
     Args:
         in_features: K.

@@ -63,11 +63,11 @@ def int4_linear(
     kernel multiplies the float32 sum of a group by its scale.
 
     Args:
-        x: `(..., K)`, K a multiple of 8.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), K a multiple of 8.
         qweight: int32 `(N, K / 8)`, packed by `int4_pack`.
         scale: `(N, K / group)` in the dtype of `x`; group is a multiple of 8 that divides K.
         zero: int32 `(N, ceil(K / group / 8))`, packed by `int4_pack`, unsigned, no offset.
-        bias: `(N,)`.
+        bias: `(N,)`, dtype of `x`.
 
     Returns:
         `(..., N)` contiguous, dtype of `x`; sums in fp32.
@@ -93,7 +93,7 @@ def int4_repack(qweight: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, T
 
     Args:
         qweight: int32 `(N, K / 8)`.
-        scale: `(N, K / group)`.
+        scale: `(N, K / group)`, float32, float16 or bfloat16 (float64 on CPU).
         zero: int32 `(N, ceil(K / group / 8))`.
 
     Returns:
@@ -126,11 +126,11 @@ def int4_linear_repacked(
     """Computes `int4_linear` with the weight that `int4_repack` made.
 
     Args:
-        x: `(..., K)`, K a multiple of 8.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), K a multiple of 8.
         packed: int32 `(ceil(N/16), ceil(K/64), 128)`.
         packed_scale: `(ceil(N/16), K/group, 16)` in the dtype of `x`.
         packed_zero: int32 `(ceil(N/16), K/group, 2)`.
-        bias: `(N,)`.
+        bias: `(N,)`, dtype of `x`.
         out_features: N.
 
     Returns:

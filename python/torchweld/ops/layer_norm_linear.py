@@ -69,15 +69,15 @@ def fold_layer_norm(
     """Folds a LayerNorm's weights into the linear layer after it.
 
     Args:
-        weight: `(N, K)`.
-        bias: `(N,)`.
-        ln_weight: `(K,)`.
-        ln_bias: `(K,)`.
+        weight: `(N, K)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
+        bias: `(N,)`, dtype of `weight`; None for 0.
+        ln_weight: `(K,)`, dtype of `weight`; None for no scale.
+        ln_bias: `(K,)`, dtype of `weight`; None for no shift.
 
     Returns:
         `folded_weight = weight * ln_weight` in the weight's dtype, `weight_sum` = its row sums and
-        `folded_bias = bias + weight @ ln_bias`, both fp32 `(N,)`. The sums are taken from the
-        rounded folded weight: from unrounded ones the row mean would not cancel.
+        `folded_bias = bias + weight @ ln_bias`, both fp32 (fp64 for fp64) `(N,)`. The sums are
+        taken from the rounded folded weight: from unrounded ones the row mean would not cancel.
 
     Raises:
         RuntimeError: a wrong shape, dtype or device.
@@ -107,11 +107,13 @@ def folded_layer_norm_linear(
     """Computes `activation(rstd * (x @ folded_weight.T - mean * weight_sum) + folded_bias)`.
 
     Args:
-        x: `(..., K)`; mean and rstd are those of its rows.
-        folded_weight: `(N, K)` from `fold_layer_norm` (or the plain weight of a linear layer behind
-            a LayerNorm without parameters).
-        weight_sum: fp32 `(N,)`: the row sums of `folded_weight`; other values are not supported.
-        folded_bias: fp32 `(N,)`.
+        x: `(..., K)`, float32, float16 or bfloat16 (float64 on CPU), any strides; mean and rstd are
+            those of its rows.
+        folded_weight: `(N, K)`, dtype of `x`, from `fold_layer_norm` (or the plain weight of a
+            linear layer behind a LayerNorm without parameters).
+        weight_sum: fp32 (fp64 for fp64) `(N,)`: the row sums of `folded_weight`; other values are
+            not supported.
+        folded_bias: `(N,)`, dtype of `weight_sum`.
         eps: added to the variance; finite and at least 0.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 

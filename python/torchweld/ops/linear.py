@@ -62,7 +62,8 @@ def bmm(a: Tensor, b: Tensor) -> Tensor:
     """Computes `torch.matmul(a, b)` of three-dimensional tensors; a batch of 1 broadcasts.
 
     Args:
-        a: `(batch, M, K)`, any strides: a transposed view is not copied.
+        a: `(batch, M, K)`, float32, float16 or bfloat16 (float64 on CPU), any strides: a transposed
+            view is not copied.
         b: `(batch, K, N)`, any strides, dtype and device of `a`.
 
     Returns:

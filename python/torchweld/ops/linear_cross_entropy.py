@@ -37,9 +37,10 @@ def linear_cross_entropy(
 
     Args:
         x: `(..., K)` float32, float16 or bfloat16 (float64 on the CPU).
-        weight: `(N, K)`, N the size of the vocabulary; often tied to the embedding.
+        weight: `(N, K)` in the dtype of `x`, N the size of the vocabulary; often tied to the
+            embedding.
         target: `(...)` int64 or int32, from 0 to N - 1 or `ignore_index`.
-        bias: `(N,)`.
+        bias: `(N,)` in the dtype of `x`.
         reduction: "none", "sum" or "mean"; "mean" divides by the number of targets that are not
             ignored, and is NaN if all are.
         ignore_index: rows with this target add nothing to the loss and get a gradient of 0, even
@@ -110,9 +111,9 @@ def linear_token_logprobs(
 
     Args:
         x: `(..., K)` float32, float16 or bfloat16 (float64 on the CPU).
-        weight: `(N, K)`, N the size of the vocabulary.
+        weight: `(N, K)` in the dtype of `x`, N the size of the vocabulary.
         target: `(...)` int64 or int32, from 0 to N - 1.
-        bias: `(N,)`.
+        bias: `(N,)` in the dtype of `x`.
         temperature: the logits are divided by it, after the cap.
         softcap: c; the logits become `c tanh(z / c)`. None for no cap.
         entropy: whether to compute each row's entropy, `lse(z) - sum(softmax(z) z)`.

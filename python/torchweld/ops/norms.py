@@ -112,8 +112,8 @@ def layer_norm(
     Raises:
         RuntimeError: a wrong shape, dtype, device or eps.
 
-    Limits: differentiable once. Under autocast the dtype of `x` is kept, where torch's
-        `layer_norm` returns float32. A float32 weight and bias stay in float32.
+    Limits: differentiable once. Under autocast the dtype of `x` is kept, while torch's
+        `layer_norm` returns float32 on CUDA. A float32 weight and bias stay in float32.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
 

@@ -26,7 +26,8 @@ def softmax_matmul(
     """Computes `torch.softmax(scale * scores + mask, -1) @ value`; never stores all probabilities.
 
     Args:
-        scores: `(batch, nheads, seqlen_q, seqlen_k)`.
+        scores: `(batch, nheads, seqlen_q, seqlen_k)`, float32, float16 or bfloat16 (float64 on
+            CPU).
         value: `(batch, nheads, seqlen_k, head_dim_v)`, dtype and device of `scores`.
         leftpad: int32 `(batch,)` on the same device: padding positions at the start of each
             sequence; scores and values there are never used.

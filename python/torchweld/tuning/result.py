@@ -54,9 +54,9 @@ class TuneResult:
         gpu: the GPU's name, "" if nothing ran.
         dtype: the arguments' dtype.
         version: torchweld's version.
-        rows: a dict a configuration, best first, then those without a time. Beside the columns of
-            the tile each has: `us` (median, `low_us` and `high_us` its quartiles), `tflop_s` (None
-            if an op moves memory), `gb_s` (tensors read and written once), `registers` of a
+        rows: one dict for each configuration, best first, then those without a time. Beside the
+            tile's columns each has: `us` (median, `low_us` and `high_us` its quartiles), `tflop_s`
+            (None if an op moves memory), `gb_s` (tensors read and written once), `registers` of a
             thread and `shared_bytes` of a block (None: unknown), `error` (largest, see `against`),
             `reason` (why there is no time, "" if there is one), `part` (which of the call's
             kernels it configures), `problem`, `family`, `choice` (its name) and `source`

@@ -47,7 +47,8 @@ def mask(context: Any, call: Call) -> Tensor | None:
         _refuse("there is a cache of earlier tokens; use use_cache=False")
     positions = local_positions(context.group, call.q_length, torch.device(call.device))
     if pattern.documents is not None:
-        # transformers takes the gap between head and tail for the border of two documents.
+        # A process has two chunks of the sequence. transformers takes the gap between them for the
+        # border of two documents.
         gap = (positions.diff(prepend=positions[:1] - 1) != 1).cumsum(0)
         if not (pattern.documents == gap).all():
             _refuse("position_ids hold packed documents, or are not those of shard_sequence")

@@ -95,7 +95,7 @@ class _Pass(NamedTuple):
 
     ends: weakref.ref[Tensor]
     ends_k: weakref.ref[Tensor]
-    made_for: tuple[Any, ...]  # the versions of both and the other values that the starts depend on
+    made_for: tuple[Any, ...]  # versions of ends and ends_k, shape, device and mode
     start: Tensor
     layers: weakref.WeakSet[nn.Module]
 

@@ -131,7 +131,7 @@ class FusedPostNorm(FusedModule):
         x = dropout(linear(x))
         called = hooked(norm) or _has_any_global_hook() or not isinstance(residual, Tensor)
         tensors = None if called or x.shape != residual.shape else norm_operands(norm, x)
-        # Autocast adds before it casts the sum for the norm.
+        # Under autocast, torch adds x and residual before it casts their sum. The op can't do that.
         if tensors is None or tensors[0] is not x or not plain_tensors(x, residual):
             return norm(x + residual)
         if recorder.calls is not None:

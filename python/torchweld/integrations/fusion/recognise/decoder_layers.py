@@ -70,7 +70,8 @@ _OPTIONS = [
         ("first half twice", False, True),
     )
 ]
-# The options of each form. A refusal gives the reason of the last ones.
+# The options of each form. If none of them computes the same as a function, the reason against the
+# last ones is reported.
 _OPTIONS_OF = {
     _WHOLE: [(*each, _WHOLE, rows_first) for rows_first in (False, True) for each in _OPTIONS]
     + [(*_OPTIONS[-1], _WHOLE)],
