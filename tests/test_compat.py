@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import reference as R
+import torchweld
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F32, F64
 from tensors import randn
@@ -203,7 +204,7 @@ X = torch.zeros(2, 4, 4, 16)
 ENDS = torch.tensor([0, 8], dtype=torch.int32)
 PACKED = torch.zeros(8, 4, 16)
 REFUSED = [
-    ("flash_attn_func", (X, X, X), {"dropout_p": 0.1}, "dropout_p must be 0, but got 0.1;"),
+    ("flash_attn_func", (X, X, X), {"dropout_p": -0.1}, "dropout_p must be from 0 to 1, but got"),
     ("flash_attn_func", (X, X, X), {"alibi_slopes": X}, "alibi_slopes must be None; torchweld's"),
     ("flash_attn_func", (X[0], X, X), {}, "q must be (batch, seqlen, nheads, head_dim), but got"),
     (
@@ -374,11 +375,51 @@ def test_xformers_layouts(device):
     assert_same_bits(got.flatten(2, 3), want)
 
 
+def test_dropout_is_that_of_attention(device):
+    """With the seed that torch's generator gives."""
+    q, k, v = qkv(device, 9, 9, best(device) if device == "cpu" else BF16)
+    packed, ends = [t.flatten(0, 1) for t in (q, k, v)], starts([9, 9]).to(device)
+    mask = mask_of("LowerTriangularFromBottomRightMask")
+    calls = {
+        "padded": lambda p: fa.flash_attn_func(q, k, v, p, causal=True),
+        "packed": lambda p: fa.flash_attn_varlen_func(*packed, ends, ends, 9, 9, p, causal=True),
+        "xformers": lambda p: memory_efficient_attention(q, k, v, mask, p),
+    }
+    if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        for call in calls.values():
+            with pytest.raises(ValueError, match="must be 0, but got 0.4: attention dropout is on"):
+                call(0.4)
+        return
+
+    def drawn(call):
+        torch.manual_seed(5)
+        return call()
+
+    views = [t.transpose(1, 2) for t in (q, k, v)]
+    want = drawn(lambda: torchweld.attention(*views, causal=True, dropout_p=0.4)).transpose(1, 2)
+    assert not want.equal(calls["padded"](0.0))
+    for name in ("padded", "xformers"):
+        assert_same_bits(drawn(lambda name=name: calls[name](0.4)), want)
+    options = {"causal": True, "dropout_p": 0.4}
+    want = drawn(lambda: torchweld.varlen_attention(*packed, ends, ends, **options))
+    assert_same_bits(drawn(lambda: calls["packed"](0.4)), want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_dropout_without_a_fast_kernel_is_refused():
+    q = torch.zeros(1, 4, 2, 16, device="cuda")
+    sentence = (
+        "dropout_p must be 0, but got 0.1: attention dropout is on, which no kernel for tensor"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        fa.flash_attn_func(q, q, q, 0.1)
+
+
 def test_xformers_refusals():
     q = torch.zeros(2, 4, 4, 16)
     blocks = mask_of("BlockDiagonalMask", q_seqinfo=None, k_seqinfo=None)
     for options, sentence in (
-        ({"p": 0.1}, "p must be 0, but got 0.1; torchweld's attention is slow with dropout"),
+        ({"p": 1.1}, "p must be from 0 to 1, but got 1.1"),
         ({"attn_bias": q}, "attn_bias must be None or a mask of xformers, but got a Tensor"),
         ({"attn_bias": mask_of("PagedBlockDiagonalPaddedKeysMask")}, "attn_bias must be one of"),
         ({"attn_bias": blocks}, "query must be (1, tokens, nheads, head_dim) with BlockDiagonal"),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchweld.integrations.sdpa.gpus import no_dropout_kernel
 from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.varlen import check_sizes
 
@@ -51,6 +52,20 @@ def check_padded(name: str, q: Tensor, k: Tensor, v: Tensor, names: str = "q k v
     check_sizes(name, layout, q, k, v, names)
 
 
+def check_dropout(
+    name: str, argument: str, p: float, query: Tensor, value: Tensor, softcap: float | None = None
+) -> None:
+    """Raises ValueError if dropout with probability p would run a slow kernel on a GPU."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"{name}: {argument} must be from 0 to 1, but got {p}")
+    reason = no_dropout_kernel(query, value, softcap) if p and query.is_cuda else None
+    if reason is not None:
+        raise ValueError(
+            f"{name}: {argument} must be 0, but got {p}: {reason}; set the model's attention "
+            "dropout to 0"
+        )
+
+
 def padded_attention(
     query: Tensor,
     key: Tensor,
@@ -72,7 +87,7 @@ def padded_attention(
         lengths: int32 `(batch,)`: how many keys each sequence has; all if None.
         key_start: int32 `(batch, seqlen_q)`.
         return_lse: whether to return lse `(batch, heads, seqlen_q)` too.
-        options: scale, softcap and sink of attention.
+        options: scale, softcap, sink and dropout_p of attention.
     """
     batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
     numbers = window.as_numbers()

@@ -2,9 +2,9 @@
 
 `from torchweld.compat import flash_attn` and `flash_attn.flash_attn_func(q, k, v, causal=True)`:
 arguments, results and the bottom-right aligned causal mask are flash-attn 2's. Features that
-torchweld's attention lacks are refused: dropout, ALiBi slopes, paged caches. `deterministic` and
-`num_splits` are accepted and change nothing, because gradients are always deterministic and the
-number of splits is chosen by torchweld.
+torchweld's attention lacks are refused: ALiBi slopes, paged caches, and dropout on a GPU where no
+kernel for tensor cores has it. `deterministic` and `num_splits` are accepted and change nothing,
+because gradients are always deterministic and the number of splits is chosen by torchweld.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchweld.compat._cache import Cache, check_new, rotated
-from torchweld.compat._windows import Window, check_padded, padded_attention
+from torchweld.compat._windows import Window, check_dropout, check_padded, padded_attention
 from torchweld.ops.varlen import (
     check_lengths,
     check_packed,
@@ -38,6 +38,8 @@ __all__ = [
 
 def _options(
     name: str,
+    q: Tensor,
+    v: Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -50,10 +52,11 @@ def _options(
     """Converts the options of all functions here but `flash_attn_with_kvcache`.
 
     Returns:
-        The window, whether to return lse, and scale and softcap of torchweld's attention.
+        The window, whether to return lse, and the other options of torchweld's attention.
     """
-    _refuse(name, dropout_p, alibi_slopes)
-    more = {"scale": softmax_scale, "softcap": softcap or None}
+    _refuse(name, alibi_slopes)
+    check_dropout(name, "dropout_p", dropout_p, q, v, softcap or None)
+    more = {"scale": softmax_scale, "softcap": softcap or None, "dropout_p": dropout_p}
     return Window.of(window_size, causal), return_attn_probs, more
 
 
@@ -61,7 +64,7 @@ def _with_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Shows the options by name in the signature of a function that takes `*options`."""
     shown = inspect.signature(function)
     own = [p for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    _, *options = inspect.signature(_options).parameters.values()
+    _, _, _, *options = inspect.signature(_options).parameters.values()
     function.__signature__ = shown.replace(parameters=own + options)
     return function
 
@@ -84,7 +87,8 @@ def flash_attn_func(
     Args:
         q: `(batch, seqlen_q, nheads, head_dim)`.
         k, v: `(batch, seqlen_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
-        dropout_p: must be 0.
+        dropout_p: the share of the probabilities that become 0, as in :func:`torchweld.attention`.
+            The random numbers are not flash-attn's.
         softmax_scale: `head_dim ** -0.5` when None.
         causal: whether a row sees keys only up to its own position, aligned at the bottom right.
         window_size: a row at position p sees the keys from `p - left` to `p + right`; a negative
@@ -92,15 +96,17 @@ def flash_attn_func(
         softcap: 0 for none.
         alibi_slopes: must be None.
         deterministic: accepted; gradients are always deterministic.
-        return_attn_probs: whether to return `(out, lse, None)`; flash-attn's probabilities are None
-            without dropout too.
+        return_attn_probs: whether to return `(out, lse, None)`. With dropout, flash-attn returns
+            probabilities for tests in place of the None.
 
     Returns:
         `(batch, seqlen_q, nheads, head_dim)`, and with return_attn_probs lse `(batch, nheads,
         seqlen_q)`.
 
     Raises:
-        ValueError: dropout, ALiBi slopes, or q, k and v in another layout.
+        ValueError: ALiBi slopes; dropout on a GPU without a fast kernel for it, that is, not on
+            Hopper in 16 bits with head dims that are multiples of 8 up to 128 and without a soft
+            cap; q, k and v in another layout.
 
     Example::
 
@@ -330,22 +336,13 @@ def flash_attn_with_kvcache(
 
 
 def _refuse(
-    name: str,
-    dropout_p: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
+    name: str, alibi_slopes: Tensor | None = None, block_table: Tensor | None = None
 ) -> None:
-    if dropout_p:
-        raise ValueError(
-            f"{name}: dropout_p must be 0, but got {dropout_p}; torchweld's attention is slow with "
-            "dropout, set the model's attention dropout to 0"
-        )
     if alibi_slopes is not None:
         raise ValueError(
             f"{name}: alibi_slopes must be None; torchweld's attention adds no bias to the scores, "
             "use torch.nn.attention.flex_attention"
         )
-
     if block_table is not None:
         raise ValueError(
             f"{name}: block_table must be None; torchweld reads no paged cache, pass contiguous "
@@ -362,8 +359,8 @@ def _unpacked(name: str, argument: str, packed: Tensor, layout: str) -> tuple[Te
 
 
 def _padded(name: str, q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Any:
-    window, return_lse, more = _options(name, *options, **named)
     check_padded(name, q, k, v)
+    window, return_lse, more = _options(name, q, v, *options, **named)
     result = padded_attention(q, k, v, window, return_lse=return_lse, **more)
     return (*result, None) if return_lse else result
 
@@ -378,8 +375,8 @@ def _varlen(
     *options: Any,
     **named: Any,
 ) -> Any:
-    window, return_lse, more = _options(name, *options, **named)
     check_packed(name, q, k, v)
+    window, return_lse, more = _options(name, q, v, *options, **named)
     check_lengths(name, cu_seqlens_q, cu_seqlens_k, q)
     mask = packed_mask(q, k, cu_seqlens_q, cu_seqlens_k, *window)
     result = packed_attention(q, k, v, {**mask, **more}, return_lse)

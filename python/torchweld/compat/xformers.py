@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchweld.compat._windows import Window, check_padded, padded_attention
+from torchweld.compat._windows import Window, check_dropout, check_padded, padded_attention
 from torchweld.ops.varlen import packed_attention, packed_mask, row_ranges
 
 __all__ = ["memory_efficient_attention"]
@@ -69,7 +69,8 @@ def memory_efficient_attention(
         key, value: the same layout with seqlen_k.
         attn_bias: None, or a mask of xformers: LowerTriangular*, LocalAttentionFromBottomRightMask,
             BlockDiagonal* without pages. Its values stay on the device.
-        p: must be 0; torchweld's attention is slow with dropout.
+        p: the dropout of the probabilities, as in :func:`torchweld.attention`. The random numbers
+            are not xformers'.
         scale: `head_dim ** -0.5` when None.
         op: accepted and not used; `torchweld.explain` tells which kernel runs.
         output_dtype: None or the dtype of query.
@@ -78,7 +79,8 @@ def memory_efficient_attention(
         The shape of query, with the last size of value.
 
     Raises:
-        ValueError: dropout, a bias that is a tensor, a mask of another class, another layout.
+        ValueError: a bias that is a tensor, a mask of another class, another layout; dropout on a
+            GPU where `flash_attn_func` refuses it.
 
     Example::
 
@@ -86,10 +88,6 @@ def memory_efficient_attention(
         out = xformers.memory_efficient_attention(q, k, v)
     """
     name = "memory_efficient_attention"
-    if p:
-        raise ValueError(
-            f"{name}: p must be 0, but got {p}; torchweld's attention is slow with dropout"
-        )
     if output_dtype not in (None, query.dtype):
         raise ValueError(
             f"{name}: output_dtype must be {query.dtype} like query, but got {output_dtype}; use "
@@ -106,10 +104,11 @@ def memory_efficient_attention(
         tensors = [t.unsqueeze(2) for t in (query, key, value)]
         return memory_efficient_attention(*tensors, attn_bias, p, scale).squeeze(2)
     check_padded(name, query, key, value, "query key value")
-    window = _window(attn_bias, kind)
+    check_dropout(name, "p", p, query, value)
+    window, options = _window(attn_bias, kind), {"scale": scale, "dropout_p": p}
     if type(attn_bias).__name__ in _PADDED:
-        return padded_attention(query, key, value, window, top_left=kind.top_left, scale=scale)
-    return _packed(name, query, key, value, attn_bias, kind, window, scale)
+        return padded_attention(query, key, value, window, top_left=kind.top_left, **options)
+    return _packed(name, query, key, value, attn_bias, kind, window, options)
 
 
 def _kind(name: str, attn_bias: Any) -> _Kind:
@@ -148,7 +147,7 @@ def _packed(
     attn_bias: Any,
     kind: _Kind,
     window: Window,
-    scale: float | None,
+    options: dict[str, Any],
 ) -> Tensor:
     if query.shape[0] != 1:
         raise ValueError(
@@ -165,6 +164,6 @@ def _packed(
         begin = starts_k[:-1]
         end = starts_k[1:] if lengths is None else begin + lengths.to(q.device, begin.dtype)
         mask = row_ranges(starts, begin, end, q.shape[0], *window, top_left=kind.top_left)
-    result = packed_attention(q, k, v, {**mask, "scale": scale}, return_lse=False)
+    result = packed_attention(q, k, v, {**mask, **options}, return_lse=False)
     assert isinstance(result, Tensor)
     return result.unsqueeze(0)

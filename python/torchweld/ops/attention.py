@@ -105,8 +105,9 @@ def attention(
             assertion on CUDA. No other values of tensors are checked: a value out of range counts
             as the nearest one in range.
 
-    Limits: differentiable once. On CUDA, dropout runs a kernel that is slower than SDPA's. With
-        softcap, bfloat16 values beyond 1e27 may give inf on Hopper.
+    Limits: differentiable once. On CUDA, dropout runs a kernel that is slower than SDPA's, except
+        in 16 bits on Hopper, with head dims up to 128 and without softcap. With softcap, bfloat16
+        values beyond 1e27 may give inf on Hopper.
 
     Source: Dao, "FlashAttention-2", 2023.
 
