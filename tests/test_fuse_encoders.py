@@ -216,6 +216,26 @@ def test_recorded_outputs_of_layers_equal_stock(device, kind, checkpointing):
     assert_same_step(model, stock)
 
 
+def test_whispers_attention_reads_the_heads_without_copies(device):
+    model = encoder("whisper", device).train()
+    stock = copy.deepcopy(model)
+    report = fuse(model, only="attention")
+    places = [path for path in report.replaced if path.endswith(".heads")]
+    assert len(places) == 6 and len(report.replaced) == 12 and report.max_abs_diff < 1e-4
+    assert {report.ops[path] for path in places} == {"attention (heads without copies)"}
+    batch = {**attention_switch.sample_of(model), "use_cache": False}  # a cache has copies
+
+    def copies(model):
+        with Calls() as calls:
+            step(model, batch)
+        return calls.names["aten::clone"]
+
+    assert copies(model) == 0 < copies(stock)
+    for each in (model, loaded_again(model), copy.deepcopy(model)):
+        assert_same_step(each, stock)
+    assert {*places} <= {*unfuse(model)} and copies(model) == copies(stock)
+
+
 @pytest.mark.parametrize("kind", ["vit", "whisper", "hubert"])
 def test_dropouts_of_layers_draw_as_in_stock(device, kind):
     config = transformers.CONFIG_MAPPING[kind]()

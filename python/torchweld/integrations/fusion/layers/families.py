@@ -17,7 +17,7 @@ from torch import nn
 
 from torchweld.integrations import lora
 
-from . import causal_lm, decoder, gpt2_block, layer_norm, mlp, rms_norm
+from . import causal_lm, decoder, gpt2_block, heads, layer_norm, mlp, rms_norm
 from .fused_module import Fusion, register, stock_class
 
 
@@ -118,6 +118,7 @@ _GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
 FUSIONS |= {
     f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
     f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
+    "transformers.models.whisper.modeling_whisper.WhisperAttention": (heads.FusedHeads, None),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
     "torch.nn.modules.normalization.LayerNorm": (layer_norm.FusedLayerNorm, None),
     "torch.nn.modules.normalization.RMSNorm": (rms_norm.FusedTorchNorm, rms_norm.Norm("eps", 0.0)),
