@@ -34,7 +34,7 @@ class batch_invariant(ContextDecorator):
     The environment variable `TORCHWELD_BATCH_INVARIANT=1` turns the mode on for every thread.
 
     Args:
-        enabled: False turns the mode off inside the context.
+        enabled: True turns the mode on inside the context, False off.
 
     Example::
 

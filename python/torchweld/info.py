@@ -29,7 +29,8 @@ class Info:
         built: the build of the library: torch, CUDA, architectures, commit; {} if unknown.
         binary_archs: the architectures of the GPU code in the library.
         gpus: the GPUs of this machine.
-        introspection: whether `torchweld._C` is there, which `explain` and `tune` need.
+        introspection: whether `torchweld._C` is there, which `tune` needs on a GPU, and `explain`
+            for calls with several tiles.
         batch_invariant: whether the mode `torchweld.batch_invariant` is on in this thread.
         ops: the devices that have a kernel, by op.
 

@@ -1,7 +1,7 @@
-"""Functions with the names, layouts and defaults of other attention libraries, on torchweld's ops.
+"""Functions with the names, layouts and defaults of other libraries, on torchweld's ops.
 
-`torchweld.compat.flash_attn` and `torchweld.compat.xformers` work without those libraries. `import
-torchweld` imports neither module.
+The modules `flash_attn`, `xformers` and `causal_conv1d` work without those libraries. `import
+torchweld` imports none of them; `import torchweld.compat.causal_conv1d` loads the last one.
 """
 
 from torchweld._lazy_import import lazy

@@ -67,7 +67,8 @@ def causal_conv1d_fn(
         seq_idx: int32 `(batch, seqlen)`, the document of each position; not with states.
         initial_states: `(batch, channels, width - 1)`, the values in front of position 0.
         return_final_states: whether to return the last `width - 1` values of each channel too.
-        final_states_out: a tensor that these values are written to, and that is returned.
+        final_states_out: with return_final_states, a tensor `(batch, channels, width - 1)` that
+            the last values are written to, and that is returned as the final states.
         activation: None, "silu" or "swish".
 
     Returns:

@@ -85,14 +85,14 @@ def flash_attn_func(
     """Computes `flash_attn.flash_attn_func`.
 
     Args:
-        q: `(batch, seqlen_q, nheads, head_dim)`.
-        k, v: `(batch, seqlen_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
+        q: `(batch, seqlen_q, nheads, head_dim)`, float32, float16 or bfloat16 (float64 on CPU).
+        k, v: `(batch, seqlen_k, nheads_kv, head_dim)`, dtype of q; nheads_kv divides nheads.
         dropout_p: the share of the probabilities that become 0, as in :func:`torchweld.attention`.
             The random numbers are not flash-attn's.
         softmax_scale: `head_dim ** -0.5` when None.
         causal: whether a row sees keys only up to its own position, aligned at the bottom right.
-        window_size: a row at position p sees the keys from `p - left` to `p + right`; a negative
-            size is no limit.
+        window_size: `(left, right)`: a row at position p sees the keys from `p - left` to `p +
+            right`; a negative size is no limit.
         softcap: 0 for none.
         alibi_slopes: must be None.
         deterministic: accepted; gradients are always deterministic.
@@ -107,6 +107,7 @@ def flash_attn_func(
         ValueError: ALiBi slopes; dropout on a GPU without a fast kernel for it, that is, not on
             Hopper in 16 bits with head dims that are multiples of 8 up to 128 and without a soft
             cap; q, k and v in another layout.
+        RuntimeError: a wrong dtype or device, or a number out of range, as `torchweld.attention`.
 
     Example::
 
@@ -122,7 +123,7 @@ def flash_attn_func(
 
 @_with_options
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
-    """`flash_attn.flash_attn_qkvpacked_func`: qkv is `(batch, seqlen, 3, nheads, head_dim)`.
+    """Computes `flash_attn_qkvpacked_func`: qkv is `(batch, seqlen, 3, nheads, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_func`.
 
@@ -138,7 +139,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
 
 @_with_options
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
-    """`flash_attn.flash_attn_kvpacked_func`: kv is `(batch, seqlen_k, 2, nheads_kv, head_dim)`.
+    """Computes `flash_attn_kvpacked_func`: kv is `(batch, seqlen_k, 2, nheads_kv, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_func`.
 
@@ -175,7 +176,8 @@ def flash_attn_varlen_func(
     Args:
         q: `(tokens_q, nheads, head_dim)`.
         k, v: `(tokens_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
-        cu_seqlens_q, cu_seqlens_k: int32 `(batch + 1,)`, never read by the host.
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 `(batch + 1,)`: 0, then the end of each sequence.
+            The host never reads them.
         max_seqlen_q, max_seqlen_k: accepted and not used.
         block_table: must be None.
         return_attn_probs: whether to return `(out, lse, None)`.
@@ -183,7 +185,8 @@ def flash_attn_varlen_func(
     Returns:
         `(tokens_q, nheads, head_dim)`, and with return_attn_probs lse `(nheads, tokens_q)`.
 
-    The other arguments and the errors are those of :func:`flash_attn_func`.
+    The other arguments and errors are those of :func:`flash_attn_func`. Errors of cumulative
+    lengths are those of :func:`torchweld.varlen_attention`.
 
     Example::
 
@@ -203,7 +206,7 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *options: Any, **named: Any
 ) -> Any:
-    """`flash_attn.flash_attn_varlen_qkvpacked_func`: qkv is `(tokens, 3, nheads, head_dim)`.
+    """Computes `flash_attn_varlen_qkvpacked_func`: qkv is `(tokens, 3, nheads, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
 
@@ -228,7 +231,7 @@ def flash_attn_varlen_kvpacked_func(
     *options: Any,
     **named: Any,
 ) -> Any:
-    """`flash_attn.flash_attn_varlen_kvpacked_func`: kv is `(tokens_k, 2, nheads_kv, head_dim)`.
+    """Computes `flash_attn_varlen_kvpacked_func`: kv is `(tokens_k, 2, nheads_kv, head_dim)`.
 
     The other arguments, the result and the errors are those of :func:`flash_attn_varlen_func`.
 
@@ -270,17 +273,17 @@ def flash_attn_with_kvcache(
         q: `(batch, seqlen_q, nheads, head_dim)`.
         k_cache, v_cache: `(batch, seqlen_cache, nheads_kv, head_dim)`; more sequences with
             cache_batch_idx.
-        k, v: `(batch, seqlen_new, nheads_kv, head_dim)`, written into the caches in place, from
-            slot `cache_seqlens[b]` on.
+        k, v: `(batch, seqlen_new, nheads_kv, head_dim)`, dtype of the caches, written into them in
+            place, from slot `cache_seqlens[b]` on.
         rotary_cos, rotary_sin: `(positions, rotary_dim / 2)`, only with k: k is rotated by the
             positions from `cache_seqlens[b]` on before it is written. With causal or a window, q is
             rotated by the same positions; otherwise all of q by `cache_seqlens[b]`. Not with
             cache_leftpad.
         cache_seqlens: int32 `(batch,)`, or one number: how many tokens the caches have before k and
-            v. None: the caches are full.
+            v. None: the caches are full; not with k.
         cache_batch_idx: int32 `(batch,)`: the sequence of the caches that belongs to each sequence
             of q. Those sequences are copied; new tokens are written in place.
-        cache_leftpad: int32 `(batch,)`: the number of padding slots at the start of each cache.
+        cache_leftpad: int32 `(batch,)`: the number of padding slots at the start of each sequence.
         rotary_interleaved: whether a pair is two neighbours, and not `rotary_dim / 2` apart.
         block_table, alibi_slopes: must be None.
         num_splits: accepted and not used.
@@ -291,7 +294,11 @@ def flash_attn_with_kvcache(
         cache_batch_idx: new tokens before or behind the cache fail there as an index that is out of
         bounds. Without new tokens a negative cache_seqlens counts as 0.
 
-    The other arguments and the errors are those of :func:`flash_attn_func`.
+    Raises:
+        ValueError: arguments that do not go together, as above; too few free slots if cache_seqlens
+            is a number or on the CPU.
+
+    The other arguments and errors are those of :func:`flash_attn_func`.
 
     Example::
 

@@ -67,8 +67,9 @@ def memory_efficient_attention(
         query: `(batch, seqlen_q, nheads, head_dim)`, `(batch, seqlen_q, head_dim)`, or `(batch,
             seqlen_q, groups, nheads, head_dim)`, whose key and value may be expanded over nheads.
         key, value: the same layout with seqlen_k.
-        attn_bias: None, or a mask of xformers: LowerTriangular*, LocalAttentionFromBottomRightMask,
-            BlockDiagonal* without pages. Its values stay on the device.
+        attn_bias: None, or a mask of xformers: LowerTriangular* without a tensor bias,
+            LocalAttentionFromBottomRightMask, or BlockDiagonal* without pages, which needs a batch
+            of 1. The mask's values stay on the device.
         p: the dropout of the probabilities, as in :func:`torchweld.attention`. The random numbers
             are not xformers'.
         scale: `head_dim ** -0.5` when None.
@@ -79,8 +80,9 @@ def memory_efficient_attention(
         The shape of query, with the last size of value.
 
     Raises:
-        ValueError: a bias that is a tensor, a mask of another class, another layout; dropout on a
-            GPU where `flash_attn_func` refuses it.
+        ValueError: a bias that is a tensor, a mask of another class, another layout or
+            output_dtype; dropout on a GPU where `flash_attn_func` refuses it.
+        RuntimeError: a wrong dtype or device, as `torchweld.attention`.
 
     Example::
 

@@ -121,7 +121,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None
         ImportError: transformers is not installed.
         TypeError: The model is not one of transformers, or mesh is no DeviceMesh.
         ValueError: The mesh has more dims, or does not divide the heads or the layers' sizes; the
-            model has no plan, or one with an unknown style. The model is unchanged then.
+            model has no plan, or one with an unknown style; parameters that are sharded already.
+            The model is unchanged then.
 
     Limits: dropout drops the same values in all processes only if they have the same seed. A
         GPT-2's `c_attn` and a packed `gate_up_proj` are placed `_StridedShard`, which

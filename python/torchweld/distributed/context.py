@@ -90,8 +90,9 @@ def context_parallel_attention(
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or the op refuses its arguments.
-        TypeError: an argument is a DTensor.
-        ValueError: shapes differ between processes, or do not fit; in all processes.
+        TypeError: an argument is a DTensor; with check, the other processes raise ValueError.
+        ValueError: shapes that do not fit or, with check, differ between processes (then in all
+            processes); another method; a window without causal; a mesh of more dims.
 
     Limits: self-attention without key_end. torch.compile breaks its graph at "ring".
 
@@ -333,8 +334,8 @@ def context_parallel(
     Raises:
         RuntimeError: no such attention ran in the block, torch.distributed is not initialised, or
             the block is inside of another one or of torch's own `context_parallel`.
-        ValueError: an unknown method; inside: a model needs an unsupported feature, such as a cache
-            of earlier tokens, attention dropout or packed documents.
+        ValueError: an unknown method or a mesh of more dims; inside: a model needs an unsupported
+            feature, such as a cache of earlier tokens, attention dropout or packed documents.
 
     Example::
 

@@ -56,7 +56,7 @@ def shard_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: the tokens can't be cut into 2n equal chunks.
+        ValueError: the tokens can't be cut into 2n equal chunks, or group is a mesh of more dims.
 
     Example::
 
@@ -85,8 +85,12 @@ def gather_sequence(t: Tensor, group: Group = None, *, dim: int = 1) -> Tensor:
         group: a ProcessGroup, a DeviceMesh of one dim, or None for all processes.
         dim: the dim of the tokens.
 
+    Returns:
+        The whole sequence, n times as long as `t` along `dim`.
+
     Raises:
         RuntimeError: torch.distributed is not initialised.
+        ValueError: group is a mesh of more dims.
 
     Example::
 

@@ -186,8 +186,8 @@ def vocab_parallel_linear_cross_entropy(
         bias: `(N,)`, a DTensor placed as the weight.
         reduction, ignore_index, label_smoothing, softcap, z_loss, shift, temperature: as in
             `torchweld.linear_cross_entropy`.
-        keep: what forward stores. "exponentials": 16-bit exponentials in place of the logits of the
-            shard (not with both label_smoothing and softcap). "nothing": backward computes the
+        keep: what forward stores. "exponentials": exponentials of the shard's logits in the dtype
+            of x (not with both label_smoothing and softcap). "nothing": backward computes the
             logits again, a chunk at a time. "auto": "exponentials" for bfloat16 on Hopper if
             they can be stored, else "nothing".
 
@@ -197,7 +197,8 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         ValueError: the weight or bias is placed otherwise; a process has no class; another
-            reduction or keep; on the CPU a target out of range, a device assertion on CUDA.
+            reduction or keep, or a label_smoothing out of range; on the CPU a target out of range,
+            which is a device assertion on CUDA.
         RuntimeError: a wrong shape, dtype or option.
 
     Limits: differentiable once.

@@ -65,9 +65,9 @@ def attention(
     key_end per row, row i has position `key_end[b, i] - 1`.
 
     Args:
-        query: `(batch, nheads, seqlen_q, head_dim)`.
-        key: `(batch, nheads_kv, seqlen_k, head_dim)`; nheads_kv divides nheads.
-        value: `(batch, nheads_kv, seqlen_k, head_dim_v)`; head_dim_v is free.
+        query: `(batch, nheads, seqlen_q, head_dim)`, float32, float16 or bfloat16 (float64 on CPU).
+        key: `(batch, nheads_kv, seqlen_k, head_dim)`, dtype of `query`; nheads_kv divides nheads.
+        value: `(batch, nheads_kv, seqlen_k, head_dim_v)`, dtype of `query`; head_dim_v is free.
         leftpad: int32 `(batch,)` on the same device: the number of padding positions at the start
             of each sequence. Padding keys are never read; a query row at a padding position is 0.
         causal: whether row i sees keys only up to its own position (bottom-right aligned; SDPA's
@@ -84,9 +84,10 @@ def attention(
             if they lie between the keys of two rows.
         window: at least 1: row i sees the `window` keys that end at its own position, without
             causal also the `window - 1` keys behind it; None for all.
-        softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
+        softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask; None for
+            no cap.
         sink: `(nheads,)`, dtype of query or float32: a logit per head that is in the softmax sum
-            but has no value.
+            but has no value; None for none.
         dropout_p: 0 to 1, in steps of 2**-16: this share of the probabilities becomes 0, the others
             are divided by `1 - dropout_p`, as in SDPA.
         dropout_seed: int64 `(1,)` on the same device; None draws one from torch's generator. The
@@ -94,10 +95,10 @@ def attention(
             dropped, the same on every device.
 
     Returns:
-        `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0. The
-        memory order is that of `query`: if `query` is a view of `(batch, seqlen_q, nheads,
-        head_dim)`, `out.transpose(1, 2)` is contiguous, otherwise `out` is. By the same rule, the
-        gradients have the memory orders of `query`, `key` and `value`.
+        `(batch, nheads, seqlen_q, head_dim_v)`, dtype of `query`. A row that sees no key is 0 and
+        has gradient 0. The memory order is that of `query`: if `query` is a view of `(batch,
+        seqlen_q, nheads, head_dim)`, `out.transpose(1, 2)` is contiguous, otherwise `out` is. By
+        the same rule, the gradients have the memory orders of `query`, `key` and `value`.
 
     Raises:
         RuntimeError: a wrong shape, dtype or device, or a number that is out of range; key_start
@@ -198,17 +199,21 @@ class CausalSelfAttention(nn.Module):
     """Computes GPT-2's attention block: qkv projection, causal attention, output projection.
 
     The module replaces `transformers.models.gpt2.modeling_gpt2.GPT2Attention`. The projections
-    `c_attn` and `c_proj` are `nn.Linear`, with weights `(out, in)`. Either may have hooks or a
-    parametrisation, or be replaced by a layer with LoRA or by `Int4Linear`.
+    `c_attn` (rows: query, key, value) and `c_proj` are `nn.Linear`, with weights `(out, in)`.
+    Either may have hooks or a parametrisation, or be replaced by a layer with LoRA or by
+    `Int4Linear`.
 
     Args:
         embed_dim: width of the input and output.
         num_heads: number of heads; divides embed_dim.
         bias: whether both projections have a bias.
-        out_proj: whether there is an output projection.
+        out_proj: whether there is an output projection; if not, `c_proj` is `nn.Identity`.
         kernel: how much is fused: "causal_softmax" (scores in memory, softmax op, matmul),
             "softmax_matmul" (both in one op) or "attention". All compute the same function.
         scale: factor on the scores; None for head_dim^-0.5.
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim, or another kernel.
 
     Example::
 
@@ -265,7 +270,7 @@ class CausalSelfAttention(nn.Module):
         The scaling of its scores is kept, and frozen parameters stay frozen.
 
         Args:
-            module: self-attention without dropout.
+            module: self-attention with dropout probabilities of 0.
             kernel: as in the class; it must be "attention", which keeps the scores in float32, for
                 a module with `reorder_and_upcast_attn`.
 
@@ -361,7 +366,12 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, leftpad: Tensor | None = None) -> Tensor:
         """Maps `(batch, seqlen, embed_dim)` to the same shape; leftpad is int32 `(batch,)`.
 
-        Inside of `torchweld.distributed.context_parallel`, x has this process's tokens.
+        leftpad is as in `torchweld.attention`. Inside of `torchweld.distributed.context_parallel`,
+        x has this process's tokens.
+
+        Raises:
+            ValueError: x is not of three dims; inside of context_parallel, another kernel than
+                "attention".
         """
         if x.dim() != 3:
             raise ValueError(

@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     The module replaces transformers' `LlamaAttention` and, with qk_norm, `Qwen3Attention`; the
     parameter names are the same. The projections are called as modules: each may have LoRA or
-    hooks, or be an `Int4Linear`.
+    hooks, or be an `Int4Linear` (`new_cache` then needs a float `k_proj`).
 
     Args:
         embed_dim: width of the input and output.
@@ -42,7 +42,11 @@ class Attention(nn.Module):
             causal also the `window - 1` keys behind it; None for all.
         qk_norm: whether queries and keys get an RMSNorm with weights over the head dim (eps 1e-6)
             before the rotary embedding.
-        dropout: share of the probabilities that training drops.
+        dropout: share of the attention probabilities that are dropped in training mode, 0 to 1.
+
+    Raises:
+        ValueError: numbers of heads that do not divide, an odd head_dim with rotary, or a dropout
+            that is out of range.
 
     Example::
 
@@ -229,7 +233,10 @@ class Attention(nn.Module):
         return new.train(self.training)
 
     def new_cache(self, batch: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """Returns zeros for keys and values: `(batch, num_kv_heads, capacity, head_dim)` each."""
+        """Returns zeros for keys and values: `(batch, num_kv_heads, capacity, head_dim)` each.
+
+        They have the dtype and device of `k_proj.weight`.
+        """
         weight = self.k_proj.weight
         shape = (batch, self.num_kv_heads, capacity, self.head_dim)
         return weight.new_zeros(shape), weight.new_zeros(shape)
@@ -251,11 +258,13 @@ class Attention(nn.Module):
             key_end: int32 `(batch,)`: the lengths of a batch padded on the right; with a cache, the
                 number of tokens in the cache after this call.
             cache: keys and values from `new_cache`; the call writes those of x to positions
-                `key_end - seqlen` to `key_end`, which must be inside the cache.
+                `key_end - seqlen` to `key_end - 1`, in place. Without `torch.no_grad()` the
+                cache then holds autograd's graph.
 
         Raises:
             ValueError: x is not of three dims; a cache without key_end; a call inside of
                 `torchweld.distributed.context_parallel`.
+            RuntimeError: positions outside the cache (a device assertion on CUDA).
         """
         if x.dim() != 3:
             raise ValueError(

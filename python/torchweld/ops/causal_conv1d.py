@@ -21,7 +21,7 @@ def causal_conv1d(
 ) -> Tensor:
     """Convolves each channel with its own filter: position t sees positions t - width + 1 to t.
 
-    It replaces a padded `F.conv1d`, a slice and the activation. All arithmetic is fp32 (fp64 for
+    The op replaces a padded `F.conv1d`, a slice and activation. All arithmetic is fp32 (fp64 for
     fp64) with one rounding of the result.
 
     Args:
@@ -38,7 +38,7 @@ def causal_conv1d(
             for packed documents; see `key_start_from_documents`. Not with an `initial_state`.
 
     Returns:
-        `(batch, channels, seqlen)`, dtype of `x`, in the memory order of a projection.
+        `(batch, channels, seqlen)`, dtype of `x`: a transposed view of `(batch, seqlen, channels)`.
 
     Raises:
         RuntimeError: a wrong shape, dtype, device or activation.

@@ -20,7 +20,7 @@ def causal_softmax(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Computes the softmax of `scale * scores` over the keys that a row sees; others get 0.
+    """Computes the softmax of `scale * scores` over the keys that a row sees; other keys get 0.
 
     Row i sees key j when `j <= i + seqlen_k - seqlen_q` (bottom-right aligned) and no other
     argument hides it. Hidden scores are not read, so they may be NaN.
@@ -32,8 +32,8 @@ def causal_softmax(
             sequence are padding. Values out of range count as the nearest end.
         scale: finite factor on the scores; negative and 0 are allowed.
         key_start, key_end, window, softcap: as in `torchweld.attention`, but key_end is `(batch,)`.
-        sink: a logit per head in the softmax sum alone, `(nheads,)` for scores `(batch, nheads,
-            ...)`; `(1,)` if the scores have no heads.
+        sink: a logit per head in the softmax sum alone, dtype of `scores` or float32, `(nheads,)`:
+            nheads is the product of the dims between batch and seqlen_q, 1 without such a dim.
 
     Returns:
         Probabilities, same shape and dtype, contiguous. A row that sees nothing is 0.

@@ -35,19 +35,21 @@ def experts(
     so a CUDA graph can hold the call; one product computes each layer of all experts together.
 
     Args:
-        x: `(T, H)`, the tokens.
-        gate_up: `(E, 2I, H)`. Its product with a token has two halves, g and u.
-        down: `(E, H, I)`.
+        x: `(T, H)`, the tokens, float32, float16 or bfloat16 (float64 on CPU).
+        gate_up: `(E, 2I, H)`, dtype of `x`. Its product with a token has two halves, g and u.
+        down: `(E, H, I)`, dtype of `x`.
         index: `(T, k)`, int64 or int32. An id of at least E or below 0 adds nothing and has no
             gradient: expert parallelism gives such ids to experts of other ranks.
         weight: `(T, k)`, the router's weights, in the dtype of `x` or in float32.
-        gate_up_bias: `(E, 2I)`.
-        down_bias: `(E, H)`.
+        gate_up_bias: `(E, 2I)`, dtype of `x`.
+        down_bias: `(E, H)`, dtype of `x`.
         gate: `"swiglu"` silu(g) * u, `"geglu"` or `"geglu_tanh"` gelu(g) * u, or `"reglu"`
             relu(g) * u. g is the first half, as in the checkpoints of these models (in
             `gated_linear`, gelu and relu act on the second one). Without a gate, `gate_up` is
-            `(E, I, H)`: `"relu"`, `"relu_squared"`, `"silu"`, `"gelu"`, `"gelu_tanh"`.
-        limit: before the gate, clamps g to at most this and u to plus and minus this; None: not.
+            `(E, I, H)`, its bias `(E, I)`: `"relu"`, `"relu_squared"`, `"silu"`, `"gelu"`,
+            `"gelu_tanh"`.
+        limit: above 0: before the gate, g is clamped to at most this and u to plus and minus this.
+            None for no clamp. limit and interleaved need a gate with two halves.
         alpha: only with swiglu, which becomes g * sigmoid(alpha * g) * (u + 1), as in gpt-oss.
         interleaved: True: g has the even columns, u the odd ones. False: the first and the last I.
         transposed: True: `gate_up` is `(E, H, 2I)` and `down` is `(E, I, H)`.
@@ -57,7 +59,7 @@ def experts(
         of both products, and act, are rounded to that dtype. A call has the same bits in every run.
 
     Raises:
-        RuntimeError: a wrong shape, dtype, device or gate; on a GPU, more than 8192 experts.
+        RuntimeError: a wrong shape, dtype, device, gate or option; on a GPU, over 8192 experts.
 
     Limits: differentiable once. Keeps `x` and the first products `(T * k, 2I)` for its gradient.
 

@@ -220,6 +220,9 @@ class GatedLinear(nn.Module):
         interleaved: True: even rows of the weight are the left branch, odd rows the right one.
             False: the first half is the left branch, the second half the right one.
 
+    Raises:
+        ValueError: another gate.
+
     Example::
 
         gate_proj, up_proj = nn.Linear(32, 64), nn.Linear(32, 64)
@@ -280,7 +283,7 @@ class GatedLinear(nn.Module):
 
         Raises:
             ValueError: another module; one of a subclass, or with hooks or a parametrisation; an
-                odd out_features.
+                odd out_features; another gate.
         """
         owner, expected = "GatedLinear.from_torch", "nn.Linear with an even out_features"
         if isinstance(module, GatedLinearReference):
@@ -310,7 +313,7 @@ class GatedLinear(nn.Module):
 
         Raises:
             ValueError: one is no `nn.Linear`, is of a subclass, or has hooks or a parametrisation;
-                or they differ in sizes, bias, dtype, device or requires_grad.
+                they differ in sizes, bias, dtype, device or requires_grad; another gate.
         """
         owner = "GatedLinear.from_linears"
         refuse_other(owner, "left", "nn.Linear", left, nn.Linear)

@@ -25,11 +25,11 @@ def grouped_linear(
     and a CUDA graph can hold the call.
 
     Args:
-        x: `(R, K)`, the rows sorted by group.
-        weight: `(E, N, K)`, any strides: `F.grouped_mm` takes `weight.mT`.
+        x: `(R, K)`, the rows sorted by group; float32, float16 or bfloat16 (float64 on CPU).
+        weight: `(E, N, K)`, dtype of `x`, any strides: `F.grouped_mm` takes `weight.mT`.
         offsets: `(E,)`, int32 or int64. Each is clamped to 0..R, and one that is below an earlier
             one counts as the earlier one.
-        bias: `(E, N)`.
+        bias: `(E, N)`, dtype of `x`.
         activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu_squared".
 
     Returns:
@@ -65,11 +65,11 @@ def grouped_gated_linear(
     """Computes `gated_linear(x[r], weight[e], bias[e])` for every row r of group e.
 
     Args:
-        x: `(R, K)`, the rows sorted by group.
-        weight: `(E, 2N, K)`: in each group the left branch's rows, then the right branch's
-            (interleaved: even rows left, odd rows right).
+        x: `(R, K)`, the rows sorted by group; float32, float16 or bfloat16 (float64 on CPU).
+        weight: `(E, 2N, K)`, dtype of `x`: in each group the left branch's rows, then the right
+            branch's (interleaved: even rows left, odd rows right).
         offsets: `(E,)`, the ends of the groups as in `grouped_linear`.
-        bias: `(E, 2N)`, in the weight's order.
+        bias: `(E, 2N)`, dtype of `x`, in the weight's order.
         gate: a gate of `gated_linear`.
         interleaved: whether weight and bias have the interleaved layout.
 

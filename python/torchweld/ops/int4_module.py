@@ -39,7 +39,11 @@ class Int4Linear(nn.Module):
         bias: whether there is a bias.
         group_size: columns that share a scale and a zero: a multiple of 8 that divides K, or None
             for K.
-        device, dtype: of scales and bias.
+        device: the device of all buffers.
+        dtype: the dtype of scales and bias.
+
+    Raises:
+        ValueError: group_size is no multiple of 8 that divides in_features.
 
     Attributes:
         quantisation_error: root of the mean square of the rounding errors in `from_linear`,
@@ -228,9 +232,10 @@ class Int4Linear(nn.Module):
                 for one group.
 
         Raises:
-            ValueError: shapes or dtypes that do not fit; columns in another order than their
-                groups (act-order); a zero of 16, which needs a fifth bit; no group_size for several
-                groups without `g_idx`; one that does not fit them or does not divide K.
+            ValueError: another checkpoint_format; shapes or dtypes that do not fit; columns in
+                another order than their groups (act-order); a zero of 16, which needs a fifth bit;
+                no group_size for several groups without `g_idx`, or one that does not fit them or
+                does not divide K.
         """
         found = gptq_codes(qweight, qzeros, scales, g_idx, checkpoint_format, group_size)
         return cls.from_codes(*found, bias)
@@ -252,7 +257,7 @@ class Int4Linear(nn.Module):
         Args:
             weight_packed: int32 `(N, K / 8)`.
             weight_scale: `(N, K / group)`.
-            weight_shape: N and K.
+            weight_shape: N and K, `(2,)`.
             weight_zero_point: int32 `(ceil(N / 8), K / group)`; None for symmetric codes, zero 8.
             weight_g_idx: `(K,)`, the group of each column.
             bias: `(N,)` in the dtype of `weight_scale`.

@@ -82,7 +82,7 @@ def fold_layer_norm(
     Raises:
         RuntimeError: a wrong shape, dtype or device.
 
-    Limits: no gradient; the fold is a frozen form for inference.
+    Limits: backward through the op raises RuntimeError; the fold is a frozen form for inference.
 
     Example::
 
@@ -157,7 +157,10 @@ class LayerNormLinear(NormLinear):
         eps: as in `nn.LayerNorm`.
         activation: "none", "relu", "gelu", "gelu_tanh", "silu" or "relu_squared".
         ln_affine: whether the LayerNorm has parameters (`elementwise_affine` of `nn.LayerNorm`).
-        ln_bias: whether they include a bias (`bias` of `nn.LayerNorm`).
+        ln_bias: whether these parameters include a bias (`bias` of `nn.LayerNorm`).
+
+    Raises:
+        ValueError: another activation.
 
     Example::
 
@@ -228,7 +231,11 @@ class LayerNormLinear(NormLinear):
 
     @torch.jit.unused
     def fold(self) -> FoldedLayerNormLinear:
-        """Returns a frozen copy for inference, with the LayerNorm's weights in the matmul's."""
+        """Returns a frozen copy for inference, with the LayerNorm's weights in the matmul's.
+
+        Raises:
+            ValueError: the module is of a subclass or has hooks.
+        """
         return FoldedLayerNormLinear.from_torch(self)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -256,8 +263,8 @@ class LayerNormLinear(NormLinear):
 class FoldedLayerNormLinear(nn.Module):
     """Computes `nn.Sequential(LayerNorm, Linear, activation)` with frozen weights, for inference.
 
-    `LayerNormLinear.fold()` makes it. All tensors are buffers: they do not follow later changes of
-    the original module.
+    `LayerNormLinear.fold()` makes it; the constructor takes the results of `fold_layer_norm`. All
+    tensors are buffers: they do not follow later changes of the original module.
 
     Example::
 
@@ -291,7 +298,8 @@ class FoldedLayerNormLinear(nn.Module):
         """Converts a `LayerNormLinear`, or the `nn.Sequential` that it replaces.
 
         Raises:
-            ValueError: another module, one of a subclass or with hooks.
+            ValueError: another module, one of a subclass or with hooks; in an `nn.Sequential`, one
+                with a parametrisation.
         """
         if isinstance(module, nn.Sequential):
             module = LayerNormLinear.from_torch(module)
@@ -310,7 +318,7 @@ class FoldedLayerNormLinear(nn.Module):
     def to_torch(self) -> nn.Sequential:
         """Returns `nn.Sequential(LayerNorm without parameters, Linear, activation)`.
 
-        Its results are equal. Its parameters are frozen copies, in eval mode.
+        It computes the same, up to rounding. Its parameters are frozen copies, in eval mode.
 
         Raises:
             ValueError: the module is of a subclass or has hooks.

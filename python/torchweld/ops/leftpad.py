@@ -12,8 +12,8 @@ def leftpad_from_mask(attention_mask: Tensor, *, check: bool = True) -> Tensor:
     Args:
         attention_mask: `(batch, seqlen)` of 0 (padding) and 1 (token), bool or any integer dtype,
             with every row's zeros before its ones.
-        check: Whether the host reads the mask and raises if it is another one. On CUDA the host
-            then waits for the mask; with False it never waits.
+        check: True: the host reads the mask and raises ValueError unless it is as above; on CUDA
+            the host waits for the mask. False: the host never waits.
 
     Returns:
         int32 `(batch,)` on the mask's device. A row without a token gives seqlen.

@@ -52,12 +52,12 @@ def linear_cross_entropy(
         shift: 1 for the loss of the next token, which drops the last position of x `(..., S, K)`
             and the first of target `(..., S)`.
         temperature: the logits are divided by it, after the cap.
-        keep: what forward stores for the gradient. "exponentials": 16-bit exponentials in place of
-            the logits (three products; not with both label_smoothing and softcap). "gradients": dx
-            and dweight, computed beside the loss (three products; reduction "mean" or "sum", not in
-            float16). "nothing": backward computes the logits again (four products). "auto":
-            "exponentials" for bfloat16 on Hopper, else "gradients" if it is possible, else
-            "nothing".
+        keep: what forward stores for the gradient. "exponentials": exponentials of all logits in
+            the dtype of `x` (three products; not with both label_smoothing and softcap).
+            "gradients": dx and dweight, computed beside the loss (three products; reduction "mean"
+            or "sum", not in float16). "nothing": backward computes the logits again (four
+            products). "auto": "exponentials" for bfloat16 on Hopper, else "gradients" if it is
+            possible, else "nothing".
 
     Returns:
         `()`, or with reduction "none" target's shape (its last size less 1 with shift=1); float32

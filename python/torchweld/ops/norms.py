@@ -59,16 +59,15 @@ def rms_norm_gated(
 ) -> Tensor:
     """Computes `rms_norm(x, weight) * F.silu(gate)`, or `rms_norm(x * F.silu(gate), weight)`.
 
-    Models need it behind linear attention (Qwen3-Next, Qwen3.5) and, gate first, behind Mamba-2's
-    scan.
-    All arithmetic is fp32 (fp64 for fp64) with one rounding of the result.
+    Models need the op behind linear attention (Qwen3-Next, Qwen3.5) and, gate first, behind
+    Mamba-2's scan. All arithmetic is fp32 (fp64 for fp64) with one rounding of the result.
 
     Args:
         x: `(..., n)`, float32, float16 or bfloat16 (float64 on CPU), any strides.
         gate: shape and dtype of `x`.
         weight: `(n,)`, dtype of `x`, or float32 for a 16-bit `x`.
         eps: added to the mean square; finite and at least 0.
-        gate_first: whether the gate multiplies x before the norm, not its result.
+        gate_first: True: the gate multiplies x before the norm. False: it multiplies the result.
 
     Returns:
         `(..., n)` contiguous, dtype of `x`.
@@ -207,7 +206,11 @@ class RMSNorm(nn.Module):
         normalized_shape: n, the size of the last dimension, or `(n,)`.
         eps: added to the mean square.
         elementwise_affine: whether there is a weight.
-        weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight.
+        weight_offset: added to the weight in fp32; Gemma's norms scale by 1 + weight. Must be 0
+            without a weight.
+
+    Raises:
+        ValueError: normalized_shape has several sizes.
 
     Example::
 
@@ -259,8 +262,8 @@ class RMSNorm(nn.Module):
         that of float32 otherwise. torch chooses the epsilon anew in each call, by the dtype of x.
 
         Raises:
-            ValueError: another module, one of a subclass or with hooks, or a norm over several
-                dimensions.
+            ValueError: another module; one of a subclass, or with hooks or a parametrisation; a
+                norm over several dimensions.
         """
         owner = "RMSNorm.from_torch"
         refuse_other(owner, "module", "nn.RMSNorm", module, nn.RMSNorm)
@@ -277,7 +280,8 @@ class RMSNorm(nn.Module):
         """Returns the norm in plain torch; shares the weight.
 
         Raises:
-            ValueError: the module is of a subclass or has hooks, or it has a weight_offset.
+            ValueError: the module is of a subclass, or has hooks, a parametrisation or a
+                weight_offset.
         """
         refuse_other("RMSNorm.to_torch", "module", "RMSNorm", self, RMSNorm)
         if self.weight_offset != 0:
@@ -314,6 +318,9 @@ class LayerNorm(nn.Module):
         eps: added to the variance.
         elementwise_affine: whether there are a weight and, with `bias`, a bias.
         bias: whether there is a bias.
+
+    Raises:
+        ValueError: normalized_shape has several sizes.
 
     Example::
 
@@ -361,8 +368,8 @@ class LayerNorm(nn.Module):
         """Converts an `nn.LayerNorm` over one dimension; shares its parameters.
 
         Raises:
-            ValueError: another module, one of a subclass or with hooks, or a norm over several
-                dimensions.
+            ValueError: another module; one of a subclass, or with hooks or a parametrisation; a
+                norm over several dimensions.
         """
         owner = "LayerNorm.from_torch"
         refuse_other(owner, "module", "nn.LayerNorm", module, nn.LayerNorm)
@@ -375,7 +382,7 @@ class LayerNorm(nn.Module):
         """Returns the norm in plain torch; shares the parameters.
 
         Raises:
-            ValueError: the module is of a subclass or has hooks.
+            ValueError: the module is of a subclass, or has hooks or a parametrisation.
         """
         refuse_other("LayerNorm.to_torch", "module", "LayerNorm", self, LayerNorm)
         norm = nn.LayerNorm(self.normalized_shape, self.eps, self.weight is not None, device="meta")

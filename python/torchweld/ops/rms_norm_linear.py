@@ -74,6 +74,9 @@ class RMSNormLinear(NormLinear):
         activation: "none", "relu", "gelu", "gelu_tanh", "silu" or "relu_squared".
         norm_affine: whether the RMSNorm has a weight (`elementwise_affine` of `nn.RMSNorm`).
 
+    Raises:
+        ValueError: another activation.
+
     Example::
 
         torchs = nn.Sequential(nn.RMSNorm(32, eps=1e-6), nn.Linear(32, 64), nn.SiLU())

@@ -41,7 +41,7 @@ class Softmax(nn.Module):
     """Applies softmax over one dimension; replaces `torch.nn.Softmax`.
 
     Args:
-        dim: the dimension that sums to 1.
+        dim: the dimension that sums to 1; None raises ValueError.
 
     Example::
 

@@ -36,11 +36,12 @@ def softmax_matmul(
         key_start, key_end, window, softcap, sink: as in `attention`, but key_end is `(batch,)`.
 
     Returns:
-        `(batch, nheads, seqlen_q, head_dim_v)`. A row that sees no key is 0 and has gradient 0.
+        `(batch, nheads, seqlen_q, head_dim_v)`, dtype of `scores`. A row that sees no key is 0 and
+        has gradient 0.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or device, or a number that is out of range; key_start
-            that differs between rows without causal, which is a device assertion on CUDA.
+        RuntimeError: a wrong shape, dtype or device, or a number that is out of range; a key_start
+            that differs between rows without causal (a device assertion on CUDA).
 
     Limits: differentiable once, with respect to `scores`, `value` and `sink`.
 

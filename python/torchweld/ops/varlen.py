@@ -35,17 +35,18 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `attention` within each of the sequences that are packed one after the other.
 
-    The arguments are those of `flash_attn.flash_attn_varlen_func` and, up to the keywords, of
-    `torch.nn.attention.varlen.varlen_attn`. No shape depends on the lengths and the host reads
-    none, so one CUDA graph and one compiled graph serve every packing of the same number of tokens.
+    The arguments up to max_seqlen_k have the order of `flash_attn.flash_attn_varlen_func` and of
+    `torch.nn.attention.varlen.varlen_attn`. No shape depends on the lengths and the host reads no
+    length, so one CUDA graph and one compiled graph serve all packings of the same number of
+    tokens.
 
     With causal and `cu_seqlens_k is cu_seqlens_q` the function calls `attention` with `key_start`,
     otherwise with one `key_start` and one `key_end` per token.
 
     Args:
-        q: `(tokens_q, nheads, head_dim)`.
-        k: `(tokens_k, nheads_kv, head_dim)`; nheads_kv divides nheads.
-        v: `(tokens_k, nheads_kv, head_dim_v)`.
+        q: `(tokens_q, nheads, head_dim)`, float32, float16 or bfloat16 (float64 on CPU).
+        k: `(tokens_k, nheads_kv, head_dim)`, dtype of q; nheads_kv divides nheads.
+        v: `(tokens_k, nheads_kv, head_dim_v)`, dtype of q.
         cu_seqlens_q: `(sequences + 1,)`, int32 or int64, on the device of q: 0, then the end of
             each sequence in q. Sequences may be empty. Tokens from `cu_seqlens_q[-1]` on are
             padding. If the first value is not 0, the tokens before it belong to the first sequence,
@@ -58,9 +59,10 @@ def varlen_attention(
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
         window: at least 1: a token sees the `window` keys that end at its own position, without
             causal also the `window - 1` keys behind it; None for all.
-        softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask.
+        softcap: above 0: scores become `softcap * tanh(score / softcap)` before the mask; None for
+            no cap.
         sink: `(nheads,)`, dtype of q or float32: a logit per head that is in the softmax sum but
-            has no value.
+            has no value; None for none.
         dropout_p: as in `attention`; a probability's index is (head, token of q, token of k).
         dropout_seed: as in `attention`.
         return_lse: whether to return the log-sum-exp of each token's scores too.
@@ -68,12 +70,13 @@ def varlen_attention(
     Returns:
         `(tokens_q, nheads, head_dim_v)`; with return_lse also lse `(nheads, tokens_q)`, float32
         (float64 for float64). Both have gradients. A token that sees no key, such as padding, gets
-        0, an lse of -inf (with a sink: the sink) and gradients of 0. Padding may be NaN.
+        0, an lse of -inf (with a sink: the sink) and gradients of 0. The padding of q, k and v may
+        be NaN.
 
     Raises:
         TypeError: cumulative lengths that are no tensor of int32 or int64.
         ValueError: q, k or v not of three dims or of sizes that don't fit, numbers of heads that
-            don't divide, cumulative lengths of another shape, or a window below 1.
+            don't divide, cumulative lengths of another shape, dtype or device, or a window below 1.
         RuntimeError: as in `attention`, with its names query, key and value.
 
     Limits: those of `attention`. Sequences with keys but without queries must have finite values.

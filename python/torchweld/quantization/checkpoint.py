@@ -37,6 +37,9 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
             of the config's `architectures`.
         kwargs: passed to `from_pretrained`: device_map, dtype, attn_implementation.
 
+    Returns:
+        The model, as `from_pretrained` returns it.
+
     Raises:
         ImportError: transformers is missing or too old.
         FileNotFoundError: the folder has no config.json or no safetensors files.

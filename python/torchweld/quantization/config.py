@@ -24,7 +24,7 @@ class Int4:
         method: "rtn", "mse" or "hqq", as in `Int4Linear.from_linear`.
 
     Raises:
-        ValueError: another group_size or method.
+        ValueError: a group_size or method other than these.
         TypeError: skip is not a collection of str.
 
     Example::
@@ -53,7 +53,7 @@ class Int4:
         object.__setattr__(self, "skip", names)
 
     def skipped_by(self, path: str) -> str | None:
-        """Returns the name in `skip` that matches a module's path, or None."""
+        """Returns the name in `skip` ("lm_head" if it is None) that matches a path, or None."""
         for name in ("lm_head",) if self.skip is None else self.skip:
             pattern = re.escape(name).replace(r"\*", ".*")
             if re.search(rf"(^|\.){pattern}(\.|$)", path):

@@ -48,8 +48,9 @@ class TorchweldInt4Config(QuantizationConfigMixin):
         groups: by path, the group sizes of layers that differ from group_size.
 
     Raises:
-        TypeError: another argument.
-        ValueError: another group_size or method.
+        TypeError: another argument, or skip is not a collection of str.
+        ValueError: a group_size or method that `torchweld.Int4` refuses.
+        ImportError, RuntimeError: as `register_quantizer`.
 
     Example::
 
@@ -75,7 +76,7 @@ class TorchweldInt4Config(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Reads a config.json, which may have settings of later versions."""
+        """Makes a config of a dict in config.json; ignores unknown keys, as of later versions."""
         known = {key: config_dict[key] for key in _SETTINGS if key in config_dict}
         return super().from_dict(known, *args, **kwargs)
 

@@ -15,7 +15,8 @@ class QuantizeReport:
     Attributes:
         model: class name of the model.
         replaced: paths of the layers that are now `Int4Linear`.
-        skipped: `(path, reason)` of every linear layer that stayed as it was.
+        skipped: `(path, reason)` of every linear layer, or module with stacked weights (experts),
+            that stayed as it was.
         errors: by path, for every replaced layer that had values: the root mean square of the
             weight's rounding errors, divided by that of the weight.
         bytes_before, bytes_after: bytes of the model's parameters and buffers.

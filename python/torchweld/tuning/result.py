@@ -46,23 +46,24 @@ def _cell(name: str, value: Any) -> str:
 
 @dataclass
 class TuneResult:
-    """The measurements of `torchweld.tune`; `str()` is the table, best first.
+    """The measurements of `torchweld.tune`; `str()` is the table, best first for each kernel.
 
     Attributes:
         op: the op's name.
         call: its arguments, as text.
-        gpu: the GPU's name, "" if nothing ran.
-        dtype: the arguments' dtype.
+        gpu: the GPU's name, "" on the CPU.
+        dtype: the dtype of the first floating-point argument.
         version: torchweld's version.
-        rows: one dict for each configuration, best first, then those without a time. Beside the
-            tile's columns each has: `us` (median, `low_us` and `high_us` its quartiles), `tflop_s`
+        rows: one dict for each configuration: by kernel of the call, then best first, those without
+            a time last. Beside the tile's columns each has: `us` (median time in microseconds, None
+            without a time; `low_us` and `high_us` are the quartiles), `tflop_s`
             (None if an op moves memory), `gb_s` (tensors read and written once), `registers` of a
             thread and `shared_bytes` of a block (None: unknown), `error` (largest, see `against`),
             `reason` (why there is no time, "" if there is one), `part` (which of the call's
             kernels it configures), `problem`, `family`, `choice` (its name) and `source`
             ("heuristic" or "tuned" in the row that runs by default, else "").
         against: the reference of `error`.
-        interrupted: True if Ctrl-C ended the search.
+        interrupted: True if Ctrl-C, or a configuration that stopped the GPU, ended the search.
         note: one sentence, for example if there is nothing to tune; else "".
 
     Example::
@@ -83,7 +84,7 @@ class TuneResult:
 
     @property
     def best(self) -> Row | None:
-        """Returns the fastest row whose answer is right, or None."""
+        """Returns the fastest row whose answer is right, of all the call's kernels, or None."""
         timed = [row for row in self.rows if row["us"] is not None]
         return min(timed, key=lambda row: row["us"], default=None)
 
@@ -105,7 +106,7 @@ class TuneResult:
         return asdict(self)
 
     def to_pandas(self) -> Any:
-        """Returns a `pandas.DataFrame`, one row a configuration, best first.
+        """Returns a `pandas.DataFrame`, one row a configuration, in the order of `rows`.
 
         Raises:
             ImportError: pandas is not installed.
@@ -171,7 +172,7 @@ class TuneResult:
             raise ValueError(f"TuneResult.load: {path} is no saved TuneResult ({error})") from error
 
     def plot(self, path: str | Path) -> None:
-        """Draws a picture: a bar for each timed configuration, the fastest on top.
+        """Draws a picture: bars of the 40 fastest timed configurations, the fastest on top.
 
         Raises:
             ImportError: matplotlib is not installed.

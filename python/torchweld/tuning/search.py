@@ -240,8 +240,8 @@ def tune(
     Args:
         op: the name of an op, e.g. "gated_linear"; a backward op under its own name.
         *args: its arguments, on a GPU.
-        configs: the configurations to time, as columns of the table, for example
-            `{"block_m": 64, "block_n": 64}`. Every match is timed; one without a kernel in this
+        configs: the configurations to time: a list of dicts with columns of the table, for example
+            `[{"block_m": 64, "block_n": 64}]`. Every match is timed; a dict without a match in this
             build is listed as such. None: all configurations.
         remember: whether to keep the fastest one, in this process and in the user's cache
             directory, for this GPU, dtype and shape class (exact sizes; numbers of rows and of
@@ -255,9 +255,10 @@ def tune(
         On the CPU, and for an op with one configuration, there is nothing to tune; `.note` says so.
 
     Raises:
-        ValueError: there is no such op, or a config has a column that its kernels lack.
-        RuntimeError: the library or its introspection module is not there, or the op refuses the
-            arguments.
+        ValueError: there is no such op; the call has no tensor, or one on the meta device; rounds
+            is below 1; a config has a column that the op's kernels lack.
+        RuntimeError: the library or, on a GPU, its introspection module is not there, or the op
+            refuses the arguments.
 
     Limits: one search at a time in a thread; other work on the GPU falsifies the times.
 

@@ -65,7 +65,8 @@ def fuse(
         sample: Batch for the comparison with the stock model: ``input_ids``, or a dict of keyword
             arguments. By default a small random batch of the model's inputs: tokens, padded on one
             side, images or audio. If the default does not fit the model, or the model is one of
-            diffusers, nothing is compared, and the report says so.
+            diffusers, nothing is compared, and the report says so. If a given batch does not fit,
+            the model's error is raised and the model stays as it was.
         check: Whether to run that comparison, in eval mode without gradients: on the whole batch
             and, if a decoder has a cache, in two calls and four more tokens over the cache. If
             layers have dropout, they run the batch once more as in training mode, and the report
@@ -77,10 +78,11 @@ def fuse(
             were. A string means True and sets the op's ``keep`` ("auto" by default): "nothing"
             needs the least memory, and its backward computes the logits again.
         only: The kinds to replace: some of "attention", "norm", "mlp", "experts", "rotary", "lora".
-            By default all. (In a GPT-2, ln_1 and c_attn are "norm"; ln_2, c_fc and the activation
-            are "mlp".)
-        batch_invariant: Whether every call of the model runs in `torchweld.batch_invariant()`: a
-            token then has the same bits in every batch, prefill or step (docs/invariance.md).
+            None: all. (In a GPT-2, ln_1 and c_attn are "norm"; ln_2, c_fc and the activation are
+            "mlp".)
+        batch_invariant: True: every call of the model runs in `torchweld.batch_invariant()`, where
+            a token has the same bits in every batch, prefill or step (docs/invariance.md). False:
+            calls run as they did before this fuse.
 
     Returns:
         A report to print. Calling fuse again changes no module that is replaced already.
@@ -153,6 +155,10 @@ def unfuse(model: nn.Module) -> list[str]:
 
     Returns:
         The paths of the modules that were restored; empty if the model was stock.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        TypeError: model is not an nn.Module.
 
     Example::
 

@@ -201,7 +201,7 @@ def use_in_sdpa(device: str = "cuda") -> SdpaHandle:
 
     With `device="cpu"` SDPA's flash back end on the CPU runs torchweld's kernels: all dtypes, any
     head dim, grouped heads and `is_causal` of equal lengths, forward and backward. Calls with
-    `attn_mask` or dropout run torch's own.
+    `attn_mask` or dropout, and `is_causal` with unequal lengths, run torch's own.
 
     Graphs recorded before or after run backward with either kernel.
 
@@ -216,7 +216,8 @@ def use_in_sdpa(device: str = "cuda") -> SdpaHandle:
 
     Raises:
         ValueError: device is neither "cuda" nor "cpu".
-        RuntimeError: torch has no such registry, or torchweld or torch was built without CUDA.
+        RuntimeError: torch lacks such a registry (torch 2.11 has it), torchweld's operators can't
+            be loaded, or for "cuda" torchweld or torch was built without CUDA.
 
     Limits: the kernels are replaced in every thread of the process.
 
