@@ -40,8 +40,8 @@ import setuptools
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-# The first that reads pyproject.toml's `license`. Environments of Python 3.10 and 3.11 start with
-# 65, and pip does not look at build-system.requires under --no-build-isolation.
+# The first setuptools that reads pyproject.toml's `license`. Python 3.10 and 3.11 come with 65, and
+# under --no-build-isolation pip does not check build-system.requires.
 SETUPTOOLS = 77
 TORCH = "2.11"
 INSTALL = (
@@ -82,7 +82,7 @@ sys.path.insert(0, str(ROOT / "csrc"))
 import instantiations  # noqa: E402
 import old_glibc  # noqa: E402
 
-# wgmma needs the 90a target; sm_80 code and its PTX run on every other GPU.
+# wgmma needs the 90a target; sm_80 code and its PTX run on every other GPU since the A100.
 DEFAULT_ARCH_FLAGS = [
     "-gencode=arch=compute_90a,code=sm_90a",
     "-gencode=arch=compute_80,code=[sm_80,compute_80]",
@@ -122,7 +122,7 @@ def short_status():
             yield
         finally:
             sys.stdout.flush()
-            os.dup2(stdout, 1)  # closes the pipe, and relay ends
+            os.dup2(stdout, 1)  # closes the pipe, so relay ends
             relaying.join()
 
 
@@ -195,7 +195,7 @@ VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / PACKAGE / "__init__.py").r
 def version():
     if not FOR_WHEEL:
         return VERSION
-    # torch's CUDA and not nvcc's: pip installs it beside the wheel.
+    # The version of torch's CUDA, not nvcc's: pip installs torch's libraries beside the wheel.
     cuda = "cu" + torch.version.cuda.replace(".", "") if WITH_CUDA else "cpu"
     return f"{VERSION}+torch{torch_minor()}.{cuda}"
 
@@ -241,7 +241,7 @@ class BdistWheel(bdist_wheel):
             return tag
         symbols = re.compile(rb"GLIBC_2\.(\d+)")
         libraries = [path.read_bytes() for path in Path(self.bdist_dir).rglob("*.so")]
-        # torch's own wheels need 2.28.
+        # At least 28, because torch's own wheels need glibc 2.28.
         newest = max(28, *(int(minor) for text in libraries for minor in symbols.findall(text)))
         return "py3", "none", tag[2].replace("linux", f"manylinux_2_{newest}", 1)
 
@@ -331,7 +331,8 @@ def generated_sources(listed):
 def extensions():
     cxx = ["-O3", "-g0", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"]
     cxx.append("-DAT_PER_OPERATOR_HEADERS")  # torch's headers include only the ops that they use
-    # As torch. Without it, GCC vectorises no loop over exp: its clamps might raise an exception.
+    # Flags of torch's own build. With trapping math GCC vectorises no loop over exp, whose clamps
+    # might raise an exception.
     cxx += ["-fno-trapping-math", "-fno-math-errno"]
     nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
     if env_flag("TORCHWELD_LINEINFO"):  # for profilers; the compressed library doubles in size

@@ -34,8 +34,8 @@ BAD_WARNINGS = re.compile(r"C75(08|1[0-8])")
 MAX_LIBRARY_BYTES = 40 * 10**6  # of _ops.abi3.so for the default architectures
 DEFAULT_ARCHS = "9.0a 8.0+PTX"  # the text for the default architectures in _build.json
 
-# Processors differ, and a shared one is slower at times. If a file takes too long, its seconds are
-# scaled to a processor that compiles this in YARDSTICK_SECONDS.
+# A file may seem to compile for too long only because this processor is slow or shared. Its seconds
+# are then scaled to a processor that compiles YARDSTICK in YARDSTICK_SECONDS.
 YARDSTICK_SECONDS = 1.8
 YARDSTICK = """
 template <int kStep>

@@ -68,7 +68,7 @@ def mask_of(mask: dict[str, Any], batch: int, seqlen: int, heads: int) -> dict[s
     return made
 
 
-# Row lengths around the limits of tiles and rings.
+# Row lengths on both sides of those at which the kernels over rows change their configuration.
 LENGTHS = (1, 7, 8, 100, 128, 250, 256, 500, 512, 768, 1000, 1024, 1500, 2048, 3000, 4096, 5000)
 LENGTHS += (8192, 12000, 16384, 20000, 32768, 50000, 65536, 100000, 131072, 200001, 262144)
 LENGTHS += (500000, 10**6)

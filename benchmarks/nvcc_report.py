@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kernel_check import REPORT_SUFFIX, compiler_seconds, find_nvcc  # noqa: E402
 
-# The lines of -Xptxas=-v, which a build does not print.
+# The lines that -Xptxas=-v adds: they go into the report, but not to the output of a build.
 VERBOSE = re.compile(
     r"ptxas info +: (Compil|Function properties|Used \d|\d+ bytes gmem)| +\d+ bytes stack frame"
 )

@@ -132,7 +132,7 @@ class Layout:
     memory: dict[str, float]  # bytes of GPU memory by purpose
     moved: dict[str, float]  # bytes communicated per step, by kind of parallelism
     seconds: dict[str, float]  # seconds of the computation, and of each kind of communication
-    tokens: float  # tokens per second and GPU
+    tokens: float  # tokens per second per GPU
 
     @property
     def total(self) -> float:
@@ -193,8 +193,8 @@ def layout(
         "parameters": 4 * whole / shards,
         "gradients": 4 * whole / shards,
         "optimizer": 8 * whole / shards,
-        # Gathered at a time: the parameters of the current layer, those of the next one, and those
-        # outside of layers.
+        # FSDP2 gathers the parameters of the current layer and of the next one, and keeps those
+        # outside of layers gathered.
         "gathered": 2 * (2 * layer + whole - sizes.layers * layer) if shards > 1 else 0.0,
         "activations": 2 * tokens * kept,
         "gathered keys": 2 * 2 * cp * tokens * keys if cp > 1 else 0.0,
@@ -213,13 +213,13 @@ def layout(
         "cp": passes * sizes.layers * passes_over_layer * sent(cp, 2 * 2 * cp * tokens * keys),
     }
     calls = {"fsdp": 3, "tp": 2 * passes_over_layer, "cp": 2 * passes_over_layer}
-    # Neighbours share a host: tensor parallel first, then context parallel, then the rest.
+    # Ranks are numbered by tensor, then context parallelism, then FSDP; `host` ranks share a host.
     ring = {"tp": tp, "cp": cp, "fsdp": shards}
     seconds = {}
     for name, size in moved.items():
         apart = 1 if name == "tp" else tp
         within = ring[name] * apart <= machine.host
-        # the number of members of the group on one host; each uses its own network link
+        # the number of a group's members on one host; each has its own network link
         members = max(1, machine.host // apart)
         speed = machine.link if within else min(machine.link, members * machine.network)
         waits = passes * sizes.layers * calls[name] * (ring[name] - 1) * machine.latency

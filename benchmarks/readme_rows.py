@@ -76,7 +76,7 @@ SUMMARY = [
         "attention",
         r"attention(_backward)? \(\d+, [\d/]+, (2048|4096|8192|16384), [\d/]+\) bfloat16( causal)?",
         "FlashAttention 4",
-        "FlashAttention 4",  # its shorter calls wait for the host
+        "FlashAttention 4",  # its calls with fewer tokens wait for the host
         pictured=True,
     ),
     Summary(

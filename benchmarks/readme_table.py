@@ -50,7 +50,7 @@ FAMILIES = {
     "quantise": "Quantising a model",
     "distributed": "Several GPUs",
 }
-# The libraries that users may choose instead.
+# Peers that users may choose in torchweld's place; the other PEERS are yardsticks.
 RIVALS = {
     "liger": "Liger",
     "Liger": "Liger",
@@ -86,7 +86,7 @@ PEERS = {
     "product": "FSDP2's cost times tensor parallel's",
     "matmul alone": "the matmul alone",
 }
-DRAWN_BY_BENCH = ("curves", "distributed")  # lines over sizes and over GPUs
+DRAWN_BY_BENCH = ("curves", "distributed")  # bench.py draws their charts
 
 BEGIN = "<!-- made by benchmarks/readme_table.py -->"
 END = "<!-- end of the table -->"

@@ -77,8 +77,8 @@ def sample_calls(only: list[str], small: bool) -> list[tuple]:
     import reference as R
     import samples as S
 
-    # (batch, heads, kv heads, rows, keys, head dims). In the second shape a kv head has several
-    # query heads.
+    # (batch, heads, kv heads, rows, keys, head dims). In the second to fourth shape a kv head has
+    # several query heads.
     shapes = (
         S.attention_call(2, 2, 2, 150, 300, 64, 64, pads=(0, 70), causal=True),
         S.attention_call(1, 8, 2, 300, 300, 128, 128, causal=True),
@@ -145,7 +145,7 @@ def run_between_canaries(only: list[str]) -> int:
     for sample, dtype in calls:
         args, kwargs = sample.make("cuda", dtype)
         records = _dry_run(sample.op, args, kwargs, 0)
-        # The fastest configuration of each launch, then every other one.
+        # The default configurations, then each launch's other legal ones, one at a time.
         forced = [("", [], "")] + [
             (r["family"], list(r["problem"]), c["choice"])
             for r in records
@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         flag = "--calls"
         if tool == "canaries":
             command, flag = [sys.executable], "--canaries"
-        # racecheck misreads pipelines: it misses that a stage is released after the warp's reads.
+        # racecheck gets no large calls: it misses that a stage is released after the warp's reads.
         small = ["--small"] if tool == "racecheck" else []
         done = subprocess.run(
             [*command, __file__, flag, "--ops", args.ops, *small],

@@ -32,7 +32,7 @@ def kernels_of(library: Path) -> dict[int, str]:
     """The kernels of a library: the offsets of their host functions, and their names."""
     listed = subprocess.run(["nm", library], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in listed.splitlines()]
-    # nvcc makes a local function (t) for each __global__ function; .cold is the compiler's part.
+    # nvcc makes a local host function (t) for each kernel; .cold marks a part that gcc split off.
     symbols = {int(row[0], 16): row[2] for row in rows if row[1:2] == ["t"] and len(row) == 3}
     symbols = {
         offset: symbol
@@ -40,7 +40,7 @@ def kernels_of(library: Path) -> dict[int, str]:
         if symbol.startswith("_ZN9torchweld") and not symbol.endswith(".cold")
     }
     names = readable(list(symbols.values()))
-    # device/facts.cu only reads the attributes of target_probe_kernel.
+    # No call launches target_probe_kernel: device/facts.cu only reads its attributes.
     kernel = re.compile(r"(?!launch_|autocast_|no_cuda_|target_probe_)\w+_kernel(<.*)?")
     return {
         offset: names[symbol]
@@ -80,7 +80,7 @@ class Sweep:
         """Runs a call with every legal configuration of one of its kernels."""
         family, problem, forced = record["family"], record["problem"], set()
         for row in self.tables.candidates(family, problem):
-            # Numbers of splits run the same kernels, except 1.
+            # Configurations that differ in the number of splits above 1 run the same kernels.
             kind = re.sub(r" /\d+", " /n", row["choice"])
             if row["refusal"] or kind in forced:
                 continue

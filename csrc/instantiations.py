@@ -26,7 +26,7 @@ ENUMERATORS = {
     "bfloat16": "kBFloat16",
 }
 SIXTEEN_BIT = ("float16", "bfloat16")
-# Attention's kernels for a general mask, and for causal and leftpad alone.
+# Attention has kernels for causal and leftpad alone, and others for every mask.
 VARIANTS = (
     {"masked": "", "Masked": "", "is_masked": "false"},
     {"masked": "masked_", "Masked": "Masked", "is_masked": "true"},
@@ -124,7 +124,7 @@ TABLE = [
             tile=("kPingPong128x128Cluster2", "kPingPong128x128"),
         )
         + each(
-            # NOTE: in one file with the others, the registers of this kernel change.
+            # NOTE: a file of its own; in one with the others this kernel gets other registers.
             contents=("tf32_cooperative",),
             dtype=("tf32",),
             tile=("kCooperative128x256Cluster2",),
@@ -176,7 +176,7 @@ TABLE = [
         "const AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
-    # `tile` counts in kAttentionSm90Tiles, `dims` are its head dims.
+    # `tile` is an index into kAttentionSm90Tiles; `dims` names its head dims in the file name.
     Family(
         "attention_sm90_$dims",
         "attention/sm90/fwd_kernel.cuh",
@@ -209,8 +209,8 @@ TABLE = [
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(3,)),
     ),
-    # `tile` counts in kAttentionBackwardTiles, `dims` are the head dims that the tiles serve.
-    # NOTE: in one file with the plain kernels, a few instructions of the masked ones change.
+    # `tile` is an index into kAttentionBackwardTiles; file names give the tiles' largest head dim.
+    # NOTE: these masked kernels have their own file: beside plain ones a few instructions change.
     Family(
         "${masked}attention_backward_${dtype}_to_256",
         "attention/sync/bwd_tiles.cuh",

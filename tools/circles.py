@@ -49,7 +49,7 @@ def graph() -> dict[str, set[str]]:
         is_package = path.name == "__init__.py"
         package = name if is_package else name.rpartition(".")[0]
         wanted = imports(ast.parse(path.read_text()), package, lazy=is_package)
-        # `from package import name` is the module package.name, or else a name of the package.
+        # `from package import name` imports the module package.name or, if there is none, package.
         homes = {each if each in paths else each.rpartition(".")[0] for each in wanted}
         found[name] = (homes & paths.keys()) - {name}
     return found

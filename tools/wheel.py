@@ -88,7 +88,7 @@ def constraints(folder: Path, torch: str) -> Path:
     """The pinned versions, with another torch if it is not the pinned one."""
     text = (ROOT / "requirements" / "constraints.txt").read_text()
     if f"torch=={torch}\n" not in text:
-        depends = "torch|triton|cuda-[a-z]*|sympy|networkx|setuptools"  # on the version of torch
+        depends = "torch|triton|cuda-[a-z]*|sympy|networkx|setuptools"  # pins that follow torch's
         text = re.sub(rf"^({depends})==.*\n", "", text, flags=re.M)
         text += f"torch=={torch}\n"
     path = folder / "constraints.txt"
@@ -206,7 +206,7 @@ def check_installed(wheel: Path, python: str, torch: str, folder: Path) -> None:
     tools/smoke.py, the README's example and the recipes run there. Nothing of the sources is in
     sight.
     """
-    # A script finds the files beside it. On the path of another process this file would hide wheel.
+    # Only scripts of tools/ have it on their path: elsewhere wheel.py would hide package wheel.
     import index
 
     say(f"installing it into an empty environment of {python}")

@@ -36,7 +36,7 @@ BANNED = {
 }
 # Words that are right at times: how often csrc may use them. The limits may only fall.
 LIMITED = {"turn|turns": 25, "line|lines": 20, "take|takes|taken": 40}
-# The openers of comments and docstrings that are not understood without the code around them.
+# Openers that make a comment or docstring depend on the text before it.
 OPENERS = re.compile(r"(Of|The same|That|Those|It)\b(?! (is|are) not enough)")
 # Phrases of Python comments and docstrings that hide the noun -> what to write instead.
 PHRASES = {
@@ -46,7 +46,7 @@ PHRASES = {
     "what (is|are|was|were|else)|What": "the noun: the result, the arguments, the reason",
 }
 
-PART = r"(?<![a-z])(?:{0})(?![a-z])"  # of snake_case, and of prose
+PART = r"(?<![a-z])(?:{0})(?![a-z])"  # a word in snake_case or prose
 CAMEL = r"(?<=[a-z0-9])(?:{0})(?=[A-Z0-9_]|\b)|\bk(?:{0})(?=[A-Z0-9_]|\b)"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CALLS = re.compile(r"\b(ast|os|tree|self)\.walk\(|cache lines?\b|command lines?\b")

@@ -147,7 +147,7 @@ def _run(argv: list[str] | None) -> int:
     with processes.started() as (rank, size):
         status = _measure(args, parser, there, size, rank == 0)
     sys.stdout.flush()
-    os._exit(status)  # NOTE: in torch 2.11, gloo's threads abort one normal exit in ten
+    os._exit(status)  # NOTE: gloo's threads abort one sys.exit in ten (torch 2.11)
 
 
 def _unwritable(out: Path, error: OSError) -> str:

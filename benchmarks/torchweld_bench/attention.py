@@ -23,7 +23,7 @@ from torchweld_bench.results import Row
 _ROUNDS = 11
 _EAGER_ERRORS = 2  # the README states the limit: twice the error of torch's ops and two roundings
 _NOT_JUDGED = {"error": 0.0, "eager_error": 0.0, "allowed_error": 0.0}
-# The time of a call may exceed its share of live tiles by this fraction of the plain call's time.
+# A masked call's target, as a fraction of the plain call's time: its share of live tiles plus this.
 _BEYOND = 0.05
 _FA4 = "FlashAttention 4"
 _BACK_ENDS = {

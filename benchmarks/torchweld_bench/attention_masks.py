@@ -17,11 +17,10 @@ from torchweld_bench.cases import Call, backward, drawn, judged, measured
 from torchweld_bench.results import Row
 
 _ROUNDS = 9
-# The time of a masked call may exceed its share of live tiles by this fraction of the plain call's
-# time.
+# A masked call's target, as a fraction of the plain call's time: its share of live tiles plus this.
 _BEYOND = 0.06
 _TILE_ROWS, _TILE_KEYS = 128, 64
-# Given the indices of batch, head, row and key, whether the row sees the key.
+# A function of the indices of batch, head, row and key: whether the row sees the key.
 Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -63,7 +63,7 @@ def in_turn(calls: list[Callable[[], object]], times: int) -> Callable[[], None]
     for call in calls:
         call()
     torch.cuda.synchronize()
-    # The first calls of a compiled function can't be captured.
+    # A compiled function's first calls compile it, so they must precede the capture.
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -28,7 +28,7 @@ def _forward(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -> Iter
     calls: dict[str, Call] = {
         "ours": lambda: ops.conv2d(x, weight),
         "copy": lambda: z.copy_(x),
-        # x is padded before the timed region, which is torch's best case.
+        # x is padded outside of the timed call, in torch's favour.
         "F.conv2d": lambda: F.conv2d(padded, kernel),
     }
     errors = checked(ops.conv2d(part, weight), padded_conv2d, [part, weight])

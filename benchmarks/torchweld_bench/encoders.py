@@ -30,7 +30,7 @@ from torchweld_bench.results import Failure, Row
 _DEVICE, _BACKEND = "cuda", "inductor"
 _ROUNDS = 5
 _LOSS_RTOL = 1e-2
-_NOISE = 0.5  # of the target; a result with an error of a tenth of it is wrong
+_NOISE = 0.5  # std of the target's noise: an error of a tenth of it changes the loss by _LOSS_RTOL
 
 
 class _Case(NamedTuple):
@@ -165,7 +165,7 @@ def _rows_of(case: _Case) -> Iterator[Row]:
     if stock is None:
         return
     inputs, target = case.inputs(case), None
-    if "labels" not in inputs:  # near the stock result, so that the loss shows an error of ours
+    if "labels" not in inputs:  # a target near the stock result lets the loss show our error
         with torch.no_grad():
             result = _result(stock.train(), inputs)
         target = result + _NOISE * torch.randn_like(result)
@@ -193,6 +193,6 @@ def rows() -> Iterator[Row | Failure]:
         free()
         try:
             yield from _rows_of(case)
-        except Exception as error:  # a model of another transformers may raise anything
+        except Exception as error:  # in other versions of transformers a model may raise anything
             reason = f"{type(error).__name__}: {error}"
             yield Failure(case.label, reason.splitlines()[0])

@@ -27,7 +27,7 @@ from torchweld_bench.common import dtype_text, free
 from torchweld_bench.results import Row
 
 _EPS = 1e-6
-# Heads of Qwen3-Next (32 of 128), rows of Mamba-2 and of its groups, 16,384 tokens.
+# (shape of x, gate first) of Qwen3-Next, and of Mamba-2 without and with groups; 16,384 tokens.
 _NORMS = (((16384, 32, 128), False), ((16384, 4096), True), ((16384, 8, 512), True))
 # (batch, seqlen, channels) of Qwen3-Next, of Falcon-H1 and of a generation step.
 _CONVOLUTIONS = ((4, 4096, 8192), (1, 16384, 2048), (64, 1, 8192))

@@ -32,7 +32,7 @@ from torchweld_bench.results import Row
 _ROUNDS = 21
 _GROUP = 128
 _DECODE_UP_TO = 16  # the maximum number of x rows for which reading the weight dominates the time
-# the size of all weights that the calls rotate through; several times any L2 cache
+# the size of all weights that the calls rotate through; more than the L2 cache of an H200 (50 MB)
 _DECODE_BYTES = 128 << 20
 # the minimum number of calls in a CUDA graph, so that the start of the graph hardly counts
 _DECODE_CALLS = 48
@@ -58,8 +58,8 @@ def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[
     weight = (module.qweight, module.scale, module.zero)
     weight_bytes = sum(t.numel() * t.element_size() for t in weight)
     # For a small batch the calls rotate through several weights, so that no weight is in L2
-    # although the kernels follow each other directly. For a large batch the timer's flush is
-    # enough.
+    # although no flush runs between the kernels. For a large batch the timer flushes L2 between
+    # the calls.
     turns = -(-_DECODE_BYTES // weight_bytes) if m <= _DECODE_UP_TO else 1
     times = max(turns, _DECODE_CALLS) if turns > 1 else 1
     dense, x = module.dequantise(), drawn(m, k, dtype=dtype)

@@ -37,14 +37,14 @@ from torchweld_bench.results import Row
 _ROUNDS = 7
 _LIGER = "liger_kernel.transformers.functional"
 _PEERS = ("Liger", "CCE", "quack")
-# (rows, features, words) of Llama 3.2 1B, Llama 3.1 8B, GPT-2 and Qwen 2.5.
+# (rows, features, vocabulary) of Llama 3.2 1B, Llama 3.1 8B, GPT-2 and Qwen 2.5.
 _SIZES = (
     (8192, 2048, 128256),
     (4096, 4096, 128256),
     (16384, 768, 50257),
     (8192, 4096, 151936),
 )
-# (rows, words) of logits that are given: Llama 3 and GPT-2.
+# (rows, vocabulary) of Llama 3 and GPT-2, for losses that take logits.
 _LOGITS = ((8192, 128256), (16384, 50257))
 
 
@@ -180,7 +180,7 @@ def _given_logits(m: int, n: int) -> Iterator[Row]:
         "copy": lambda: logits.detach().clone(),
     }
     for name, peer in _peers_of_logits().items():
-        # Liger writes the gradient over the logits.
+        # Liger writes the gradient over the logits, so it gets a copy.
         call = of(peer, leaves(logits.detach().clone())[0] if name == "Liger" else logits)
         one = {name: call}
         if runs(name, call) and runs(name, partial(_captured, one, but=("Liger",))):

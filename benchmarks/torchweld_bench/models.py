@@ -35,7 +35,7 @@ class _Case(NamedTuple):
     seqlen: int
     recomputed: bool
     sizes: dict[str, Any]
-    lora: str | None = None  # which layers get an adapter
+    lora: str | None = None  # the layers with a LoRA adapter, a key of _ADAPTED; None: no LoRA
 
 
 LLAMA = {

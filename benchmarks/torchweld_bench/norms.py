@@ -144,7 +144,7 @@ def _backward(op: str, shape: tuple[int, int], dtype: torch.dtype) -> Iterator[R
     }
     if op == "rms_norm":
         calls |= {name: through(f) for name, f in _peers().items()}
-    if adds:  # the yardstick with a sum: adding two matrices into a third in one pass
+    if adds:  # with a sum, "move" reads three matrices and writes one
         add_three = torch.compile(lambda a, b, c: a + b + c, dynamic=False)
         calls["move"] = lambda: add_three(dy, x, dsum)
 

@@ -57,7 +57,7 @@ EAGER: dict[str, Callable[..., Tensor]] = {
     "scalar_attention": lambda q, k, v: (q[:, None] * k).softmax(-1) @ v,
 }
 _GRADIENT_OF_X_ALONE = ("folded_layer_norm_linear",)
-_SAMPLE_SECONDS = 0.005  # of calls of microseconds on a CPU
+_SAMPLE_SECONDS = 0.005  # on a CPU a sample repeats a short call for this long
 
 
 def rows(op: str, tensors: list[Tensor], peers: list[str]) -> Iterator[Row]:

@@ -56,7 +56,7 @@ def _outer_backward(op: str, shape: tuple[int, int], dtype: torch.dtype) -> Iter
     compiled = torch.compile(eager)
     backward = getattr(ops, f"{op}_backward")
     args = (dz,) if op == "outer_add" else (dz, x, y)
-    # Some columns are summed, and some rows.
+    # Only the first n values of each gradient are checked: sums over n columns, and over n rows.
     n = CHECKED_ROWS
     exact = (
         summands(dz[:, :n].double(), x[:n].double(), y.double())[0].sum(0),

@@ -16,8 +16,8 @@ from torchweld_bench.common import dtype_text, free
 from torchweld_bench.results import Row
 
 _EPS = 1e-6
-# Rows, K, N of each weight: Llama 3.2 1B, Llama 3.1 8B, Qwen 3 0.6B, and a step of generation of
-# the first.
+# Rows, K, N of each weight: Llama 3.2 1B, Llama 3.1 8B, Qwen 3 0.6B, and a generation step of
+# Llama 3.2 1B.
 _SIZES: Sequence[tuple[int, int, tuple[int, ...]]] = (
     (16384, 2048, (2048, 512, 512)),
     (8192, 4096, (4096, 1024, 1024)),

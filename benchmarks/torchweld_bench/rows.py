@@ -15,7 +15,7 @@ from torchweld_bench.results import Row
 
 _BYTES = 256 << 20
 _COMPILED = "torch.compile"
-_LONG = 65536  # torch reads rows of at least this length more than once
+_LONG = 65536  # torch.softmax reads rows of at least this length more than once
 _SUMS = (
     (1 << 20, 64),
     (65536, 1024),

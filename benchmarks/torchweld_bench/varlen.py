@@ -100,7 +100,7 @@ def _flex(ends: Tensor, causal: bool) -> Function | None:
         same = ids[row] == ids[key]
         return same & (row >= key) if causal else same
 
-    # Each mask compiles flex_attention twice, and beyond eight times torch would run it eagerly.
+    # Each mask compiles flex_attention twice, and torch stops compiling after eight: start anew.
     torch._dynamo.reset()
     block_mask = create_block_mask(seen, None, None, _TOKENS, _TOKENS, device=_DEVICE)
     compiled = torch.compile(flex, dynamic=False, backend=_BACKEND)
@@ -246,14 +246,14 @@ def _step_rows() -> Iterator[Row | Failure]:
         fused = {"fused": True} if _DEVICE == "cuda" else {}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **fused)
         mine = batches
-        if attention == "sdpa":  # it finds documents by their positions
+        if attention == "sdpa":  # transformers finds sdpa's documents by position_ids
             mine = [
                 {k: v for k, v in batch.items() if not k.startswith(("cu_", "max_"))}
                 for batch in batches
             ]
         steps[variant] = _stepper(model, optimizer, mine)
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", "torchweld:")  # a call that leaves the op
+            warnings.filterwarnings("error", "torchweld:")  # raise if a call falls back
             losses[variant] = steps[variant]().item()
     try:
         with torch._dynamo.config.patch(error_on_recompile=True), _no_syncs():
@@ -293,7 +293,7 @@ def rows() -> Iterator[Row | Failure]:
         ):
             yield from _rows_of(name, lengths, causal, compiled=causal)
             free()
-    # the cost of a mask that hides nothing
+    # a single document: the cost of cu_seqlens that hide nothing
     yield from _rows_of("one document", [_TOKENS], True)
     free()
     yield from _step_rows()

@@ -72,12 +72,12 @@ if TYPE_CHECKING:
     from torchweld import testing as testing
     from torchweld.integrations import FuseReport, fuse, unfuse
 
-# An alias, for code that uses this name.
+# The earlier name, which code may still use.
 key_start_from_positions = key_start_from_position_ids
 
 _load_choices()
 if is_available():
-    is_batch_invariant()  # starts the mode of this thread if the environment asks for it
+    is_batch_invariant()  # turns the mode on in this thread if TORCHWELD_BATCH_INVARIANT is 1
     _ops = _ops_of_library()
     _functorch.install(_ops)
     _when_imported("torch.utils.flop_counter", lambda: _flops.install(_ops))
@@ -151,7 +151,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-# torchweld.integrations is imported lazily, because its functions import transformers.
+# These names are imported at their first use: few programs need them, and fuse loads transformers.
 __getattr__, __dir__ = _lazy(
     __name__,
     {

@@ -21,7 +21,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Any) -> Any:
-        # torch refuses second derivatives of compiled graphs, and traces them in grad mode
+        # torch itself refuses second derivatives of a compiled graph, which it traces in grad mode
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(
                 f"{backward.__module__}: create_graph must be False, because a second derivative "

@@ -150,6 +150,6 @@ def install(ops: Sequence[str]) -> None:
 
     for name in filter(formula, ops):
         op = getattr(torch.ops.torchweld, name)
-        # torch keeps the formula of an earlier import of torchweld unless that formula is removed.
+        # An earlier import of torchweld may have registered a formula, which torch would keep.
         flop_counter.flop_registry.pop(op, None)
         flop_counter.register_flop_formula(op)(_counter(op, formula(name)))

@@ -28,8 +28,8 @@ from torchweld.info import public_op
 _WITH_LSE = "_with_lse"  # the suffix of attention's variant that also returns lse
 # For each op: arguments whose gradient equals the gradient of another argument.
 _SAME_GRADIENT = {"add_rms_norm": {"residual": "x"}, "add_layer_norm": {"residual": "x"}}
-# Ops that autocast does not cast. Their arguments of _LEADING must have one dtype; if their dtypes
-# differ, autocast uses the widest one.
+# Ops that autocast does not cast to its dtype. It casts their tensors to the widest dtype of the
+# arguments in _LEADING, which must have one dtype.
 _KEEPS_DTYPE = (
     "gated_activation", "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm",
     "rms_norm_gated",
@@ -37,8 +37,8 @@ _KEEPS_DTYPE = (
 _FRONT_KEY = "FuncTorchDynamicLayerFrontMode"
 # The attribute of torch.ops.torchweld that keeps the registered kernels alive.
 _KEPT = "_kernels_of_functorch"
-# For each op, and its <op>_forward: the arguments that may have a batch dimension. The other
-# arguments must have the same value for the whole batch.
+# For each op and its <op>_forward: the arguments that can take vmap's batch as a leading dim. If
+# another argument has a batch, vmap folds the batch (_BATCHED) or calls the op for each entry.
 _LEADING = {
     "softmax": ("x",),
     "softmax_backward": ("dy", "y"),
@@ -54,8 +54,8 @@ _LEADING = {
     **dict.fromkeys(("add_rms_norm", "add_layer_norm"), ("x", "residual")),
     "rms_norm_gated": ("x", "gate"),
 }
-# Arguments with one entry per sequence or per head of the batch that the op itself takes, or that
-# depend on the places in it.
+# Arguments with an entry per sequence or head of the op's own batch, or (dropout_seed) whose effect
+# depends on positions in that batch. With them vmap can't add its batch as a leading dim.
 _OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink", "dropout_seed")
 # Ops whose tensors, except sink and dropout_seed, have the batch as their first dimension. vmap
 # folds its batch into that of a call without these two.
@@ -243,7 +243,7 @@ def _backward(
                 f"torchweld::{op}: {name} must not require a gradient, but got one that does; use "
                 f"{name}.detach()"
             )
-    if values.get("activation") in ("none", "relu"):  # relu's gradient depends on y alone
+    if values.get("activation") in ("none", "relu"):  # relu's gradient needs only y, none's nothing
         values["preact"] = values["y"] if values["activation"] == "relu" else None
     values["output_mask"] = [
         wanted[name] or any(wanted[n] for n, like in same.items() if like == name)

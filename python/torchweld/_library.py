@@ -80,7 +80,7 @@ def _load() -> str | None:
             f"installed; rebuild it with: {_reinstall_command()}"
         )
     try:
-        # A kernel of `make hub` has the same ops. To register them twice aborts the process.
+        # A kernel of `make hub` may have registered the same ops; registering them twice aborts.
         if not torch._C._dispatch_has_kernel("torchweld::gated_mlp"):
             torch.ops.load_library(str(found[0]))
     except OSError as error:

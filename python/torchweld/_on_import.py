@@ -37,8 +37,8 @@ class _Finder(MetaPathFinder):
     """
 
     def __init__(self) -> None:
-        # A function waits until its module has been executed: a module that is found may not be
-        # imported, and an import that fails may be tried again.
+        # A function waits until its module has been executed, because a module that is found need
+        # not be imported, and an import that fails may be tried again.
         self.waiting: dict[str, Callable[[], None]] = {}
         self._asking = threading.local()
 

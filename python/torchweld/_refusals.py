@@ -94,13 +94,13 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     "unsqueeze_dim": [("cos", "leave it out, the heads are dim 1 of q and k")],
     "normalized_shape": [("weight", "leave it out, it is weight's last size")],
 }
-# Arguments of other libraries that ask for nothing with None, or a dropout of 0: accepted then.
+# Arguments of other libraries that are accepted if they ask for nothing: None, or a dropout of 0.
 _IDLE = (
     "attn_mask", "attention_mask", "dropout_p", "dropout", "alibi_slopes", "attn_bias",
     "block_table", "weight",
 )  # fmt: skip
-# Names of activations in torch and transformers, with the ops' names for them; then, for the ops'
-# names, the gates that apply the activation.
+# For names of activations in torch and transformers, the ops' names. In _GATES, for each op's name,
+# the gate that applies the activation.
 _ACTIVATIONS = {
     "linear": "none",
     "identity": "none",
@@ -136,7 +136,7 @@ def name_fix(argument: str, name: Any) -> str:
 def unknown_op(argument: str, op: Any, known: Sequence[str]) -> str:
     """Returns the error for an unknown op, with the nearest name or all names."""
     name = describe(op).rpartition("::")[2].strip("'")
-    # varlen_attention is a function that calls attention.
+    # varlen_attention is no op but a function that calls the op attention.
     if near := get_close_matches(name.removeprefix("varlen_"), known, 1):
         return f"{argument} must be the name of an op, but got {describe(op)}; use {near[0]!r}"
     return f"{argument} must be one of {', '.join(known)}, but got {describe(op)}"

@@ -49,7 +49,7 @@ class batch_invariant(ContextDecorator):
         self._before: list[bool] = []
 
     def _recreate_cm(self) -> batch_invariant:
-        return batch_invariant(self.enabled)  # a decorated function may call itself
+        return batch_invariant(self.enabled)  # calls of a decorated function share no state
 
     def __enter__(self) -> batch_invariant:
         self._before.append(ops._set_batch_invariant(self.enabled))

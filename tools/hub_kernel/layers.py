@@ -22,11 +22,11 @@ class RMSNorm(nn.Module):
     gradient. The stock forward runs for float64 and for a weight of another dtype.
     """
 
-    can_torch_compile = False  # torch.compile joins the stock norm with its neighbours
+    can_torch_compile = False  # torch.compile fuses the stock norm with neighbouring ops
     has_backward = True
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # The stock norm computes in float32 even if its input is float64.
+        # The stock norm computes in float32 even for a float64 input; the op would not.
         plain = plain_tensors(hidden_states, self.weight)
         if not plain or hidden_states.dtype == torch.float64:
             return type(self).forward(self, hidden_states)

@@ -33,7 +33,7 @@ def rows() -> Iterator[Row | Failure]:
     cases += [steps.parallelized, steps.fully_sharded]
     if setup.size > PAIR and setup.size % PAIR == 0:
         cases.append(steps.fully_sharded_pairs)
-    # torch's own context_parallel is a prototype, so it comes last.
+    # The cases that run torch's own context_parallel come last, because it is a prototype.
     cases += [losses.vocab_parallel, ops.linear, ops.padded_attention]
     cases += [ops.long_attention, ops.attention]
     for case in cases:

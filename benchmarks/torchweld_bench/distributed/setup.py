@@ -13,7 +13,7 @@ from torchweld.tuning.timer import Timing
 from torchweld_bench.common import dtype_text
 from torchweld_bench.distributed.processes import device, link
 
-PAIR = 2  # the number of processes that share the columns of the Llama, if there are more than two
+PAIR = 2  # how many processes share the Llama's columns in a run of more processes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Cases:
     llama: Sizes = Sizes(16, 2048, 32, 8, 64, 8192, True, 128256, True)
     llama_batch: tuple[int, int] = (4, 4096)  # sequences and tokens per sequence of each process
     attention: tuple[int, int, int, int, int] = (1, 32, 8, 65536, 128)
-    long: int = 4  # how many times as many keys the long attention has
+    long: int = 4  # the long attention has this many times as many keys
     linear: tuple[int, int, int] = (8192, 4096, 16384)
     loss: tuple[int, int, int] = (8192, 2048, 128256)
     dtype: torch.dtype = torch.bfloat16

@@ -35,7 +35,7 @@ from torchweld_bench.results import Row
 _ROUNDS = 5
 _LR = 1e-4
 _COMPILED, _CAPTURED = "compiled blocks", "in a CUDA graph"
-_ROOMY = 120e9  # GPU memory in bytes that holds the Llama's activations
+_ROOMY = 120e9  # a GPU with fewer bytes of memory recomputes the Llama's activations
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -127,7 +127,7 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
             step()
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    # NOTE: NCCL's watchdog thread queries events during the capture.
+    # NOTE: NCCL's watchdog thread queries events meanwhile, which the mode "global" forbids.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay

@@ -65,7 +65,7 @@ class Cache(NamedTuple):
         rows = self.rows
         if rows is None:
             rows = torch.arange(places.shape[0], device=places.device)
-        # index_put_ counts negative indices from the end; a size is out of bounds instead
+        # index_put_ would count a negative index from the end; make it out of bounds, an error
         rows, places = (
             t.masked_fill(t < 0, size)
             for t, size in zip((rows, places), self.k.shape, strict=False)

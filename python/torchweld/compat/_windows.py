@@ -94,7 +94,7 @@ def padded_attention(
     plain = window == (None, None)
     if seqlen_q == seqlen_k and lengths is None:
         top_left = False
-    # attention takes a key_end below seqlen_q for right padding, other libraries for a short cache.
+    # A key_end per row: attention takes one per sequence below seqlen_q for right padding.
     if numbers is None or (not plain and (top_left or (lengths is not None and seqlen_q > 1))):
         ends = lengths if lengths is not None else query.new_full((1,), seqlen_k, dtype=torch.int32)
         position = torch.arange(seqlen_q, dtype=torch.int32, device=query.device).unsqueeze(0)

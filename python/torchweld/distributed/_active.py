@@ -17,7 +17,7 @@ STOCK = torch.nn.functional.scaled_dot_product_attention
 
 def _inside_torchs_own() -> bool:
     # torch's own context_parallel replaces scaled_dot_product_attention while its block is active.
-    # Other libraries may replace it too.
+    # Other libraries may replace it too, so compare the module of the function.
     now = torch.nn.functional.scaled_dot_product_attention
     home = "torch.distributed.tensor.experimental._context_parallel"
     return now is not STOCK and (getattr(now, "__module__", None) or "").startswith(home)

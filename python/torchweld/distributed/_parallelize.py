@@ -92,7 +92,7 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": _SummedGradients,
     **packed.STYLES,
 }
-# The styles that transformers gives a packed layer, whose results are gathered, and the next one.
+# transformers' styles for a packed layer, which gathers its result, and for the layer behind it.
 _GATHERED = (("colwise_gather_output", "rowwise_split_input"), ("colwise_rep", "rowwise_rep"))
 # Names of layers whose columns are attention heads.
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")

@@ -25,8 +25,8 @@ from .tensors import (
     replicated,
 )
 
-# Up to this many slabs are communicated in place by one coalesced call. With more slabs, one call
-# communicates the whole tensor, which is then copied into another memory order.
+# Up to this many slabs are communicated in place by one coalesced call. With more slabs, or under
+# torch.compile, one call communicates the whole tensor, which a copy brings into order.
 _MAX_SLABS = 16
 
 

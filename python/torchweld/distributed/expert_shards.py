@@ -40,7 +40,7 @@ def experts_of_shards(
         return None
     dim = divided.index(True)
     count = -(-experts // mesh.size(dim))
-    if count * (mesh.size(dim) - 1) >= experts:  # a process has no expert
+    if count * (mesh.size(dim) - 1) >= experts:  # a process would have no expert
         return None
     rows = tuple(
         Shard(0) if _is_shard_0(p) and not d else Replicate()
@@ -48,7 +48,7 @@ def experts_of_shards(
     )
     terms = [Partial() if d else row for row, d in zip(rows, divided, strict=True)]
     sums = [Partial() if _is_shard_0(row) else p for row, p in zip(rows, placements, strict=True)]
-    # NOTE: redistribute() would sum the terms of a gradient even where nothing moves.
+    # NOTE: redistribute() would sum the terms of a gradient even if no token moves.
     moved = (t if t.placements == rows else t.redistribute(placements=rows) for t in tokens)
     x_part, index_part, weight_part = (t.to_local(grad_placements=terms) for t in moved)
     parts = (None if t is None else t.to_local(grad_placements=sums) for t in stacks)

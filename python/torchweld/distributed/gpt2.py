@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from torchweld.integrations.fusion.layers.fused_module import STOCK
 
-_PROJECTIONS = 3  # of c_attn: query, key and value
+_PROJECTIONS = 3  # c_attn projects query, key and value
 
 
 class ShardedConv1D(Conv1D):
@@ -101,8 +101,8 @@ def shard(base: GPT2Model, mesh: Any, src_data_rank: int | None) -> None:
 
     from torchweld.distributed.tensors import shard_parameter
 
-    # FSDP2 shards the other dim of a weight. A strided shard of c_attn's bias would be sharded
-    # again along its only dim, and FSDP2 would lose the order, so this bias is replicated.
+    # FSDP2 shards dim 0, the other one of c_attn's weight. Its bias has one dim: FSDP2 would shard
+    # a strided shard of it again and lose the order, so this bias is replicated.
     # Replicated parameters stay plain tensors, because optimizers need less time for them.
     placements = {
         "attn.c_attn": {"weight": _StridedShard(1, split_factor=_PROJECTIONS), "bias": None},

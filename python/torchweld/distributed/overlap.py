@@ -124,7 +124,7 @@ def _symmetric_buffer(mesh: DeviceMesh, size: int) -> _SymmetricBuffer | None:
         buffers.clear()
     try:
         buffers.append(_SymmetricBuffer(group, max(size, 2 * buffers[-1].size if buffers else 0)))
-    # only this process raises it, so it does not mean that peer access is missing
+    # only this process is out of memory, which says nothing about peer access
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # all processes raise it if they are on several hosts or have no NVLink

@@ -32,7 +32,7 @@ class HeadsLinear(ColumnLinear):
     different numbers of heads. So the weight is sharded in its order, and the results are gathered.
     """
 
-    columns: tuple[int, int, int]  # of query, key and value, in all processes
+    columns: tuple[int, int, int]  # numbers of columns of query, key and value in all processes
 
     def forward(self, input: Tensor) -> Tensor:
         mesh, y = self.weight.device_mesh, super().forward(input)
@@ -48,7 +48,7 @@ class LocalConfig:
         self.config, self.num_attention_heads = config, heads
 
     def __getattr__(self, name: str) -> Any:
-        if name == "config" or name.startswith("__"):  # copy and pickle ask an empty object
+        if name == "config" or name.startswith("__"):  # copy and pickle read these before __init__
             raise AttributeError(name)
         return getattr(self.config, name)
 
@@ -64,7 +64,7 @@ class PackedColumns(ParallelStyle):
         return shard_linear(module, self.cls, self.columns, None, device_mesh, self.src_data_rank)
 
 
-# The styles by their names in a plan. `set_heads` completes the second one.
+# The styles by their names in a plan. After HEADS, `set_heads` must set the layers' columns.
 STYLES = {
     HALVES: lambda: PackedColumns(ColumnLinear, _StridedShard(0, split_factor=2)),
     HEADS: lambda: PackedColumns(HeadsLinear, Shard(0)),

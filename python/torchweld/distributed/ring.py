@@ -48,8 +48,8 @@ class _Steps:
             chunks = chunks[:1] if origin < self.rank else chunks
         start = None
         if self.first is not None:
-            # In this step the keys are two adjacent chunks. key_start is the sum of the hidden keys
-            # of both.
+            # The keys of this step are one or two chunks, in the sequence's order. key_start is the
+            # sum of the keys that each chunk hides.
             hidden = [(self.first[:, rows] - c * half).clamp(0, half) for c in chunks]
             start = sum(hidden[1:], hidden[0]).contiguous()
         more = {

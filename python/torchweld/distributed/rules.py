@@ -37,7 +37,7 @@ class Call:
         given = dict(zip((a.name for a in arguments), schema.args_schema, strict=False))
         given.update(schema.kwargs_schema)
         defaults = {a.name: a.default_value for a in arguments}
-        # torch lists the specs of positional arguments first, then those of keyword arguments in
+        # torch's order, which the specs must have: positional arguments, then keyword arguments in
         # the order of the call.
         tensors: dict[str, OpStrategy] = {}
         for name, value in given.items():
@@ -108,13 +108,12 @@ def returns_list(op: Any) -> bool:
 class Dims(NamedTuple):
     """The dims of an op's tensors, and those that may be sharded."""
 
-    # "x *k, weight nk": names of arguments and results and their letters. `*` stands for all
-    # leading dims, a capital for both halves of a gate in one dim. The gradient dx has the letters
-    # of x.
+    # "x *k, weight nk" gives arguments and results a letter per dim. `*` stands for all leading
+    # dims, a capital for a dim with both halves of a gate. The gradient dx has the letters of x.
     tensors: str
-    sharded: str  # a row each: "n", "hg" for the tensors that have either, `*` for each leading dim
-    # For a word of `sharded`: which of the tensors without its letters are sums over the shards. By
-    # default all gradients among them are.
+    sharded: str  # words, each a Row: "hg" shards every dim h or g; `*` is a Row per leading dim
+    # For a word of `sharded`: the tensors that, without a dim of its letters, become Partial: sums
+    # over the shards. By default the gradients.
     sums: dict[str, str] = {}
 
     def rows(self, call: Call) -> Iterator[Row]:
@@ -166,7 +165,7 @@ def _linear(call: Call) -> Dims:
 
 
 def _gated_mlp(call: Call) -> Dims:
-    # Sharded hidden columns, as in tensor parallelism, give terms of the result, without a bias.
+    # With sharded hidden columns (n) each process computes a term of the result: no down_bias then.
     return Dims(
         "x *k, left right nk, left_bias right_bias n, down pn, y result *p, z *N",
         "*" if call.has("down_bias") else "* n",
@@ -181,7 +180,7 @@ def _experts(call: Call) -> Dims | None:
     shard after the other.
     """
     if call.has("down_bias"):
-        return None  # a term of the result has no bias
+        return None  # each process would add it to its term of the result
     n = "N" if "glu" in call.values["gate"] else "n"
     gate_up, down = (f"ek{n}", "enk") if call.values["transposed"] else (f"e{n}k", "ekn")
     tensors = f"gate_up {gate_up}, gate_up_bias e{n}, z t{n}, down {down}"
@@ -190,7 +189,7 @@ def _experts(call: Call) -> Dims | None:
 
 def _attention(call: Call) -> Dims | None:
     if call.has("dropout_seed"):
-        return None  # the place in the whole tensor decides which probabilities are dropped
+        return None  # a probability's index in the whole tensor decides whether it is dropped
     row_ends = call.has("key_end") and len(call.shape("key_end")) == 2
     # If no mask of the call depends on the index of a query row, query rows can be sharded.
     masked = call.values["causal"] or call.values["window"] or call.has("leftpad")
@@ -204,7 +203,7 @@ def _attention(call: Call) -> Dims | None:
 def _causal_softmax(call: Call) -> Dims:
     dims = len(call.shape("scores" if call.has("scores") else "y"))
     middle = "hijklmno"[: max(dims - 3, 0)]
-    # Scores with more than 4 dims have several batch dims that share a sink.
+    # With a sink, scores of more than 4 dims shard only dim 0: several batch dims share a sink.
     rows = middle if dims == 4 or not call.has("sink") else ""
     tensors = f"scores y result b{middle}, sink {'h' if dims == 4 else '.'}"
     return Dims(f"{tensors}, leftpad key_start key_end b", " ".join(["b" * (dims > 2), *rows]))
@@ -225,8 +224,8 @@ def _rotary(call: Call) -> Dims:
 def _loss(call: Call) -> Dims | None:
     reduction = call.values.get("reduction", "none")
     if reduction == "mean":
-        return None  # needs the number of all rows
-    # A shift drops a token of each sequence, which can't be sharded then.
+        return None  # the mean divides by the number of all rows
+    # With a shift, a row's target is the next row's token, so sequences (s) can't be sharded.
     rows = "s" if call.values.get("shift", 0) else ""
     loss = "result loss" if reduction == "none" else ""
     return Dims(
@@ -257,7 +256,7 @@ _RULES: dict[str, Dims | Callable[[Call], Dims | None]] = {
         ("layer_norm_linears", "rms_norm_linears"),
         Dims(f"x *k, weights nk, biases n, ys *n, {_NORM}", "* n"),
     ),
-    # A process needs the same columns of both branches.
+    # N: each process gets the same columns of both branches of the gate.
     "gated_linear": Dims("x *k, weight Nk, bias N, y result *n, z *N", "* n"),
     "gated_linear_pair": Dims(
         "x *k, left right nk, left_bias right_bias n, y result *n, z *N", "* n"
@@ -265,7 +264,7 @@ _RULES: dict[str, Dims | Callable[[Call], Dims | None]] = {
     "gated_activation": Dims("left right y result *", "*"),
     "gated_mlp": _gated_mlp,
     "experts": _experts,
-    # The rows of a group can't be sharded: the offsets count those of all processes.
+    # Rows (r) can't be sharded: the offsets of the groups count the rows of all processes.
     "grouped_linear": Dims("x rk, weight enk, bias en, y result preact rn", "n"),
     "grouped_gated_linear": Dims("x rk, weight eNk, bias eN, y result rn, z rN", "n"),
     "folded_layer_norm_linear": Dims(
@@ -281,7 +280,7 @@ _RULES: dict[str, Dims | Callable[[Call], Dims | None]] = {
     # columns. Shard the weight first and repack the shards.
     "int4_linear_repacked": Dims("x *k, y result *n", "*"),
     **dict.fromkeys(("int4_pack", "int4_unpack"), Dims("codes packed result *n", "*")),
-    # q, k and v of scalar_attention have the same length.
+    # Replicated only: int4_repack mixes rows of codes; scalar_attention's q, k, v have one length.
     **dict.fromkeys(("int4_repack", "scalar_attention"), lambda call: None),
     **dict.fromkeys(
         ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "rms_norm_gated"),
@@ -334,7 +333,7 @@ def _divided(call: Call) -> tuple[str, int, int] | None:
         dim = 1 if call.values["transposed"] else 2
         return "down", dim, call.shape("down")[dim]  # a shard must have whole pairs of z's halves
     if "interleaved" in call.values and call.has("weight"):
-        return "weight", 0, call.shape("weight")[0] // 2  # and whole interleaved pairs of rows
+        return "weight", 0, call.shape("weight")[0] // 2  # a shard must have whole row pairs
     return None
 
 
@@ -371,7 +370,7 @@ def _strategy(rule: Callable[[Call], list[Row]]) -> Callable[[Any], Any]:
             mesh, schema, lists, input_index=len(call.results)
         ).strategies
         if returns_list(schema.op) and len(call.results) == 1:
-            for each in every:  # torch has no tuple of one result
+            for each in every:  # torch makes no tuple for a list of one result
                 each.output_specs = (each.output_specs,)
         divided = _divided(call)
 

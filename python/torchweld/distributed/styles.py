@@ -81,7 +81,7 @@ class ColumnRMSNormLinear(_Columns, RMSNormLinear):
     norm = ("norm_weight",)
 
     def norm_rows(self, x: Tensor, norm_weight: Tensor | None) -> Tensor:
-        # NOTE: F.rms_norm needs x and weight of one dtype, and autocast casts neither.
+        # NOTE: F.rms_norm needs x and weight of one dtype, and autocast casts neither of them.
         if norm_weight is not None and torch.is_autocast_enabled(x.device.type):
             norm_weight = norm_weight.to(x.dtype)
         return F.rms_norm(x, (self.in_features,), norm_weight, self.eps)

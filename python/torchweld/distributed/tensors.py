@@ -162,7 +162,7 @@ def gradient_of(parameter: DTensor | None, grad: Tensor) -> Tensor:
     if parameter is None:
         return grad
     local = parameter._local_tensor
-    # Autograd keeps gradients in the dtype and layout of their parameter.
+    # Autograd wants a gradient in the dtype and layout of its parameter.
     if grad.stride() != local.stride() or grad.dtype != local.dtype:
         grad = torch.empty_like(local).copy_(grad)
     return DTensor(grad, parameter._spec, requires_grad=False)

@@ -69,7 +69,7 @@ class _VocabParallel(torch.autograd.Function):
         # The loss of the target's shard is relative to the lse of that shard. The lse of all shards
         # is larger, so their difference is added.
         loss = losses.gather(0, owner)[0] + (lse - shards.gather(0, owner)[0])
-        if y.numel():  # with keep="auto", y is empty if no kernel computes it
+        if y.numel():  # y is empty unless forward kept the exponentials
             rows = Statistics(local_loss, local_lse, loss, lse)
             factor = completed_factor(y, factor, targets, rows, terms, options)
         if smooths:
@@ -92,7 +92,7 @@ class _VocabParallel(torch.autograd.Function):
             dloss = dloss / (~targets.ignored).sum()
         dloss = dloss.expand(lse.shape).masked_fill(targets.ignored, 0)
         wanted = list(ctx.needs_input_grad[6:])
-        # The smoothing of the local mean of z that gives it the weight of its classes.
+        # The label smoothing of the local mean of z, in proportion to the shard's classes.
         smoothing = terms.label_smoothing * weight.shape[0] / targets.classes
         if y.numel():
             dx, dweight, dbias = _backward_of_exponentials(
@@ -111,7 +111,7 @@ class _VocabParallel(torch.autograd.Function):
             ignore_index=IGNORED,
             z_loss=terms.z_loss,
             **ctx.options,
-            # The op multiplies the gradient of its loss by the slope of lse.
+            # If the target is inside, the op's own loss contributes 1 - label_smoothing of dlse.
             dlse=torch.where(targets.inside, dlse * terms.label_smoothing, dlse),
             dmean=None if smoothing == 0 else dloss * -smoothing,
             output_mask=wanted,

@@ -90,7 +90,7 @@ def completed_factor(
         tokens, local, stored = tokens[..., 1:], factor[..., :-1], y[..., :-1, :]
     slope = 1 + 2 * terms.z_loss * rows.lse
     slope = torch.where(slope.abs() < 1e-10, 1e-10, slope)
-    # A shard without a possible class has an lse of -inf and an infinite factor.
+    # If a shard's logits are all -inf, its lse is -inf and the factor infinite, but it adds 0.
     whole = torch.where(rows.local_lse == -torch.inf, 0, local * (rows.local_lse - rows.lse).exp())
     whole = whole * slope
     # At a target in the shard, y is about -1 / factor. The factor has a minimum, so that y and its
@@ -99,7 +99,7 @@ def completed_factor(
     smallest = (2.0**-14 if y.dtype == torch.float16 else 2.0**-100) / temperature
     of_target = whole.abs().clamp(min=smallest).copysign(whole)
     whole = torch.where(targets.inside, of_target, whole).masked_fill(targets.ignored, 0)
-    # The logits at the local targets are lse - loss of the shard that has them.
+    # exp(-loss) is the target's probability; if it is elsewhere, exp(-local_loss) is class 0's.
     at_target = slope * (-rows.loss).exp() - (1 - terms.label_smoothing)
     p = torch.where(targets.inside, at_target, (-rows.local_loss).exp())
     value = p / torch.where(targets.inside, whole, local)
@@ -111,7 +111,7 @@ def completed_factor(
     stored.scatter_(-1, tokens, value.unsqueeze(-1).to(y.dtype))
     if terms.label_smoothing != 0:
         # Backward adds the uniform term to the rows whose factor is not 0, and divides by the
-        # factor. The exponentials of a row below the minimum are below 2^64, as above.
+        # factor, which so needs a minimum. A row below the minimum has exponentials below 2^64.
         least = whole.abs().clamp(min=2.0**-100 / temperature).copysign(whole)
         whole = least.masked_fill(targets.ignored, 0)
     return F.pad(whole, (0, 1)) if options["shift"] else whole

@@ -92,7 +92,7 @@ class FusedLora(FusedModule):
 
     @staticmethod
     def probe(module: nn.Module, row: None, weight: Tensor, probes: Probes) -> str | None:
-        return None  # it has torch's ops alone
+        return None  # the fused forward calls only torch's ops
 
     @staticmethod
     def refusal(module: nn.Module, row: None) -> str | None:

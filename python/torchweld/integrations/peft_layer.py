@@ -17,9 +17,9 @@ class Int4LoraLinear(LoraLinear):
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **kwargs: Any):
         config = copy.copy(config)  # the layers share it, but fan_in_fan_out may differ
-        config.fan_in_fan_out = base_layer.replaces_conv1d  # as in the layer of dequantize_
+        config.fan_in_fan_out = base_layer.replaces_conv1d  # that of the layer dequantize_ restores
         with warnings.catch_warnings():
-            # PEFT reads in_features and out_features, and warns of a class that it does not know.
+            # PEFT warns of an unknown class, although it finds in_features and out_features there.
             warnings.filterwarnings("ignore", "Unsupported layer type .*Int4Linear", UserWarning)
             super().__init__(base_layer, adapter_name, config, **kwargs)
 

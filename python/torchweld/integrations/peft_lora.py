@@ -76,7 +76,7 @@ def _check_trained_whole(config: LoraConfig, model: nn.Module) -> None:
     names = [*(config.modules_to_save or ())]
     names += heads if config.task_type in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS") else ()
     for path, module in model.named_modules():
-        # PEFT finds a module by the end of its path.
+        # PEFT matches the names with the ends of paths.
         if isinstance(module, Int4Linear) and any(f"{name}." in f"{path}." for name in names):
             raise ValueError(
                 "torchweld.integrations.register_lora: modules_to_save must be float layers, but "

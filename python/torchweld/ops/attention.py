@@ -340,7 +340,7 @@ class CausalSelfAttention(nn.Module):
         layer = self.c_attn
         if not is_plain(layer, nn.Linear):
             return False
-        # A tensor subclass, such as a quantised weight, may replace F.linear.
+        # A tensor subclass, such as a quantised weight, may replace F.linear: call c_attn then.
         kind = type(layer.weight)
         return kind is Tensor or kind.__torch_function__ is nn.Parameter.__torch_function__
 

@@ -138,7 +138,7 @@ class CrossEntropyLoss(nn.Module):
         return f"reduction={self.reduction}, ignore_index={self.ignore_index}"
 
 
-@torch.fx.wrap  # symbolic_trace, which knows no sizes, keeps the call
+@torch.fx.wrap  # fx's symbolic_trace knows no sizes, so it keeps the call as a node
 def _check_rows(input: Tensor) -> None:
     if input.dim() > 2:
         raise ValueError(

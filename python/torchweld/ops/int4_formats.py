@@ -15,7 +15,7 @@ from torchweld._library import ops
 
 Codes = tuple[Tensor, Tensor, Tensor]
 
-# Column of nibble i among the eight of an AWQ word.
+# Nibble i of an AWQ word is column _AWQ_ORDER[i] of the word's eight.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

@@ -349,7 +349,7 @@ class Int4Linear(nn.Module):
     # zero-argument super() wants.
     @torch.jit.unused
     def _apply(self, fn, recurse=True):
-        # Codes are no floats, so that .half() leaves them alone.
+        # The codes are integers, so .half() leaves them alone.
         nn.Module._apply(self, fn, recurse)
         self.repack()
         return self
@@ -367,7 +367,7 @@ class Int4Linear(nn.Module):
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         for name, tensor in zip(_WEIGHT, self.portable(), strict=True):
             destination[prefix + name] = tensor
-        # transformers builds a model on the meta device and asks it for the keys that it wants.
+        # transformers asks a model on the meta device which keys to load; `weight` is none of them.
         if not self.scale.is_meta:
             destination[prefix + "weight"] = self.scale.new_empty(0)
 

@@ -44,7 +44,7 @@ def half_quadratic(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor,
     Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023.
     """
     best, beta = _Best(groups, scale, zero), _BETA
-    unit = groups.square().mean(-1, keepdim=True).sqrt()  # the norm's power needs one size
+    unit = groups.square().mean(-1, keepdim=True).sqrt()  # a power norm depends on the scale
     unit = torch.where(unit > 0, unit, 1.0)
     for _ in range(_STEPS):
         levels = _levels(groups, scale, zero)

@@ -22,7 +22,7 @@ class RoundedWeight(NamedTuple):
     codes: Tensor  # uint8 (N, K), values 0 to 15
     scale: Tensor  # (N, K / group) in the dtype of the weight
     zero: Tensor  # uint8 (N, K / group), values 0 to 15
-    quantisation_error: float  # as in `Int4Linear`, like largest_error; 0 of an empty weight
+    quantisation_error: float  # both errors are those of `Int4Linear`; 0 if empty
     largest_error: float
 
 
@@ -41,7 +41,7 @@ def round_weight(weight: Tensor, group: int, method: str = "rtn") -> RoundedWeig
     zero = codes.new_empty(n, k // group)
     if not weight.numel():
         return RoundedWeight(codes, scale, zero, 0.0, 0.0)
-    # Squares stay in range after the division by `unit`.
+    # Errors are divided by `unit`, so that their squares stay in range.
     unit = weight.abs().amax().to(wide).clamp(min=torch.finfo(wide).tiny)
     size, lost = torch.zeros(2, dtype=torch.float64, device=weight.device)
     largest = unit.new_zeros(())
@@ -65,7 +65,7 @@ def _round_groups(groups: Tensor, dtype: torch.dtype, method: str) -> tuple[Tens
     low = groups.amin(-1, keepdim=True).clamp(max=0)
     high = groups.amax(-1, keepdim=True).clamp(min=0)
     span = high - low
-    # NOTE: a GPU multiplies by the reciprocal of a Python number, and would find other scales.
+    # NOTE: a tensor, because a GPU would multiply by a Python number's reciprocal: other scales.
     steps = torch.full_like(span, 15.0)
     kept = torch.where(span.isinf(), high / steps - low / steps, span / steps).to(dtype)
     scale = kept.to(groups.dtype)
@@ -74,7 +74,7 @@ def _round_groups(groups: Tensor, dtype: torch.dtype, method: str) -> tuple[Tens
     search = METHODS[method]
     if search is None:
         return codes, scale, zero
-    # The search squares values, so that its groups have a largest magnitude of 1.
+    # The search squares values, so it gets groups scaled to a largest magnitude of 1.
     unit = torch.maximum(-low, high)
     unit = torch.where(unit > 0, unit, 1.0)
     found, found_zero = search(groups / unit, scale / unit, zero)

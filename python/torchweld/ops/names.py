@@ -56,7 +56,7 @@ def rename_gated_linear(state: _State, prefix: str, gate: str, interleaved: bool
             state[prefix + name] = state.pop(f"{prefix}{child}.{name}")
         return
     sides = {"left": "left", "right": "right"}
-    if gate != "sigmoid_tanh":  # which has an activation on both branches
+    if gate != "sigmoid_tanh":  # with two activations, gate_proj could be either
         first = gate == "swiglu"
         sides |= {"gate_proj": "left" if first else "right"}
         sides |= {"up_proj": "right" if first else "left"}

@@ -66,7 +66,7 @@ class NormLinear(nn.Module):
         Raises:
             ValueError: the module is of a subclass, or has hooks or a parametrisation.
         """
-        # LayerNormLinear or RMSNormLinear, even if the module's own class is a subclass of it.
+        # cls is LayerNormLinear or RMSNormLinear, even if the module is of a subclass.
         cls = next(cls for cls in type(self).__mro__ if NormLinear in cls.__bases__)
         refuse_other(f"{cls.__name__}.to_torch", "module", cls.__name__, self, cls)
         return self._as_torch()

@@ -205,8 +205,7 @@ def _weight_offset(norm: nn.Module, eps: float) -> int | None:
         width = copied.weight.numel()
         weight = torch.randn(width, generator=generator, dtype=torch.float32)
         copied.weight.copy_(weight)
-        # Rows whose mean square is about eps reveal a norm that adds eps elsewhere. The other rows
-        # are larger.
+        # Rows whose mean square is about eps reveal a norm that adds eps in another place.
         size = torch.tensor([[max(eps, 1e-12) ** 0.5], [1.0], [1e3]], dtype=torch.float32)
         x = torch.randn(2, 3, width, generator=generator, dtype=torch.float32) * size
         try:

@@ -25,7 +25,7 @@ _HOOKS = {
 
 def untouched(*modules: nn.Module) -> bool:
     """Whether modules have no hooks and no forward but their class's; nearly always true."""
-    # Layers ask this several times a call, and the GPU waits: the loop calls nothing.
+    # The loop avoids calls, because layers run it several times while the GPU waits.
     for module in modules:
         own = module.__dict__
         if (
@@ -47,7 +47,7 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 def plain_tensors(*tensors: Tensor | None) -> bool:
     """Whether tensors are floating point, of one dtype and of no subclass (DTensor, quantised)."""
-    # A loop and no comprehensions: layers ask this several times a call, and the GPU waits.
+    # A loop, not comprehensions, because layers run it several times while the GPU waits.
     dtype = None
     for tensor in tensors:
         if tensor is None:

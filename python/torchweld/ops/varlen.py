@@ -94,7 +94,7 @@ def varlen_attention(
     return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, options, return_lse)
 
 
-@torch.fx.wrap  # symbolic_trace, which knows no sizes, keeps the call
+@torch.fx.wrap  # fx's symbolic_trace knows no sizes, so it keeps the call as a node
 def _attend(
     q: Tensor,
     k: Tensor,

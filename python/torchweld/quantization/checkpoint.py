@@ -72,7 +72,7 @@ def load_quantized(path: str | Path, model_class: Any = None, **kwargs: Any) -> 
                 f"got {name!r}; pass the class as model_class"
             )
     with torch.device("meta"):
-        # An Auto class has no models of its own.
+        # An Auto class only builds models of other classes, by from_config.
         plain = getattr(model_class, "from_config", model_class)(config)
     model_class = type(plain)
     state = _load_files(folder)
@@ -117,7 +117,7 @@ def _settings(config: Any, folder: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else found.to_dict()
 
 
-# A layer's path and its tensors by their names, to an Int4Linear.
+# Converts a layer's path and its tensors, by their names, to an Int4Linear.
 _Convert = Callable[[str, dict[str, Tensor]], Int4Linear]
 
 
@@ -140,7 +140,7 @@ def _converter(settings: Mapping[str, Any]) -> tuple[str, _Convert]:
         return "qweight", lambda _, tensors: _from_gptq(settings, tensors)
     if method == "compressed-tensors":
         _expect(settings, format=("pack-quantized",), kv_cache_scheme=(None,))
-        # Rotations of activations would be lost.
+        # transform_config may rotate activations, which an Int4Linear does not do.
         _expect(settings, transform_config=(None, {}), sparsity_config=(None, {}))
         for group in settings["config_groups"].values():
             _expect(group, format=("pack-quantized", None), input_activations=(None,))
@@ -250,7 +250,7 @@ def _converted(
 ) -> Iterator[tuple[str, Int4Linear]]:
     """Yields the quantised layers and removes their tensors from a state_dict."""
     codes, function = convert
-    names: dict[str, list[str]] = {}  # of the tensors of each module
+    names: dict[str, list[str]] = {}  # each module's names of tensors
     for key in state:
         module, _, name = key.rpartition(".")
         names.setdefault(module, []).append(name)

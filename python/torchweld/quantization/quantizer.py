@@ -130,8 +130,8 @@ class TorchweldInt4Quantizer(HfQuantizer):
                 continue
             layer = without_values(module, groups.get(name, config.group_size))
             model.set_submodule(path, layer)
-            # An Int4Linear's state_dict has an empty weight, which only float layers should see.
-            # One pattern serves all blocks: transformers tries every pattern with every key.
+            # An Int4Linear's state_dict has an empty "weight" that loading must ignore. One pattern
+            # serves all blocks, because transformers tries every pattern with every key.
             ignored.add(re.sub(r"\d+", r"\\d+", re.escape(name)) + r"\.weight$")
         known = model._keys_to_ignore_on_load_unexpected
         known = [] if known is None else known  # a set since transformers 5.20
@@ -159,13 +159,13 @@ class TorchweldInt4Quantizer(HfQuantizer):
             mark(model, int4)
             return
         _refuse_codes_on_disk(model)
-        # accelerate has copies of an offloaded layer's tensors, without the marks.
+        # Offloaded layers can't be checked: accelerate holds copies of their tensors without marks.
         layers = [(path, layer) for path, layer in _layers(model) if not _is_offloaded(layer)]
         for path, layer in layers:
             _check_loaded(path, layer)
         if self.gpu is not None:
             upload(model, self.gpu)
-            self.read_map[""] = self.gpu  # an adapter of the checkpoint is loaded next
+            self.read_map[""] = self.gpu  # transformers loads an adapter with this map next
         for _, layer in layers:
             layer.repack()
 
@@ -245,7 +245,7 @@ class _QuantizeLayer(ConversionOps):
         if weight.shape != old.weight.shape:
             expected, got = tuple(old.weight.shape), tuple(weight.shape)
             raise ValueError(f"torchweld: {name} must be {expected}, but got {got}")
-        # A bias comes before the weight, because transformers sorts the names.
+        # transformers sorts names, so a bias on the meta device is not in the checkpoint.
         if old.bias is not None and old.bias.is_meta:
             return False
         config = self.quantizer.quantization_config.int4()
@@ -256,7 +256,7 @@ class _QuantizeLayer(ConversionOps):
 
 def _check_loaded(path: str, layer: Int4Linear) -> None:
     """Raises RuntimeError unless a layer has tensors of the checkpoint, in their dtypes."""
-    # transformers marks the tensors that it has loaded, and only lists the others.
+    # transformers marks the tensors that it has loaded; the others it only lists, without an error.
     if not all(getattr(t, "_is_hf_initialized", False) for t in layer.buffers()):
         raise RuntimeError(
             f"torchweld: the checkpoint must have the tensors of {path}, an Int4Linear by its "

@@ -42,7 +42,7 @@ def enabled() -> bool:
 def path() -> Path:
     """Returns $XDG_CACHE_HOME/torchweld/tune.json, or ~/.cache/torchweld/tune.json."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG base directory specification requires that a relative path is ignored.
+    # The XDG base directory specification says to ignore a relative path.
     folder = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
     return Path(folder) / "torchweld" / "tune.json"
 
@@ -154,7 +154,7 @@ def _load() -> None:
         entries = read()
         if not entries:
             return
-        import torchweld._C  # noqa: F401  without the tables nothing is believed
+        import torchweld._C  # noqa: F401  without its tables no entry can be checked
     except ImportError:
         return
     except (OSError, ValueError) as error:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-_FLUSH_BYTES = 256 << 20  # several times as large as the L2 cache of any GPU
-_FLUSH_SECONDS = 30e-6  # no GPU fills them faster
+_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any NVIDIA GPU
+_FLUSH_SECONDS = 30e-6  # no GPU fills _FLUSH_BYTES faster
 _MAX_FLUSHES = 20  # for variants that wait for the GPU, which no number of fills would hide
 
 
@@ -96,7 +96,7 @@ def _time_cpu(
     times = dict.fromkeys(variants, 1)
     if sample_seconds:
         for name, call in variants.items():
-            fastest = min(_seconds(call, 1) for _ in range(5))  # others may have the processor
+            fastest = min(_seconds(call, 1) for _ in range(5))  # another process may slow a call
             times[name] = max(1, min(1000, int(sample_seconds / max(fastest, 1e-7))))
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):

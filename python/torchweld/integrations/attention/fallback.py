@@ -39,7 +39,7 @@ def warn_once(
     """Warns once per reason that calls run ``instead``, not ``op``; returns whether it did."""
     if traced:
         _traced.add(reason)
-    # A traced mask carries no reason, but the mask function has said it then.
+    # A traced mask carries no reason (GIVEN_4D), but the mask function has warned with its own.
     if recorder.silent or reason in _warned or (reason == GIVEN_4D and _warned & _traced):
         return False
     _warned.add(reason)

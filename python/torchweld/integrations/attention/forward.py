@@ -26,7 +26,7 @@ from .fallback import EAGER, GIVEN_4D, NAME, SDPA, UNSERVED, Unserved, warn_once
 from .mask_numbers import Numbers
 
 try:
-    # The collector of the outputs that a pass records. Older versions pass output_attentions on.
+    # The outputs that a forward pass records. Older versions pass output_attentions to attention.
     from transformers.utils.output_capturing import _active_collector as _collector
 except ImportError:
     _collector = None
@@ -162,7 +162,7 @@ def _op_attention(
     return out.transpose(1, 2).contiguous()
 
 
-# Arguments that change the result.
+# Arguments that change the result but that the op lacks, and the reasons to report.
 _CHANGES = {
     "position_bias": "a position bias is added to the scores",
     "cache": "a paged cache is in use",
@@ -221,7 +221,7 @@ def _numbers(
     elif mask is None:
         return Numbers(causal=_is_causal(module, is_causal))
     causal = getattr(mask, "torchweld_causal", False) if numbers is None else numbers.causal
-    # The mask follows the config. is_causal = False on a layer overrides it for that layer.
+    # The mask follows the config, but a layer with is_causal = False must not be causal.
     if causal and query.shape[2] > 1 and not _is_causal(module, is_causal):
         if numbers is None or numbers.leftpad is None:
             raise ValueError(

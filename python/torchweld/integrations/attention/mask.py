@@ -113,7 +113,7 @@ def attention_mask(
     pattern, mask, reason = _as_numbers(call)
     if reason is None:
         return mask
-    # A traced function gives no pattern, but it may be the plain causal one.
+    # A function without a known pattern may still be the plain causal one.
     causal = mask_function is causal_mask_function if pattern is None else pattern.causal
     return _as_dense(call, causal, reason)
 
@@ -141,7 +141,7 @@ def _as_dense(call: Call, causal: bool, reason: str) -> Tensor | None:
         attention_mask=call.attention_mask,
         mask_function=call.mask_function,
         local_size=call.local_size,
-        # sdpa_mask reads attention_mask before it leaves the mask out.
+        # To learn whether None will do, sdpa_mask reads attention_mask on the host.
         allow_is_causal_skip=call.causal_skip and readable,
         **call.options,
     )

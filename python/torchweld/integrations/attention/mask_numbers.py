@@ -38,12 +38,12 @@ class Numbers(NamedTuple):
     leftpad: Tensor | None = None
     key_start: Tensor | None = None  # (batch, seqlen_q); without causal one value a sequence
     key_end: Tensor | None = None
-    window: int | None = None  # without causal alone, with as many queries as keys
+    window: int | None = None  # only without causal, with as many queries as keys
 
     @property
     def hides_no_key(self) -> bool:
         """Whether nothing but causality hides a key."""
-        # Every layer asks, and the GPU waits, so this calls nothing.
+        # This calls no function, because every layer reads it while the GPU waits for the host.
         pads = self.leftpad is not None or self.key_start is not None or self.key_end is not None
         return not pads and self.window is None
 
@@ -140,7 +140,7 @@ def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], 
     The attribute ``name`` of the mask keeps the result until the mask is freed or written.
     ``made_for`` are the other values that the result depends on.
     """
-    # If the mask is no view (a copy), views of it refer to it, and keeping them makes a cycle.
+    # Views of a mask that is no view itself refer to it: kept in it, they would make a cycle.
     if torch.compiler.is_compiling() or not is_tracked(mask) or not mask._is_view():
         return make()
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -169,8 +169,8 @@ def _split(mask: Tensor, seqlen_q: int, device: torch.device) -> Numbers:
         mask = mask.to(device)
     if mask.dtype == torch.uint32:
         bounds = mask[:, :, 0, 0].view(torch.int32).unbind(1)
-        # The first key is no leftpad: a leftpad hides queries too, and in cross-attention the
-        # queries belong to another sequence.
+        # The first key is not passed as leftpad, which would hide queries too: in cross-attention
+        # the queries belong to another sequence.
         start = None if len(bounds) == 1 else bounds[1][:, None].expand(-1, seqlen_q)
         window = mask.shape[2] - 1 or None
         return Numbers(causal=False, key_start=start, key_end=bounds[0], window=window)

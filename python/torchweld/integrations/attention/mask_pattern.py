@@ -31,7 +31,7 @@ class Pattern:
     chunk: int | None = None
     chunk_offset: Tensor | None = None  # (batch,): where each sequence's first chunk begins
     documents: Tensor | None = None  # (batch, seqlen): which packed document a token is of
-    positions: Tensor | None = None  # (batch, seqlen): its position there, if chunks count it
+    positions: Tensor | None = None  # (batch, seqlen): position in its document, if chunks use it
     starts: Tensor | None = None  # (batch, kv_length): the first key that each token sees
 
     def key_start(self, position: Tensor, kv_offset: int) -> Tensor:

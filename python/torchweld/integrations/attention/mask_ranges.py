@@ -85,7 +85,7 @@ def assert_holds(good: Tensor, reason: str) -> None:
 def causal(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
     """Encodes a causal mask as numbers; returns the same pairs as :func:`bidirectional`."""
     last = call.kv_offset + call.kv_length  # one past the last query's position
-    known = not isinstance(call.q_offset, Tensor)  # else it is taken from the device below
+    known = not isinstance(call.q_offset, Tensor)  # a tensor's value is known to the device alone
     if known and call.q_offset is not None:
         last = call.q_offset + call.q_length
     aligned = known and last == call.kv_offset + call.kv_length
@@ -95,7 +95,7 @@ def causal(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
     )
     chunked = pattern.chunk is not None and not (aligned and surely(last <= pattern.chunk))
     packed = pattern.documents is not None or pattern.starts is not None
-    # In a decode step with a static cache, which is compiled, all steps take one form.
+    # Decode steps over a static cache (causal_skip is False) share a compiled graph: none is plain.
     plain = aligned and call.causal_skip and not (windowed or chunked or packed)
     if call.q_offset is None and not (
         plain and (call.attention_mask is not None or call.q_length == call.kv_length)
@@ -120,8 +120,8 @@ def causal(pattern: Pattern, call: Call) -> tuple[Tensor | None, str | None]:
             return None, reason
         leftpad = before_first_token(tokens)
     if plain:
-        # Equal lengths, or one query that sees everything, need no mask. Other masks are causal at
-        # the bottom right. None does not mean this to transformers, so leftpad is zeros.
+        # Equal lengths, or one query that sees every key, need no mask. Other masks are causal at
+        # the bottom right, which None does not mean to transformers, so leftpad is zeros.
         if leftpad is None and call.q_length != call.kv_length and call.q_length != 1:
             leftpad = torch.zeros(call.batch_size, dtype=torch.int32, device=call.device)
         return None if leftpad is None else mask_numbers.leftpad_mask(leftpad), None
@@ -201,11 +201,11 @@ def _pads_of_suffixes(call: Call, last: int | None) -> Tensor | None:
         return None
     tokens = tokens.view(torch.uint8)
     first = tokens.argmax(1)
-    ends = first + tokens.sum(1)  # count for such a row, less for others
+    ends = first + tokens.sum(1)  # `count` if a row's tokens are a suffix, else less
     if last is not None:
         good = int(ends.min()) == count
     else:
-        # One value for both: an end that is too small weighs more than any offset makes up for.
+        # One value tests both the ends and q_offset: a short end outweighs any q_offset.
         weight = call.kv_offset + count + 1
         most = torch.sub(call.q_offset, ends, alpha=weight).max()
         good = int(most) == call.kv_offset + count - call.q_length - weight * count

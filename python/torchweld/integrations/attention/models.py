@@ -45,8 +45,8 @@ def _sentence(who: str, reason: str) -> str:
 
 def unsupported_reason(cls: type[transformers.PreTrainedModel]) -> str | None:
     """Returns the reason why a class is not served, as a predicate, or None."""
-    # transformers reads a class's source file. A class typed into a notebook has none; its parent
-    # decides.
+    # transformers reads a class's source file. A class typed into a notebook has none, so its
+    # parent decides.
     written = next(
         base
         for base in cls.__mro__

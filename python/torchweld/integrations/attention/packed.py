@@ -79,7 +79,7 @@ def key_start(
             "give position_ids alone, without attention_mask and with use_cache=False",
         )
     seqlen_q = query.shape[2]
-    cached = numbers is not None and numbers.key_end is not None  # how many keys, it alone knows
+    cached = numbers is not None and numbers.key_end is not None  # it says how many keys are real
     if ends.shape != ends_k.shape or (seqlen_k != seqlen_q and not cached) or seqlen_k < seqlen_q:
         raise _refusal(
             "and cu_seq_lens_k must be equal, for as many keys as queries",
@@ -143,12 +143,12 @@ def _document_starts(query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
     start = start.view(batch, seqlen_q)
     row = torch.arange(batch, dtype=torch.int32, device=query.device)
     start = start - seqlen_q * row[:, None]
-    # NOTE: not by diff(), whose size is 1 for one document: a graph made for that serves no others.
+    # NOTE: not diff(): its size for one document is 1, and a graph compiled for 1 serves no others.
     ascending = (ends.cummax(0).values == ends).all()
     good = (ends[0] == 0) & (ends[-1] == batch * seqlen_q) & ascending
     if not same:
         good = good & (ends == ends_k).all()
-    if batch > 1:  # no document goes on in the next row
+    if batch > 1:  # no document may go on in the next row
         good = good & (start[:, 0] == 0).all()
     _require(good, batch, seqlen_q)
     return start
@@ -156,7 +156,7 @@ def _document_starts(query: Tensor, ends: Tensor, ends_k: Tensor) -> Tensor:
 
 def _require(good: Tensor, batch: int, seqlen_q: int) -> None:
     traced = torch.compiler.is_compiling()
-    # NOTE: a text with sizes would bind a graph to them.
+    # NOTE: a text with sizes would bind a traced graph to these sizes.
     tokens = "tokens" if traced else f"{batch} x {seqlen_q} tokens"
     error = _refusal(
         f"and cu_seq_lens_k must be equal and split the batch's {tokens} row by row, without "

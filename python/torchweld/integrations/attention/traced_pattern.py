@@ -22,13 +22,13 @@ UNKNOWN = "the mask has a function that torchweld does not know (custom, or bloc
 def pattern_of(call: Call) -> Pattern | None:
     """Returns the pattern of a mask function that is being traced, or None if it is unknown."""
     function, local_size = call.mask_function, call.local_size
-    # transformers takes a local pattern that is wider than the whole context as hiding nothing.
+    # transformers leaves out a window or chunk that is wider than all keys.
     if call.causal_skip and local_size is not None and surely(call.kv_length < local_size):
         return Pattern(causal=True)
     if mask_pattern.is_simple(function):
         return mask_pattern.of(function)
     if call.options.get("use_vmap", False) or not mask_pattern.is_combined(function):
-        return None  # a function of the caller's is in the mask
+        return None  # the mask contains a function of the caller
     square = not isinstance(call.q_offset, Tensor) and call.q_offset == call.kv_offset == 0
     packed = call.attention_mask is None and not call.skip and square
     chunked = getattr(call.options.get("config"), "attention_chunk_size", None) is not None

@@ -241,7 +241,7 @@ def sample_of(root: PreTrainedModel) -> dict[str, Any] | None:
     generator = torch.Generator().manual_seed(0)
     try:
         batch = _inputs(config, name, decodes, generator)
-    except (AttributeError, TypeError):  # its config says the sizes in another way
+    except (AttributeError, TypeError):  # the config gives its sizes by other names
         return None
     if batch is None:
         return None
@@ -263,14 +263,14 @@ def _inputs(
 ) -> dict[str, Any] | None:
     if name == "input_ids":
         text = config.get_text_config(decoder=True) if decodes else config
-        # Behind a window to both sides other paths run than within it.
+        # A sequence longer than a two-sided window takes other code paths than one within it.
         window = max(
             getattr(text, name, None) or 0 for name in ("sliding_window", "local_attention")
         )
         length = 16 if decodes else max(16, min(window + 2, 512))
         limit = getattr(text, "max_position_embeddings", None) or length
         length = min(length, limit) if limit > 0 else length  # XLNet's is -1
-        # Musicgen's rows are the codebooks of a sequence.
+        # Each row of a Musicgen batch is one codebook of a sequence.
         books = text.num_codebooks if text.model_type.startswith("musicgen") else 1
         pad = getattr(text, "pad_token_id", None)
         batch = tokens(

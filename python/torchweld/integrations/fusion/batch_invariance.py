@@ -12,7 +12,7 @@ from torchweld._library import ops
 _THREAD = threading.local()  # .before: the modes before the calls that this thread is inside of
 
 
-# The state of a thread is no tensor that a graph could hold.
+# The hooks are not compiled: they change a thread's state, which a graph can't hold.
 @torch.compiler.disable
 def _enter(module: nn.Module, args: object) -> None:
     if not hasattr(_THREAD, "before"):

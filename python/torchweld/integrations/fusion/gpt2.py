@@ -45,7 +45,7 @@ def plan(
 ) -> tuple[list[Replacement], list[GPT2Switch]]:
     """Returns the replacements and the attention switches; the report lists what stays stock."""
     probes, gathered = Probes(), fsdp.gathered(model)
-    # In how many places each module is.
+    # In how many places each module is: fusing one that is in several would change all of them.
     used = Counter(child for module in model.modules() for child in module._modules.values())
     replacements, switches = [], []
     for path, base in bases(model):
@@ -86,8 +86,8 @@ def plan(
 
 
 def _attention_probe(attn: nn.Module, base: GPT2Model, probes: Probes) -> str | None:
-    # A quantised layer computes in the dtype of its input. Its integer weights don't tell this
-    # dtype.
+    # A quantised layer computes in the dtype of its input, which its integer weights don't tell:
+    # take a floating-point parameter, or the embedding's.
     floating = (p for p in attn.parameters() if p.is_floating_point())
     weight = next(floating, base.wte.weight)
     return probes.refusal("attention", weight, attn.head_dim, device=device_of(attn, weight))

@@ -77,7 +77,7 @@ def plan(
             projecting |= _projecting_norm(module, row, probes)
         label = projecting.get(replacement.key) or parent.label(module, row)
         report.ops[replacement.where] = label
-        # A layer comes before the norm that it adds to.
+        # named_modules lists a layer before its norm, which is then not replaced once more.
         replacements |= dict.fromkeys(replacement.modules, replacement)
     found = ((stock_class(module), find_fusion(module)[0]) for module in replacements)
     stock = {cls for cls, parent in found if issubclass(parent, Recognised)}

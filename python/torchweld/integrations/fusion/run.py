@@ -53,7 +53,7 @@ def fuse(
                 switches = []
                 calls = runner.compare(stock, report) if replacements else None
     except BaseException:
-        gpt2.unfuse(model)  # the replacements of an earlier call too
+        gpt2.unfuse(model)  # also undoes the replacements of an earlier call
         for switch in switches:
             switch.restore()
         for replacement in replacements:
@@ -65,7 +65,7 @@ def fuse(
     if is_gpt2:
         _list_attention(switches, calls, report)
     for each in replacements:
-        # Inside of such a layer torch's functions take longer.
+        # A layer that never ran the op only loses: its _Calls mode slows torch's functions.
         if isinstance(each.key, FusedSdpaLayer) and each.where not in report.replaced:
             plan.undo(each)
     if not report.replaced:

@@ -49,7 +49,7 @@ class Sample:
         # with a language model head, the results of its base models are compared.
         head = "GPT2LMHeadModel" in {cls.__name__ for cls in type(model).__mro__}
         known = [(target, batch_of(target)) for target in ([model] if head else models)]
-        # NOTE: FSDP2 takes the first of its modules that runs for the outermost one.
+        # NOTE: don't run a module inside of a sharded one first: FSDP2 would take it for the root.
         self.inside = any(_inside_fully_sharded(model, target) for target, _ in known)
         known = [(target, each) for target, each in known if each is not None and not self.inside]
         self.targets = [target for target, _ in known]
@@ -127,7 +127,7 @@ class Sample:
             return
         try:
             with recorder.recording(silently=True) as training, self._evaluating():
-                # Not the modules around them, which may skip layers or change statistics.
+                # Only these layers train: modules around them may skip layers or change statistics.
                 for layer in calls:
                     if isinstance(layer, nn.Module):
                         layer.training = True
@@ -168,7 +168,7 @@ class Sample:
         cuda = {p.device for p in self.model.parameters() if p.is_cuda}
         self.model.eval()
         try:
-            # Each run of a model that draws in eval mode draws the same.
+            # A model that draws random numbers in eval mode draws the same ones in each run.
             with torch.no_grad(), torch.random.fork_rng(list(cuda)):
                 yield
         finally:

@@ -22,9 +22,9 @@ from torchweld.ops.varlen import packed_mask
 from .gpus import general_kernel, runs_on
 
 Qkv = tuple[Tensor, Tensor, Tensor]  # query, key and value
-Lengths = tuple[Tensor | None, Tensor | None]  # cumulative, of query and of key
+Lengths = tuple[Tensor | None, Tensor | None]  # the cumulative lengths of query and of key
 
-# Arguments that change no result without dropout.
+# Arguments that change no result without dropout, so any value is accepted.
 _UNUSED = ("max_q", "max_k", "philox_seed", "philox_offset", "rng_state", "unused")
 
 
@@ -54,7 +54,7 @@ class Flash:
     BACKWARD: ClassVar[str]
     DIMS: ClassVar[int] = 4  # of query, key and value, the heads in dim 1
     DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)  # of torch's kernel
-    LSE: ClassVar[str | None] = None  # the shape of lse, for the refusal of another one
+    LSE: ClassVar[str | None] = None  # the required shape of lse, for a refusal; None: unchecked
 
     def __init__(self, key: str) -> None:
         self.torchs_forward = torch.library.get_kernel(f"aten::{self.FORWARD}", key)

@@ -25,7 +25,7 @@ class Arguments:
     names: tuple[str, ...]  # in order
     required: frozenset[str]  # those without a default
     cache: str | None  # the name of the key and value cache, None without one
-    unknown: dict[str, Any]  # the defaults of those that the fused forward does not know
+    unknown: dict[str, Any]  # arguments that the fused forward does not know, with defaults
     is_open: bool  # whether the forward takes ``**kwargs`` too
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -34,7 +34,7 @@ class Arguments:
         None means that the stock forward must run: the call has an argument that the fused forward
         does not know, or the stock forward raises an error for it.
         """
-        # NOTE: every layer of a step of generation asks, and the GPU waits for the host.
+        # NOTE: this must be fast: every layer calls it in generation, while the GPU waits.
         given = {**kwargs}
         if args:
             given.update(zip(self.names, args, strict=False))

@@ -49,7 +49,7 @@ class Logits(NamedTuple):
     """Maps a number of a model's config to the option of the op that changes the logits so."""
 
     option: str | None = None  # None if the model leaves the logits as they are
-    number: str = ""  # its name in the config
+    number: str = ""  # the number's name in the config
     inverse: bool = False  # whether the option is 1 over the number
     factor: str = ""  # the name of a number that multiplies the logits in front of a softcap
 
@@ -71,10 +71,10 @@ class Head(NamedTuple):
     options: Logits
     base: str = "model"  # the name of the base model
     output: type[ModelOutput] = CausalLMOutputWithPast
-    results: tuple[str, ...] = base_results(CausalLMOutputWithPast)  # the base model's in output
+    results: tuple[str, ...] = base_results(CausalLMOutputWithPast)  # computed by the base model
     router_loss: Callable[..., Tensor] | None = None  # balances the load of a mixture's experts
-    router_factor: str = ""  # the attribute of the model by which that loss is multiplied
-    passes: tuple[str, ...] = ()  # of labels and logits_to_keep, those that the base model gets too
+    router_factor: str = ""  # the model's attribute that multiplies router_loss's result
+    passes: tuple[str, ...] = ()  # which of labels, logits_to_keep the base model also gets
 
 
 GPT2_HEAD = Head(

@@ -66,7 +66,7 @@ class Attention(NamedTuple):
 class Layer(NamedTuple):
     """Names the norms of a decoder layer."""
 
-    # The norm of its input; None if several modules get the result.
+    # The norm of the layer's input; None if several modules get the result.
     before_attention: str | None = "input_layernorm"
     # The norm of the first residual sum (the input plus a result), or None, and the norms of later
     # sums (the sum before plus a result). A call without cross-attention gives the first sum to one
@@ -82,15 +82,15 @@ class Layer(NamedTuple):
 class Rotary(NamedTuple):
     """Describes how a rotary function of a model computes."""
 
-    name: str  # in the module of the attention layer
+    name: str  # the function's name in the attention layer's module
     tables: str  # the key in ``TABLES`` that converts the function's tables to the op's
     interleaved: bool  # whether a pair is two neighbours
     gathered: bool  # whether results hold the first values of all pairs, then the second
     partial: bool  # whether tables narrower than the heads rotate the first values of each head
     form: str = "q k cos sin"  # or "x cos sin unsqueeze_dim", or "xq xk freqs_cis" (complex)
-    # Whether it gets (batch, rows, heads, head_dim), beside a cos and sin without the batch too.
+    # Whether q and k are (batch, rows, heads, head_dim), or all four tensors without the batch.
     rows_first: bool = False
-    casts: bool = False  # whether results have the dtype of q and k beside float32 tables
+    casts: bool = False  # whether results have the dtype of q and k even if tables are float32
 
 
 def _neighbours(table: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def rotation(forward: Callable, row: Rotary) -> Callable:
 
 
 def _rotates(row: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    # With tables of another dtype the result of the stock function may have it too.
+    # With tables of another dtype, the stock function's result may have that dtype.
     alike = (q, k) if row.casts else (q, k, cos, sin)
     if not plain_tensors(*alike) or not _are_tables((cos, sin), q):
         return False
@@ -227,7 +227,7 @@ class FusedAttention(FusedRotary):
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
         tables = None if given is None else given.pop("position_embeddings", None)
         if given is not None and tables is None:
-            given = None  # whether the stock forward allows that is not known
+            given = None  # the stock forward may allow a call without tables, or not
             if recorder.calls is not None:
                 instead = "the stock forward runs: no rotary table is given"
                 recorder.record((self, "rotary"), instead)
@@ -238,7 +238,7 @@ class FusedAttention(FusedRotary):
         del given["hidden_states"]
         cache = given.pop(signature.cache, None)
         query, key, value = _projections(self, row, hidden_states)
-        # NOTE: getattr with a default takes a microsecond where a module has no such attribute.
+        # NOTE: getattr takes a microsecond if a module lacks the attribute, so search its __dict__.
         own = self.__dict__
         if "use_rope" not in own or own["use_rope"]:
             if plain_tensors(query, key) and _are_tables(tables, query):
@@ -340,8 +340,8 @@ def _projecting_of(
     for statement in body:
         if not inputs:
             break
-        # NOTE: a layer that only some calls need would get a gradient of zeros in place of None.
-        # With and without a rank of q, latent attention has other layers.
+        # NOTE: a layer that only some calls need would get a gradient of zeros in place of None, so
+        # other branches are left out. q_lora_rank is of the config: no call changes the branch.
         test = ast.unparse(statement.test) if hasattr(statement, "test") else "q_lora_rank"
         if "q_lora_rank" in test:
             called = rf"self\.(\w+)\((?:{'|'.join(inputs)})\)"
@@ -475,7 +475,7 @@ def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:
 
 def _projections_of(attn: nn.Module | None, x: Tensor) -> Operands | None:
     """Returns the projections that one op can compute with the norm of x, or None."""
-    # Recorders of transformers see the attention's results alone.
+    # transformers' recorders don't count: they see only the attention's results.
     if attn is None or hooked(attn, calls_recorders=True):
         return None
     layers = projection_layers(attn, getattr(attn, ROW, None))

@@ -173,7 +173,7 @@ class Normed(Deferred):
     ) -> Any:
         x = args[0] if args else None
         if func is F.linear and isinstance(x, Normed) and x.norm is not None and x.is_in_mode():
-            # EVA calls F.linear with the weight of a layer and another bias.
+            # EVA calls F.linear with a layer's weight and another bias: both must be the layer's.
             weight, bias, *_ = (None, None) if kwargs else (*args[1:], None)
             layers = zip(x.projections.weights, x.projections.biases, strict=True)
             for i, layer in enumerate(layers):

@@ -45,9 +45,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 _OF_GATES = {gate: _ACTIVATIONS[activation] for activation, (gate, _) in GATES.items()}
-# The attributes of modules that their gates read.
+# The names of the attributes that the gates of modules read.
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
-# Rows of all magnitudes, so that no clamp stays unseen.
+# The inputs of a compared gate have these magnitudes, so that every clamp shows.
 _MAGNITUDES = (1e-2, 1.0, 10.0, 1e3, 1e6)
 _GROUPED = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes of torch's grouped_mm
 # The implementations that fuse replaces. The others were chosen for their kernels.
@@ -94,7 +94,7 @@ def _number(module: nn.Module, name: str) -> float | None:
     value = vars(module).get(name)
     if not isinstance(value, (int, float)):
         return None
-    # NOTE: torch.compile makes a variable of a float that has changed.
+    # NOTE: torch.compile makes a symbol of a float that has changed; this makes it a constant.
     compiling = torch.compiler.is_compiling()
     return torch.fx.experimental.symbolic_shapes.guard_scalar(value) if compiling else value
 
@@ -132,7 +132,7 @@ def _cached_gate(
     limits = [float(numbers[key]) for key in _LIMITS if 0 < numbers.get(key, 0) < math.inf]
     alphas = [float(numbers[key]) for key in _ALPHAS if key in numbers]
     try:
-        # NOTE: a mode of the call, such as that of export, may have no values.
+        # NOTE: under the caller's modes, such as export's, tensors may have no values.
         with _disable_current_modes(), torch.no_grad():
             z = _numbers((*_MAGNITUDES, *(2 * limit for limit in limits)))
             result = apply_gate(module, z)

@@ -29,8 +29,8 @@ class Family(NamedTuple):
     weight_offset: float = 0.0  # the number that the norm adds to its weight
     packed: bool = False  # whether gate and up, and query, key and value, are one layer each
     activation: str = "act_fn"  # the MLP's attribute
-    head_norm: str | None = None  # the normalised rows of query and key: "head", "row" (all heads)
-    interleaved: bool = False  # whether rotary pairs are neighbours; half of a table counts then
+    head_norm: str | None = None  # q_norm and k_norm are over each "head" or a "row" of all heads
+    interleaved: bool = False  # rotary pairs are neighbours; only half of a table is read
     # The arguments of the attention function that Llama's layer does not pass.
     options: Callable[[Any], dict[str, Any]] = lambda layer: {}
     layer: decoder.Layer | None = decoder.Layer()

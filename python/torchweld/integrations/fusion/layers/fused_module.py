@@ -23,9 +23,9 @@ from torchweld.integrations.fusion.probes import Probes
 from . import arguments
 from .fsdp import class_before
 
-# Attributes of a fused class. One that must be there is read by its name, without a call.
+# Names of a fused class's attributes. Code that needs speed reads self._torchweld_row directly.
 STOCK, ROW, ARGUMENTS = "_torchweld_stock", "_torchweld_row", "_torchweld_arguments"
-FUSED_SITES = "_torchweld_sites"  # of a module whose class has several sites: the fused ones
+FUSED_SITES = "_torchweld_sites"  # the fused sites of a module whose class has several
 KEEP = "_torchweld_keep"  # the option `keep` of a model's fused loss
 
 
@@ -33,7 +33,7 @@ class Replacement(NamedTuple):
     """One replacement in a model: modules that get fused classes together."""
 
     where: str  # its path in the report
-    key: Hashable  # of its calls in :func:`.recorder.record`
+    key: Hashable  # the key of its calls in :func:`.recorder.record`
     modules: tuple[nn.Module, ...]  # those that get a fused class
     site: str | None = None  # the fused part of a module, if its class has several
 
@@ -121,8 +121,8 @@ def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Sets a module's class to ``cls``; keeps subclasses by fully_shard and parametrizations."""
     like = type(module)
     before = next((each for each in like.__mro__ if STOCK in vars(each)), class_before(module))
-    # The class of a parametrised module has its tensors and is its own. Others are shared, because
-    # compiled graphs are made for a class.
+    # A parametrised module's class holds the module's tensors, so it is made for that module alone.
+    # Other classes are shared, because compiled graphs are made for a class.
     replaced = _replaced if is_parametrized(module) else _replaced_once
     module.__class__ = replaced(like, before, cls)
 
@@ -136,7 +136,7 @@ def _replaced(
     if before not in like.__mro__:
         return like
     bases = tuple(_replaced(base, before, cls) for base in like.__bases__)
-    # transformers gives every class of decoder layers a forward of its own when it is made.
+    # transformers gives each class of decoder layers a forward, which would hide that of `cls`.
     members = {name: value for name, value in vars(like).items() if name != "forward"}
     return type(like.__name__, bases, members)
 

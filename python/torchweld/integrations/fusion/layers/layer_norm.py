@@ -79,10 +79,10 @@ class FusedCentredNorm(FusedNorm):
     def operands(self, x: Any) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
         row: CentredNorm = getattr(self, ROW)
         weight, bias = self.op_parameters(self, row).values()
-        # Autocast may cast in front of such a norm or not.
+        # Whether autocast casts the input of such a norm depends on its class.
         if x is None or torch._C._is_any_autocast_enabled() or not plain_tensors(x, weight, bias):
             return None
-        # The stock norms compute in fp32 even if x is float64.
+        # The stock norms compute in fp32 even if x is float64; the op would not.
         if x.dtype == torch.float64 or weight is not None and weight.shape != x.shape[-1:]:
             return None
         if weight is not None and row.weight_offset:

@@ -85,7 +85,7 @@ def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
     mesh, kinds = None, {*map(type, layers)}
     if kinds != _WHOLE:
         mesh, *meshes = map(_mesh_of_columns, layers)
-        # Unless FSDP2 has gathered a sharded weight, its mesh has one dim more.
+        # A weight that FSDP2 shards too and has not gathered has a mesh of more than one dim.
         if mesh is None or any(other != mesh for other in meshes) or mesh.ndim > 1:
             return None
     weights, biases = weights_and_biases(layers)
@@ -111,7 +111,7 @@ def own(layer: nn.Module, name: str) -> Tensor | None:
     tensor = getattr(layer, name)
     if tensor is None or type(layer) is nn.Linear:
         return tensor
-    # Dynamo traces no private attribute of a DTensor.
+    # local_of reads a private attribute of DTensor, which Dynamo can't trace.
     return tensor.to_local() if torch.compiler.is_compiling() else local_of(tensor)
 
 

@@ -27,7 +27,7 @@ GATES = {
 }
 # The layers in front of the gate of Llama-like models: two, or one that packs both.
 GATE_LAYERS = (("gate_proj", "up_proj"), ("gate_up_proj",))
-# On a CPU torch's layer and activation take as long as the op.
+# The op gains nothing on a CPU: torch's layer and activation take as long.
 _DEVICES = ("cuda",)
 
 
@@ -37,8 +37,8 @@ class MLP(NamedTuple):
     first: tuple[str, ...]  # its first layer, or the two whose results a gate multiplies
     activation: str | None  # None if the forward itself computes gelu
     second: str | None  # None if nothing follows
-    # The result, "left" or "right", whose activation the gate multiplies by the other; they are
-    # halves if the first layer packs them. None without a gate.
+    # The result, "left" or "right", that gets the activation before the gate multiplies both. A
+    # packed first layer computes both as halves. None without a gate.
     activated: str | None = None
 
     @property
@@ -99,7 +99,7 @@ class FusedPlainMLP(FusedModule):
         found = None
         if activation is not None and len(args) == 1 and not kwargs:
             found = _operands(self, row, args[0])
-        # Each process would have columns of one half of a packed layer alone.
+        # A process's shard of a packed layer would have columns of one half alone.
         if found is None or (row.packed and found.mesh is not None):
             if recorder.calls is not None and (len(args) != 1 or kwargs):
                 recorder.record(self, "the stock forward runs: it was called with more than x")
@@ -220,7 +220,7 @@ def _gated_linear(x: Tensor, row: MLP, found: Operands, gate: str, swapped: bool
 
 def _branches(tensors: Sequence[Tensor | None], swapped: bool) -> Sequence[Tensor | None]:
     """Returns the tensors of a gate's left and right argument; one tensor may pack both."""
-    if len(tensors) == 1:  # views whose gradient is made in one copy
+    if len(tensors) == 1:  # unbind's views, whose gradient is one copy
         packed = tensors[0]
         tensors = [None, None] if packed is None else packed.unflatten(0, (2, -1)).unbind()
     return tensors[::-1] if swapped else tensors

@@ -55,7 +55,7 @@ class FusedNorm(FusedModule):
         if type(x) is LayerInput and self in x.projections:
             return Normed(self, x)
         x = computed(x)
-        # torch.compile joins norms with their neighbours. After unfuse the module is a stock one.
+        # torch.compile fuses stock norms with other ops. After unfuse, self is a stock module.
         runs = isinstance(self, FusedNorm) and not torch.compiler.is_compiling()
         tensors = self.operands(x) if runs else None
         if tensors is None:

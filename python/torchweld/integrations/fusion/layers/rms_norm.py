@@ -46,8 +46,8 @@ class FusedRMSNorm(FusedNorm):
         return {"weight": _weight(module)}
 
     def operands(self, x: Any) -> tuple[Tensor, Tensor | None] | None:
-        # The stock norms compute in fp32 even if x is float64, and the op computes in float64. The
-        # results would differ visibly.
+        # The stock norms compute in fp32 even if x is float64. The op would compute in float64, and
+        # the results would differ visibly.
         own = self._parameters
         weight = own["weight"] if "weight" in own else _weight(self)
         serves = x is not None and plain_tensors(x, weight) and x.dtype != torch.float64
@@ -99,7 +99,7 @@ class FusedGatedNorm(FusedModule):
         if given is None:
             return stock_forward(self, *args, **kwargs)
         x, gate = map(given.get, getattr(self, ARGUMENTS).names)
-        # The stock norms compute in fp32 even if x is float64.
+        # The stock norms compute in fp32 even if x is float64; the op would not.
         serves = gate is not None and plain_tensors(x, gate, self.weight)
         if not serves or x.dtype == torch.float64 or x.shape != gate.shape:
             return stock_forward(self, *args, **kwargs)

@@ -62,7 +62,7 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return _attention(self.layer, *args, **(kwargs or {}))
-        # NOTE: Dynamo can't trace this method of a class, which calls super().
+        # NOTE: Dynamo can trace x.unflatten(), but not Tensor.unflatten(x), which calls super().
         if func is Tensor.unflatten and torch.compiler.is_compiling():
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -101,7 +101,7 @@ def _refusal(
     plain = all(map(plain_tensors, (query, key, value)))
     if not plain and not torch.compiler.is_exporting():  # export traces with fake tensors
         return "a tensor is of a subclass or not floating point"
-    # The rules of torch's op on a CPU are SDPA's on every device.
+    # SDPA has on every device the rules that Cpu checks, such as causal masks at the top left.
     reason = Cpu.refusal(query, key, value, **options)
     if reason is None and query.shape[1] != key.shape[1] and not enable_gqa:
         reason = "the heads differ without enable_gqa"

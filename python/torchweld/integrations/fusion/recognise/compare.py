@@ -19,7 +19,7 @@ from torchweld.integrations.fusion.report import summary
 
 WIDTH = 16  # of a replica's input
 MAGNITUDES = (1e-3, 0.1, 1.0, 30.0)  # of the inputs, one for each row of a batch
-# Tolerances relative to the largest value of a result. Fused modules round at other places.
+# Tolerances for other rounding, relative to the largest value (above 2-D: per index of dim 0).
 _STRICT, _LOOSE = 2e-5, 5e-2
 _HOOKS = (
     "_forward_hooks",
@@ -62,9 +62,9 @@ Forward = Callable[..., Any]
 class Kind(NamedTuple):
     """Says how a kind of module is copied and run for a comparison."""
 
-    name: str  # with its article, for reasons
+    name: str  # with its article, as "an MLP", for reasons
     replica: Callable[[nn.Module, Random], nn.Module]
-    # Calls a forward of a replica; returns tensors and other values that must be equal.
+    # Calls a forward of a replica; returns tensors to compare, and a value that must be equal.
     run: Callable[[nn.Module, Forward, Random], tuple[list[Tensor], Any]]
 
 
@@ -83,7 +83,7 @@ def difference(module: nn.Module, kind: Kind, row: Any, weight: Tensor) -> str |
 
 def strict_difference(module: nn.Module, kind: Kind, row: Any) -> str | None:
     """Like :func:`difference`, in float32 on the CPU alone."""
-    key = kind.name, row, *key_of(module)  # rows of two types may be equal
+    key = kind.name, row, *key_of(module)  # settings of two kinds may be equal tuples
     if key not in _strict:
         _strict[key] = _differs(module, kind, torch.device("cpu"), torch.float32, _STRICT)
     return _strict[key]

@@ -253,7 +253,7 @@ class _Stub(nn.Module):
         self.given += [value.source for value in values if isinstance(value, Normed)]
         values = [computed(value) if isinstance(value, Normed) else value for value in values]
         if any(isinstance(value, Deferred) for value in values):
-            # An autograd function of the child would not see that it has a gradient.
+            # A child's autograd.Function would not see that a deferred value needs a gradient.
             raise RuntimeError("a child that is no norm gets the layer's input or its sum")
         x = next(filter(torch.is_tensor, values), None)
         y = (self.factor * x).sin()

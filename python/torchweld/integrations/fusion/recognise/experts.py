@@ -47,7 +47,7 @@ def _run(
 ) -> tuple[list[Tensor], None]:
     x = random.inputs()
     rows = x.flatten(0, 1)
-    # A token's experts differ, as a router's do.
+    # A token's experts differ from each other, as those that a router chooses.
     index = random(len(rows), _EXPERTS).argsort(-1)[:, :_PER_TOKEN]
     weight = random(*index.shape).requires_grad_()
     y = forward(module, rows, index, weight).view_as(x)
@@ -62,7 +62,7 @@ class RecognisedExperts(Recognised, FusedExperts):
 
     @classmethod
     def probe(cls, module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
-        # NOTE: not in the model's dtype. Where a clamp's argument is rounded to its limit or not,
-        # a gradient is there or zero.
+        # NOTE: not compared in the model's dtype: whether a clamp's argument rounds to the limit
+        # decides whether its gradient is zero.
         reason = FusedExperts.probe(module, row, weight, probes)
         return reason or compare.strict_difference(module, cls.comparison, row)

@@ -152,7 +152,7 @@ class _Base(nn.Module):
         self.lm_head_multiplier = getattr(config, "lm_head_multiplier", None)
 
     def forward(self, input_ids: Tensor, **given: Any) -> MoeModelOutputWithPast:
-        if given.get("return_dict"):  # the config may say it too, if the logits are left out
+        if given.get("return_dict"):  # stock may fill it in from the config; fused does not
             del given["return_dict"]
         texts = {name: str(value) for name, value in given.items() if value is not None}
         self.facts.append((str(input_ids), texts))
@@ -175,7 +175,7 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
                 setattr(owner, name, 1.5 * value)
     if _is_mixture(module):
         if factor := getattr(replica, ROW).router_factor:
-            setattr(replica, factor, 1.5)  # not lost in the tokens' loss
+            setattr(replica, factor, 1.5)  # large enough to show in the sum with the loss
         replica.config.output_router_logits = True
     return replica
 
@@ -187,7 +187,7 @@ def _run(
     labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator, device="cpu")
     labels[0, 1] = -100
     labels = labels.to(x.device)
-    # The base model gets the names of arguments as their values.
+    # Each argument's value is its name, so that _Base.facts shows which arguments it gets.
     names = arguments.of(stock_class(module)).names
     given = {name: name for name in names if name not in _CHOSEN}
     calls = [given, {"num_items_in_batch": 5}, {**given, "shift_labels": labels.flip(0)}]

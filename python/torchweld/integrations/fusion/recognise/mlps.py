@@ -38,7 +38,7 @@ def find(module: nn.Module) -> Fusion | None:
 
 def is_gated_mlp(module: nn.Module, row: MLP) -> bool:
     """Whether a candidate computes the same as the fused gated MLP of its settings."""
-    # Without a gate the fused module runs the stock forward, and nothing is compared.
+    # With an unknown activation the fused module would run the stock forward: nothing to compare.
     if activation_of(module, row) is None:
         return False
     return compare.strict_difference(module, RecognisedMLP.comparison, row) is None
@@ -81,7 +81,7 @@ def _rows(module: nn.Module) -> list[MLP]:
 def _fits(module: nn.Module, row: MLP) -> bool:
     if len(row.first) == 2 and row.activated is None:
         return False
-    if row.second is None:  # poolers, with tanh, are no MLPs
+    if row.second is None:  # a pooler, whose activation is tanh, is no MLP
         return activation_of(module, row) is not None
     width = module._modules[row.second].in_features * (1 + row.packed)
     return all(module._modules[name].out_features == width for name in row.first)

@@ -197,7 +197,7 @@ def _norm_rows(module: nn.Module) -> list[Any]:
     if not alone or not shaped:
         return []
     names = [name for name in _EPS if isinstance(getattr(module, name, None), float)]
-    if not names and hasattr(module, "normalized_shape"):  # its forward has eps, as OLMo's
+    if not names and hasattr(module, "normalized_shape"):  # eps is in its forward, as in OLMo
         return [CentredNorm(1e-5, 0.0)]
     if len(names) != 1:
         return []

@@ -39,7 +39,7 @@ def find(module: nn.Module) -> Fusion | None:
     if not of_library(module):
         return None
     stock = stock_class(module)
-    # a layer of diffusers hands its tensors to its processor
+    # a layer of diffusers passes its tensors to a processor, which may call SDPA
     by_processor = "self.processor(" in layer_source(stock)
     if not by_processor and not _CALLS.search(layer_source(stock)):
         return None
@@ -50,7 +50,7 @@ def sample_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Returns a timm model's default batch: two small random images; None if no size is known."""
     config = getattr(model, "pretrained_cfg", None) or {}
     channels, *size = config.get("input_size", (3,))
-    # create_model(img_size=) changes the patches alone
+    # create_model(img_size=) changes patch_embed, but not pretrained_cfg
     size = getattr(getattr(model, "patch_embed", None), "img_size", None) or size
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if not size or like is None:
