@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchweld
 from numerics import assert_equal, assert_same_bits, check_promise
 from samples import F32
-from torchweld.nn import Attention
+from torchweld.nn import Attention, Int4Linear
 
 OPTIONS = {
     "plain": {},
@@ -92,6 +92,16 @@ def test_result_and_gradients(device, options):
     if device == "cpu":
         for got, ref in zip(results(wide, x.double(), wide), exact, strict=True):
             torch.testing.assert_close(got, ref, rtol=1e-11, atol=1e-11)
+
+
+def test_a_cache_of_quantised_projections():
+    m = Attention(128, 4, num_kv_heads=2, rotary=10000.0)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        setattr(m, name, Int4Linear.from_torch(getattr(m, name)))
+    x, (keys, values) = tokens(1, 3, 128), m.new_cache(1, 4)
+    assert keys.dtype == values.dtype == F32 and keys.shape == (1, 2, 4, 32)
+    part = m(x, key_end=torch.tensor([3], dtype=torch.int32), cache=(keys, values))
+    assert_equal(part, m(x))
 
 
 @EACH

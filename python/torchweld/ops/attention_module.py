@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     The module replaces transformers' `LlamaAttention` and, with qk_norm, `Qwen3Attention`; the
     parameter names are the same. The projections are called as modules: each may have LoRA or
-    hooks, or be an `Int4Linear` (`new_cache` then needs a float `k_proj`).
+    hooks, or be an `Int4Linear`.
 
     Args:
         embed_dim: width of the input and output.
@@ -237,9 +237,10 @@ class Attention(nn.Module):
 
         They have the dtype and device of `k_proj.weight`.
         """
-        weight = self.k_proj.weight
+        weight = self.k_proj.weight  # an Int4Linear's has only dtype and device
+        like = {"dtype": weight.dtype, "device": weight.device}
         shape = (batch, self.num_kv_heads, capacity, self.head_dim)
-        return weight.new_zeros(shape), weight.new_zeros(shape)
+        return torch.zeros(shape, **like), torch.zeros(shape, **like)
 
     def forward(
         self,
