@@ -20,6 +20,7 @@ from test_fuse import Calls  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.fusion import attention_switch  # noqa: E402
+from torchweld.integrations.fusion.layers import heads  # noqa: E402
 
 CLASSES = {
     "vit": "ViTModel",
@@ -234,6 +235,23 @@ def test_whispers_attention_reads_the_heads_without_copies(device):
     for each in (model, loaded_again(model), copy.deepcopy(model)):
         assert_same_step(each, stock)
     assert {*places} <= {*unfuse(model)} and copies(model) == copies(stock)
+
+
+def makes_copies(self, x):
+    return x.transpose(1, 2).contiguous()
+
+
+def test_a_forward_that_cannot_be_compiled_again_keeps_its_copies():
+    made, offset = {}, 1
+    exec("def forward(self, x):\n    return x.transpose(1, 2).contiguous()", made)
+
+    def reads_another(self, x):
+        return x.transpose(1, 2).contiguous() + offset
+
+    for forward in (made["forward"], reads_another):
+        assert heads._without_copies(forward) is forward
+    x = torch.randn(2, 3, 4)
+    assert not heads._without_copies(makes_copies)(None, x).is_contiguous()
 
 
 @pytest.mark.parametrize("kind", ["vit", "whisper", "hubert"])

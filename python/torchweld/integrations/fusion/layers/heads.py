@@ -72,9 +72,18 @@ class _Views(ast.NodeTransformer):
 
 @functools.cache
 def _without_copies(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward, without decorators, that does not make transposed tensors contiguous."""
+    """Returns a forward, without decorators, that does not make transposed tensors contiguous.
+
+    A forward without source, or one that reads variables of another function, is returned as it is.
+    """
     inner = inspect.unwrap(forward)
-    tree = _Views().visit(ast.parse(textwrap.dedent(inspect.getsource(inner))))
+    try:
+        source = textwrap.dedent(inspect.getsource(inner))
+    except (OSError, TypeError):
+        return forward
+    if inner.__closure__ is not None:
+        return forward
+    tree = _Views().visit(ast.parse(source))
     tree.body[0].decorator_list = []
     made: dict[str, Any] = {}
     code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(inner) or "", "exec")
