@@ -1,5 +1,6 @@
-// The store of Hopper's results through boxes. A warp rounds its values and writes them into boxes
-// of 16 rows in shared memory. TMA copies the boxes to global memory.
+// Stores the result tiles of Hopper's matmul kernels through boxes of 16 rows. A warp rounds its
+// values and writes them into a box in shared memory, and TMA copies the box to global memory. If
+// TMA can't store a box, the warp copies it element by element (store_rows).
 #pragma once
 
 #include <type_traits>

@@ -116,8 +116,9 @@ __device__ __forceinline__ void mainloop(Sums& acc, PipelineBarriers<Config::kT.
   constexpr Tile kT = Config::kT;
   constexpr int kSlices = 4,
                 kMTileBytes = Config::kAKMajor ? 64 * kKBlockBytes : Config::kLeadingBytes;
-  // The distance in bytes between slices along K. A slice is the K of one wgmma: 32 bytes of each
-  // row of an operand.
+  // The distance in bytes between slices along K. A slice is the part of K that one wgmma reads. In
+  // a K-major operand, it is 32 bytes of each swizzle row. In an MN-major operand, it is 16 swizzle
+  // rows, one for each 16-bit value along K.
   constexpr uint32_t kNextA = Config::kAKMajor ? 32 : 16 * kSwizzleRowBytes;
   constexpr uint32_t kNextB = Config::kBKMajor ? 32 : 16 * kSwizzleRowBytes;
   const auto descriptor = [](bool k_major, uint32_t s_at) {

@@ -48,8 +48,8 @@ class _Steps:
             chunks = chunks[:1] if origin < self.rank else chunks
         start = None
         if self.first is not None:
-            # The keys of this step are one or two chunks, in the sequence's order. key_start is the
-            # sum of the keys that each chunk hides.
+            # The keys of this step are one or two chunks, in the sequence's order. A row sees no
+            # key before its first one: key_start is the number of such keys in these chunks.
             hidden = [(self.first[:, rows] - c * half).clamp(0, half) for c in chunks]
             start = sum(hidden[1:], hidden[0]).contiguous()
         more = {

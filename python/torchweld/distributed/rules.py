@@ -330,10 +330,13 @@ def _divided(call: Call) -> tuple[str, int, int] | None:
     if call.has("key") and call.shape("key")[1] != call.shape("query")[1]:
         return "key", 1, call.shape("key")[1]  # a shard needs all query heads of its key heads
     if call.has("down") and call.has("gate_up"):
+        # A column of down belongs to a left and a right column of z, and a shard must have both.
         dim = 1 if call.values["transposed"] else 2
-        return "down", dim, call.shape("down")[dim]  # a shard must have whole pairs of z's halves
+        return "down", dim, call.shape("down")[dim]
     if "interleaved" in call.values and call.has("weight"):
-        return "weight", 0, call.shape("weight")[0] // 2  # a shard must have whole row pairs
+        # The op is gated_linear, interleaved or not. An output column has a left and a right row
+        # of the weight, and a shard must have both.
+        return "weight", 0, call.shape("weight")[0] // 2
     return None
 
 

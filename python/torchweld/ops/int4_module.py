@@ -107,8 +107,8 @@ class Int4Linear(nn.Module):
             method: how a group's scale and zero are chosen. "rtn": the levels span the group's
                 extremes. "mse": the clip ratio and zero with the smallest squared error, 0.89 of
                 that of "rtn" for normal weights in groups of 128, and 0.72 in rows of 1,024.
-                "hqq": half-quadratic iterations, 0.92 and 0.80. Neither needs data; both take
-                about 20 times as long as "rtn".
+                "hqq": half-quadratic iterations, 0.92 and 0.80. No method needs data. "mse" and
+                "hqq" take about 10 times as long as "rtn" (docs/quantised.md has the times).
 
         Returns:
             A module in eval mode on the layer's device, with `quantisation_error` set.

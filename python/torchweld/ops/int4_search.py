@@ -49,7 +49,7 @@ def half_quadratic(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor,
     for _ in range(_STEPS):
         levels = _levels(groups, scale, zero)
         error = (groups - scale * levels) / unit
-        # The proximal operator of the p-norm keeps the large errors alone.
+        # The proximal operator of the p-norm sets small errors to 0 and nearly keeps large ones.
         size = error.abs()
         outliers = error.sign() * (size - size.clamp(min=1e-8).pow(_P - 1) / beta).clamp(min=0)
         target = groups - outliers * unit

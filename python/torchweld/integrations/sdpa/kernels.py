@@ -108,7 +108,8 @@ class CudaKernels(Kernels):
             attention.activate_flash_attention_impl(self.before)
 
 
-_installed: dict[str, Kernels] = {}  # per process, like torch's dispatcher: "cuda" and "cpu"
+# By "cuda" or "cpu". The kernels are installed for the process, as torch's dispatcher keeps them.
+_installed: dict[str, Kernels] = {}
 
 
 def _install() -> Kernels:

@@ -173,7 +173,8 @@ class Normed(Deferred):
     ) -> Any:
         x = args[0] if args else None
         if func is F.linear and isinstance(x, Normed) and x.norm is not None and x.is_in_mode():
-            # EVA calls F.linear with a layer's weight and another bias: both must be the layer's.
+            # Only a positional call with the layer's own weight and bias gets the deferred result.
+            # timm's EVA adds another bias than the layer's: F.linear(x, weight=..., bias=...).
             weight, bias, *_ = (None, None) if kwargs else (*args[1:], None)
             layers = zip(x.projections.weights, x.projections.biases, strict=True)
             for i, layer in enumerate(layers):
