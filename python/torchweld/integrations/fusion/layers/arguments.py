@@ -1,4 +1,4 @@
-"""Reads the arguments of a stock forward from its signature.
+"""Reads a stock forward: its arguments from its signature, and its source.
 
 transformers adds and renames arguments from one minor release to the next. A fused forward gets all
 arguments by name, and runs the stock forward if it does not know one that the stock forward names.
@@ -6,8 +6,10 @@ arguments by name, and runs the stock forward if it does not know one that the s
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +91,15 @@ def _read(forward: Callable[..., Any], known: tuple[str, ...] | None) -> Argumen
         unknown,
         any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
     )
+
+
+def parsed(forward: Callable[..., Any]) -> ast.Module | None:
+    """Returns the syntax tree of a forward without its wrappers, or None if it has no source."""
+    try:
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError):  # it was made by exec
+        return None
+    return ast.parse(textwrap.dedent(source))
 
 
 def difference(

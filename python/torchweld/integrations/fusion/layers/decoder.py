@@ -16,7 +16,6 @@ import functools
 import inspect
 import re
 import sys
-import textwrap
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -33,6 +32,7 @@ from torchweld.integrations.attention.forward import attention_forward
 from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.stock import plain_tensors, untouched
 
+from .arguments import parsed
 from .deferred import LayerInput, Normed, computed
 from .fused_module import (
     ARGUMENTS,
@@ -324,11 +324,10 @@ def _projecting(forward: Callable) -> list[tuple[str, tuple[_Condition, ...]]]:
 
     Each name has the conditions on attributes under which that is so. Cross-attention is left out.
     """
-    try:
-        source = inspect.getsource(inspect.unwrap(forward))
-    except (OSError, TypeError):  # it was made by exec
+    tree = parsed(forward)
+    if tree is None:
         return []
-    function = ast.parse(textwrap.dedent(source)).body[0]
+    function = tree.body[0]
     names = [each.arg for each in getattr(function, "args", ast.arguments(args=[])).args[1:2]]
     return _projecting_of(function.body, names)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME
 from torchweld.integrations.fusion.probes import Probes
 
+from .arguments import parsed
 from .fused_module import (
     FusedModule,
     Replacement,
@@ -76,14 +76,10 @@ def _without_copies(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     A forward without source, or one that reads variables of another function, is returned as it is.
     """
-    inner = inspect.unwrap(forward)
-    try:
-        source = textwrap.dedent(inspect.getsource(inner))
-    except (OSError, TypeError):
+    inner, tree = inspect.unwrap(forward), parsed(forward)
+    if tree is None or inner.__closure__ is not None:
         return forward
-    if inner.__closure__ is not None:
-        return forward
-    tree = _Views().visit(ast.parse(source))
+    tree = _Views().visit(tree)
     tree.body[0].decorator_list = []
     made: dict[str, Any] = {}
     code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(inner) or "", "exec")
