@@ -50,13 +50,15 @@ struct GemmProblem {
     return k <= block_k() ? 1 : (k + block_k() - 1) / block_k();
   }
   // Returns a product without groups with about the same time, if the rows are divided evenly among
-  // the groups. tile_rows is the number of rows of a tile.
-  constexpr GemmProblem without_groups(int64_t tile_rows) const {
+  // the groups. tile_rows is the number of rows of a tile. tile_columns is the number of columns of
+  // y that the CTAs of a cluster compute together.
+  constexpr GemmProblem without_groups(int64_t tile_rows, int64_t tile_columns) const {
     GemmProblem p = *this;
     p.grouped = Grouped::kNone;
     if (grouped == Grouped::kRows) {
       const int64_t groups = batch < m ? batch : m, rows = m / groups;
       p.m = groups * ((rows + tile_rows - 1) / tile_rows * tile_rows);
+      p.n = (n + tile_columns - 1) / tile_columns * tile_columns;
       p.batch = 1;
     }
     if (grouped == Grouped::kK) p.k = (k + batch - 1) / batch;

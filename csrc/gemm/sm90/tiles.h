@@ -130,6 +130,10 @@ struct Tile {
   }
   // The number of rows of a tile in a product with groups of rows.
   constexpr int group_rows() const { return swap_ab() ? block_n : block_m; }
+  // The number of columns of y in the tiles of a cluster, in a product with groups of rows.
+  constexpr int group_columns(int halves) const {
+    return (swap_ab() ? block_m : block_n * cluster) / halves;
+  }
   // Whether there are kernels of this tile for grouped products.
   constexpr bool supports_groups(GemmMath math) const {
     return gemm_elem_size(math) == 2 &&
@@ -261,7 +265,8 @@ inline Refusal tile_refusal(const GemmProblem& p, const Tile& tile, bool streams
 // Estimates the time of the busiest SM, over all its rounds. The estimate leaves out the launch and
 // the first loads, because they take the same time in every engine.
 inline double tile_seconds(const GemmProblem& given, const Tile& tile, bool streams) {
-  const GemmProblem p = given.without_groups(tile.group_rows());
+  const GemmProblem p =
+      given.without_groups(tile.group_rows(), tile.group_columns(given.gated ? 2 : 1));
   const double k_blocks = static_cast<double>(count_k_blocks(p));
   const double beside_us = tile.tile_us + (p.pointwise ? tile.pointwise_us : 0);
   const double tile_us = k_blocks * tile.k_block_us + beside_us;

@@ -90,7 +90,7 @@ inline Refusal sync_refusal(const GemmProblem& p, const SyncTile& tile, int spli
 // Estimates the time of the kernel: the time of the tensor cores of the busiest SM, plus the time
 // to write and read the split-K partials.
 inline double sync_seconds(const GemmProblem& given, const SyncTile& tile, int splits) {
-  const GemmProblem p = given.without_groups(tile.block_m);
+  const GemmProblem p = given.without_groups(tile.block_m, 1);
   constexpr double kMacsPerSecond = 0.9e12;  // the throughput of one SM, with 16-bit operands
   constexpr double kBytesPerSecond = 3e12, kLaunchSeconds = 3e-6;
   const double slower = p.math == GemmMath::kFloat32 ? 4.2 : p.math == GemmMath::kTf32 ? 1.2 : 1;
