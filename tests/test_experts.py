@@ -328,6 +328,52 @@ def test_engines(dtype, choice):
         check_op(OP, args, {"transposed": True})
 
 
+def gate_backward_parts(args, options, device):
+    """The products that the backward of a dry run computes."""
+    _, z = torch.ops.torchweld.experts_forward(*args, **options)
+    given = [torch.empty_like(args[0]), *args[:5], z, *args[6:]]
+    records = dry_records("experts_backward", *given, device=device, **options | EVERY_GRADIENT)
+    return {r["part"] for r in records if r["family"] == "matmul"}
+
+
+def test_which_layers_compute_the_gate_s_gradient_in_an_epilogue():
+    args = [t.to("meta") for t in call_args("cpu", BF16, 2500, 264, 200, 5, 2)]
+    fused = {"ddown", "dx", "dgate_up"}
+    assert gate_backward_parts(args, {}, -1) == fused
+    assert gate_backward_parts(args, {"interleaved": True}, -1) == fused | {"dact"}
+    assert gate_backward_parts(args, {"limit": 7.0}, -1) == fused | {"dact"}
+    with torchweld.batch_invariant():
+        assert gate_backward_parts(args, {}, -1) == fused | {"dact"}
+    few = [t.to("meta") for t in call_args("cpu", BF16, 33, 40, 24, 5, 3)]
+    assert gate_backward_parts(few, {}, -1) == fused | {"dact"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel runs on a GPU")
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+def test_the_gate_s_gradient_in_an_epilogue(dtype, kind):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+    for weight_dtype in (dtype, F32):
+        args = call_args("cuda", dtype, 2500, 264, 200, 5, 2, kind=kind)
+        args[4] = args[4].to(weight_dtype)
+        assert "dact" not in gate_backward_parts(args, {}, 0)
+        check_op(OP, args)
+    _, z = torch.ops.torchweld.experts_forward(*args)
+    backward = [randn("cuda", dtype, 2500, 264), *args[:5], z]
+    for mask in (0b000001, 0b000010, 0b001001, 0b000101):
+        check_output_mask(OP + "_backward", backward, mask, 6)
+
+
+@pytest.mark.parametrize("kind", ("one", "skewed"))
+def test_bias_gradients_of_many_rows(device, kind):
+    """Several parts of 256 rows an expert."""
+    for dtype in dtypes(device):
+        for h, n in ((24, 40), (13, 7)):
+            args = call_args(device, dtype, 1500, h, n, 3, 1, kind=kind, biases=True)
+            check_op(OP, args, eager=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_many_experts(device, dtype):
     need_dtype(device, dtype)

@@ -129,6 +129,9 @@ constexpr int64_t max_group_tiles(int64_t rows, int64_t groups, int64_t tile_row
 // The number of rows of y of a GroupTile for the chosen tile.
 int64_t group_tile_rows(const GemmChoice& choice);
 
+// Fills groups.tiles for tiles of tile_rows rows.
+void launch_group_tiles(const GemmParams& params, int64_t tile_rows, cudaStream_t stream);
+
 // Returns the number of bytes of scratch memory that the chosen engine needs for copies of operands
 // in another format. Returns 0 if the engine reads all operands in place.
 int64_t gemm_written_bytes(const GemmParams& params);

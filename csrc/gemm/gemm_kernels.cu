@@ -115,20 +115,19 @@ __global__ void __launch_bounds__(kMapThreads)
   reinterpret_cast<int4*>(groups.tiles)[tile] = to;
 }
 
-void launch_group_tiles(const GemmParams& p, cudaStream_t stream) {
-  const auto rows = static_cast<int>(group_tile_rows(p.choice));
-  const auto tiles = static_cast<int>(max_group_tiles(p.m, p.groups.count, rows));
-  Grid grid((tiles + kMapThreads - 1) / kMapThreads, kMapThreads,
-            p.groups.count * static_cast<int>(sizeof(int)));
-  grid.overlaps = true;
-  launch_kernel(group_tiles_kernel, grid, stream, p.groups, rows, tiles);
-}
-
 }  // namespace
 
 int64_t group_tile_rows(const GemmChoice& choice) {
   if (choice.engine == GemmEngine::kSync) return kSyncTiles[choice.tile].block_m;
   return sm90::kTiles[choice.tile].group_rows();
+}
+
+void launch_group_tiles(const GemmParams& p, int64_t tile_rows, cudaStream_t stream) {
+  const auto tiles = static_cast<int>(max_group_tiles(p.m, p.groups.count, tile_rows));
+  Grid grid((tiles + kMapThreads - 1) / kMapThreads, kMapThreads,
+            p.groups.count * static_cast<int>(sizeof(int)));
+  grid.overlaps = true;
+  launch_kernel(group_tiles_kernel, grid, stream, p.groups, static_cast<int>(tile_rows), tiles);
 }
 
 void launch_gemm_sum(const GemmParams& p, cudaStream_t stream) {
@@ -140,7 +139,9 @@ int64_t gemm_written_bytes(const GemmParams& p) {
 }
 
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
-  if (p.groups.dim == Grouped::kRows && !p.groups.has_tiles) launch_group_tiles(p, stream);
+  if (p.groups.dim == Grouped::kRows && !p.groups.has_tiles) {
+    launch_group_tiles(p, group_tile_rows(p.choice), stream);
+  }
   switch (p.choice.engine) {
     case GemmEngine::kSync:
       launch_sync_gemm(p, stream);

@@ -221,6 +221,21 @@ bool matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, const Matmul
   return launch_product(y, a, b, epilogue, norm);
 }
 
+void set_groups(GemmParams& p, MatmulGroups& groups, Grouped dim, int64_t tile_rows) {
+  p.groups.dim = dim;
+  p.groups.count = static_cast<int>(groups.ends.numel());
+  p.groups.ends = const_data<int>(groups.ends);
+  if (dim != Grouped::kRows) return;
+  p.groups.has_tiles = groups.tile_rows == tile_rows;
+  if (!p.groups.has_tiles) {
+    constexpr int64_t kInts = sizeof(GroupTile) / sizeof(int);
+    const int64_t tiles = max_group_tiles(p.m, p.groups.count, tile_rows);
+    groups.tiles = at::empty({tiles * kInts}, groups.ends.options());
+    groups.tile_rows = tile_rows;
+  }
+  p.groups.tiles = mutable_data<GroupTile>(groups.tiles);
+}
+
 void grouped_matmul_into(const Matrix& y, const Matrix& a, const Matrix& b, MatmulGroups& groups,
                          Grouped dim, const MatmulEpilogue& epilogue) {
   if (y.empty()) return;
@@ -323,20 +338,7 @@ bool launch_product(const Matrix& y, const Matrix& a, const Matrix& b,
   }
   Tensor workspace, flags, written, dbias_partials;
   if (groups != nullptr) {
-    p.groups.dim = dim;
-    p.groups.count = static_cast<int>(groups->ends.numel());
-    p.groups.ends = const_data<int>(groups->ends);
-  }
-  if (dim == Grouped::kRows) {
-    const int64_t tile_rows = group_tile_rows(p.choice);
-    p.groups.has_tiles = groups->tile_rows == tile_rows;
-    if (!p.groups.has_tiles) {
-      constexpr int64_t kInts = sizeof(GroupTile) / sizeof(int);
-      const int64_t tiles = max_group_tiles(m, p.groups.count, tile_rows);
-      groups->tiles = at::empty({tiles * kInts}, out.options().dtype(at::kInt));
-      groups->tile_rows = tile_rows;
-    }
-    p.groups.tiles = mutable_data<GroupTile>(groups->tiles);
+    set_groups(p, *groups, dim, dim == Grouped::kRows ? group_tile_rows(p.choice) : 0);
   }
   if (const int64_t floats = p.choice.workspace_floats(problem); floats > 0) {
     workspace = p.choice.splits == kStreamK ? cached_floats(floats, out)

@@ -133,6 +133,12 @@ struct MatmulGroups {
   int64_t tile_rows = 0;
 };
 
+struct GemmParams;
+
+// Sets p.groups for tiles of tile_rows rows. Allocates the memory of the list of tiles, unless an
+// earlier product has written the same list.
+void set_groups(GemmParams& p, MatmulGroups& groups, Grouped dim, int64_t tile_rows);
+
 // Computes a grouped product.
 //   kRows: y (R, N), a (R, K), b (E, N, K): y[r] = epilogue(a[r] @ b[e].T) for row r of group e.
 //   The

@@ -19,15 +19,21 @@ TensorMap half_map(const GemmParams& p, const void* data, int64_t halves) {
   return make_tensor_map("matmul", box);
 }
 
-template <GemmMath kMath>
-void launch(const GateBackwardKernelParams& p, cudaStream_t stream) {
+template <GemmMath kMath, class Params>
+void launch(const Params& p, cudaStream_t stream) {
   using Config = GateBackwardConfig<kMath>;
   static_assert(sizeof(Shared<Config>) <= Config::kT.shared_bytes());
   Grid grid(int64_t{p.stream_k.workers} * Config::kT.cluster, Tile::kThreads,
             sizeof(Shared<Config>));
   grid.cluster = Config::kT.cluster;
   grid.overlaps = true;
-  launch_kernel(gemm_kernel<Config, GateBackwardKernelParams>, grid, stream, p);
+  launch_kernel(gemm_kernel<Config, Params>, grid, stream, p);
+}
+
+template <class Params>
+void launch_dtype(const Params& p, cudaStream_t stream) {
+  p.gemm.dtype == DType::kFloat16 ? launch<GemmMath::kFloat16>(p, stream)
+                                  : launch<GemmMath::kBFloat16>(p, stream);
 }
 
 }  // namespace
@@ -37,6 +43,9 @@ namespace torchweld {
 
 void launch_gate_backward_matmul(const GateBackwardMatmulParams& params, cudaStream_t stream) {
   GemmParams gemm = params.gemm;
+  if (gemm.groups.dim == Grouped::kRows && !gemm.groups.has_tiles) {
+    launch_group_tiles(gemm, gate_backward_tile().group_rows(), stream);
+  }
   gemm.choice = {GemmEngine::kSm90, sm90::kPingPong128x128Cluster2, 1, gemm.k};
   sm90::GateBackwardKernelParams p = {sm90::kernel_params(gemm, stream),
                                       sm90::half_map(gemm, params.z, 2),
@@ -44,8 +53,12 @@ void launch_gate_backward_matmul(const GateBackwardMatmulParams& params, cudaStr
   p.gate = params.gate;
   p.stores_act = params.act != nullptr;
   if (p.stores_act) p.act = sm90::half_map(gemm, params.act, 1);
-  gemm.dtype == DType::kFloat16 ? sm90::launch<GemmMath::kFloat16>(p, stream)
-                                : sm90::launch<GemmMath::kBFloat16>(p, stream);
+  if (gemm.groups.dim == Grouped::kRows) {
+    sm90::launch_dtype(
+        sm90::GroupedGateBackwardKernelParams{p, params.weights, params.dz, params.act}, stream);
+  } else {
+    sm90::launch_dtype(p, stream);
+  }
   check_launch("gated_mlp_backward");
 }
 

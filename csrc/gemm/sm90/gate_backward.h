@@ -11,6 +11,18 @@
 
 namespace torchweld {
 
+// The weights of the rows of a grouped product, and the parts of their gradients. Every tile of
+// columns adds up dact * act over its columns.
+struct RouteWeights {
+  const int* order;  // row r has the weight weight[order[r]]; nullptr if rows have no weights
+  const void* weight;
+  bool fp32;  // whether the weights are fp32; otherwise they have the dtype of the operands
+  float* dweight_parts;  // output (weight_gradient_parts(N), M); nullptr if not needed
+};
+constexpr int64_t weight_gradient_parts(int64_t n) {
+  return divide_up(n, sm90::kTiles[sm90::kPingPong128x128Cluster2].block_n);
+}
+
 // Let act = gate(left, right). The product a @ b^T is the gradient with respect to act. The kernel
 // computes this product but does not store it. From the accumulators and the values of left and
 // right, it computes the gradients of left and right. z (M, 2N) holds left and right side by side.
@@ -22,6 +34,9 @@ struct GateBackwardMatmulParams {
   const void* z;
   void* dz;
   void* act;  // nullptr if the caller does not need act
+  // For a product with groups of rows, whose gate is swiglu: act and dz are multiplied by the
+  // weights of the rows.
+  RouteWeights weights;
 };
 
 // The tile of the kernel. One warpgroup runs its epilogue, which waits for memory, while the other
@@ -43,7 +58,7 @@ inline Refusal gate_backward_refusal(const GemmProblem& p) {
   if (!p.a_k_major || p.b_k_major) {
     return "the kernel needs a K-major first operand and an MN-major second operand";
   }
-  if (p.batch != 1) return "the kernel has no batch";
+  if (p.batch != 1 && p.grouped != Grouped::kRows) return "the kernel has no batch";
   if (p.n % 8 != 0) return "the rows of the gradients must start on 16-byte boundaries";
   return sm90::tile_refusal(p, gate_backward_tile(), /*streams=*/false);
 }

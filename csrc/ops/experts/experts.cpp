@@ -29,6 +29,7 @@
 #include "ops/experts/experts_cpu.h"
 
 #ifdef TORCHWELD_CUDA
+#include "layers/gate_backward_matmul.h"
 #include "ops/experts/experts_cuda.h"
 #endif
 
@@ -357,6 +358,59 @@ Forward experts_forward_cuda(const Tensor& x, const Tensor& gate_up, const Tenso
   return {y, z};
 }
 
+// Computes dz if a gradient depends on it, act times the weights of the routes if the gradient of
+// down is requested, and the gradient of the weights if it is requested. `second` is (E, H, I), and
+// in_dy (routes, H) are the gathered rows of dy.
+std::tuple<Tensor, Tensor> gate_backward_cuda(const Tensor& z, const Tensor& in_dy,
+                                              const Tensor& dweight, const Tensor& second,
+                                              const Tensor& weight, const OptionalTensor& down_bias,
+                                              const ExpertGate& gate, const CudaRoutes& routes,
+                                              MatmulGroups& groups, const Wanted& wanted) {
+  const ExpertRoutes& r = routes;
+  const int64_t n = second.size(2);
+  const bool needs_dz = wants_dz(wanted), needs_dact = needs_dz || wanted[3], needs_act = wanted[2];
+  const bool weight_fp32 = weight.scalar_type() == at::kFloat;
+  const bool adds_bias = wanted[3] && is_given(down_bias);
+  Tensor act = needs_act ? empty_route_rows(routes, n, z) : Tensor();
+  if (needs_dz && !adds_bias && !gate.interleaved && fuses_gate(gate, n, z)) {
+    const int64_t parts = wanted[3] ? weight_gradient_parts(n) : 0;
+    const Tensor sums = at::empty({parts, routes.count()}, z.options().dtype(at::kFloat));
+    const RouteWeights weights = {r.order, const_data<void>(weight), weight_fp32,
+                                  data_if_wanted<float>(sums)};
+    const Tensor dz = gate_backward_matmul(needs_act ? act : sums.narrow(0, 0, 0), z, in_dy, second,
+                                           Gate::kSwiglu, &groups, weights);
+    if (dz.defined()) {
+      if (wanted[3]) {
+        launch_sum_weight_gradients(mutable_data<void>(dweight), weight_fp32, weights.dweight_parts,
+                                    static_cast<int>(parts), r, dtype_of(z), current_stream());
+      }
+      return {dz, act};
+    }
+  }
+  Tensor dact = act;
+  if (needs_dact && !needs_act) dact = empty_route_rows(routes, n, z);
+  if (needs_dact) {
+    const CallScope part("dact");
+    grouped_matmul_into(dact, padded(in_dy), second.transpose(1, 2), groups, Grouped::kRows);
+  }
+  const Tensor dz = needs_dz ? matrix_over(z) : Tensor();
+  if (!dact.defined() || n + in_dy.size(1) == 0) return {dz, act};
+  ExpertGateBackward p{};
+  p.z = route_rows(z);
+  if (needs_dact) p.dact = route_rows(dact);
+  p.dz = route_rows(dz);
+  if (needs_act) p.act = route_rows(act);
+  p.dweight = data_if_wanted(dweight);
+  p.weight = const_data<void>(weight);
+  p.weight_fp32 = weight_fp32;
+  const Vector bias(is_given(down_bias) ? OptionalTensor(down_bias->contiguous()) : down_bias);
+  p.dy = route_rows(in_dy);
+  p.down_bias = bias.data();
+  p.gate = gate;
+  launch_expert_gate_backward(p, r, dtype_of(z), current_stream());
+  return {dz, act};
+}
+
 Grads experts_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& gate_up,
                             const Tensor& down, const Tensor& index, const Tensor& weight,
                             const Tensor& z, const OptionalTensor& down_bias, c10::string_view gate,
@@ -377,35 +431,12 @@ Grads experts_backward_cuda(const Tensor& dy, const Tensor& x, const Tensor& gat
   const CudaRoutes routes(op, index, up.size(0));
   MatmulGroups groups = routes.groups();
   const Tensor in_z = z.contiguous(), in_dy = gather_tokens(dy, routes);
-  const bool needs_dz = wants_dz(output_mask), needs_dact = needs_dz || output_mask[3],
-             needs_act = output_mask[2];
-  const Tensor dact =
-      needs_dact || needs_act ? empty_route_rows(routes, second.size(2), x) : Tensor();
-  if (needs_dact) {
-    const CallScope part("dact");
-    grouped_matmul_into(dact, padded(in_dy), second.transpose(1, 2), groups, Grouped::kRows);
-  }
-  Tensor dz;
-  if (needs_dz) dz = matrix_over(in_z);
   if (output_mask[3]) dweight.zero_();
-  if (dact.defined() && second.size(2) + in_dy.size(1) > 0) {
-    ExpertGateBackward p{};
-    p.z = route_rows(in_z);
-    if (needs_dact) p.dact = route_rows(dact);
-    p.dz = route_rows(dz);
-    if (needs_act) p.act = route_rows(dact);
-    p.dweight = data_if_wanted(dweight);
-    p.weight = const_data<void>(factors);
-    p.weight_fp32 = weight.scalar_type() == at::kFloat;
-    const Vector bias(is_given(down_bias) ? OptionalTensor(down_bias->contiguous()) : down_bias);
-    p.dy = route_rows(in_dy);
-    p.down_bias = bias.data();
-    p.gate = form.gate;
-    launch_expert_gate_backward(p, routes, dtype_of(x), current_stream());
-  }
+  const auto [dz, act] = gate_backward_cuda(in_z, in_dy, dweight, second, factors, down_bias,
+                                            form.gate, routes, groups, output_mask);
   if (output_mask[2]) {
     const CallScope part("ddown");
-    grouped_matmul_into(form.of(ddown), padded(in_dy).t(), padded(dact).t(), groups, Grouped::kK);
+    grouped_matmul_into(form.of(ddown), padded(in_dy).t(), padded(act).t(), groups, Grouped::kK);
   }
   if (output_mask[5]) sum_of_experts(ddown_bias, in_dy, factors, routes);
   if (output_mask[4]) sum_of_experts(dup_bias, dz, {}, routes);

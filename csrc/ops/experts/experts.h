@@ -87,11 +87,19 @@ struct ExpertGateBackward {
 void launch_expert_gate_backward(const ExpertGateBackward& p, const ExpertRoutes& routes,
                                  DType dtype, cudaStream_t stream);
 
+// Computes the gradient of each route's weight: the sum of its row's parts (parts, routes). Routes
+// without a row keep their value.
+void launch_sum_weight_gradients(void* dweight, bool weight_fp32, const float* parts, int count,
+                                 const ExpertRoutes& routes, DType dtype, cudaStream_t stream);
+
 // Computes to[e] = the sum of the rows of expert e, each times its route's weight. A weight of
 // nullptr stands for ones: then `routes` needs only the number of experts and the ends of their
-// rows. `to` is (experts, n) and contiguous.
-void launch_sum_of_experts(void* to, const RouteRows& from, const void* weight, bool weight_fp32,
-                           const ExpertRoutes& routes, DType dtype, cudaStream_t stream);
+// rows. `rows` is the number of rows of `from`, and `to` is (experts, n) and contiguous. `parts` is
+// scratch memory of expert_sum_parts() * n floats.
+int64_t expert_sum_parts(int64_t rows, int64_t experts);
+void launch_sum_of_experts(void* to, const RouteRows& from, int64_t rows, float* parts,
+                           const void* weight, bool weight_fp32, const ExpertRoutes& routes,
+                           DType dtype, cudaStream_t stream);
 
 // Sets the rows behind those of the last expert to zero. `count` is the number of rows of `to`.
 void launch_clear_rows_behind(const RouteRows& to, int64_t count, const ExpertRoutes& routes,

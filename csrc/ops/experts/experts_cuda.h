@@ -76,7 +76,9 @@ inline void sum_routes(const Tensor& y, const Tensor& from, const Tensor& weight
 inline void sum_of_experts(const Tensor& to, const Tensor& from, const Tensor& weight,
                            const ExpertRoutes& routes) {
   if (to.numel() == 0) return;
-  launch_sum_of_experts(mutable_data<void>(to), route_rows(from),
+  const int64_t rows = from.size(0);
+  const Tensor parts = empty_floats(expert_sum_parts(rows, routes.experts) * from.size(1), from);
+  launch_sum_of_experts(mutable_data<void>(to), route_rows(from), rows, mutable_data<float>(parts),
                         weight.defined() ? const_data<void>(weight) : nullptr,
                         weight.defined() && weight.scalar_type() == at::kFloat, routes,
                         dtype_of(from), current_stream());

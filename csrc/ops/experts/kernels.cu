@@ -23,6 +23,11 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMaxSortWarps = 16, kScanThreads = 1024;
+constexpr int kPartRows = 256;
+
+// A lane of gather_kernel loads this many accesses of kElems elements before it stores them.
+constexpr int kGatherAccesses = 4;
+constexpr int gather_columns(int elems) { return kGatherAccesses * 32 * elems; }
 
 // Returns the expert of a route, or -1.
 __device__ __forceinline__ int expert_of(const ExpertRoutes& r, int64_t route) {
@@ -152,6 +157,16 @@ __device__ __forceinline__ float weight_of(const void* g_weight, bool fp32, int6
               : to_float(static_cast<const T*>(g_weight)[route]);
 }
 
+template <typename T>
+__device__ __forceinline__ void store_weight(void* g_weight, bool fp32, int64_t route,
+                                             float value) {
+  if (fp32) {
+    static_cast<float*>(g_weight)[route] = value;
+  } else {
+    static_cast<T*>(g_weight)[route] = from_float<T>(value);
+  }
+}
+
 // Sets columns n to stride - 1 of a row to zero. There are fewer of them than lanes.
 template <typename T>
 __device__ __forceinline__ void clear_padding(T* g_row, const RouteRows& m) {
@@ -165,96 +180,91 @@ __device__ __forceinline__ int rows_of_token(const ExpertRoutes& r, int64_t toke
   return j < r.k ? r.rows[token * r.k + j] : -1;
 }
 
-// A warp reads a token once and writes it to the rows of its routes.
+// The token of a warp and the first of its kColumns columns of n. Returns false if there is none.
+// Warps with consecutive indices have consecutive columns, so that a block reads whole rows.
+template <int kColumns>
+__device__ __forceinline__ bool part_of_token(const ExpertRoutes& r, int64_t n, int64_t& token,
+                                              int64_t& column) {
+  const auto warp = static_cast<uint32_t>(warp_index()),
+             parts = static_cast<uint32_t>(divide_up(n, kColumns));
+  token = warp / parts;
+  column = int64_t(warp - static_cast<uint32_t>(token) * parts) * kColumns;
+  return token < r.tokens;
+}
+
+// A warp reads columns of a token once and writes them to the rows of its routes.
 template <typename T, int kElems>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const RouteRows to, const T* g_x, int64_t x_stride,
                   const __grid_constant__ ExpertRoutes r) {
-  constexpr int kAtOnce = 4;
-  const int64_t token = warp_index();
+  int64_t token, column;
   const int lane = threadIdx.x % 32;
   griddep_launch_dependents();
   griddep_wait();
-  if (token >= r.tokens) return;
-  const T* g_from = g_x + token * x_stride;
+  if (!part_of_token<gather_columns(kElems)>(r, to.n, token, column)) return;
+  AccessOf<kElems> values[kGatherAccesses];
+#pragma unroll
+  for (int i = 0; i < kGatherAccesses; ++i) {
+    const int64_t at = column + (i * 32 + lane) * kElems;
+    values[i] = load_access_if<T, kElems>(g_x + token * x_stride + at, at < to.n);
+  }
   for (int first = 0; first < r.k; first += 32) {
     const int rows = rows_of_token(r, token, first), count = min(32, r.k - first);
-    for (int64_t c = 0; c < to.n; c += kAtOnce * 32 * kElems) {
-      AccessOf<kElems> values[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t at = c + (i * 32 + lane) * kElems;
-        values[i] = load_access_if<T, kElems>(g_from + at, at < to.n);
-      }
-      for (int j = 0; j < count; ++j) {
-        const int row = __shfl_sync(~0u, rows, j);
-        if (row < 0) continue;
-        T* g_to = static_cast<T*>(to.data) + row * to.stride;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int64_t at = c + (i * 32 + lane) * kElems;
-          store_bits_if(g_to + at, values[i], at < to.n);
-        }
-      }
-    }
     for (int j = 0; j < count; ++j) {
       const int row = __shfl_sync(~0u, rows, j);
-      if (row >= 0) clear_padding(static_cast<T*>(to.data) + row * to.stride, to);
+      if (row < 0) continue;
+      T* g_to = static_cast<T*>(to.data) + row * to.stride;
+#pragma unroll
+      for (int i = 0; i < kGatherAccesses; ++i) {
+        const int64_t at = column + (i * 32 + lane) * kElems;
+        store_bits_if(g_to + at, values[i], at < to.n);
+      }
+      if (column == 0) clear_padding(g_to, to);
     }
   }
 }
 
-// A warp sums the rows of one token.
+// A warp sums columns of the rows of one token.
 template <typename T, int kElems>
 __global__ void __launch_bounds__(kThreads)
     sum_routes_kernel(T* g_y, const RouteRows from, const void* g_weight, bool weight_fp32,
                       const __grid_constant__ ExpertRoutes r) {
   constexpr int kAtOnce = 8;
-  const int64_t token = warp_index();
+  int64_t token, column;
   const int lane = threadIdx.x % 32;
   griddep_launch_dependents();
   griddep_wait();
-  if (token >= r.tokens) return;
-  const T* g_from = static_cast<const T*>(from.data);
-  const int own_row = rows_of_token(r, token, 0);
-  float own_weight = 1.f;
-  if (g_weight != nullptr && lane < r.k) {
-    own_weight = weight_of(g_weight, weight_fp32, token * r.k + lane, T());
-  }
-  const int64_t step = 32 * kElems, columns = divide_up(from.n, step) * step;
-  for (int64_t c = lane * kElems; c < columns; c += step) {  // all lanes, because they shuffle
-    const bool there = c < from.n;
-    float sums[kElems] = {};
-    for (int first = 0; first < r.k; first += kAtOnce) {
+  if (!part_of_token<32 * kElems>(r, from.n, token, column)) return;
+  column += lane * kElems;
+  const bool there = column < from.n;
+  const T* g_from = static_cast<const T*>(from.data) + column;
+  float sums[kElems] = {};
+  for (int first = 0; first < r.k; first += 32) {
+    const int own_row = rows_of_token(r, token, first);
+    float own_weight = 1.f;
+    if (g_weight != nullptr && first + lane < r.k) {
+      own_weight = weight_of(g_weight, weight_fp32, token * r.k + first + lane, T());
+    }
+    const int count = min(32, r.k - first);
+    for (int j = 0; j < count; j += kAtOnce) {
       AccessOf<kElems> values[kAtOnce];
-      float weights[kAtOnce];
-      int rows[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int route = first + j;
-        rows[j] = __shfl_sync(~0u, own_row, route % 32);
-        weights[j] = __shfl_sync(~0u, own_weight, route % 32);
-        if (route >= 32 && route < r.k) {
-          rows[j] = r.rows[token * r.k + route];
-          if (g_weight != nullptr) {
-            weights[j] = weight_of(g_weight, weight_fp32, token * r.k + route, T());
-          }
-        }
-        if (route >= r.k || !there) rows[j] = -1;
-        const bool exists = rows[j] >= 0;
-        values[j] = load_access_if<T, kElems>(g_from + rows[j] * from.stride + c, exists);
+      for (int i = 0; i < kAtOnce; ++i) {  // lanes without a route have row -1
+        const int row = __shfl_sync(~0u, own_row, j + i);
+        values[i] = load_access_if<T, kElems>(g_from + row * from.stride, there && row >= 0);
       }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (rows[j] < 0) continue;
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = __shfl_sync(~0u, own_weight, j + i);
+        if (__shfl_sync(~0u, own_row, j + i) < 0) continue;
         float row[kElems];
-        access_floats<T>(row, values[j]);
+        access_floats<T>(row, values[i]);
 #pragma unroll
-        for (int i = 0; i < kElems; ++i) sums[i] = fmaf(weights[j], row[i], sums[i]);
+        for (int e = 0; e < kElems; ++e) sums[e] = fmaf(weight, row[e], sums[e]);
       }
     }
-    store_access_if(g_y + token * from.n + c, sums, there);
   }
+  store_access_if(g_y + token * from.n + column, sums, there);
 }
 
 // f(x) and its derivative.
@@ -406,38 +416,94 @@ __global__ void __launch_bounds__(kThreads)
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) dweight += __shfl_xor_sync(~0u, dweight, step);
-  if (lane != 0) return;
-  if (p.weight_fp32) {
-    static_cast<float*>(p.dweight)[route] = dweight;
-  } else {
-    static_cast<T*>(p.dweight)[route] = from_float<T>(dweight);
-  }
+  if (lane == 0) store_weight<T>(p.dweight, p.weight_fp32, route, dweight);
 }
 
-// A thread sums one column of the rows of one expert, in four chains.
+// A thread adds up the parts of one row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    sum_of_experts_kernel(T* g_to, const RouteRows from, const void* g_weight, bool weight_fp32,
-                          int column_blocks, const __grid_constant__ ExpertRoutes r) {
-  constexpr int kChains = 4;
+    sum_weight_gradients_kernel(void* g_dweight, bool weight_fp32, const float* g_parts, int count,
+                                const __grid_constant__ ExpertRoutes r) {
+  griddep_launch_dependents();
+  griddep_wait();
+  const int64_t row = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= row_count(r)) return;
+  float sum = 0.f;
+  for (int part = 0; part < count; ++part) sum += g_parts[part * (r.tokens * r.k) + row];
+  store_weight<T>(g_dweight, weight_fp32, r.order[row], sum);
+}
+
+// The rows of an expert are summed in parts of kPartRows rows. The parts of all experts lie one
+// after the other; between the parts of two experts there may be an unused one.
+__device__ __forceinline__ int first_row_of(const ExpertRoutes& r, int expert) {
+  return expert == 0 ? 0 : r.ends[expert - 1];
+}
+__device__ __forceinline__ int first_part_of(const ExpertRoutes& r, int expert) {
+  return first_row_of(r, expert) / kPartRows + expert;
+}
+
+// A block sums kElems columns per lane of one part: each warp sums an eighth of the rows.
+template <typename T, int kElems>
+__global__ void __launch_bounds__(kThreads)
+    sum_parts_kernel(float* g_parts, const RouteRows from, const void* g_weight, bool weight_fp32,
+                     int column_blocks, const __grid_constant__ ExpertRoutes r) {
+  constexpr int kWarpRows = kPartRows / kWarps, kColumns = 32 * kElems;
+  __shared__ float s_sums[kWarps][kColumns];
+  griddep_launch_dependents();
+  griddep_wait();
+  const int part = blockIdx.x / column_blocks, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int expert = 0, high = r.experts - 1;  // the part is of the last expert that starts at or before
+  while (expert < high) {                // it
+    const int middle = (expert + high + 1) / 2;
+    if (first_part_of(r, middle) <= part) {
+      expert = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const int64_t begin = first_row_of(r, expert) +
+                        int64_t(part - first_part_of(r, expert)) * kPartRows + warp * kWarpRows;
+  const int64_t end = min(begin + kWarpRows, int64_t{r.ends[expert]});
+  const int64_t first_column = int64_t(blockIdx.x % column_blocks) * kColumns;
+  const int64_t column = first_column + lane * kElems;
+  const T* g_from = static_cast<const T*>(from.data) + column;
+  float sums[kElems] = {};
+#pragma unroll 4
+  for (int64_t row = begin; row < end; ++row) {
+    const float weight =
+        g_weight == nullptr ? 1.f : weight_of(g_weight, weight_fp32, r.order[row], T());
+    float values[kElems];
+    access_floats<T>(values,
+                     load_access_if<T, kElems>(g_from + row * from.stride, column < from.n));
+#pragma unroll
+    for (int i = 0; i < kElems; ++i) sums[i] = fmaf(weight, values[i], sums[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < kElems; ++i) s_sums[warp][lane * kElems + i] = sums[i];
+  __syncthreads();
+  if (threadIdx.x >= kColumns || first_column + threadIdx.x >= from.n) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += s_sums[w][threadIdx.x];
+  g_parts[part * from.n + first_column + threadIdx.x] = sum;
+}
+
+// A thread adds up the parts of one column of one expert.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    sum_of_experts_kernel(T* g_to, const float* g_parts, int64_t n, int column_blocks,
+                          const __grid_constant__ ExpertRoutes r) {
   griddep_launch_dependents();
   griddep_wait();
   const int expert = blockIdx.x / column_blocks;
   const int64_t column = int64_t(blockIdx.x % column_blocks) * kThreads + threadIdx.x;
-  if (column >= from.n) return;
-  const int64_t begin = expert == 0 ? 0 : r.ends[expert - 1], end = r.ends[expert];
-  const T* g_from = static_cast<const T*>(from.data) + column;
-  float sums[kChains] = {};
-  for (int64_t row = begin; row < end; row += kChains) {
-#pragma unroll
-    for (int i = 0; i < kChains; ++i) {
-      if (row + i >= end) continue;
-      const float weight =
-          g_weight == nullptr ? 1.f : weight_of(g_weight, weight_fp32, r.order[row + i], T());
-      sums[i] = fmaf(weight, to_float(g_from[(row + i) * from.stride]), sums[i]);
-    }
-  }
-  g_to[expert * from.n + column] = from_float<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  if (column >= n) return;
+  const int rows = r.ends[expert] - first_row_of(r, expert);
+  const float* g_part = g_parts + first_part_of(r, expert) * n + column;
+  float sum = 0.f;
+#pragma unroll 8
+  for (int i = 0; i < divide_up(rows, kPartRows); ++i) sum += g_part[i * n];
+  g_to[expert * n + column] = from_float<T>(sum);
 }
 
 template <typename T, int kElems>
@@ -492,8 +558,9 @@ void launch_gather_tokens(const RouteRows& to, const void* x, int64_t x_stride,
                           const ExpertRoutes& r, DType dtype, cudaStream_t stream) {
   dispatch_access(dtype, to.n, {accessed(to), {x, x_stride}}, [&](auto element, auto elems) {
     using T = decltype(element);
-    launch_kernel(gather_kernel<T, elems.value>, overlapping(blocks_of(r.tokens), kThreads), stream,
-                  to, static_cast<const T*>(x), x_stride, r);
+    const int64_t parts = divide_up(to.n, gather_columns(elems.value));
+    launch_kernel(gather_kernel<T, elems.value>, overlapping(blocks_of(r.tokens * parts), kThreads),
+                  stream, to, static_cast<const T*>(x), x_stride, r);
   });
   check_launch("experts");
 }
@@ -502,8 +569,10 @@ void launch_sum_routes(void* y, const RouteRows& from, const void* weight, bool 
                        const ExpertRoutes& r, DType dtype, cudaStream_t stream) {
   dispatch_access(dtype, from.n, {accessed(from), {y, from.n}}, [&](auto element, auto elems) {
     using T = decltype(element);
-    launch_kernel(sum_routes_kernel<T, elems.value>, overlapping(blocks_of(r.tokens), kThreads),
-                  stream, static_cast<T*>(y), from, weight, weight_fp32, r);
+    const int64_t parts = divide_up(from.n, 32 * elems.value);
+    launch_kernel(sum_routes_kernel<T, elems.value>,
+                  overlapping(blocks_of(r.tokens * parts), kThreads), stream, static_cast<T*>(y),
+                  from, weight, weight_fp32, r);
   });
   check_launch("experts");
 }
@@ -534,14 +603,31 @@ void launch_expert_gate_backward(const ExpertGateBackward& p, const ExpertRoutes
   check_launch("experts");
 }
 
-void launch_sum_of_experts(void* to, const RouteRows& from, const void* weight, bool weight_fp32,
-                           const ExpertRoutes& r, DType dtype, cudaStream_t stream) {
-  const auto column_blocks = static_cast<int>(divide_up(from.n, kThreads));
+void launch_sum_weight_gradients(void* dweight, bool weight_fp32, const float* parts, int count,
+                                 const ExpertRoutes& r, DType dtype, cudaStream_t stream) {
   dispatch_dtype(dtype, [&](auto element) {
+    launch_kernel(sum_weight_gradients_kernel<decltype(element)>,
+                  overlapping(divide_up(r.count(), kThreads), kThreads), stream, dweight,
+                  weight_fp32, parts, count, r);
+  });
+  check_launch("experts");
+}
+
+int64_t expert_sum_parts(int64_t rows, int64_t experts) { return rows / kPartRows + experts; }
+
+void launch_sum_of_experts(void* to, const RouteRows& from, int64_t rows, float* parts,
+                           const void* weight, bool weight_fp32, const ExpertRoutes& r, DType dtype,
+                           cudaStream_t stream) {
+  dispatch_access(dtype, from.n, {accessed(from)}, [&](auto element, auto elems) {
     using T = decltype(element);
+    const auto blocks = static_cast<int>(divide_up(from.n, 32 * elems.value));
+    launch_kernel(sum_parts_kernel<T, elems.value>,
+                  overlapping(expert_sum_parts(rows, r.experts) * blocks, kThreads), stream, parts,
+                  from, weight, weight_fp32, blocks, r);
+    const auto column_blocks = static_cast<int>(divide_up(from.n, kThreads));
     launch_kernel(sum_of_experts_kernel<T>,
                   overlapping(int64_t{column_blocks} * r.experts, kThreads), stream,
-                  static_cast<T*>(to), from, weight, weight_fp32, column_blocks, r);
+                  static_cast<T*>(to), static_cast<const float*>(parts), from.n, column_blocks, r);
   });
   check_launch("experts");
 }
