@@ -28,7 +28,7 @@ _LOSS_RTOL = 1e-2
 STOCK, COMPILED, _LIGER = "stock sdpa", "compiled blocks", "liger"
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     name: str
     family: str  # the prefix of the classes in transformers
     batch: int
@@ -58,7 +58,7 @@ _LLAMA_8B = {
     "head_dim": 128,
     "tie_word_embeddings": False,
 }
-_QWEN3 = {
+QWEN3 = {
     "vocab_size": 151936,
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -70,11 +70,11 @@ _QWEN3 = {
     "tie_word_embeddings": True,
 }
 _CASES = (
-    _Case("llama 1.2B", "Llama", 4, 4096, False, LLAMA),
-    _Case("llama 1.2B", "Llama", 8, 4096, True, LLAMA),
-    _Case("qwen3 0.6B", "Qwen3", 8, 2048, False, _QWEN3),
-    _Case("llama 8B", "Llama", 1, 4096, True, _LLAMA_8B, "attention"),
-    _Case("llama 8B", "Llama", 1, 4096, True, _LLAMA_8B, "all layers"),
+    Case("llama 1.2B", "Llama", 4, 4096, False, LLAMA),
+    Case("llama 1.2B", "Llama", 8, 4096, True, LLAMA),
+    Case("qwen3 0.6B", "Qwen3", 8, 2048, False, QWEN3),
+    Case("llama 8B", "Llama", 1, 4096, True, _LLAMA_8B, "attention"),
+    Case("llama 8B", "Llama", 1, 4096, True, _LLAMA_8B, "all layers"),
 )
 _ADAPTED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "all layers": "all-linear"}
 _RANK = 16
@@ -94,9 +94,9 @@ def compiled_copy(model: nn.Module, backend: str = "inductor") -> nn.Module:
     return copied
 
 
-def _liger(model: nn.Module, family: str) -> tuple[nn.Module, Any] | None:
+def _liger(model: nn.Module) -> tuple[nn.Module, Any] | None:
     """Returns a model on Liger's kernels and a context with the functions it replaces, or None."""
-    name = family.lower()
+    name = model.config.model_type
     apply_liger = installed("liger_kernel.transformers", f"apply_liger_kernel_to_{name}")
     if apply_liger is None:
         return None
@@ -148,7 +148,7 @@ def stepper(
     return step
 
 
-def _variants(case: _Case) -> dict[str, Callable[[], Tensor]]:
+def _variants(case: Case) -> dict[str, Callable[[], Tensor]]:
     """Returns the training steps to be timed, by name."""
     import transformers
 
@@ -172,7 +172,7 @@ def _variants(case: _Case) -> dict[str, Callable[[], Tensor]]:
         models[COMPILED] = compiled_copy(stock)
     losses = {name: partial(language_loss, model, tokens) for name, model in models.items()}
     steps = {name: stepper(loss, optimizer) for name, loss in losses.items()}
-    patched = None if case.lora else _liger(copy_of(stock), case.family)
+    patched = None if case.lora else _liger(copy_of(stock))
     if patched is not None:
         loss = partial(language_loss, patched[0], tokens)
         steps[_LIGER] = stepper(loss, optimizer, patched[1])
@@ -184,20 +184,24 @@ def _peak(step: Callable[[], Tensor]) -> Timing:
     return peak_memory(step, held=0)
 
 
-def rows() -> Iterator[Row]:
+def step_rows(case: Case) -> Iterator[Row]:
     """Rows of times in microseconds and of peak memory in MiB, optimizer and weights included."""
+    steps = _variants(case)
+    losses = {name: step().item() for name, step in steps.items()}
+    memory = {name: _peak(step) for name, step in steps.items()}
+    times = interleaved(steps, device="cuda", rounds=_ROUNDS, warmup=1)
+    end = "" if case.lora is None else f", LoRA of rank {_RANK} on {case.lora}"
+    end += ", recomputed" if case.recomputed else ""
+    label = f"{case.name} training step ({case.batch}, {case.seqlen}) bfloat16{end}"
+    errors = judged_loss(losses["ours"], losses[STOCK], _LOSS_RTOL)
+    for name, values in ((label, times), (f"{label} peak memory, MiB", memory)):
+        yield from compared(name, values, errors, STOCK, (COMPILED, _LIGER))
+    del steps
+    free()
+
+
+def rows() -> Iterator[Row]:
+    """Measures every case of the family lazily."""
     for case in _CASES:
-        if case.lora is not None and installed("peft", "get_peft_model") is None:
-            continue
-        steps = _variants(case)
-        losses = {name: step().item() for name, step in steps.items()}
-        memory = {name: _peak(step) for name, step in steps.items()}
-        times = interleaved(steps, device="cuda", rounds=_ROUNDS, warmup=1)
-        end = "" if case.lora is None else f", LoRA of rank {_RANK} on {case.lora}"
-        end += ", recomputed" if case.recomputed else ""
-        label = f"{case.name} training step ({case.batch}, {case.seqlen}) bfloat16{end}"
-        errors = judged_loss(losses["ours"], losses[STOCK], _LOSS_RTOL)
-        for name, values in ((label, times), (f"{label} peak memory, MiB", memory)):
-            yield from compared(name, values, errors, STOCK, (COMPILED, _LIGER))
-        del steps
-        free()
+        if case.lora is None or installed("peft", "get_peft_model") is not None:
+            yield from step_rows(case)
