@@ -44,8 +44,9 @@ def fuse(
     :func:`torchweld.gated_mlp`. In GPT-2 ``ln_1 -> attn.c_attn`` and ``ln_2 -> mlp.c_fc ->
     mlp.act`` run as :func:`torchweld.layer_norm_linear`, on the Conv1D weights as they are. PEFT's
     LoRA layers add the adapter's product to the base layer's in place, and the MLP around them runs
-    its gate as :func:`torchweld.gated_activation`; call fuse after ``get_peft_model``. Layers of
-    timm and diffusers keep their forward, but its SDPA calls run :func:`torchweld.attention`.
+    its gate as :func:`torchweld.gated_activation`; adapters of the weights of experts run as
+    :func:`torchweld.grouped_linear` beside them. Call fuse after ``get_peft_model``. Layers of timm
+    and diffusers keep their forward, but its SDPA calls run :func:`torchweld.attention`.
 
     Parameters, their names, state_dict, optimizers, save_pretrained and config.json stay as they
     were. A module that can't be replaced safely keeps its own (stock) forward and is listed with

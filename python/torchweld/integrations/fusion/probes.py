@@ -86,6 +86,9 @@ _CALLS: dict[str, Callable[..., Tensor]] = {
     ),
     "attention": _attention,
     "experts": _experts,
+    "grouped_linear": lambda ops, zeros: ops.grouped_linear(
+        zeros(2, 8), zeros(1, 8, 8), zeros.fixed(1, dtype=torch.int32)
+    ),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchweld.integrations import lora
+from torchweld.integrations import lora, lora_experts
 
 from . import causal_lm, decoder, gpt2_block, heads, layer_norm, mlp, rms_norm
 from .fused_module import Fusion, register, stock_class
@@ -120,6 +120,7 @@ FUSIONS |= {
     f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
     "transformers.models.whisper.modeling_whisper.WhisperAttention": (heads.FusedHeads, None),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
+    "peft.tuners.lora.layer.ParamWrapper": (lora_experts.FusedParamWrapper, None),
     "torch.nn.modules.normalization.LayerNorm": (layer_norm.FusedLayerNorm, None),
     "torch.nn.modules.normalization.RMSNorm": (rms_norm.FusedTorchNorm, rms_norm.Norm("eps", 0.0)),
 }
