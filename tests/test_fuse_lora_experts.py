@@ -169,14 +169,17 @@ def test_ids_below_zero_are_sentinels():
     assert not any(value.any() for value in nothing.values())
 
 
+def moved(arguments, *to):
+    """The arguments of a call on a device, the floating-point ones in a dtype."""
+    return [each.to(*to[: 2 if each.is_floating_point() else 1]) for each in arguments]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_runs_have_equal_bits(dtype):
+def test_two_runs_have_equal_bits(device, dtype):
     fused, stock = wrapped("Qwen3MoeExperts")
-    x, index, weight, dy = (
-        each.to(dtype) if each.is_floating_point() else each for each in given(stock)
-    )
-    fused.to(dtype)
-    first, second = (run(fused, x, index, weight, dy) for _ in range(2))
+    arguments = moved(given(stock, "sentinels"), device, dtype)
+    fused.to(device, dtype)
+    first, second = (run(fused, *arguments) for _ in range(2))
     assert_close(first, second, rtol=0, atol=0)
 
 
@@ -219,38 +222,40 @@ def test_factors_are_those_of_pefts_delta(name):
         assert_close(delta.mT if transposed else delta, want, rtol=1e-12, atol=1e-12)
 
 
-def test_bfloat16_is_no_worse_than_peft():
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", CLASSES)
+def test_bfloat16_is_no_worse_than_peft(device, name, cast):
     """PEFT keeps the adapters of a bfloat16 model in float32."""
-    fused, stock = wrapped("Qwen3MoeExperts")
-    x, index, weight, dy = given(stock)
-    want = eager(stock, x, index, weight, dy)
+    fused, stock = wrapped(name)
+    arguments = given(stock)
+    want = eager(stock, *arguments)
     for each in (fused, stock):
         for key, parameter in each.named_parameters():
-            parameter.data = parameter.data.to(torch.float32 if "lora" in key else torch.bfloat16)
-    x, weight, dy = x.bfloat16(), weight.bfloat16(), dy.bfloat16()
-    for cast in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            got, peft_got = (each(x, index, weight, dy) for each in (run_of(fused), run_of(stock)))
-        for key in want:
-            errors = [(each[key] - want[key]).norm() for each in (got, peft_got)]
-            assert got[key].dtype == (torch.float32 if "lora" in key else torch.bfloat16)
-            assert errors[0] <= 2 * errors[1] + 1e-2 * want[key].norm(), key
-
-
-def run_of(module):
-    return lambda *arguments: run(module, *arguments)
-
-
-def test_float32_under_autocast():
-    fused, stock = wrapped("MixtralExperts")
-    x, index, weight, dy = (t.float() if t.is_floating_point() else t for t in given(stock))
-    with recorder.recording() as calls, torch.autocast("cpu", torch.bfloat16):
-        got = run(fused.float(), x, index, weight, dy.bfloat16())
+            parameter.data = parameter.data.to(
+                device, torch.float32 if "lora" in key else torch.bfloat16
+            )
+    arguments = moved(arguments, device, torch.bfloat16)
+    kind = torch.device(device).type
+    with recorder.recording() as calls, torch.autocast(kind, torch.bfloat16, enabled=cast):
+        got, pefts = (run(each, *arguments) for each in (fused, stock))
     assert set(map(tuple, calls.values())) == {(None,)}
-    want = eager(stock.float(), x, index, weight, dy)
+    for key in want:
+        assert got[key].dtype == (torch.float32 if "lora" in key else torch.bfloat16)
+        error, allowed = ((each[key].cpu() - want[key]).norm() for each in (got, pefts))
+        assert error <= 2 * allowed + 1e-2 * want[key].norm(), key
+
+
+def test_float32_under_autocast(device):
+    fused, stock = wrapped("MixtralExperts")
+    arguments = given(stock)
+    want = eager(stock, *arguments)
+    x, index, weight, dy = moved(arguments, device, torch.float32)
+    with recorder.recording() as calls, torch.autocast(torch.device(device).type, torch.bfloat16):
+        got = run(fused.to(device, torch.float32), x, index, weight, dy.bfloat16())
+    assert set(map(tuple, calls.values())) == {(None,)}
     assert got["y"].dtype == torch.bfloat16 and got["x"].dtype == torch.float32
     for key in want:
-        assert (got[key] - want[key]).norm() <= 0.05 * want[key].norm(), key
+        assert (got[key].cpu() - want[key]).norm() <= 0.05 * want[key].norm(), key
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeExperts", "GptOssExperts"])
