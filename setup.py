@@ -338,8 +338,11 @@ def extensions():
     if env_flag("TORCHWELD_LINEINFO"):  # for profilers; the compressed library doubles in size
         nvcc.append("-lineinfo")
     if WITH_CUDA and nvcc_version() >= (12, 8):
-        # Kernels load as fast as with the mode `balance`, which makes the library a fifth larger.
-        nvcc += ["--compress-mode=size", "-Xfatbin=-compress-all"]
+        nvcc.append("-Xfatbin=-compress-all")
+        if FOR_WHEEL:
+            # This mode takes two seconds a file. Without it the library is a fifth larger, and
+            # kernels load as fast.
+            nvcc.append("--compress-mode=size")
     # Some compilers link libstdc++ statically. Its symbols must then stay inside the library.
     # Otherwise the streams of this library and of torch share tables, and error messages crash.
     link = ["-Wl,--exclude-libs,libstdc++.a"] if sys.platform == "linux" else []

@@ -31,7 +31,8 @@ REPORT_SUFFIX = ".report.json"  # of the reports that nvcc_report.py keeps
 # C7508: setmaxnreg ignored; C7510 to C7518: wgmma serialised, or a wait added.
 BAD_WARNINGS = re.compile(r"C75(08|1[0-8])")
 
-MAX_LIBRARY_BYTES = 40 * 10**6  # of _ops.abi3.so for the default architectures
+# The limit of _ops.abi3.so for the default architectures. A wheel's has five sixths of the size.
+MAX_LIBRARY_BYTES = 45 * 10**6
 DEFAULT_ARCHS = "9.0a 8.0+PTX"  # the text for the default architectures in _build.json
 
 # A file may seem to compile for too long only because this processor is slow or shared. Its seconds
