@@ -169,6 +169,18 @@ def test_ids_below_zero_are_sentinels():
     assert not any(value.any() for value in nothing.values())
 
 
+def test_what_no_route_reaches_counts_nothing():
+    """NaN in the weights of sentinels, and in a token and its gradient that have only sentinels."""
+    fused, stock = wrapped("GptOssExperts")
+    x, index, weight, dy = given(stock, "sentinels")
+    index[1] = EXPERTS
+    want = run(fused, x, index, weight, dy)
+    only = (index >= EXPERTS).all(1)[:, None]
+    x, dy = (each.detach().masked_fill(only, float("nan")) for each in (x, dy))
+    weight = weight.detach().masked_fill(index >= EXPERTS, float("nan"))
+    assert_close(run(fused, x, index, weight, dy), want, rtol=0, atol=0)
+
+
 def moved(arguments, *to):
     """The arguments of a call on a device, the floating-point ones in a dtype."""
     return [each.to(*to[: 2 if each.is_floating_point() else 1]) for each in arguments]

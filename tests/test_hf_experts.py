@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import grad
 from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -38,10 +39,10 @@ CLASSES = [
 REFUSED = {
     "Inkling2Experts": "no fused form of the activation Inkling2SoftcappedSwiGLU",
     "Inkling2LoopExperts": "no fused form of the activation Inkling2LoopSoftcappedSwiGLU",
-    "MuseSparkExperts": "a norm follows each expert",
 }
+NORMED = ("MuseSparkExperts",)  # a norm follows each expert
 # Their eager forward computes in float32.
-IN_FLOAT32 = ("BeamExperts", "OpenAIPrivacyFilterExperts")
+IN_FLOAT32 = ("BeamExperts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts")
 GROUPED, EAGER = "transformers' grouped_mm runs: ", "the model's eager loop runs: "
 
 
@@ -157,11 +158,33 @@ def test_every_class_equals_its_eager_forward(path, name):
         assert ran == [GROUPED + REFUSED[name] if name in REFUSED else None]
         with Calls() as calls:
             got = run(module, *given)
-        assert calls.names["torchweld::experts_forward"] == (name not in REFUSED)
+        assert calls.names["torchweld::experts_forward"] == (name not in (*REFUSED, *NORMED))
+        assert calls.names["torchweld::grouped_linear_forward"] == 2 * (name in NORMED)
         for ours, want in zip(got, eager(module, *given), strict=True):
             # Sums of at most 64 products, added in another order.
             rounding = 64 * torch.finfo(want.dtype).eps * want.abs().max().item()
             assert_close(ours, want, rtol=0, atol=rounding)
+
+
+def test_a_norm_behind_each_expert():
+    """The report, and what torch.func and a hook of the norm change."""
+    if "MuseSparkExperts" not in [name for _, name in CLASSES]:
+        pytest.skip("this transformers lacks Muse Spark")
+    model = tiny_model("muse_spark_text", "MuseSparkTextModel", "eager", moe_hidden_size=32)
+    report = fuse(model, only="experts", check=False)
+    label = "grouped_linear (gate_up_proj -> swiglu -> down_proj -> post_expert_norm)"
+    assert report.ops == dict.fromkeys(paths_of(model), label)
+    module = model.layers[0].mlp.experts
+    given = [t.detach() for t in inputs(module)][:3]
+    y, ran = reasons(module, given)
+    assert ran == [None]
+    assert_close(y, eager(module, *inputs(module))[0])
+    with recorder.recording(silently=True) as calls:
+        gradient = grad(lambda x: module(x, *given[1:]).square().sum())(given[0])
+    assert gradient.abs().sum() > 0
+    assert calls[module][0].startswith("the stock forward runs: torch.func transforms the call")
+    module.post_expert_norm.register_forward_hook(lambda *args: None)
+    assert reasons(module, given)[1] == ["the stock forward runs: a module inside has hooks"]
 
 
 def test_ids_of_32_bits():

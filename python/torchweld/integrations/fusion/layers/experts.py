@@ -25,8 +25,10 @@ from torchweld.integrations import recorder
 from torchweld.integrations.attention.fallback import NAME, warn_once
 from torchweld.integrations.fusion.probes import Probes
 from torchweld.ops.experts import experts
+from torchweld.ops.gated_linear import gated_activation
 from torchweld.ops.stock import plain_tensors
 
+from .composed_experts import composed_experts
 from .fused_module import (
     FusedModule,
     instance_refusal,
@@ -44,6 +46,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
+_APPLIES_TO_LEFT = dict(GATES.values())
 _OF_GATES = {gate: _ACTIVATIONS[activation] for activation, (gate, _) in GATES.items()}
 # The names of the attributes that the gates of modules read.
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
@@ -75,8 +78,6 @@ def gate_of(module: nn.Module) -> Gate | str:
     act = getattr(module, "act_fn", None)
     activation = _FUNCTIONS.get(act) or activation_name(act)
     name = getattr(act, "__name__", type(act).__name__)
-    if getattr(module, "has_post_expert_norm", False):
-        return "a norm follows each expert"
     if "_apply_gate" in vars(module):
         return "its gate was replaced on the instance"
     for child in module._modules.values():
@@ -179,6 +180,36 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
     return weights | biases
 
 
+def norm_of(module: nn.Module) -> nn.Module | None:
+    """Returns the norm behind each expert, or None."""
+    return module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
+
+
+def _activated(module: nn.Module, gate: Gate, z: Tensor) -> Tensor:
+    if not module.has_gate:
+        return module.act_fn(z)
+    if gate != Gate(gate.gate):
+        return module._apply_gate(z)
+    g, u = z.chunk(2, -1)
+    return gated_activation(*((g, u) if _APPLIES_TO_LEFT[gate.gate] else (u, g)), gate=gate.gate)
+
+
+def composed(
+    module: nn.Module, gate: Gate, x: Tensor, index: Tensor, weight: Tensor, **factors: Any
+) -> Tensor:
+    """Computes a module's experts as grouped products."""
+    return composed_experts(
+        x,
+        index,
+        weight,
+        parameters_of(module),
+        functools.partial(_activated, module, gate),
+        transposed=module.is_transposed,
+        norm=norm_of(module),
+        **factors,
+    )
+
+
 def call_refusal(
     parameters: dict[str, Tensor | None], x: Tensor, index: Tensor, weight: Tensor
 ) -> str | None:
@@ -208,6 +239,8 @@ def _run(
     if not isinstance(gate, str):
         parameters = parameters_of(module)
         reason = call_refusal(parameters, x, *routing)
+        if norm_of(module) is not None and torch._C._are_functorch_transforms_active():
+            reason = "torch.func transforms the call, and a norm follows each expert"
     if reason is not None:
         if recorder.calls is not None:
             recorder.record(module, f"{name} runs: {reason}")
@@ -215,6 +248,8 @@ def _run(
         return stock(module, x, *routing)
     if recorder.calls is not None:
         recorder.record(module)
+    if norm_of(module) is not None:
+        return composed(module, gate, x, *routing)
     gate_up, down, *biases = parameters.values()
     # NOTE: torch.compile can't trace `_asdict` of a constant.
     return experts(
@@ -250,7 +285,10 @@ class FusedExperts(FusedModule):
     @staticmethod
     def label(module: nn.Module, row: Any) -> str:
         first, down, *_ = parameters_of(module)
-        return f"experts ({first} -> {gate_of(module).gate} -> {down})"
+        parts = f"{first} -> {gate_of(module).gate} -> {down}"
+        if norm_of(module) is not None:
+            return f"grouped_linear ({parts} -> post_expert_norm)"
+        return f"experts ({parts})"
 
     @staticmethod
     def refusal(module: nn.Module, row: Any) -> str | None:
@@ -274,6 +312,8 @@ class FusedExperts(FusedModule):
     @staticmethod
     def probe(module: nn.Module, row: Any, weight: Tensor, probes: Probes) -> str | None:
         gate = gate_of(module)
+        if norm_of(module) is not None:
+            return probes.refusal("grouped_linear", weight)
         return probes.refusal("experts", weight, gate.gate, gate.limit, gate.alpha)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

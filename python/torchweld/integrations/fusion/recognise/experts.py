@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchweld.integrations.fusion.layers.experts import FusedExperts, is_experts, parameters_of
+from torchweld.integrations.fusion.layers.experts import (
+    FusedExperts,
+    is_experts,
+    norm_of,
+    parameters_of,
+)
 from torchweld.integrations.fusion.layers.fused_module import Fusion, register, stock_class
 from torchweld.integrations.fusion.probes import Probes
 
@@ -39,6 +44,11 @@ def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
         shape = (columns, rows) if module.is_transposed else (rows, columns)
         shape = (rows,) if name.endswith("_bias") else shape
         replica.register_parameter(name, nn.Parameter(random(_EXPERTS, *shape) / 4))
+    if (norm := norm_of(module)) is not None:
+        bare = compare.bare_replica(norm, stock_class(norm))
+        for name in dict(norm.named_parameters()):
+            bare.register_parameter(name, nn.Parameter(random(compare.WIDTH) / 4))
+        replica.post_expert_norm = bare
     return replica
 
 
