@@ -461,15 +461,15 @@ __global__ void __launch_bounds__(kThreads)
       high = middle - 1;
     }
   }
-  const int64_t begin = first_row_of(r, expert) +
-                        int64_t(part - first_part_of(r, expert)) * kPartRows + warp * kWarpRows;
-  const int64_t end = min(begin + kWarpRows, int64_t{r.ends[expert]});
+  const uint32_t begin = first_row_of(r, expert) +
+                         uint32_t(part - first_part_of(r, expert)) * kPartRows + warp * kWarpRows;
+  const uint32_t end = min(begin + kWarpRows, uint32_t(r.ends[expert]));
   const int64_t first_column = int64_t(blockIdx.x % column_blocks) * kColumns;
   const int64_t column = first_column + lane * kElems;
   const T* g_from = static_cast<const T*>(from.data) + column;
   float sums[kElems] = {};
 #pragma unroll 4
-  for (int64_t row = begin; row < end; ++row) {
+  for (uint32_t row = begin; row < end; ++row) {
     const float weight =
         g_weight == nullptr ? 1.f : weight_of(g_weight, weight_fp32, r.order[row], T());
     float values[kElems];
