@@ -56,10 +56,11 @@ void launch_gate_backward_matmul(const GateBackwardMatmulParams& params, cudaStr
   if (gemm.groups.dim == Grouped::kRows) {
     sm90::launch_dtype(
         sm90::GroupedGateBackwardKernelParams{p, params.weights, params.dz, params.act}, stream);
+    check_launch("experts_backward");
   } else {
     sm90::launch_dtype(p, stream);
+    check_launch("gated_mlp_backward");
   }
-  check_launch("gated_mlp_backward");
 }
 
 }  // namespace torchweld
