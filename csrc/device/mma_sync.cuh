@@ -66,6 +66,15 @@ __device__ __forceinline__ uint32_t load_word(uint32_t s_from) {
   return word;
 }
 
+__device__ __forceinline__ uint4 load_words_4(uint32_t s_from) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(s_from)
+               : "memory");
+  return words;
+}
+
 __device__ __forceinline__ void store_word(uint32_t s_to, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(s_to), "r"(word) : "memory");
 }

@@ -1,4 +1,4 @@
-// An exclusive sum over many values by one block.
+// An exclusive sum over many values by one block, and a search in such sums.
 #pragma once
 
 namespace torchweld {
@@ -30,6 +30,21 @@ __device__ __forceinline__ int block_scan(int count, int* s_warps, const Value& 
     __syncthreads();
   }
   return before;
+}
+
+// Returns the last i < count with first(i) <= at. `first` ascends, and first(0) <= at.
+template <typename First>
+__device__ __forceinline__ int last_at_or_before(int count, int at, const First& first) {
+  int low = 0, high = count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first(middle) <= at) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
 }
 
 }  // namespace torchweld

@@ -129,7 +129,7 @@ constexpr int64_t max_group_tiles(int64_t rows, int64_t groups, int64_t tile_row
 // The number of rows of y of a GroupTile for the chosen tile.
 int64_t group_tile_rows(const GemmChoice& choice);
 
-// Fills groups.tiles for tiles of tile_rows rows.
+// Fills groups.tiles for tiles of tile_rows rows, unless it has them.
 void launch_group_tiles(const GemmParams& params, int64_t tile_rows, cudaStream_t stream);
 
 // Returns the number of bytes of scratch memory that the chosen engine needs for copies of operands

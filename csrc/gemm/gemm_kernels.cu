@@ -100,17 +100,10 @@ __global__ void __launch_bounds__(kMapThreads)
   if (tile >= tiles) return;
   int4 to = make_int4(-1, 0, 0, 0);
   if (tile < all) {
-    int low = 0, high = groups.count - 1;  // the group with the tile is the last one that starts
-    while (low < high) {                   // at or before it
-      const int middle = (low + high + 1) / 2;
-      if (s_first[middle] <= tile) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    const int start = low == 0 ? 0 : groups.ends[low - 1];
-    to = make_int4(low, start + (tile - s_first[low]) * tile_rows, groups.ends[low], 0);
+    const int group =
+        last_at_or_before(groups.count, tile, [&](int group) { return s_first[group]; });
+    const int start = group == 0 ? 0 : groups.ends[group - 1];
+    to = make_int4(group, start + (tile - s_first[group]) * tile_rows, groups.ends[group], 0);
   }
   reinterpret_cast<int4*>(groups.tiles)[tile] = to;
 }
@@ -123,6 +116,7 @@ int64_t group_tile_rows(const GemmChoice& choice) {
 }
 
 void launch_group_tiles(const GemmParams& p, int64_t tile_rows, cudaStream_t stream) {
+  if (p.groups.has_tiles) return;
   const auto tiles = static_cast<int>(max_group_tiles(p.m, p.groups.count, tile_rows));
   Grid grid((tiles + kMapThreads - 1) / kMapThreads, kMapThreads,
             p.groups.count * static_cast<int>(sizeof(int)));
@@ -139,7 +133,7 @@ int64_t gemm_written_bytes(const GemmParams& p) {
 }
 
 void launch_gemm(const GemmParams& p, cudaStream_t stream) {
-  if (p.groups.dim == Grouped::kRows && !p.groups.has_tiles) {
+  if (p.groups.dim == Grouped::kRows) {
     launch_group_tiles(p, group_tile_rows(p.choice), stream);
   }
   switch (p.choice.engine) {

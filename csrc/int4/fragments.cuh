@@ -43,15 +43,6 @@ __device__ __forceinline__ uint2 load_words_2(uint32_t s_from) {
   return words;
 }
 
-__device__ __forceinline__ uint4 load_words_4(uint32_t s_from) {
-  uint4 words;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(s_from)
-               : "memory");
-  return words;
-}
-
 // Loads four words of a weight. No other thread reads these words, so they bypass the L1 cache.
 // NOTE: the load is volatile, so that the compiler does not move it before griddep_wait.
 __device__ __forceinline__ uint4 load_words_once(const void* g_from) {

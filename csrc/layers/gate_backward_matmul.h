@@ -21,10 +21,10 @@ inline bool fuses_gate_backward(const GemmProblem& p) {
 }
 
 // Returns dz. The kernel computes dz from rows (M, K) @ down (K, N) and does not store this
-// product. If z (M, 2N) is donated, dz overwrites z. If `act` is not empty, it receives the result
-// of the gate. If `groups` is given, down is (E, K, N), the gate is swiglu and `weights` are those
-// of the rows. If the kernel does not support the tensors or would be slower, the function computes
-// nothing and returns an undefined tensor.
+// product. If z (M, 2N) is donated, dz overwrites z. If `act` is defined and not empty, it
+// receives the result of the gate. If `groups` is given, down is (E, K, N), the gate is swiglu and
+// `weights` are those of the rows. If the kernel does not support the tensors or would be slower,
+// the function computes nothing and returns an undefined tensor.
 inline Tensor gate_backward_matmul(const Tensor& act, const Tensor& z, const Tensor& rows,
                                    const Tensor& down, Gate gate, MatmulGroups* groups = nullptr,
                                    const RouteWeights& weights = {}) {

@@ -43,9 +43,8 @@ namespace torchweld {
 
 void launch_gate_backward_matmul(const GateBackwardMatmulParams& params, cudaStream_t stream) {
   GemmParams gemm = params.gemm;
-  if (gemm.groups.dim == Grouped::kRows && !gemm.groups.has_tiles) {
-    launch_group_tiles(gemm, gate_backward_tile().group_rows(), stream);
-  }
+  const bool grouped = gemm.groups.dim == Grouped::kRows;
+  if (grouped) launch_group_tiles(gemm, gate_backward_tile().group_rows(), stream);
   gemm.choice = {GemmEngine::kSm90, sm90::kPingPong128x128Cluster2, 1, gemm.k};
   sm90::GateBackwardKernelParams p = {sm90::kernel_params(gemm, stream),
                                       sm90::half_map(gemm, params.z, 2),
@@ -53,7 +52,7 @@ void launch_gate_backward_matmul(const GateBackwardMatmulParams& params, cudaStr
   p.gate = params.gate;
   p.stores_act = params.act != nullptr;
   if (p.stores_act) p.act = sm90::half_map(gemm, params.act, 1);
-  if (gemm.groups.dim == Grouped::kRows) {
+  if (grouped) {
     sm90::launch_dtype(
         sm90::GroupedGateBackwardKernelParams{p, params.weights, params.dz, params.act}, stream);
     check_launch("experts_backward");

@@ -203,19 +203,9 @@ class GateBackwardEpilogue {
     for (int row = lane() / kChunks; box.row + row < box.rows_end; row += 32 / kChunks) {
       if (row >= 16 || column >= params_.gemm.n) break;
       *reinterpret_cast<uint4*>(g_to + (box.row + row) * row_stride + column) =
-          load_shared_16_bytes(s_from + row * Store::kBoxRowBytes +
-                               (Store::chunk_of(row, chunk) << 4));
+          load_words_4(s_from + row * Store::kBoxRowBytes + (Store::chunk_of(row, chunk) << 4));
     }
     __syncwarp();
-  }
-
-  static __device__ __forceinline__ uint4 load_shared_16_bytes(uint32_t s_from) {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(s_from)
-                 : "memory");
-    return v;
   }
 
   // Returns row i of this thread: it has rows lane / 4 and lane / 4 + 8 of every box.

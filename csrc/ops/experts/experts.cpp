@@ -377,8 +377,7 @@ std::tuple<Tensor, Tensor> gate_backward_cuda(const Tensor& z, const Tensor& in_
     const Tensor sums = at::empty({parts, routes.count()}, z.options().dtype(at::kFloat));
     const RouteWeights weights = {r.order, const_data<void>(weight), weight_fp32,
                                   data_if_wanted<float>(sums)};
-    const Tensor dz = gate_backward_matmul(needs_act ? act : sums.narrow(0, 0, 0), z, in_dy, second,
-                                           Gate::kSwiglu, &groups, weights);
+    const Tensor dz = gate_backward_matmul(act, z, in_dy, second, Gate::kSwiglu, &groups, weights);
     if (dz.defined()) {
       if (wanted[3]) {
         launch_sum_weight_gradients(mutable_data<void>(dweight), weight_fp32, weights.dweight_parts,

@@ -1,5 +1,6 @@
 // The kernels that gather the tokens of a layer of experts and sum its rows. A warp processes
 // columns of one token or of one row, in accesses of 16 bytes.
+#include "device/scan.cuh"
 #include "ops/experts/rows.cuh"
 
 namespace torchweld {
@@ -123,15 +124,8 @@ __global__ void __launch_bounds__(kThreads)
   griddep_launch_dependents();
   griddep_wait();
   const int part = blockIdx.x / column_blocks, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int expert = 0, high = r.experts - 1;  // the part is of the last expert that starts at or before
-  while (expert < high) {                // it
-    const int middle = (expert + high + 1) / 2;
-    if (first_part_of(r, middle) <= part) {
-      expert = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
+  const int expert =
+      last_at_or_before(r.experts, part, [&](int expert) { return first_part_of(r, expert); });
   const uint32_t begin = first_row_of(r, expert) +
                          uint32_t(part - first_part_of(r, expert)) * kPartRows + warp * kWarpRows;
   const uint32_t end = min(begin + kWarpRows, uint32_t(r.ends[expert]));
