@@ -124,15 +124,15 @@ class FusedParamWrapper(FusedModule):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         wrappers, experts = _nested(self)
-        factors: Any = _refusal(wrappers, experts)
+        reason = _refusal(wrappers, experts)
         if len(args) != 2 or kwargs or not is_fused(self):
-            factors = "it was called with other arguments than its experts have"
+            reason = "it was called with other arguments than its experts have"
         elif torch._C._are_functorch_transforms_active():
-            factors = "torch.func transforms the call"
-        elif factors is None and not _runs_op(experts):
-            factors = "its experts are not fused"
-        factors = factors or call_refusal(parameters_of(experts), x, *args)
-        factors = factors or _factors(wrappers, experts.is_transposed)
+            reason = "torch.func transforms the call"
+        elif reason is None and not _runs_op(experts):
+            reason = "its experts are not fused"
+        reason = reason or call_refusal(parameters_of(experts), x, *args)
+        factors = reason or _factors(wrappers, experts.is_transposed)
         if isinstance(factors, str):
             if recorder.calls is not None:
                 recorder.record(self, f"PEFT's forward runs: {factors}")
