@@ -76,6 +76,7 @@ RIVALS = {
     "stock sdpa": "the Hugging Face model with SDPA",
     "compiled blocks": "the same model with compiled blocks",
     "stock": "the same in torch's modules",
+    "grouped_mm": "transformers' grouped_mm experts",
     "alone": "one GPU",
 }
 PEERS = {
@@ -85,6 +86,7 @@ PEERS = {
     "plan": "`make plan`",
     "product": "FSDP2's cost times tensor parallel's",
     "matmul alone": "the matmul alone",
+    "balanced": "balanced routing",
 }
 DRAWN_BY_BENCH = ("curves", "distributed")  # bench.py draws their charts
 
@@ -133,6 +135,11 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def _measured_case(row: dict[str, Any]) -> str:
+    """The case of a row, without the peer: a row for each further peer is "case over peer"."""
+    return row["case"].replace(f" over {row['against']}", "")
+
+
 def _ratios(report: Report) -> dict[tuple[str, str, str], list[float]]:
     """The ratios to the other libraries.
 
@@ -141,7 +148,7 @@ def _ratios(report: Report) -> dict[tuple[str, str, str], list[float]]:
     """
     found: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in report["rows"]:
-        case = row["case"].replace(f" over {row['against']}", "")
+        case = _measured_case(row)
         measure = "memory" if "peak memory" in case else "time"
         for peer, us in row["peers_us"].items():
             if peer in RIVALS and row["ratio"] is not None:
@@ -235,17 +242,18 @@ def matching_ratios(summary: Summary, rows: list[dict[str, Any]]) -> list[float]
     Raises:
         ValueError: No case matches.
     """
-    ratios = []
+    ratios = {}
     for row in rows:
+        case = _measured_case(row)
         peers = [name for name in row["peers_us"] if re.fullmatch(summary.peer, name)]
-        if not peers or not re.fullmatch(summary.cases, row["case"]) or " over " in row["case"]:
+        if not peers or not re.fullmatch(summary.cases, case):
             continue
         if row["ratio"] is None:
             return None
-        ratios.append(row["ours_us"] / row["peers_us"][peers[0]])
+        ratios[case] = row["ours_us"] / row["peers_us"][peers[0]]
     if not ratios:
         raise ValueError(f"no case matches the README's row {summary.what!r} over {summary.name}")
-    return ratios
+    return list(ratios.values())
 
 
 def _range_text(ratios: list[float] | None) -> str:

@@ -112,6 +112,17 @@ def test_a_row_without_cases_is_refused(tables):
         tables.matching_ratios(summary, tables.read_reports()["nvidia-h200"]["attention"]["rows"])
 
 
+def test_a_case_counts_once_whatever_its_rows_are_over(tables):
+    summary = tables.SUMMARY[0]._replace(cases="step .*", peer="liger")
+    row = {"ratio": 1.0, "peers_us": {"liger": 10.0, "eager": 40.0}}
+    rows = [
+        {**row, "case": f"step {size} over {peer}", "against": peer, "ours_us": us}
+        for size, us in ((4, 5.0), (8, 8.0))
+        for peer in row["peers_us"]
+    ]
+    assert tables.matching_ratios(summary, rows) == [0.5, 0.8]
+
+
 def test_every_result_is_on_the_page(tables):
     page = (ROOT / tables.RESULTS / "README.md").read_text(encoding="utf-8")
     for families in tables.read_reports().values():
