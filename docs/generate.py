@@ -233,6 +233,7 @@ def plan_table() -> str:
 # For each page of docs/kernels: the family of results and a pattern of whole cases.
 KERNELS = {
     "gemm_sm90": ("matmul", r"(linear( dx| dweight)?|bmm|gated_linear) \(.*(16|32|tf32|swiglu)"),
+    "experts": ("experts", r"experts \(.*"),
     "attention_forward": ("attention", r"attention \(.*"),
     "attention_backward": ("attention", r"attention_backward \(.*float16.*"),
     "softmax": ("rows", r"softmax(_backward)? \([^)]*\) \w+"),
@@ -252,7 +253,7 @@ def kernel_table(page: str) -> str:
             if not re.fullmatch(pattern, row["case"]):
                 continue
             ratio = "wrong" if row["ratio"] is None else f"{row['ratio']:.2f}"
-            key = row["case"], row["against"]
+            key = row["case"].removesuffix(f" over {row['against']}"), row["against"]
             cells.setdefault(key, {})[report["device"]] = f"{row['ours_us']:.1f} | {ratio}"
     devices = [report["device"] for report in reports]
     head = "".join(f" {device}, us | ratio |" for device in devices)
