@@ -27,6 +27,7 @@ FAMILIES = {
     "models": "Training of Llama and Qwen3",
     "encoders": "Training of encoders and of Qwen3.5",
     "generate": "Generation with Llama 1.2B and GPT-2 124M",
+    "invariance": "Cost of equal bits in every batch",
     "attention": "Attention",
     "attention_masks": "Attention under masks",
     "varlen": "Attention of packed sequences",
@@ -68,6 +69,7 @@ RIVALS = {
     "cublas": "cuBLAS",
     "cublas bare": "cuBLAS, matmul alone",
     "int4pack_mm": "torch's int4pack_mm",
+    "batch_invariant_ops": "Thinking Machines' batch_invariant_ops",
     "F.conv2d": "F.conv2d",
     "torch": "torch's op",
     "eager": "torch's ops",
@@ -87,6 +89,7 @@ PEERS = {
     "product": "FSDP2's cost times tensor parallel's",
     "matmul alone": "the matmul alone",
     "balanced": "balanced routing",
+    "default choice": "the same outside of the mode",
 }
 DRAWN_BY_BENCH = ("curves", "distributed")  # bench.py draws their charts
 

@@ -33,6 +33,7 @@ FAMILIES = {
     "models": "cuda",
     "encoders": "cuda",
     "generate": "cuda",
+    "invariance": "cuda",
     "curves": "cuda",
     "pointwise": "cuda",
     "cpu": "cpu",

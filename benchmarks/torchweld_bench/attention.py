@@ -21,7 +21,7 @@ from torchweld_bench.common import dtype_text, installed, runs, sdpa
 from torchweld_bench.results import Row
 
 _ROUNDS = 11
-_EAGER_ERRORS = 2  # the README states the limit: twice the error of torch's ops and two roundings
+EAGER_ERRORS = 2  # the README states the limit: twice the error of torch's ops and two roundings
 _NOT_JUDGED = {"error": 0.0, "eager_error": 0.0, "allowed_error": 0.0}
 # A masked call's target, as a fraction of the plain call's time: its share of live tiles plus this.
 _BEYOND = 0.05
@@ -115,14 +115,14 @@ def _exact(qkv: list[Tensor], causal: bool) -> Tensor:
     """Computes a causal case whose queries are at the end of the keys."""
     query, key, value = qkv
     rows, keys = query.shape[2], key.shape[2]
-    seen = torch.ones(rows, keys, dtype=torch.bool, device="cuda")
+    seen = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
     if causal:
         seen = seen.tril(keys - rows)
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
 
 
-def _reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
+def reference(qkv: list[Tensor], causal: bool) -> tuple[Tensor, Tensor]:
     """Computes the last rows in fp64, and in eager torch."""
     part = _last_rows(qkv)
     return _exact([t.double() for t in part], causal), _exact(part, causal)
@@ -134,11 +134,11 @@ def _working(peers: dict[str, Call]) -> dict[str, Call]:
 
 def _forward(at: _Case) -> Iterator[Row]:
     qkv, causal = at.qkv(), at.causal
-    exact, eager = _reference(qkv, causal)
+    exact, eager = reference(qkv, causal)
     out = ops.attention(*qkv, causal=causal)[-1:, -1:, -exact.shape[2] :]
     calls: dict[str, Call] = {"ours": lambda: ops.attention(*qkv, causal=causal)}
     calls |= _working({name: partial(peer, *qkv) for name, peer in at.peers().items()})
-    errors = judged(out, eager, exact, _EAGER_ERRORS)
+    errors = judged(out, eager, exact, EAGER_ERRORS)
     return measured(f"attention {at}", calls, errors, at.against, [_FA4], _ROUNDS)
 
 
@@ -168,7 +168,7 @@ def _backward(at: _Case) -> Iterator[Row]:
     errors = _NOT_JUDGED
     if at.seqlen <= 8192:  # the fp64 scores of longer sequences need too much memory
         mine = [g[-1:, -n:] for g, n in zip(ours(), counts, strict=True)]
-        errors = judged(mine, last_head(at.dtype), last_head(torch.float64), _EAGER_ERRORS)
+        errors = judged(mine, last_head(at.dtype), last_head(torch.float64), EAGER_ERRORS)
     calls = {"ours": ours, **peers}
     return measured(f"attention_backward {at}", calls, errors, at.against, [_FA4], _ROUNDS)
 
@@ -190,9 +190,9 @@ def _padded(at: _Case) -> Iterator[Row]:
     qkv, n = at.qkv(), at.seqlen
     pads = torch.linspace(0, n // 2, at.batch).int()
     share = live_share([[n] * start + [start] * (n - start) for start in pads.tolist()])
-    exact, eager = _reference([t[:1] for t in qkv], True)  # the first sequence has no padding
+    exact, eager = reference([t[:1] for t in qkv], True)  # the first sequence has no padding
     out = ops.attention(*qkv, pads.cuda(), causal=True)[:1, -1:, -exact.shape[2] :]
-    errors = judged(out, eager, exact, _EAGER_ERRORS)
+    errors = judged(out, eager, exact, EAGER_ERRORS)
     return _masked(f"attention {at} padded", qkv, "unpadded", share, errors, leftpad=pads.cuda())
 
 
@@ -200,9 +200,9 @@ def _windowed(at: _Case, window: int) -> Iterator[Row]:
     qkv = at.qkv()
     share = live_share([[max(0, row - window + 1) for row in range(at.seqlen)]])
     part = _last_rows(qkv, 1)
-    exact, eager = _reference([part[0], *(t[:, :, -window:] for t in part[1:])], False)
+    exact, eager = reference([part[0], *(t[:, :, -window:] for t in part[1:])], False)
     out = ops.attention(*qkv, causal=True, window=window)[-1:, -1:, -1:]
-    errors = judged(out, eager, exact, _EAGER_ERRORS)
+    errors = judged(out, eager, exact, EAGER_ERRORS)
     case = f"attention {at} window {window}"
     return _masked(case, qkv, "unwindowed", share, errors, window=window)
 
@@ -215,7 +215,7 @@ def _softmax_matmul(at: _Case) -> Iterator[Row]:
 
     scores, value = drawn(at.batch, at.nheads, at.seqlen, at.seqlen, dtype=at.dtype), at.qkv()[2]
     part = scores[-1:, -1:], value[-1:, -1:]
-    errors = checked(ops.softmax_matmul(*part), eager, part, _EAGER_ERRORS)
+    errors = checked(ops.softmax_matmul(*part), eager, part, EAGER_ERRORS)
     calls = {
         "ours": lambda: ops.softmax_matmul(scores, value),
         "eager": lambda: eager(scores, value),

@@ -28,11 +28,11 @@ _SHAPES = [(16, 32, 8, 8192, 128), (1, 32, 8, 65536, 128), (16, 12, 12, 1024, 64
            (64, 32, 8, 2048, 128), (4, 64, 8, 32768, 128)]  # fmt: skip
 
 
-def drawn_caches(*shape: int) -> tuple[list[list[Tensor]], int]:
+def drawn_caches(*shape: int, device: str = "cuda") -> tuple[list[list[Tensor]], int]:
     """Draws keys and values that together exceed the L2 cache; returns a pair's bytes too."""
     cache_bytes = 4 * math.prod(shape)
     turns = -(-_BYTES // cache_bytes)
-    return [[drawn(*shape) for _ in range(2)] for _ in range(turns)], cache_bytes
+    return [[drawn(*shape, device=device) for _ in range(2)] for _ in range(turns)], cache_bytes
 
 
 def attention_calls(q: Tensor, caches: list[list[Tensor]]) -> dict[str, list[Call]]:

@@ -55,22 +55,25 @@ _STEPS = [
 ]
 
 
-def _routing(tokens: int, experts: int, k: int, kind: str = "balanced") -> Tensor:
+def routing(
+    tokens: int, experts: int, k: int, kind: str = "balanced", device: str = "cuda"
+) -> Tensor:
     if kind == "one expert":
-        return torch.zeros(tokens, k, dtype=torch.int64, device="cuda")
-    scores = torch.rand(tokens, experts, device="cuda")
+        return torch.zeros(tokens, k, dtype=torch.int64, device=device)
+    scores = torch.rand(tokens, experts, device=device)
     if kind == "Zipf":  # draws without replacement, expert i with weight 1 / i
-        scores = scores.log() * torch.arange(1, experts + 1, device="cuda")
+        scores = scores.log() * torch.arange(1, experts + 1, device=device)
     if kind == "half empty":
         scores[:, : experts // 2] -= 1
     return scores.topk(k).indices
 
 
-def _layer(h: int, n: int, experts: int) -> tuple[Tensor, Tensor]:
-    return drawn(experts, 2 * n, h, std=h**-0.5), drawn(experts, h, n, std=n**-0.5)
+def drawn_layer(h: int, n: int, experts: int, device: str = "cuda") -> tuple[Tensor, Tensor]:
+    gate_up = drawn(experts, 2 * n, h, std=h**-0.5, device=device)
+    return gate_up, drawn(experts, h, n, std=n**-0.5, device=device)
 
 
-def _grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
     """Calls transformers' grouped_mm_experts_forward."""
     ids, order = torch.sort(index.reshape(-1))
     counts = torch.histc(ids.int(), bins=gate_up.shape[0], min=0, max=gate_up.shape[0] - 1)
@@ -106,7 +109,7 @@ def _dense(x: Tensor, n: int, rows: int) -> tuple[Call, Call]:
 
 def _of_size(t: int, h: int, n: int, experts: int, k: int) -> Iterator[Row]:
     x, weight = drawn(t, h), torch.rand(t, k, device="cuda").bfloat16()
-    index, (gate_up, down) = _routing(t, experts, k), _layer(h, n, experts)
+    index, (gate_up, down) = routing(t, experts, k), drawn_layer(h, n, experts)
     operands = leaves(x, gate_up, down, weight)
 
     def run(layer: Any, x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor) -> Tensor:
@@ -114,8 +117,8 @@ def _of_size(t: int, h: int, n: int, experts: int, k: int) -> Iterator[Row]:
 
     functions = {
         "ours": partial(run, ops.experts),
-        "grouped_mm": partial(run, _grouped_mm),
-        "torch.compile": partial(run, torch.compile(_grouped_mm)),
+        "grouped_mm": partial(run, grouped_mm),
+        "torch.compile": partial(run, torch.compile(grouped_mm)),
     }
     liger = installed("liger_kernel.ops.fused_moe", "LigerFusedMoEFunction")
     if liger is not None and (t, h, n, experts, k) == _SIZES[0]:  # it tunes for each size
@@ -123,7 +126,7 @@ def _of_size(t: int, h: int, n: int, experts: int, k: int) -> Iterator[Row]:
             x, gate_up, down, index, weight
         )
     few = [x[:CHECKED_ROWS], gate_up, down, weight[:CHECKED_ROWS]]
-    exact = _grouped_mm(*(t.float() for t in few[:3]), index[:CHECKED_ROWS], few[3].float())
+    exact = grouped_mm(*(t.float() for t in few[:3]), index[:CHECKED_ROWS], few[3].float())
     errors = judged(functions["ours"](*few), functions["grouped_mm"](*few), exact, times=1.5)
     case = f"experts ({t}, {h}, {n}, {experts}, {k}) bfloat16"
     dy = torch.randn_like(x)
@@ -143,7 +146,7 @@ def _of_size(t: int, h: int, n: int, experts: int, k: int) -> Iterator[Row]:
         yield from compared(f"{case}, {kind}", times, errors, over=peers)
     routings = {
         "ours" if kind == "balanced" else kind: gradients(
-            partial(_routed, _routing(t, experts, k, kind)), operands, dy
+            partial(_routed, routing(t, experts, k, kind)), operands, dy
         )
         for kind in ("balanced", "Zipf", "one expert", "half empty")
     }
@@ -159,17 +162,17 @@ def _routed(index: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, weight: Ten
 
 def _generation(t: int, h: int, n: int, experts: int, k: int) -> Iterator[Row]:
     x, weight = drawn(t, h), torch.rand(t, k, device="cuda").bfloat16()
-    index, (gate_up, down) = _routing(t, experts, k), _layer(h, n, experts)
+    index, (gate_up, down) = routing(t, experts, k), drawn_layer(h, n, experts)
     touched = gate_up[: index.unique().numel()].flatten()
     touched = torch.cat([touched, touched[: touched.numel() // 2]])
     args = x, gate_up, down, index, weight
     calls: dict[str, Call] = {
         "ours": partial(ops.experts, *args),
-        "grouped_mm": partial(_grouped_mm, *args),
+        "grouped_mm": partial(grouped_mm, *args),
         "read of the weights": partial(torch.sum, touched),
     }
     wide = [a.float() if a.is_floating_point() else a for a in args]
-    errors = judged(calls["ours"](), _grouped_mm(*args), _grouped_mm(*wide), times=1.5)
+    errors = judged(calls["ours"](), grouped_mm(*args), grouped_mm(*wide), times=1.5)
     times = timed(captured(calls))
     case = f"experts ({t}, {h}, {n}, {experts}, {k}) bfloat16, forward"
     yield from compared(case, times, errors, over=["grouped_mm", "read of the weights"])

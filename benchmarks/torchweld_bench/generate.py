@@ -31,12 +31,14 @@ def _prompts(vocabulary: int) -> dict[str, Tensor]:
     return {"input_ids": tokens.cuda(), "attention_mask": mask.cuda()}
 
 
-def _generator(model: nn.Module, prompts: dict[str, Tensor], **cache: Any) -> Callable[[], Tensor]:
+def generator(
+    model: nn.Module, prompts: dict[str, Tensor], tokens: int, **cache: Any
+) -> Callable[[], Tensor]:
     def generate() -> Tensor:
         return model.generate(
             **prompts,
-            max_new_tokens=_TOKENS,
-            min_new_tokens=_TOKENS,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
             do_sample=False,
             pad_token_id=0,
             **cache,
@@ -104,8 +106,8 @@ def _rows(name: str, exact: nn.Module) -> Iterator[Row]:
     ways = {"eager": {}, "static cache, compiled": {"cache_implementation": "static"}}
     for way, cache in ways.items():
         calls = {
-            "ours": _generator(fused, prompts, **cache),
-            "stock sdpa": _generator(stock, prompts, **cache),
+            "ours": generator(fused, prompts, _TOKENS, **cache),
+            "stock sdpa": generator(stock, prompts, _TOKENS, **cache),
         }
         times = _timed(calls, compiled=bool(cache))
         case = f"{name}generate {_TOKENS} tokens after ({_BATCH}, {_PROMPT}) bfloat16, {way}"

@@ -30,7 +30,7 @@ from torchweld_bench.common import dtype_text, read_rate
 from torchweld_bench.results import Row
 
 _ROUNDS = 21
-_GROUP = 128
+GROUP = 128
 _DECODE_UP_TO = 16  # the maximum number of x rows for which reading the weight dominates the time
 # the size of all weights that the calls rotate through; more than the L2 cache of an H200 (50 MB)
 _DECODE_BYTES = 128 << 20
@@ -51,17 +51,23 @@ def _tinygemm(module: Int4Linear) -> tuple[Tensor, Tensor]:
     return packed, torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
 
 
+def rotation(m: int, weight_bytes: int) -> tuple[int, int]:
+    """Returns how many weights the calls with m rows of x rotate through, and how many calls do.
+
+    For a small batch they are several, so that no weight is in L2 although no flush runs between
+    the kernels. For a large batch the timer flushes L2 between the calls.
+    """
+    turns = -(-_DECODE_BYTES // weight_bytes) if m <= _DECODE_UP_TO else 1
+    return turns, max(turns, _DECODE_CALLS) if turns > 1 else 1
+
+
 def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[Row]:
     """Times one matmul; a row for each peer with a target."""
     linear = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=dtype)
-    module = Int4Linear.from_linear(linear, _GROUP)
+    module = Int4Linear.from_linear(linear, GROUP)
     weight = (module.qweight, module.scale, module.zero)
     weight_bytes = sum(t.numel() * t.element_size() for t in weight)
-    # For a small batch the calls rotate through several weights, so that no weight is in L2
-    # although no flush runs between the kernels. For a large batch the timer flushes L2 between
-    # the calls.
-    turns = -(-_DECODE_BYTES // weight_bytes) if m <= _DECODE_UP_TO else 1
-    times = max(turns, _DECODE_CALLS) if turns > 1 else 1
+    turns, times = rotation(m, weight_bytes)
     dense, x = module.dequantise(), drawn(m, k, dtype=dtype)
     calls: dict[str, list[Call]] = {
         "ours": [partial(copy.deepcopy(module), x) for _ in range(turns)],
@@ -70,7 +76,7 @@ def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[
     if dtype == torch.bfloat16:
         packed, scales = _tinygemm(module)
         calls["int4pack_mm"] = [
-            partial(torch._weight_int4pack_mm, x, packed.clone(), _GROUP, scales)
+            partial(torch._weight_int4pack_mm, x, packed.clone(), GROUP, scales)
             for _ in range(turns)
         ]
     if turns > 1:
@@ -87,7 +93,7 @@ def _cases(m: int, k: int, n: int, dtype: torch.dtype, rate: float) -> Iterator[
 def gradient_rows(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> Iterator[Row]:
     """Times the gradient to x of one matmul, over cuBLAS and over the forward."""
     linear = torch.nn.Linear(k, n, bias=False, device=device, dtype=dtype)
-    module = Int4Linear.from_linear(linear, _GROUP)
+    module = Int4Linear.from_linear(linear, GROUP)
     weight, dense = ops.int4_repack(*module.portable()), module.dequantise()
     x, dy = (drawn(m, size, dtype=dtype, device=device) for size in (k, n))
     calls: dict[str, Call] = {
