@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchweld
-from choices_helpers import DEVICES, MATHS, chosen, picked, problem
+from choices_helpers import DEVICES, MATHS, chosen
 from numerics import assert_same_bits
 from samples import BF16, F16, F32, F64
 from tensors import randn
@@ -127,10 +127,15 @@ OPS: dict[str, Callable[[Rows], Tensor | tuple[Tensor, ...]]] = {
     "F.linear": lambda r: F.linear(r.x, r.weight, r.bias),
     "mm": lambda r: r.x @ r.square,
     "addmm": lambda r: torch.addmm(r.bias, r.x, r.weight.t()),
+    "addmm of rows": lambda r: torch.addmm(r.y, r.x, r.square, beta=0.5, alpha=2),
+    "addmm_": lambda r: r.y.clone().addmm_(r.x, r.square),
+    "baddbmm": lambda r: torch.baddbmm(r.y[None], r.x[None], r.square[None])[0],
+    "mm out": lambda r: torch.mm(r.x, r.square, out=torch.empty_like(r.x)),
+    "mv": lambda r: r.x @ r.scale,
     "mean": lambda r: r.x.float().pow(2).mean(-1, keepdim=True),
     "log_softmax": lambda r: r.x.log_softmax(-1),
 }
-NO_GRADIENT = ("int4_linear", "linear_token_logprobs")
+NO_GRADIENT = ("int4_linear", "linear_token_logprobs", "mm out")
 
 
 def results(op: str, rows: Rows, douts: list[Tensor] | None = None) -> list[Tensor]:
@@ -343,7 +348,8 @@ def test_values_stay_those_of_torch(dtype, device):
         pytest.skip("float64 runs on the CPU alone")
     k, n, m = SIZES["cpu"][0]
     rows = made(device, dtype, k, n, m)
-    for op in ("F.linear", "mm", "addmm", "mean", "linear", "bmm"):
+    for op in ("F.linear", "mm", "addmm", "addmm of rows", "addmm_", "baddbmm", "mm out", "mv", "mean",
+               "linear", "bmm"):  # fmt: skip
         expected = OPS[op](rows)
         with torchweld.batch_invariant():
             got = OPS[op](rows)
@@ -371,8 +377,8 @@ def test_autocast_and_compile_see_the_mode(device):
 
 
 def each_configuration(call: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """The results of a call under every configuration of its one choice that the mode allows."""
-    _, (record,) = observe(call)
+    """The results of a call under every configuration of its first choice that the mode allows."""
+    _, (record, *_) = observe(call)
     family, numbers = record["family"], list(record["problem"])
     results = {}
     for candidate in introspection().candidates(family, numbers):
@@ -410,6 +416,25 @@ def test_every_matmul_of_the_mode_has_the_same_bits(math, m, n, k, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has one configuration")
+@pytest.mark.parametrize("m, n, k", [(1, 320, 1024), (16, 4096, 512), (70, 200, 4096)])
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_every_int4_of_the_mode_has_the_same_bits(dtype, m, n, k):
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(n, k // 128, device="cuda").to(dtype)
+    zeros = torch.randint(0, 16, (n, k // 128), dtype=torch.uint8, device="cuda")
+    packed = (torchweld.int4_pack(codes), scales, torchweld.int4_pack(zeros))
+    weight = torchweld.int4_repack(*packed)
+    x, bias = randn("cuda", dtype, m, k), randn("cuda", dtype, n)
+    with torchweld.batch_invariant():
+        found = each_configuration(
+            lambda: torchweld.int4_linear_repacked(x, *weight, bias, out_features=n)
+        )
+    assert len(found) >= 4  # dense, and three tiles of mma.sync
+    for name, result in found.items():
+        assert_same_bits(result, found["dense"], name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has one configuration")
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 4.0}], ids=str)
 def test_every_attention_of_the_mode_has_the_same_bits(d, options):
@@ -419,6 +444,40 @@ def test_every_attention_of_the_mode_has_the_same_bits(d, options):
     first = next(iter(found.values()))
     for name, result in found.items():
         assert_same_bits(result, first, name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has one configuration")
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (64, 128)])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("mask", ["causal", "window", "sink", "leftpad", "key_start", "key_end"])
+def test_every_decode_of_the_mode_has_the_same_bits(mask, rows, dims):
+    """The scores of some heads are large, so that the maxima of their rows rise in many steps."""
+    torch.manual_seed(3)
+    batch, nheads, heads_kv, keys = 3, 8, 2, 1111
+    q = randn("cuda", BF16, batch, nheads, rows, dims[0])
+    q[:, ::2] *= 12
+    k, v = (randn("cuda", BF16, batch, heads_kv, keys, d) for d in dims)
+    per_sequence = torch.tensor([0, 170, 700], dtype=torch.int32, device="cuda")
+    options = {
+        "causal": {},
+        "window": {"window": 300},
+        "sink": {"sink": torch.randn(nheads, device="cuda")},
+        "leftpad": {"leftpad": per_sequence},
+        "key_start": {"key_start": per_sequence[:, None].expand(-1, rows)},
+        "key_end": {"key_end": keys - per_sequence, "window": 500},
+    }[mask]
+    for dtype in (BF16, F16):
+        t = [x.to(dtype) for x in (q, k, v)]
+        with torchweld.batch_invariant():
+            found = each_configuration(
+                lambda t=t: ops.attention_forward(*t, causal=True, **options)
+            )
+        chains = [name for name in found if name.startswith("chain")]
+        wide = torch.cuda.get_device_capability() == (9, 0)
+        assert len(chains) == (wide and (rows == 1 or mask != "key_start"))
+        first = next(iter(found.values()))
+        for name, result in found.items():
+            assert_same_bits(list(result), list(first), name)
 
 
 @pytest.mark.parametrize("device_facts", DEVICES, ids=range(len(DEVICES)))
@@ -439,7 +498,9 @@ def test_the_choice_adds_up_alike_for_every_number_of_rows(device_facts):
         fields = dict(seqlen_q=rows, seqlen_k=8192, head_dim=128, head_dim_v=128, invariant=1)
         choice = chosen("attention", device_facts, **fields)["choice"]
         assert not choice.startswith("decode")
-        keys.add(choice.split("x")[1])
+        keys.add(choice.split("x")[1])  # a chain has the steps of the tiles
     assert len(keys) == 1, keys
-    refused = problem("int4", device_facts, invariant=1)
-    assert picked("int4", refused)[0] == "dense"
+    for m in (1, 64, 300, 5000):
+        choice = chosen("int4", device_facts, m=m, invariant=1)["choice"]
+        one_chain = ("dense", "large_m 128x128", "large_m 128x256", "small_m 256x128")
+        assert choice in one_chain, choice

@@ -4,11 +4,14 @@
 // NOTE: torch has no dispatch key for users. It reserves this one for modes in its own tests.
 #include "core/batch_invariance.h"
 
+#include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mv.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -69,6 +72,12 @@ Tensor mm(const Tensor& a, const Tensor& b) {
   return at::mm(a, b);
 }
 
+Tensor mv(const Tensor& a, const Tensor& vector) {
+  if (serves({a, vector})) return torchweld::mm(a, vector.unsqueeze(1)).squeeze(1);
+  const ExcludeDispatchKeyGuard guard(kMode);
+  return at::mv(a, vector);
+}
+
 Tensor bmm(const Tensor& a, const Tensor& b) {
   static const auto op = find_op<Tensor(const Tensor&, const Tensor&)>("bmm");
   if (serves({a, b})) return op.call(a, b);
@@ -76,12 +85,41 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   return at::bmm(a, b);
 }
 
-Tensor addmm(const Tensor& bias, const Tensor& a, const Tensor& b, const at::Scalar& beta,
+// Returns beta * to + alpha * product. As in torch, beta = 0 ignores NaN in `to`.
+Tensor scaled_sum(const Tensor& to, const Tensor& product, const at::Scalar& beta,
+                  const at::Scalar& alpha) {
+  return beta.equal(0) ? product.mul(alpha) : at::add(to.mul(beta), product, alpha);
+}
+
+Tensor addmm(const Tensor& to, const Tensor& a, const Tensor& b, const at::Scalar& beta,
              const at::Scalar& alpha) {
-  const bool plain = beta.equal(1) && alpha.equal(1) && bias.dim() == 1;
-  if (plain && serves({a, b, bias})) return torchweld_linear(a, b.t(), bias);
+  if (serves({a, b, to})) {
+    const bool is_bias = beta.equal(1) && alpha.equal(1) && to.dim() == 1;
+    if (is_bias) return torchweld_linear(a, b.t(), to);
+    return scaled_sum(to, torchweld_linear(a, b.t(), std::nullopt), beta, alpha);
+  }
   const ExcludeDispatchKeyGuard guard(kMode);
-  return at::addmm(bias, a, b, beta, alpha);
+  return at::addmm(to, a, b, beta, alpha);
+}
+
+Tensor baddbmm(const Tensor& to, const Tensor& a, const Tensor& b, const at::Scalar& beta,
+               const at::Scalar& alpha) {
+  if (serves({a, b, to})) return scaled_sum(to, torchweld::bmm(a, b), beta, alpha);
+  const ExcludeDispatchKeyGuard guard(kMode);
+  return at::baddbmm(to, a, b, beta, alpha);
+}
+
+// A function of torch that stores its result in `out`, and one that overwrites its first argument.
+template <auto function, typename... Args>
+Tensor& store_in(Args... args, Tensor& out) {
+  const Tensor result = function(args...);
+  if (out.sizes() != result.sizes()) out.resize_(result.sizes());
+  return out.copy_(result);
+}
+template <auto function>
+Tensor& add_to(Tensor& to, const Tensor& a, const Tensor& b, const at::Scalar& beta,
+               const at::Scalar& alpha) {
+  return to.copy_(function(to, a, b, beta, alpha));
 }
 
 Tensor mean(const Tensor& x, at::OptionalIntArrayRef dims, bool keepdim,
@@ -128,8 +166,18 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, m) {
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, m) {
   m.impl("linear", linear);
   m.impl("mm", mm);
+  m.impl("mv", mv);
   m.impl("bmm", bmm);
   m.impl("addmm", addmm);
+  m.impl("baddbmm", baddbmm);
+  m.impl("addmm_", add_to<addmm>);
+  m.impl("baddbmm_", add_to<baddbmm>);
+  m.impl("mm.out", store_in<mm, const Tensor&, const Tensor&>);
+  m.impl("bmm.out", store_in<bmm, const Tensor&, const Tensor&>);
+  m.impl("addmm.out", store_in<addmm, const Tensor&, const Tensor&, const Tensor&,
+                               const at::Scalar&, const at::Scalar&>);
+  m.impl("baddbmm.out", store_in<baddbmm, const Tensor&, const Tensor&, const Tensor&,
+                                 const at::Scalar&, const at::Scalar&>);
   m.impl("mean.dim", mean);
 }
 

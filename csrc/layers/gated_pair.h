@@ -51,6 +51,10 @@ inline void save_halves(const Tensor& z, const Halves& halves) {
 // NOTE: for float32, the code calls matmul_into_cpu and then adds. matmul_into_cpu uses oneDNN,
 // which is twice as fast as addmm_, but can't add to an existing matrix.
 inline void add_matmul_cpu(Tensor& to, const Tensor& a, const Tensor& b) {
+  if (is_batch_invariant()) {
+    to.add_(invariant_product(a, b));
+    return;
+  }
   if (to.scalar_type() != at::kFloat) {
     to.addmm_(a, b);
     return;
