@@ -163,8 +163,15 @@ Refusal int4_wgmma_refusal(const Int4Problem& p, const Tile& tile, int splits) {
   return int4_splits_refusal(p, tile, splits);
 }
 
+// Whether a tile rounds each weight to the dtype of x and adds up K in one chain, as kDense does.
+constexpr bool int4_is_one_chain(Int4Engine engine, int tile, int splits) {
+  if (engine == Int4Engine::kDecode || splits > 1) return false;
+  if (engine == Int4Engine::kSync) return !kInt4Tiles[tile].scale_sums;
+  return engine != Int4Engine::kSmallM || kInt4SmallMTiles[tile].warp_splits() == 1;
+}
+
 inline Refusal int4_refusal(const Int4Problem& p, Int4Engine engine, int tile, int splits) {
-  if (p.invariant && engine != Int4Engine::kDense) return kInt4OtherSums;
+  if (p.invariant && !int4_is_one_chain(engine, tile, splits)) return kInt4OtherSums;
   switch (engine) {
     case Int4Engine::kDecode:
       if (splits != kInt4DecodeTiles[tile].splits) return "the tile has another number of splits";
@@ -232,17 +239,26 @@ double int4_wgmma_time(const Int4Problem& p, const Tile& tile, int splits) {
                           p.device.sms, true);
 }
 
-// Returns the fastest legal wgmma tile, or kDense if there is none.
+// Predicts the time of kDense on Hopper, in nanoseconds: of the weight's way through memory, and of
+// the product.
+inline double int4_dense_time(const Int4Problem& p) {
+  constexpr double kWeightsPerNs = 570, kFlopsPerNs = 1e6;
+  const double weights = static_cast<double>(p.shape.n) * static_cast<double>(p.shape.k);
+  return weights / kWeightsPerNs + 2 * static_cast<double>(p.m) * weights / kFlopsPerNs;
+}
+
+// Returns the fastest legal wgmma tile, or kDense if there is none. In the batch-invariant mode,
+// kDense may be faster than the tiles that add up K in one chain.
 inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
   Int4Choice best = int4_choice(p, Int4Engine::kDense, 0, 1);
-  double best_time = -1;
+  double best_time = p.invariant ? int4_dense_time(p) : -1;
   const auto consider = [&](Int4Engine engine, int index, const auto& tile) {
     const int64_t tiles =
         (p.shape.n + tile.rows - 1) / tile.rows * ((p.m + tile.tokens - 1) / tile.tokens);
     for (const int splits : kInt4Splits) {
       // Split K only if there are fewer tiles than SMs.
       if (splits > 1 && tiles >= p.device.sms) continue;
-      if (int4_wgmma_refusal(p, tile, splits)) continue;
+      if (int4_refusal(p, engine, index, splits)) continue;
       const double time = int4_wgmma_time(p, tile, splits);
       if (best_time >= 0 && time >= best_time) continue;
       best_time = time;
@@ -251,13 +267,8 @@ inline Int4Choice choose_int4_wgmma(const Int4Problem& p) {
   };
   for (int i = 0; i < kInt4LargeMTileCount; ++i)
     consider(Int4Engine::kLargeM, i, kInt4LargeMTiles[i]);
-  for (int i = 0; i < kInt4SmallMTileCount; ++i) {
-    const Int4SmallMTile& tile = kInt4SmallMTiles[i];
-    // Skip a kSmallM tile if two conditions hold: it has at least as many tokens as the smallest
-    // kLargeM tile, and x has more tokens than the kSmallM tile. Such problems were not measured.
-    if (tile.tokens >= kInt4LargeMTiles[0].tokens && p.m > tile.tokens) continue;
-    consider(Int4Engine::kSmallM, i, tile);
-  }
+  for (int i = 0; i < kInt4SmallMTileCount; ++i)
+    consider(Int4Engine::kSmallM, i, kInt4SmallMTiles[i]);
   return best;
 }
 
@@ -289,7 +300,7 @@ inline Int4Choice choose_int4_sync(const Int4Problem& p) {
 // the first engine that supports the problem is chosen. The time model then chooses the fastest
 // tile of that engine.
 inline Int4Choice choose_int4(const Int4Problem& p) {
-  if (p.invariant) return int4_choice(p, Int4Engine::kDense, 0, 1);
+  if (p.invariant) return choose_int4_wgmma(p);
   for (int i = 0; i < kInt4DecodeTileCount; ++i) {
     if (!int4_decode_refusal(p, kInt4DecodeTiles[i])) {
       return int4_choice(p, Int4Engine::kDecode, i, kInt4DecodeTiles[i].splits);

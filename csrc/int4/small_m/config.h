@@ -51,7 +51,7 @@ inline constexpr Int4SmallMTile kInt4SmallMTiles[] = {
     {128, 32, 16, 4, 8, 2, {920, 920, 2900, 470}},
     {64, 64, 16, 4, 5, 4, {875, 875, 2400, 500}},
     {128, 64, 16, 4, 6, 2, {1080, 1080, 3000, 1070}},
-    {256, 128, 16, 2, 5, 1, {1500, 1500, 3000, 2900}}};
+    {256, 128, 16, 2, 5, 1, {1400, 1400, 3000, 2900}}};
 inline constexpr int kInt4SmallMTileCount = sizeof(kInt4SmallMTiles) / sizeof(kInt4SmallMTiles[0]);
 
 }  // namespace torchweld
