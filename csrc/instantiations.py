@@ -176,6 +176,12 @@ TABLE = [
         "const AttentionParams&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT),
     ),
+    Family(
+        "attention_chain_$dtype",
+        "attention/decode/chain.cuh",
+        "template void launch_attention_chain<$T>(const AttentionParams&, cudaStream_t);",
+        each(dtype=SIXTEEN_BIT),
+    ),
     # `tile` is an index into kAttentionSm90Tiles; `dims` names its head dims in the file name.
     Family(
         "attention_sm90_$dims",

@@ -160,6 +160,17 @@ inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
 
+// Whether no tile for the same head dims is faster with many long rows. The batch-invariant mode
+// uses the steps of such tiles.
+constexpr bool attention_sm90_is_fastest(int index) {
+  const AttentionSm90Tile& tile = kAttentionSm90Tiles[index];
+  for (const AttentionSm90Tile& other : kAttentionSm90Tiles) {
+    if (other.dim == tile.dim && other.dim_v == tile.dim_v && other.speed > tile.speed)
+      return false;
+  }
+  return true;
+}
+
 // The properties of a call that affect its cost or the choice of its kernel, in addition to the
 // sequence lengths and the head dims.
 struct AttentionLoad {
@@ -170,6 +181,9 @@ struct AttentionLoad {
   bool packed;     // true if key_start or a key_end per row is given
   bool softcap;
   bool dropout;
+  // true if the query heads of a kv head, with one query each, can be the rows of one sequence,
+  // because they see the same keys
+  bool packable = false;
 };
 
 struct AttentionProblem {
@@ -184,20 +198,23 @@ struct AttentionProblem {
 };
 
 // kSync uses mma.sync. kGeneral supports any sizes and uses no tensor cores. kDecode is for few
-// query rows: it splits the keys and has no backward. kSm90 uses Hopper's wgmma and TMA.
-enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90 };
+// query rows: it splits the keys and has no backward. kSm90 uses Hopper's wgmma and TMA. kChain is
+// for few query rows in the batch-invariant mode: it gives the bits of kSm90 and has no backward.
+enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90, kChain };
 
 struct AttentionChoice {
   AttentionEngine engine;
-  int tile;        // index into the engine's table of tiles, 0 for kGeneral
-  int splits = 1;  // the number of splits of the keys, for kDecode
+  // index into the engine's table of tiles, 0 for kGeneral; kChain has the steps of a tile of kSm90
+  int tile;
+  int splits = 1;  // the number of splits of the keys, for kDecode; of steps, for kChain
 };
 
 // Returns the number of keys in a step of the chosen tensor-core kernel under a general mask, and 1
 // for other kernels.
 inline int attention_step_keys(const AttentionChoice& choice) {
-  if (choice.engine == AttentionEngine::kSm90)
+  if (choice.engine == AttentionEngine::kSm90 || choice.engine == AttentionEngine::kChain) {
     return kAttentionSm90Tiles[choice.tile].masked_keys();
+  }
   if (choice.engine == AttentionEngine::kSync) return kAttentionTiles[choice.tile].keys;
   return 1;
 }
@@ -251,20 +268,21 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// Returns the number of keys of the tiles that the batch-invariant mode uses on Hopper, or 0 if no
-// tile supports the problem. The number depends on the head dims and on whether there is dropout,
-// not on the batch and the sequence lengths.
-inline int attention_sm90_invariant_keys(const AttentionProblem& p) {
-  const AttentionSm90Tile* fastest = nullptr;
+// Returns the index of the tile whose number of keys the batch-invariant mode uses on Hopper, or -1
+// if no tile supports the problem. The index depends on the head dims and on whether there is
+// dropout, not on the batch and the sequence lengths.
+inline int attention_invariant_tile(const AttentionProblem& p) {
+  int fastest = -1;
   // The padding up to the tile's head dims costs time, too.
   const auto speed = [](const AttentionSm90Tile& tile) {
     return static_cast<double>(tile.speed) / (tile.dim + tile.dim_v);
   };
-  for (const AttentionSm90Tile& tile : kAttentionSm90Tiles) {
-    if (attention_sm90_refusal(p, tile)) continue;
-    if (fastest == nullptr || speed(tile) > speed(*fastest)) fastest = &tile;
+  for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
+    const AttentionSm90Tile& tile = kAttentionSm90Tiles[i];
+    if (!attention_sm90_is_fastest(i) || attention_sm90_refusal(p, tile)) continue;
+    if (fastest < 0 || speed(tile) > speed(kAttentionSm90Tiles[fastest])) fastest = i;
   }
-  return fastest == nullptr ? 0 : fastest->keys;
+  return fastest;
 }
 
 // Estimates the time of the busiest SM, in a unit that is the same for all tiles. The values of
@@ -350,6 +368,43 @@ inline int attention_decode_splits(const AttentionProblem& p, const AttentionDec
   return static_cast<int>(std::max<int64_t>(1, std::min(p.device.sms / groups, max_splits)));
 }
 
+inline constexpr const char* kAttentionOnlyInvariant = "the kernel is for the batch-invariant mode";
+
+// The bytes of memory between the kernels of the chain engine (ChainMemory): for one step of `keys`
+// keys of a group, and for the last maxima of a group.
+constexpr int attention_chain_step_bytes(int keys) { return (keys / 16 + 1) * 32 * 16; }
+inline constexpr int kAttentionChainGroupBytes = 32 * 8;
+
+// The number of columns of V of a warp of the chain engine, and the number of groups of columns.
+inline constexpr int kAttentionChainColumns = 16;
+constexpr int attention_chain_columns(int64_t head_dim_v) {
+  return static_cast<int>(divide_up(head_dim_v, kAttentionChainColumns));
+}
+
+// Returns the number of steps of a group of the chain engine, `keys` keys each.
+inline int attention_chain_steps(const AttentionProblem& p, int tile) {
+  return static_cast<int>(divide_up(p.seqlen_k, kAttentionSm90Tiles[tile].masked_keys()));
+}
+
+// `tile` is an index into kAttentionSm90Tiles.
+inline Refusal attention_chain_refusal(const AttentionProblem& p, int tile) {
+  if (!p.invariant) return kAttentionOnlyInvariant;
+  if (p.seqlen_q > AttentionDecodeTile::kMaxSeqlenQ) {
+    return {"the kernel is for sequences of at most {} query rows",
+            AttentionDecodeTile::kMaxSeqlenQ};
+  }
+  if (p.load.softcap) return "the kernel has no soft cap";
+  if (p.load.packed && p.seqlen_q > 1) {
+    return "the kernel has one key_start and one key_end per sequence";
+  }
+  if (p.load.dropout) return kAttentionNoDropout;
+  if (const Refusal reason = attention_sm90_refusal(p, kAttentionSm90Tiles[tile])) return reason;
+  if (tile != attention_invariant_tile(p)) return kAttentionOtherKeys;
+  const double groups = static_cast<double>(attention_decode_groups(p));
+  const int steps = attention_chain_steps(p, tile), columns = attention_chain_columns(p.head_dim_v);
+  return grid_fits(groups * std::max(steps, columns)) ? Refusal() : "more than 2^31 - 1 blocks";
+}
+
 inline AttentionChoice choose_attention(const AttentionProblem& p) {
   for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
     const AttentionDecodeTile& tile = kAttentionDecodeTiles[i];
@@ -358,10 +413,20 @@ inline AttentionChoice choose_attention(const AttentionProblem& p) {
   }
   int fastest = -1;
   double min_cost = 0;
-  const int invariant_keys = p.invariant ? attention_sm90_invariant_keys(p) : 0;
+  const int invariant_tile = p.invariant ? attention_invariant_tile(p) : -1;
+  // NOTE: with many kv heads, tiles of 64 rows are faster, if they hold the rows of all query
+  // heads.
+  const bool one_read = p.load.group == 1 || p.load.packable;
+  const bool few = attention_decode_groups(p) <= p.device.sms / 4;
+  if (invariant_tile >= 0 && (few || !one_read) && !attention_chain_refusal(p, invariant_tile)) {
+    return {AttentionEngine::kChain, invariant_tile, attention_chain_steps(p, invariant_tile)};
+  }
   for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
     if (attention_sm90_refusal(p, kAttentionSm90Tiles[i])) continue;
-    if (invariant_keys > 0 && kAttentionSm90Tiles[i].keys != invariant_keys) continue;
+    if (invariant_tile >= 0 &&
+        kAttentionSm90Tiles[i].keys != kAttentionSm90Tiles[invariant_tile].keys) {
+      continue;
+    }
     const double cost = attention_sm90_cost(p, kAttentionSm90Tiles[i]);
     if (fastest < 0 || cost < min_cost) fastest = i, min_cost = cost;
   }

@@ -24,7 +24,8 @@ struct AttentionNumbers {
                                       {"packed", 0, 1},
                                       {"softcap", 0, 1},
                                       {"dropout", 0, 1},
-                                      {"invariant", 0, 1}};
+                                      {"invariant", 0, 1},
+                                      {"packable", 0, 1}};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
@@ -34,18 +35,19 @@ struct AttentionNumbers {
             p.head_dim,      p.head_dim_v,   static_cast<int64_t>(p.math),
             p.load.group,    p.load.causal,  p.load.padded,
             p.load.bfloat16, p.load.window,  p.load.packed,
-            p.load.softcap,  p.load.dropout, p.invariant};
+            p.load.softcap,  p.load.dropout, p.invariant,
+            p.load.packable};
   }
   static AttentionProblem decode_fields(const Encoded& x) {
-    return {
-        x[1],
-        x[2],
-        x[3],
-        x[4],
-        static_cast<AttentionMath>(x[5]),
-        {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0, x[13] != 0},
-        {},
-        x[14] != 0};
+    return {x[1],
+            x[2],
+            x[3],
+            x[4],
+            static_cast<AttentionMath>(x[5]),
+            {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0, x[13] != 0,
+             x[15] != 0},
+            {},
+            x[14] != 0};
   }
   static Encoded shape_class(Encoded x) {
     for (int i : {0, 1, 2, 10}) x[i] = size_class(x[i]);
@@ -61,6 +63,7 @@ struct AttentionNumbers {
   static bool general(const Encoded& x) { return make({}, x).engine == AttentionEngine::kGeneral; }
   static bool decode(const Encoded& x) { return make({}, x).engine == AttentionEngine::kDecode; }
   static bool sm90(const Encoded& x) { return make({}, x).engine == AttentionEngine::kSm90; }
+  static bool chain(const Encoded& x) { return make({}, x).engine == AttentionEngine::kChain; }
 
   static std::vector<Encoded> tiles_and_general(int tiles) {
     std::vector<Encoded> all;
@@ -77,6 +80,7 @@ struct AttentionNumbers {
   static std::string kernel(const AttentionProblem&, const Encoded& x) {
     return general(x)  ? "general"
            : decode(x) ? "tensor cores (mma.sync), the keys split over the GPU"
+           : chain(x)  ? "tensor cores (mma.sync), the columns of the values split over the GPU"
            : sm90(x)   ? "tensor cores (wgmma)"
                        : "tensor cores (mma.sync)";
   }
@@ -91,7 +95,7 @@ struct AttentionNumbers {
 
 struct AttentionFamily : AttentionNumbers {
   static constexpr const char* kName = "attention";
-  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90", "chain"};
   static constexpr bool kFirstLegal = false;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
@@ -99,17 +103,20 @@ struct AttentionFamily : AttentionNumbers {
     if (decode(x)) {
       return attention_decode_refusal(p, kAttentionDecodeTiles[x[1]], static_cast<int>(x[2]));
     }
+    if (chain(x)) return attention_chain_refusal(p, static_cast<int>(x[1]));
     if (p.invariant) {
-      const Encoded chosen = encode(choose_attention(p));
-      const bool same_keys = sm90(x) && sm90(chosen) &&
-                             kAttentionSm90Tiles[x[1]].keys == kAttentionSm90Tiles[chosen[1]].keys;
-      if (x != chosen && !same_keys) return kAttentionOtherKeys;
+      const int tile = attention_invariant_tile(p);
+      const bool same_keys =
+          tile < 0 ? x == encode(choose_attention(p))
+                   : sm90(x) && kAttentionSm90Tiles[x[1]].keys == kAttentionSm90Tiles[tile].keys;
+      if (!same_keys) return kAttentionOtherKeys;
     }
     if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
     return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
   }
   static std::string why(const AttentionProblem& p, const Encoded& x) {
     if (decode(x)) return "few query rows, in the first tile that holds " + dims_text(p);
+    if (chain(x)) return "few query rows, in the batch-invariant mode";
     if (!sm90(x)) return AttentionNumbers::why(p, x);
     return "the fastest tile, by estimate, of those that support " + dims_text(p);
   }
@@ -119,6 +126,9 @@ struct AttentionFamily : AttentionNumbers {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
       all.push_back(encode({AttentionEngine::kSm90, i}));
+      if (p.invariant) {
+        all.push_back(encode({AttentionEngine::kChain, i, attention_chain_steps(p, i)}));
+      }
     }
     for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
       const int filling = attention_decode_splits(p, kAttentionDecodeTiles[i]);
@@ -130,6 +140,10 @@ struct AttentionFamily : AttentionNumbers {
     return all;
   }
 
+  static std::string tile_dims_text(const AttentionSm90Tile& tile) {
+    const std::string dim = std::to_string(tile.dim);
+    return tile.dim_v == tile.dim ? dim : dim + " to " + std::to_string(tile.dim_v);
+  }
   static std::string tile(const Encoded& x) {
     if (general(x)) return "";
     if (decode(x)) {
@@ -138,10 +152,14 @@ struct AttentionFamily : AttentionNumbers {
              std::to_string(tile.stages) + " stages" +
              (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
     }
+    if (chain(x)) {
+      const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
+      return tile_text(AttentionDecodeTile::kRows, tile.masked_keys()) + "x" +
+             tile_dims_text(tile) + " /" + std::to_string(x[2]);
+    }
     if (sm90(x)) {
       const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
-      return tile_text(tile.rows(), tile.keys) + "x" + std::to_string(tile.dim) +
-             (tile.dim_v == tile.dim ? "" : " to " + std::to_string(tile.dim_v));
+      return tile_text(tile.rows(), tile.keys) + "x" + tile_dims_text(tile);
     }
     const AttentionTile& tile = kAttentionTiles[x[1]];
     return math_text(tile.math) + " " + tile_text(tile.rows, tile.keys) + "x" +
@@ -163,9 +181,10 @@ struct AttentionFamily : AttentionNumbers {
       const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
       return row(tile, AttentionDecodeTile::kRows, tile.stages, tile.warps);
     }
-    if (sm90(x)) {
+    if (sm90(x) || chain(x)) {
       const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
-      return row(tile, tile.rows(), tile.stages, tile.threads() / 32);
+      return chain(x) ? row(tile, AttentionDecodeTile::kRows, 1, 1)
+                      : row(tile, tile.rows(), tile.stages, tile.threads() / 32);
     }
     const AttentionTile tile = general(x) ? AttentionTile{} : kAttentionTiles[x[1]];
     return row(tile, tile.rows, tile.stages, tile.warps);
@@ -174,9 +193,9 @@ struct AttentionFamily : AttentionNumbers {
 
 struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
-  // The backward has no decode tiles. "decode" is in this list because the indices of the engines
-  // must be the same as in the forward.
-  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90"};
+  // The backward has no decode tiles and no chains. "decode" and "chain" are in this list because
+  // the indices of the engines must be the same as in the forward.
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90", "chain"};
   static constexpr bool kFirstLegal = true;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }

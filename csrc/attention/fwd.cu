@@ -45,6 +45,9 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
       case AttentionEngine::kDecode:
         return half ? launch_attention_decode<__half, kMasked>(params, stream)
                     : launch_attention_decode<__nv_bfloat16, kMasked>(params, stream);
+      case AttentionEngine::kChain:
+        return half ? launch_attention_chain<__half>(params, stream)
+                    : launch_attention_chain<__nv_bfloat16>(params, stream);
     }
   };
   // In the batch-invariant mode, every call uses the masked kernel if that kernel has smaller tiles

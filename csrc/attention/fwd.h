@@ -60,6 +60,8 @@ template <bool kMasked>
 void launch_attention_split_tiles(int tile, const AttentionParams& params, cudaStream_t stream);
 template <typename T, bool kMasked>
 void launch_attention_decode(const AttentionParams& params, cudaStream_t stream);
+template <typename T>
+void launch_attention_chain(const AttentionParams& params, cudaStream_t stream);
 template <bool kMasked>
 void launch_attention_general(const AttentionParams& params, cudaStream_t stream);
 

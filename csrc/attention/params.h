@@ -81,6 +81,10 @@ inline AttentionMath attention_math(DType dtype, bool tf32) {
 
 inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, bool tf32,
                                           const MaskParams& mask) {
+  const bool same_keys =
+      mask.window == 0 && !mask.has_row_ends && !(mask.leftpad && mask.key_start);
+  const bool packable = s.seqlen_q == 1 && s.nheads > s.nheads_kv && same_keys &&
+                        mask.sink == nullptr && !mask.dropout.given();
   return {s.seqlen_q,
           s.seqlen_k,
           s.head_dim,
@@ -88,20 +92,31 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           attention_math(dtype, tf32),
           {s.batch * s.nheads, s.nheads / s.nheads_kv, mask.causal, mask.leftpad != nullptr,
            dtype == DType::kBFloat16, mask.window, mask.key_start || mask.has_row_ends,
-           mask.softcap > 0.f, mask.dropout.given()},
+           mask.softcap > 0.f, mask.dropout.given(), packable},
           device_facts(),
           is_batch_invariant()};
 }
 
 // The number of flags of a call. A group consists of the splits of one tile of query rows. Every
 // split has one flag, except the last split of a group. The block of the last split adds the
-// partial results of the other splits.
+// partial results of the other splits. In the chain engine, a step has a flag for each row and for
+// each group of columns of V.
 inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice& choice) {
+  if (choice.engine == AttentionEngine::kChain) {
+    return attention_decode_groups(p) * choice.splits *
+           (AttentionDecodeTile::kRows + attention_chain_columns(p.head_dim_v));
+  }
   return attention_decode_groups(p) * (choice.splits - 1);
 }
 // The number of floats for the partial results. Every split, except the last split of a group,
-// stores the accumulators, the maximum and the sum of probabilities of each of its rows.
+// stores the accumulators, the maximum and the sum of probabilities of each of its rows. The chain
+// engine stores the probabilities of each step.
 inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
+  if (choice.engine == AttentionEngine::kChain) {
+    const int64_t step_bytes = attention_chain_step_bytes(attention_step_keys(choice));
+    return attention_decode_groups(p) * (choice.splits * step_bytes + kAttentionChainGroupBytes) /
+           4;
+  }
   if (choice.splits == 1) return 0;
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
   return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);

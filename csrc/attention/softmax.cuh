@@ -40,54 +40,72 @@ __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
   }
 }
 
+// Replaces the scores of a thread in one row of m16n8 tiles by probabilities. `half` is 0 for row g
+// and 1 for row g + 8. The maximum of the row rises from `before` to `max`. The accumulators of O
+// must be multiplied by `factor`. If kFtz is true, subnormal probabilities become 0. Returns the
+// sum of the probabilities, in the order of the columns.
+template <bool kFtz, int kCols>
+__device__ __forceinline__ float exponentiate(float (&r_s)[kCols][4], int half, float before,
+                                              float max, float c, float& factor) {
+  constexpr auto exp2 = kFtz ? exp2_approx_ftz : exp2_approx;
+  // -inf - (-inf) is NaN. Therefore a row uses 0 as its maximum if all scores of the row so far are
+  // -inf. The sum of the row stays 0.
+  const float top = max == -INFINITY ? 0.f : max;
+  // NOTE: s * c - shift is one FMA. All scores of the row and `factor` use the same rounded
+  // `shift`, so the rounding error of `shift` cancels. For huge scores, however, this error is so
+  // large that 2^error overflows. Therefore the code first subtracts `top` from huge scores. inf -
+  // inf gives NaN, as in torch.
+  float shift = __fmul_rn(top, c);
+  float rise = __fmul_rn(before, c) - shift;
+  if (!(fabsf(shift) < 0x1p14f)) {
+#pragma unroll
+    for (int j = 0; j < kCols; ++j) {
+      r_s[j][2 * half] -= top;
+      r_s[j][2 * half + 1] -= top;
+    }
+    shift = 0.f;
+    rise = (before - top) * c;
+  }
+  factor = exp2(rise);
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) r_s[j][i] = exp2(fmaf(r_s[j][i], c, -shift));
+    sum += r_s[j][2 * half] + r_s[j][2 * half + 1];
+  }
+  return sum;
+}
+
+// Returns the maximum of a thread's scores in one row, and of `max`.
+template <int kCols>
+__device__ __forceinline__ float max_of_row(const float (&r_s)[kCols][4], int half, float max) {
+#pragma unroll
+  for (int j = 0; j < kCols; ++j) max = fmaxf(max, fmaxf(r_s[j][2 * half], r_s[j][2 * half + 1]));
+  return max;
+}
+
+// Returns the maximum that a row subtracts from its scores. `max` is the largest score so far. If
+// kLazy is true, a row keeps its old maximum `before` as long as its probabilities are at most 2^8,
+// so that the factor of the accumulators is often 1.
+template <bool kLazy>
+__device__ __forceinline__ float next_max(float before, float max, float c) {
+  return kLazy && (max - before) * c <= 8.f ? before : max;
+}
+
 // Replaces scores by probabilities. The caller must then multiply the accumulators of O by
-// `factor`. If kFtz is true, subnormal probabilities become 0. If kLazy is true, a row keeps its
-// old maximum as long as its probabilities are at most 2^8, so that `factor` is often 1.
+// `factor`.
 template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
 __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
                                                OnlineRow (&rows)[kTiles][2],
                                                float (&factor)[kTiles][2], float c) {
-  constexpr auto exp2 = kFtz ? exp2_approx_ftz : exp2_approx;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       OnlineRow& row = rows[tile][half];
-      float max = row.max;
-#pragma unroll
-      for (int j = 0; j < kCols; ++j) {
-        max = fmaxf(max, fmaxf(r_s[tile][j][2 * half], r_s[tile][j][2 * half + 1]));
-      }
-      max = quad_max(max);
-      if (kLazy && (max - row.max) * c <= 8.f) max = row.max;
-      // -inf - (-inf) is NaN. Therefore a row uses 0 as its maximum if all scores of the row so far
-      // are -inf. The sum of the row stays 0.
-      const float top = max == -INFINITY ? 0.f : max;
-      // NOTE: s * c - shift is one FMA. All scores of the row and `factor` use the same rounded
-      // `shift`, so the rounding error of `shift` cancels. For huge scores, however, this error is
-      // so large that 2^error overflows. Therefore the code first subtracts `top` from huge scores.
-      // inf - inf gives NaN, as in torch.
-      float shift = __fmul_rn(top, c);
-      float rise = __fmul_rn(row.max, c) - shift;
-      if (!(fabsf(shift) < 0x1p14f)) {
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-          r_s[tile][j][2 * half] -= top;
-          r_s[tile][j][2 * half + 1] -= top;
-        }
-        shift = 0.f;
-        rise = (row.max - top) * c;
-      }
-      factor[tile][half] = exp2(rise);
-      float sum = 0.f;
-#pragma unroll
-      for (int j = 0; j < kCols; ++j) {
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          r_s[tile][j][i] = exp2(fmaf(r_s[tile][j][i], c, -shift));
-        }
-        sum += r_s[tile][j][2 * half] + r_s[tile][j][2 * half + 1];
-      }
+      const float max = next_max<kLazy>(row.max, quad_max(max_of_row(r_s[tile], half, row.max)), c);
+      const float sum = exponentiate<kFtz>(r_s[tile], half, row.max, max, c, factor[tile][half]);
       row.sum = fmaf(row.sum, factor[tile][half], sum);
       row.max = max;
     }

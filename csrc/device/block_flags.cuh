@@ -23,14 +23,20 @@ struct BlockFlags {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + i), "l"(number) : "memory");
   }
 
-  // Waits until flag i is set, then clears the flag. Exactly one thread calls this function. The
+  // Returns whether flag i is set. Exactly one thread waits for a flag, and then clears it. The
   // threads that load the data must wait for that thread at a barrier.
-  __device__ __forceinline__ void wait(int64_t i) const {
+  __device__ __forceinline__ bool is_set(int64_t i) const {
     uint64_t flag;
-    do {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(flag) : "l"(flags + i) : "memory");
-    } while (flag != number);
-    flags[i] = 0;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(flag) : "l"(flags + i) : "memory");
+    return flag == number;
+  }
+  __device__ __forceinline__ void clear(int64_t i) const { flags[i] = 0; }
+
+  // Waits until flag i is set, then clears the flag.
+  __device__ __forceinline__ void wait(int64_t i) const {
+    while (!is_set(i)) {
+    }
+    clear(i);
   }
 };
 

@@ -47,6 +47,15 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* s_barrier, u
                : "memory");
 }
 
+// Arrives at the barrier when all cp.async copies that this thread has started are complete. The
+// barrier must count the arrival of each thread that calls this function.
+__device__ __forceinline__ void copy_async_arrive(uint64_t* s_barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];"
+               :
+               : "r"(shared_address(s_barrier))
+               : "memory");
+}
+
 // Waits until the phase with parity `parity` has ended. On a newly initialised barrier, a wait for
 // parity 1 returns at once.
 // NOTE: the wait has acquire semantics at CTA scope. CTA scope is enough to see all bytes that the

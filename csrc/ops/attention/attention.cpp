@@ -231,34 +231,10 @@ AttentionSizes sizes_of(const Tensor& query, const Tensor& key, const Tensor& va
           key.size(2),   query.size(3), value.size(3)};
 }
 
-// Whether the query heads of a kv head, with one query each, can be the rows of one sequence. They
-// see the same keys. The batch-invariant mode has no kernel for few query rows, and its tiles would
-// read the keys once for each of the heads.
-bool packs_heads(const Tensor& query, const Tensor& key, const Mask& mask) {
-  const bool same_keys =
-      !mask.window && !mask.has_row_ends() && !(is_given(mask.leftpad) && is_given(mask.key_start));
-  const bool same_for_heads = same_keys && !is_given(mask.sink) && mask.dropout_p == 0;
-  return query.size(2) == 1 && query.size(1) > key.size(1) && same_for_heads;
-}
-
 void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
                          const Tensor& value, const Mask& mask, std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(query.device());
-  if (is_batch_invariant() && packs_heads(query, key, mask)) {
-    const int64_t kv_heads = key.size(1), group = query.size(1) / kv_heads;
-    const auto by_group = [&](const Tensor& t) {
-      return t.squeeze(2).unflatten(1, {kv_heads, group});
-    };
-    Mask of_rows = mask;
-    of_rows.causal = false;
-    const OptionalTensor& start = is_given(mask.leftpad) ? mask.leftpad : mask.key_start;
-    if (is_given(start)) of_rows.key_start = start->view({-1, 1}).expand({-1, group});
-    of_rows.leftpad = std::nullopt;
-    Tensor out_rows = by_group(out), lse_rows = lse ? by_group(*lse) : Tensor();
-    return fill_attention_cuda(out_rows, lse ? &lse_rows : nullptr, by_group(query), key, value,
-                               of_rows, scale_or_default(scale, query));
-  }
   const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
   const Mask device_mask = kernel_mask(mask);
   AttentionParams params{};
@@ -274,6 +250,22 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.dtype = dtype_of(query);
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, params.mask);
+  // NOTE: the tiles of the batch-invariant mode would read the keys once for each query head.
+  if (problem.invariant && problem.load.packable &&
+      choose_attention(problem).engine != AttentionEngine::kChain) {
+    const int64_t kv_heads = key.size(1), group = query.size(1) / kv_heads;
+    const auto by_group = [&](const Tensor& t) {
+      return t.squeeze(2).unflatten(1, {kv_heads, group});
+    };
+    Mask of_rows = mask;
+    of_rows.causal = false;
+    const OptionalTensor& start = is_given(mask.leftpad) ? mask.leftpad : mask.key_start;
+    if (is_given(start)) of_rows.key_start = start->view({-1, 1}).expand({-1, group});
+    of_rows.leftpad = std::nullopt;
+    Tensor out_rows = by_group(out), lse_rows = lse ? by_group(*lse) : Tensor();
+    return fill_attention_cuda(out_rows, lse ? &lse_rows : nullptr, by_group(query), key, value,
+                               of_rows, scale_or_default(scale, query));
+  }
   params.choice = pick<AttentionFamily>(problem);
   if (problem.invariant) params.key_grid = attention_step_keys(params.choice);
   Tensor partials, flags, ticket;
