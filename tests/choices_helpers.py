@@ -36,7 +36,14 @@ ATTENTION_MATHS = {"float16": 0, "bfloat16": 0, "tf32": 1, "float32": 2}
 
 _HEADS = dict(heads=8, seqlen_q=1024, seqlen_k=1024, head_dim=64, head_dim_v=64, math=0, group=1)
 _HEADS |= dict(
-    causal=0, padded=0, bfloat16=1, window=0, packed=0, softcap=0, dropout=0, invariant=0,
+    causal=0,
+    padded=0,
+    bfloat16=1,
+    window=0,
+    packed=0,
+    softcap=0,
+    dropout=0,
+    invariant=0,
     packable=0,
 )
 _USUAL = {
