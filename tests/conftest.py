@@ -63,8 +63,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", DEVICES)
 
 
-def pytest_collection_finish() -> None:
-    # A full collection passes over a million objects of transformers and pytest, which takes 0.4 s.
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """Collections pass over the objects of one page alone.
+
+    A full one would pass over millions of objects of pytest, transformers and Dynamo, which takes
+    up to 1.3 s.
+    """
     gc.collect()
     gc.freeze()
 
