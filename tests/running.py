@@ -102,41 +102,49 @@ class Running:
         ways = [w for w in ways if isinstance(w[0], Running)]
         self.parents = [(parent, back) for parent, _, back in ways if parent.tracked]
         self.number, self.tracked = next(self.numbers), leaf or bool(self.parents)
-        self.errors: Any = EXACT
+        self.errors: list[Any] = list(EXACT)
         self.again, self.is_saved, self.first = self, leaf, 0
         for parent, carry, _ in ways:
-            errors = parent.errors if carry else EXACT
-            self.erring(*(carry(e) if isinstance(e, Tensor) else e for e in errors))
+            if carry:
+                self.erring(*(carry(e) if isinstance(e, Tensor) else e for e in parent.errors))
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return getattr(cls, func.__name__)(*args, **(kwargs or {}))
 
     def bound(self, dtype: torch.dtype | None = None) -> Bound:
-        errors = [e.nan_to_num(0.0) if isinstance(e, Tensor) else e for e in self.errors]
-        return Bound(self.value, dtype or self.dtype, errors[:3])
+        errors = self.errors[:3]
+        errors = [e.nan_to_num(0.0) if isinstance(e, Tensor) else e for e in errors]
+        return Bound(self.value, dtype or self.dtype, errors)
 
     def erring(self, *more: Any) -> Running:
-        def total(a: Any, b: Any) -> Any:
-            if not isinstance(b, Tensor) and b == 0:
-                return a
-            b = torch.as_tensor(b).expand(self.shape)
-            return a + b if isinstance(a, Tensor) else b
-
-        self.errors = [total(a, b) for a, b in zip(self.errors, (*more, *EXACT), strict=False)]
+        for i, error in enumerate(more):
+            if isinstance(error, Tensor) or error:
+                self._err(i, torch.as_tensor(error))
         return self
+
+    def _err(self, i: int, size: Tensor, units: float = 1.0) -> None:
+        """One pass over the tensors, which may be large."""
+        total = self.errors[i]
+        if isinstance(total, Tensor):
+            self.errors[i] = torch.add(total, size, alpha=units)
+        else:
+            self.errors[i] = (size if units == 1 else size * units).expand(self.shape)
 
     def plus(self, k: float | Tensor, size: Any) -> Running:
         """Adds the error of a sum of k terms of this size in total."""
         unit = TRUNCATING * UNIT[acc_dtype(self.dtype)]
         if self.dtype == torch.float64:
             unit *= 4  # the reference is computed in float64 too, with errors of its own
-        size = torch.as_tensor(size, dtype=torch.float64) * unit
+        size = torch.as_tensor(size, dtype=torch.float64)
         if isinstance(k, Tensor):
-            k = k.double()
+            size, k = size * unit, k.double()
             return self.erring(k * size, k.sqrt() * size)
-        k = max(float(k), 1.0) if k else 0.0
-        return self.erring(k * size, math.sqrt(k) * size) if k else self
+        if k:
+            k = max(float(k), 1.0)
+            self._err(0, size, k * unit)
+            self._err(1, size, math.sqrt(k) * unit)
+        return self
 
     def rounded(self, gradient: bool = True, size: Tensor | None = None) -> Running:
         """Rounded to the dtype, unless it was saved so; with its gradient."""
@@ -148,7 +156,7 @@ class Running:
         """This result, or the value that the call is given in its place."""
         CALL.results[name], given = self, CALL.saved.get(name)
         if name == "sum":  # torch rounds the sum of 16-bit values in float32 once, as the op does
-            self.errors = EXACT
+            self.errors = list(EXACT)
             rounded = self.value.to(acc_dtype(self.dtype)).to(self.dtype).double()
             given = rounded if given is None else given
         if given is None or name == "mean":
@@ -171,9 +179,11 @@ class Running:
         def back(g: Running) -> Running:
             to_input = transposed(f, self.value)
             additions = (to_input(torch.ones_like(g.value)) - 1).clamp(min=0)  # f may repeat values
-            return g.linear(to_input, additions)
+            return g.linear(to_input, additions if additions.any() else 0)
 
-        return Running(f(self.value), self.dtype, (self, f, back)).plus(k, f(self.value.abs()))
+        out = Running(f(self.value), self.dtype, (self, f, back))
+        moves_alone = not isinstance(k, Tensor) and k == 0
+        return out if moves_alone else out.plus(k, f(self.value.abs()))
 
     def sum(self, *dims: int, keepdim: bool = False) -> Running:
         dims = dims or tuple(range(self.dim()))
@@ -761,30 +771,34 @@ def empty(dtype: torch.dtype) -> Bound:
     return Bound(torch.zeros(0, dtype=torch.float64), dtype)
 
 
-def results(op: str) -> Callable[..., list[Bound]]:
-    """The bounds of the results of an op; one is empty if the formula has no such result."""
+def result_bound(op: str, name: str, found: dict[str, Any], given: dict[str, Any]) -> Bound:
+    """The bound of a result; it is empty if the formula has no such result."""
+    dtype = next(t.dtype for t in given.values() if isinstance(t, Running))
+    if name in WIDE and not (name == "sum" and op.startswith("add_")):
+        dtype = acc_dtype(dtype)
+    result = found.get(name)
+    return result.bound(dtype) if isinstance(result, Running) else empty(dtype)
 
-    def bound(name: str, found: dict[str, Any], dtype: torch.dtype) -> Bound:
-        if name in WIDE and not (name == "sum" and op.startswith("add_")):
-            dtype = acc_dtype(dtype)
-        result = found.get(name)
-        return result.bound(dtype) if isinstance(result, Running) else empty(dtype)
+
+def results(op: str) -> Callable[..., list[Bound]]:
+    """The bounds of the results of an op."""
 
     def of(*args: Any, **kwargs: Any) -> list[Bound]:
-        found, given = evaluate(op, by_name(op, args, kwargs), {})
-        dtype = next(t.dtype for t in given.values() if isinstance(t, Running))
-        return [bound(n, found, dtype) for n in names_of(op)[: len(schema_of(op).returns)]]
+        evaluated = evaluate(op, by_name(op, args, kwargs), {})
+        names = names_of(op)[: len(schema_of(op).returns)]
+        return [result_bound(op, n, *evaluated) for n in names]
 
     return of
 
 
-def autograd(op: str) -> Callable[..., list[Bound | None]]:
+def autograd(op: str, with_result: bool = False) -> Callable[..., list[Bound | None]]:
     """The bounds of the gradients of the positional inputs through autograd, and of a sink.
 
-    `dlse` and `dentropy` are the gradients of other results than the first.
+    `dlse` and `dentropy` are the gradients of other results than the first. `with_result`: the
+    bound of the first result stands before the others, and `dout` is a function of it.
     """
 
-    def of(dout: Tensor, *args: Any, **kwargs: Any) -> list[Bound | None]:
+    def of(dout: Any, *args: Any, **kwargs: Any) -> list[Bound | None]:
         douts = {n: kwargs.pop("d" + n, None) for n in ("lse", "entropy")}
         named = by_name(op, args, kwargs)
         if douts["entropy"] is not None:
@@ -792,13 +806,15 @@ def autograd(op: str) -> Callable[..., list[Bound | None]]:
         is_stored = op.endswith("cross_entropy") and args[0].dtype != torch.float16
         is_stored &= named.get("reduction") != "none" and named.get("keep") != "nothing"
         found, given = evaluate(op, named, {}, is_stored)
+        first = [result_bound(op, names_of(op)[0], found, given)] if with_result else []
         names = [a.name for a in schema_of(op).arguments][: len(args)]
         while not is_float(named[names[-1]]):
             names.pop()
         names += ["sink"] * (named.get("sink") is not None)
+        dout = dout(*first) if with_result else dout
         outputs = [(found[names_of(op)[0]], dout), *((found.get(n), d) for n, d in douts.items())]
         pairs = zip(gradients(outputs, [given.get(n) for n in names]), names, strict=True)
-        return [None if g is None else g.bound(named[n].dtype) for g, n in pairs]
+        return first + [None if g is None else g.bound(named[n].dtype) for g, n in pairs]
 
     return of
 
@@ -1016,3 +1032,4 @@ REFERENCES = Table(
 )
 # Gradients of a public op to its positional arguments, through autograd.
 GRADIENTS = Table({}, autograd)
+RESULT_AND_GRADIENTS = Table({}, functools.partial(autograd, with_result=True))

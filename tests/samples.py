@@ -20,7 +20,7 @@ from torch import Tensor
 import numerics
 import reference as R
 from numerics import acc_dtype
-from running import GRADIENTS, REFERENCES
+from running import REFERENCES, RESULT_AND_GRADIENTS
 from torchweld._flops import LISTS
 from torchweld._library import build_facts
 from torchweld.info import ops_of_library, public_op
@@ -1086,22 +1086,27 @@ def check_op(
     """Judge result and gradients of a public op against float64, with eager as the yardstick."""
     kwargs = kwargs or {}
     device = next(a for a in args if isinstance(a, Tensor)).device.type
-    reference = REFERENCES[op](*args, **kwargs)[0]
     eager_kwargs = with_defaults(op, kwargs)
     eager_leaves = requiring(op, args)
     yardstick = R.EAGER[op](*eager_leaves, **eager_kwargs) if eager else None
     if not backward:
+        reference = REFERENCES[op](*args, **kwargs)[0]
         out = call(op)(*args, **kwargs)
         numerics.check(out, reference, label=op, eager=yardstick, device=device)
         return
-    if dout is None:
-        shape = tuple(reference.ref.shape)
-        dout = torch.randn(shape, dtype=F64).to(reference.dtype).to(device)
+
+    def drawn(result: numerics.Bound) -> Tensor:
+        nonlocal dout
+        if dout is None:
+            shape = tuple(result.ref.shape)
+            dout = torch.randn(shape, dtype=F64).to(result.dtype).to(device)
+        return dout
+
+    reference, *bounds = RESULT_AND_GRADIENTS[op](drawn, *args, **kwargs)
     out, grads = forward_backward(op, args, kwargs, dout)
     numerics.check(out, reference, label=op, eager=yardstick, device=device)
     inputs = trained(eager_leaves)
     eager_grads = iter(torch.autograd.grad(yardstick, inputs, dout) if eager else [None] * 9)
-    bounds = GRADIENTS[op](dout, *args, **kwargs)
     names = [a.name for a in getattr(torch.ops.torchweld, op).default._schema.arguments]
     for i, grad in enumerate(grads):
         if grad is not None:
