@@ -52,6 +52,8 @@ def test_sizes(device, dtype, size):
 
 @pytest.mark.parametrize("size", [(300, 264, 72, 200), (520, 512, 128, 256)], ids=str)
 def test_large(device, size):
+    if device == "cpu" and size[0] > 300:  # the bounds would take 8 s
+        size = (260, 256, *size[2:])
     for dtype in dtypes(device):
         for biases in ((False, False, False), (True, False, True), (False, True, False)):
             check_op(OP, call_args(device, dtype, *size, biases=biases), {"gate": "swiglu"})

@@ -60,6 +60,8 @@ def test_sizes(op, device, dtype, size):
 @both_norms
 @pytest.mark.parametrize("size", [(256, 40, 768), (300, 200, 64), (700, 384, 1600)], ids=str)
 def test_more_than_a_few_rows(op, device, size):
+    if device == "cpu" and size[1] > 200:  # the bounds would take 5 s
+        size = (350, 96, size[2])
     for dtype in (F16, BF16):
         args = call_args(op, device, dtype, *size, mean=3.0)
         check_op(op, args, {"activation": "gelu_tanh"})
