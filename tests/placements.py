@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -370,6 +370,12 @@ class Sharded:
         kwargs = {n: given.get(n, a) for n, a in self.kwargs.items()}
         return as_tuple(call(self.op)(*args, **kwargs))
 
+    @cached_property
+    def whole(self) -> tuple[Tensor, ...]:
+        """The results of one process."""
+        with torch.no_grad():
+            return self({})
+
     def place(self, placed: Placed) -> dict[str, DTensor]:
         everywhere = (Replicate(),) * self.mesh.ndim
         return {n: place(t, self.mesh, placed.get(n, everywhere)) for n, t in self.tensors.items()}
@@ -415,8 +421,8 @@ class Sharded:
 
     def check(self, placed: Placed) -> tuple[DTensor, ...]:
         with torch.no_grad():
-            ours, want = self(self.place(placed)), self({})
-        for name, a, b in zip(self.results, ours, want, strict=True):
+            ours = self(self.place(placed))
+        for name, a, b in zip(self.results, ours, self.whole, strict=True):
             same(a, b, f"{name} of {placed}: ")
         return ours
 
@@ -433,7 +439,7 @@ def every_row(op: str, build: Builder, mesh: DeviceMesh) -> None:
         with CommDebugMode() as comms, torch.no_grad():
             ours = sharded(given)
         assert not comms.get_total_counts(), f"{placed} needs {comms.get_comm_counts()}"
-        for name, a, b in zip(sharded.results, ours, sharded({}), strict=True):
+        for name, a, b in zip(sharded.results, ours, sharded.whole, strict=True):
             same(a, b, f"{name} of {placed}: ")
             asked = results[name] if b.shape != (0,) else everywhere
             assert a.placements == asked, f"{name} of {placed}: {a.placements}"
