@@ -140,6 +140,7 @@ def test_which_steps_of_the_batch_invariant_mode_are_chains():
     assert chosen("attention", **step, heads=64)["engine"] == "sm90"
     chain = "chain 16x160x128 /26"
     for changes, reason in (
+        (dict(invariant=0), "for the batch-invariant mode"),
         (dict(seqlen_q=17), "at most 16 query rows"),
         (dict(softcap=1), "no soft cap"),
         (dict(seqlen_q=2, packed=1), "one key_start and one key_end per sequence"),

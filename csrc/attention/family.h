@@ -126,9 +126,7 @@ struct AttentionFamily : AttentionNumbers {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
       all.push_back(encode({AttentionEngine::kSm90, i}));
-      if (p.invariant) {
-        all.push_back(encode({AttentionEngine::kChain, i, attention_chain_steps(p, i)}));
-      }
+      all.push_back(encode({AttentionEngine::kChain, i, attention_chain_steps(p, i)}));
     }
     for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
       const int filling = attention_decode_splits(p, kAttentionDecodeTiles[i]);
