@@ -126,7 +126,9 @@ struct AttentionFamily : AttentionNumbers {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
       all.push_back(encode({AttentionEngine::kSm90, i}));
-      all.push_back(encode({AttentionEngine::kChain, i, attention_chain_steps(p, i)}));
+      if (attention_sm90_is_fastest(i)) {
+        all.push_back(encode({AttentionEngine::kChain, i, attention_chain_steps(p, i)}));
+      }
     }
     for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
       const int filling = attention_decode_splits(p, kAttentionDecodeTiles[i]);
@@ -144,16 +146,16 @@ struct AttentionFamily : AttentionNumbers {
   }
   static std::string tile(const Encoded& x) {
     if (general(x)) return "";
+    const std::string splits = x[2] > 1 ? " /" + std::to_string(x[2]) : "";
     if (decode(x)) {
       const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
       return tile_text(tile.keys, tile.dim) + " " + std::to_string(tile.warps) + " warps " +
-             std::to_string(tile.stages) + " stages" +
-             (x[2] > 1 ? " /" + std::to_string(x[2]) : "");
+             std::to_string(tile.stages) + " stages" + splits;
     }
     if (chain(x)) {
       const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
       return tile_text(AttentionDecodeTile::kRows, tile.masked_keys()) + "x" +
-             tile_dims_text(tile) + " /" + std::to_string(x[2]);
+             tile_dims_text(tile) + splits;
     }
     if (sm90(x)) {
       const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
