@@ -23,7 +23,7 @@ from attention_engines import (
     inputs,
     on_hopper,
 )
-from choices_helpers import chosen, ops, problem, refusal
+from choices_helpers import chosen, ops, picked, problem, refusal
 from numerics import assert_same_bits
 from samples import BF16, F16
 
@@ -151,6 +151,19 @@ def test_which_steps_of_the_batch_invariant_mode_are_chains():
     ):
         found = problem("attention", **step | few | changes)
         assert reason in refusal("attention", found, chain), changes
+
+
+def test_remembered_steps_are_those_of_one_number_of_keys():
+    """A shape class holds several numbers of keys; with too few steps a call would never end."""
+    few = dict(heads=8, invariant=1, seqlen_q=1, head_dim=128, head_dim_v=128)
+    ours, other = (problem("attention", **few, seqlen_k=keys) for keys in (4000, 3900))
+    gpu = "a GPU of this test"
+    assert picked("attention", other, gpu) == ("chain 16x160x128 /25", "heuristic")
+    ops._remember_choice(gpu, "attention", other, "sm90 128x160x128")
+    assert picked("attention", ours, gpu) == ("sm90 128x160x128", "tuned")  # one class
+    ops._remember_choice(gpu, "attention", ours, "chain 16x160x128 /25")
+    shorter = problem("attention", **few, seqlen_k=2100)
+    assert picked("attention", shorter, gpu) == ("chain 16x160x128 /14", "heuristic")
 
 
 def test_reasons_of_a_decode():

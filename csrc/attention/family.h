@@ -103,7 +103,12 @@ struct AttentionFamily : AttentionNumbers {
     if (decode(x)) {
       return attention_decode_refusal(p, kAttentionDecodeTiles[x[1]], static_cast<int>(x[2]));
     }
-    if (chain(x)) return attention_chain_refusal(p, static_cast<int>(x[1]));
+    if (chain(x)) {
+      const int tile = static_cast<int>(x[1]);
+      // A remembered choice may come from a sequence of another length.
+      if (x[2] != attention_chain_steps(p, tile)) return "the keys have another number of steps";
+      return attention_chain_refusal(p, tile);
+    }
     if (p.invariant) {
       const int tile = attention_invariant_tile(p);
       const bool same_keys =

@@ -64,10 +64,10 @@ struct ChainMemory {
 
   Step* all_steps;  // (groups, steps)
   float2* maxima;   // (groups, kWarp): the maxima of rows lane / 4 and lane / 4 + 8
-  // (groups, steps, kRows): the maximum of a row in a step, and `tag`. The word is 0 before and
-  // after a call.
+  // (groups, steps, kRows): the maximum of a row in a step, and `tag`. The call sets the words to 0
+  // at the end. Memory that no call has used holds the tag with a chance of 2^-32.
   uint64_t* words;
-  uint32_t tag;        // not 0
+  uint32_t tag;        // half of the number of the launch, and not 0
   BlockFlags stored;   // (groups, steps, columns): raised when a step is stored
   int steps, columns;  // `columns` is the number of groups of columns of V
 
