@@ -88,7 +88,8 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
 // Returns beta * to + alpha * product. As in torch, beta = 0 ignores NaN in `to`.
 Tensor scaled_sum(const Tensor& to, const Tensor& product, const at::Scalar& beta,
                   const at::Scalar& alpha) {
-  return beta.equal(0) ? product.mul(alpha) : at::add(to.mul(beta), product, alpha);
+  if (beta.equal(0)) return product.mul(alpha);
+  return at::add(beta.equal(1) ? to : to.mul(beta), product, alpha);
 }
 
 Tensor addmm(const Tensor& to, const Tensor& a, const Tensor& b, const at::Scalar& beta,

@@ -22,6 +22,10 @@ struct ChainWork : MaskedDecodeWork {
     if (begin != kSeesNothing) begin += unseen, end += unseen;
     if (first_end != INT_MAX) first_end += unseen;
   }
+
+  __device__ __forceinline__ int steps(int step_keys) const {
+    return (keys + step_keys - 1) / step_keys;
+  }
 };
 
 // The memory between the two kernels. `groups` and `steps` are the numbers of groups and of steps

@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_chain_values(const AttentionParams& p, cons
   const bool has_column = column < static_cast<int>(p.sizes.head_dim_v);
   const T* g_value = matrix_of<T>(p.value, work.batch, work.kv_head, work.pad + lane / 2) + column;
   PipelineState<Config::kStages> state;
-  const int steps = (work.keys + kKeys - 1) / kKeys;
+  const int steps = work.steps(kKeys);
   int stored = 0;  // the number of steps that are known to be stored
   for (int step = 0, first = 0; step < steps; ++step, first += kKeys) {
     while (step == stored) stored += count_stored(memory, work, stored, steps);
@@ -127,7 +127,6 @@ __global__ __launch_bounds__(Config::kThreads, 1) void attention_chain_values_ke
     const __grid_constant__ DecodePlan plan, const typename Config::Memory memory) {
 #if TW_HAS_WGMMA
   using T = typename Config::T;
-  using Value = typename Config::Value;
   extern __shared__ __align__(1024) char s_bytes[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_bytes);
   const int lane = threadIdx.x % kWarp, dim_v = static_cast<int>(p.sizes.head_dim_v);
@@ -161,7 +160,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void attention_chain_values_ke
     if (lane == 0) mbarrier_arrive(&s.pipeline.empty[free_state.stage]);
     free_state.advance();
   };
-  const int steps = (work.keys + Config::kKeys - 1) / Config::kKeys;
+  const int steps = work.steps(Config::kKeys);
   if (steps > 0) read(fragments[0]);
   for (int step = 0; step < steps; step += 2) {
     if (step + 1 < steps) read(fragments[1]);
