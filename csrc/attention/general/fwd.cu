@@ -115,28 +115,19 @@ __global__ __launch_bounds__(kThreads, kBlocks) void attention_general_kernel(
       }
     }
 
-    [[maybe_unused]] float sink = -INFINITY;
-    [[maybe_unused]] FinishedRow finished;
+    float sink = -INFINITY;
     if constexpr (Variant::kMasked) {
       if (params.mask.sink) sink = params.mask.sink[head];
-      finished = finish_row(scale, total.max, total.sum, sink);
     }
+    const FinishedRow finished = finish_row(scale, total.max, total.sum, sink);
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
       const int64_t col = first_col + c * kThreads + threadIdx.x;
       if (col >= sizes.head_dim_v) break;
-      if constexpr (Variant::kMasked) {
-        g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] * finished.factor);
-      } else {
-        g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] / total.sum);
-      }
+      g_out[col] = from_float<T>(live.empty() ? 0.f : r_out[c] * finished.factor);
     }
     if (params.lse && first_col == 0 && threadIdx.x == 0) {
-      if constexpr (Variant::kMasked) {
-        params.lse[row] = live.empty() ? sink : finished.lse;
-      } else {
-        params.lse[row] = live.empty() ? -INFINITY : scale.lse(total.max, total.sum);
-      }
+      params.lse[row] = live.empty() ? sink : finished.lse;
     }
     first_col += kCols * kThreads;
   } while (first_col < sizes.head_dim_v);
