@@ -182,6 +182,20 @@ TABLE = [
         "template void launch_attention_chain<$T>(const AttentionParams&, cudaStream_t);",
         each(dtype=SIXTEEN_BIT),
     ),
+    Family(
+        "attention_wide_forward",
+        "attention/wide/fwd.cuh",
+        "template void launch_attention_wide<$T, $is_masked>("
+        "const AttentionParams&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT),
+    ),
+    Family(
+        "attention_wide_backward",
+        "attention/wide/bwd.cuh",
+        "template void launch_attention_backward_wide<$T>("
+        "const MaskedBackwardArgs&, cudaStream_t);",
+        each(dtype=SIXTEEN_BIT),
+    ),
     # `tile` is an index into kAttentionSm90Tiles; `dims` names its head dims in the file name.
     Family(
         "attention_sm90_$dims",

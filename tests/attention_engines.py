@@ -14,6 +14,7 @@ from running import REFERENCES
 from samples import BF16
 
 attention_bounds = REFERENCES["attention_forward"]
+WGMMA = ("sm90", "wide")  # Hopper's engines: head dims up to 256, and above
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="wgmma is Hopper's",
@@ -45,6 +46,8 @@ def mask_data(batch, nheads, rows, keys):
 def each_configuration(engine, *args, every=False, op="attention_forward", **kwargs):
     """Yields the name of each configuration of an engine, "" for all, with it in force.
 
+    `engine` may be a tuple of engines.
+
     Configurations that differ only in the number of splits run only if `every` is set.
     """
     (record,) = dry_records(op, *args, device=0, **kwargs)
@@ -68,12 +71,12 @@ def check(name, results, bounds):
         check_bound(got, bound, label=f"{name} {i}", device="cuda")
 
 
-def check_views_and_large_scores(engine, rows):
+def check_views_and_large_scores(engine, rows, dim=128):
     """Strided views, scales of any sign, an infinite key: of an engine for `rows` query rows."""
-    q, k, v = inputs(BF16, 2, 8, 2, rows, 600, 128)
-    wide = torch.randn(2, 600, 2, 300, device="cuda").to(BF16).transpose(1, 2)
+    q, k, v = inputs(BF16, 2, 8, 2, rows, 600, dim)
+    wide = torch.randn(2, 600, 2, 2 * dim + 44, device="cuda").to(BF16).transpose(1, 2)
     for scale in (0.0, -0.3, 2.0, 40.0):
-        views = (q, wide[..., :128], wide[..., 136:264])
+        views = (q, wide[..., :dim], wide[..., dim + 8 : 2 * dim + 8])
         bounds = attention_bounds(*views, scale=scale)
         for name in each_configuration(engine, *views, scale=scale):
             check(name, ops.attention_forward(*views, scale=scale), bounds)

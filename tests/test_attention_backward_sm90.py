@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from attention_engines import check, each_configuration, inputs, mask_data, on_hopper
+from attention_engines import WGMMA, check, each_configuration, inputs, mask_data, on_hopper
 from choices_helpers import H200, NO_WGMMA, SMALL, chosen, ops, problem, refusal
 from numerics import assert_equal, assert_same_bits
 from running import GRADIENTS
@@ -21,6 +21,8 @@ SIZES = [
     (1, 2, 2, 5, 3000, 96, 96), (1, 1, 1, 1000, 1000, 16, 8),
     (2, 4, 2, 200, 200, 256, 256), (1, 2, 1, 333, 517, 192, 128), (3, 2, 2, 517, 333, 136, 8),
     (1, 4, 1, 1, 65, 40, 256), (1, 1, 1, 700, 700, 256, 200),
+    (2, 4, 2, 200, 200, 512, 512), (1, 3, 1, 333, 517, 320, 264), (2, 2, 2, 129, 777, 40, 512),
+    (1, 4, 1, 1, 300, 512, 8), (2, 1, 1, 517, 333, 264, 272),
 ]  # fmt: skip
 
 
@@ -49,7 +51,8 @@ def test_every_tile_is_the_formula(sizes, dtype, causal):
     for name, grads in each("", dout, q, k, v, causal=causal):
         check(name, grads, bounds)
         names.append(name.split()[0])
-    assert {"sm90", "sync", "general"} == set(names)
+    wide = max(sizes[-2:]) > 256
+    assert set(names) == ({"wide", "general"} if wide else {"sm90", "sync", "general"})
 
 
 @on_hopper
@@ -67,13 +70,13 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
         q[b, :, :first] = math.nan
         dout[b, :, :first] = math.nan
     filled = [t.nan_to_num(0.0) for t in (dout, q, k, v)]
-    for name, grads in each("sm90", dout, q, k, v, pads, causal=causal):
+    for name, grads in each(WGMMA, dout, q, k, v, pads, causal=causal):
         check(name, grads, GRADIENTS["attention"](*filled, pads, causal=causal))
         for grad, t in zip(grads, (q, k, v), strict=False):
             unseen = t.isnan()
             assert (grad[unseen] == 0).all()
-    clean = each("sm90", *filled, pads, causal=causal)
-    dirty = each("sm90", dout, q, k, v, pads, causal=causal)
+    clean = each(WGMMA, *filled, pads, causal=causal)
+    dirty = each(WGMMA, dout, q, k, v, pads, causal=causal)
     for (_, a), (_, b) in zip(dirty, clean, strict=True):
         assert_same_bits(a, b)
 
@@ -98,6 +101,8 @@ MASKS = [
         ((3, 2, 1, 130, 450, 128, 72), BF16),
         ((3, 4, 2, 300, 300, 192, 128), BF16),
         ((3, 2, 1, 130, 450, 256, 256), F16),
+        ((3, 4, 2, 300, 300, 512, 512), F16),
+        ((3, 2, 1, 130, 450, 264, 320), BF16),
     ],
     ids=str,
 )
@@ -131,7 +136,9 @@ def test_rows_of_key_tiles(rows, keys):
 
 
 @on_hopper
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
+)
 def test_a_block_has_many_work_tiles_without_rows(dims):
     """The consumers may finish such a tile before the producer has acquired K and V for it."""
     batch, rows, keys = 400, 70, 512
@@ -144,7 +151,7 @@ def test_a_block_has_many_work_tiles_without_rows(dims):
         masks += [{"dropout_p": 0.3, "dropout_seed": torch.tensor([5], device="cuda")}]
     for mask in masks:
         bounds, names = GRADIENTS["attention"](dout, q, k, v, pads, **mask), []
-        for name, grads in each("sm90", dout, q, k, v, pads, **mask):
+        for name, grads in each(WGMMA, dout, q, k, v, pads, **mask):
             check(name, grads, bounds)
             names.append(name)
         assert names, mask
@@ -159,6 +166,7 @@ BLOCKS = [
     ((1, 10, 2, 290, 200, 192, 128), True, BF16), ((1, 10, 2, 290, 200, 192, 128), False, F16),
     ((1, 16, 1, 136, 8500, 128, 128), True, BF16), ((1, 8, 1, 136, 8192, 256, 256), True, BF16),
     ((2, 80, 10, 136, 1000, 192, 128), True, F16), ((1, 40, 10, 600, 1000, 192, 128), True, BF16),
+    ((2, 20, 5, 200, 1000, 512, 512), True, BF16), ((1, 8, 1, 290, 200, 320, 264), False, F16),
 ]  # fmt: skip
 
 
@@ -182,7 +190,7 @@ def test_blocks_of_grouped_heads(sizes, causal, dtype, padded, numbers):
     kwargs = {"causal": causal, **{name: data.get(name, x) for name, x in numbers.items()}}
     pads = torch.tensor([130, 0], dtype=torch.int32)[:batch].cuda() if padded else None
     bounds = GRADIENTS["attention"](dout, q, k, v, pads, **kwargs)
-    runs = (each("sm90", dout, q, k, v, pads, **kwargs) for _ in range(2))
+    runs = (each(WGMMA, dout, q, k, v, pads, **kwargs) for _ in range(2))
     for (name, grads), (_, again) in zip(*runs, strict=True):
         check(name, grads, bounds)
         assert_same_bits(again, grads)
@@ -190,18 +198,18 @@ def test_blocks_of_grouped_heads(sizes, causal, dtype, padded, numbers):
 
 @on_hopper
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_one_key_and_equal_keys_are_exact(dtype, dim):
     """P is 0, 1 or a power of two, dS is 0."""
     ints = lambda *shape: torch.randint(-2, 3, shape, device="cuda").to(dtype)  # noqa: E731
     q = (32 * torch.eye(dim, device="cuda")).to(dtype).expand(2, 4, -1, -1).contiguous()
     k, v, dout = q[:, :2].contiguous(), ints(2, 2, dim, dim), ints(2, 4, dim, dim)
-    for _, (dq, dk, dv, _) in each("sm90", dout, q, k, v, scale=1.0):
+    for _, (dq, dk, dv, _) in each(WGMMA, dout, q, k, v, scale=1.0):
         assert_equal(dv, dout.view(2, 2, 2, dim, dim).sum(2))
         assert (dq == 0).all() and (dk == 0).all()
     q, k = torch.zeros(1, 2, 256, dim, device="cuda", dtype=dtype), ints(1, 2, 256, dim)
     ones = torch.ones_like(k)
-    for _, (dq, dk, dv, _) in each("sm90", ones, q, k, ones):
+    for _, (dq, dk, dv, _) in each(WGMMA, ones, q, k, ones):
         assert_equal(dv, ones)
         assert (dq == 0).all() and (dk == 0).all()
 
@@ -214,12 +222,12 @@ def test_views_and_scales(dim):
     wide = torch.randn(2, 600, 2, 336, device="cuda").to(BF16).transpose(1, 2)
     views = wide[..., :dim], wide[..., 200:328]  # both have rows on 16 bytes
     for scale in (0.0, -0.3, 0.5):
-        for name, grads in each("sm90", dout, q, *views, scale=scale):
+        for name, grads in each(WGMMA, dout, q, *views, scale=scale):
             check(name, grads, GRADIENTS["attention"](dout, q, *views, scale=scale))
     shifted_q, shifted_dout = (
         torch.randn(t.numel() + 1, device="cuda").to(BF16)[1:].view_as(t) for t in (q, dout)
     )
-    for name, grads in each("sm90", shifted_dout, shifted_q, k, v):
+    for name, grads in each(WGMMA, shifted_dout, shifted_q, k, v):
         check(name, grads, GRADIENTS["attention"](shifted_dout, shifted_q, k, v))
 
 
@@ -228,13 +236,15 @@ def test_scores_beyond_all_bounds_give_no_nan():
     """The rounding error of such a score exceeds the range of fp32 exponents."""
     big = torch.full((1, 2, 300, 64), 1e15, device="cuda", dtype=BF16)
     ones = torch.ones_like(big)
-    for _, grads in each("sm90", ones, big, big, ones, causal=True):
+    for _, grads in each(WGMMA, ones, big, big, ones, causal=True):
         assert all(grad.isfinite().all() for grad in grads)
 
 
 @on_hopper
 @pytest.mark.parametrize("mask", [{}, {"window": 200}], ids=str)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
+)
 def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dims, mask):
     q, k, v = inputs(BF16, 4, 16, 4, 700, 700, *dims)
     dout = dout_of(q, v)
@@ -243,7 +253,7 @@ def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dims, mask):
     others = torch.tensor([0, 650, 7, 0], dtype=torch.int32, device="cuda")
     out, lse = ops.attention_forward(q, k, v, pads, **kwargs)
     saved = (dout, q, k, v, out, lse)
-    for _ in each_configuration("sm90", *saved, pads, op="attention_backward", **kwargs):
+    for _ in each_configuration(WGMMA, *saved, pads, op="attention_backward", **kwargs):
         first = ops.attention_backward(*saved, pads, **kwargs)
         for _ in range(50):
             again = ops.attention_backward(*saved, pads, **kwargs)
@@ -264,7 +274,7 @@ def test_a_graph_serves_other_paddings(mask, heads):
     dout = dout_of(q, v)
     kwargs = {"causal": True, **mask}
     pads = torch.zeros(3, dtype=torch.int32, device="cuda")
-    for name, grads in each("sm90", dout, q, k, v, pads, **kwargs):
+    for name, grads in each(WGMMA, dout, q, k, v, pads, **kwargs):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out, lse = ops.attention_forward(q, k, v, pads, **kwargs)
@@ -306,7 +316,8 @@ LONG = {"seqlen_q": 4096, "seqlen_k": 4096}
         ((64, 128), "sm90 128x64x128"), ((128, 128), "sm90 128x64x128"),
         ((60, 64), "sync 16 bits 128x64x64"), ((136, 128), "sm90 128x64x192 to 128"),
         ((200, 128), "sm90 64x64x256 2 blocks"), ((192, 136), "sm90 64x64x256 2 blocks"),
-        ((8, 256), "sm90 64x64x256 2 blocks"), ((132, 256), "sync 16 bits 64x64x256 paired"),
+        ((8, 256), "sm90 64x64x256 2 blocks"), ((264, 8), "wide 128x64x512 2 blocks"),
+        ((512, 512), "wide 128x64x512 2 blocks"), ((132, 256), "sync 16 bits 64x64x256 paired"),
     ],
     ids=str,
 )  # fmt: skip
@@ -314,7 +325,8 @@ def test_the_tile_fits_the_head_dims(dims, choice):
     fields = dict(**LONG, head_dim=dims[0], head_dim_v=dims[1])
     assert chosen(FAMILY, **fields)["choice"] == choice
     for device in (NO_WGMMA, SMALL):
-        assert chosen(FAMILY, device, **fields)["engine"] == "sync"
+        expected = "general" if max(dims) > 256 else "sync"
+        assert chosen(FAMILY, device, **fields)["engine"] == expected
 
 
 def test_reasons_of_a_tile():
@@ -357,4 +369,13 @@ def test_reasons_of_a_tile():
     assert chosen(FAMILY, **LONG, **dims, softcap=1)["choice"] == pair
     alone = problem(FAMILY, H200 | {"clusters": 0}, **wide)
     assert "no clusters" in refusal(FAMILY, alone, pair)
+    dims = {"head_dim": 264, "head_dim_v": 512}
+    for fields, reason in (
+        ({"softcap": 1}, "no soft cap"),
+        ({"head_dim": 260}, "not aligned to 16 bytes"),
+        ({"seqlen_q": 0}, "no query rows"),
+        ({"heads": 2**20, "seqlen_q": 64, "seqlen_k": 2**20}, "2^31 - 1 tiles"),
+    ):
+        numbers = problem(FAMILY, **{**LONG, **dims, **fields})
+        assert reason in refusal(FAMILY, numbers, "wide 128x64x512 2 blocks")
     assert chosen(FAMILY, H200, **LONG, math=1, bfloat16=0)["engine"] == "sync"

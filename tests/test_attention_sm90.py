@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention_engines import (
+    WGMMA,
     attention_bounds,
     check,
     check_graph,
@@ -28,6 +29,8 @@ SIZES = [
     (1, 2, 2, 129, 777, 256, 256), (2, 8, 1, 191, 193, 40, 128), (2, 2, 1, 160, 161, 128, 24),
     (1, 2, 2, 5, 3000, 96, 96), (1, 1, 1, 1000, 1000, 17, 8),
     (1, 13, 13, 200, 8192, 64, 64),  # the last section of heads is smaller
+    (2, 4, 2, 200, 200, 512, 512), (1, 3, 1, 333, 517, 320, 264), (2, 2, 2, 129, 777, 40, 512),
+    (1, 8, 2, 1, 300, 512, 8), (1, 3, 3, 130, 4200, 264, 272),
 ]  # fmt: skip
 
 
@@ -38,7 +41,7 @@ SIZES = [
 def test_every_tile_is_the_formula(sizes, dtype, causal):
     q, k, v = inputs(dtype, *sizes)
     bounds, names = attention_bounds(q, k, v, causal=causal), []
-    for name in each_configuration("sm90", q, k, v, causal=causal):
+    for name in each_configuration(WGMMA, q, k, v, causal=causal):
         check(name, ops.attention_forward(q, k, v, causal=causal), bounds)
         names.append(name)
     assert names
@@ -57,7 +60,7 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
         q[b, :, : max(0, pad - (keys - rows))] = math.nan
     filled = q.nan_to_num(0.0)
     bounds = attention_bounds(filled, k, v, pads, causal=causal)
-    for name in each_configuration("sm90", q, k, v, pads, causal=causal):
+    for name in each_configuration(WGMMA, q, k, v, pads, causal=causal):
         check(name, ops.attention_forward(filled, k, v, pads, causal=causal), bounds)
         assert_same_bits(
             ops.attention(q, k, v, pads, causal=causal),
@@ -68,14 +71,15 @@ def test_nothing_is_read_of_the_padding(sizes, causal):
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("given", [False, True], ids=["plain", "sink"])
-def test_rows_of_tiles_without_keys_are_written(given, causal):
+@pytest.mark.parametrize("dim", [64, 512])
+def test_rows_of_tiles_without_keys_are_written(dim, given, causal):
     """Zeros, and the sink or -inf as lse, whatever lay in the memory before."""
-    q, k, v = inputs(BF16, 3, 4, 2, 700, 700, 64)
+    q, k, v = inputs(BF16, 3, 4, 2, 700, 700, dim)
     pads = torch.tensor([0, 650, 700], dtype=torch.int32, device="cuda")
     sink = torch.randn(4, device="cuda")
     numbers = {"causal": causal, **({"sink": sink} if given else {})}
     nothing = sink[:, None] if given else -math.inf
-    for name in each_configuration("sm90", q, k, v, pads, **numbers):
+    for name in each_configuration(WGMMA, q, k, v, pads, **numbers):
         before = [torch.full_like(t, math.nan) for t in ops.attention_forward(q, k, v)]
         del before
         out, lse = ops.attention_forward(q, k, v, pads, **numbers)
@@ -86,21 +90,24 @@ def test_rows_of_tiles_without_keys_are_written(given, causal):
 
 
 @on_hopper
-def test_views_scales_and_large_scores():
-    check_views_and_large_scores("sm90", rows=100)
+@pytest.mark.parametrize("dim", [128, 512])
+def test_views_scales_and_large_scores(dim):
+    check_views_and_large_scores(WGMMA, rows=100, dim=dim)
 
 
 @on_hopper
-def test_the_same_bits_in_every_run_whatever_the_neighbours_are():
-    qkv = inputs(BF16, 4, 16, 4, 700, 700, 128)
-    check_same_bits("sm90", *qkv, [0, 100, 500, 699], [0, 650, 7, 0], causal=True)
+@pytest.mark.parametrize("dim", [128, 512])
+def test_the_same_bits_in_every_run_whatever_the_neighbours_are(dim):
+    qkv = inputs(BF16, 4, 16, 4, 700, 700, dim)
+    check_same_bits(WGMMA, *qkv, [0, 100, 500, 699], [0, 650, 7, 0], causal=True)
 
 
 @on_hopper
-def test_a_graph_serves_other_paddings_and_many_tiles():
+@pytest.mark.parametrize("dim", [64, 512])
+def test_a_graph_serves_other_paddings_and_many_tiles(dim):
     """More tiles than blocks: every replay starts with the tickets at 0."""
-    qkv = inputs(F16, 3, 50, 10, 300, 300, 64)
-    check_graph("sm90", *qkv, ([0, 5, 299], [300, 1, 100], [7, 7, 7]), causal=True)
+    qkv = inputs(F16, 3, 50, 10, 300, 300, dim)
+    check_graph(WGMMA, *qkv, ([0, 5, 299], [300, 1, 100], [7, 7, 7]), causal=True)
 
 
 @on_hopper
@@ -158,6 +165,20 @@ def test_a_window_takes_the_tile_whose_steps_fit_it():
     assert chosen("attention", **fields, window=2**40)["columns"]["keys"] == 160
 
 
+def test_clusters_divide_the_keys_of_few_rows():
+    fields = dict(seqlen_k=4096, head_dim=512, head_dim_v=512)
+    for heads, rows, splits in ((1, 1, 16), (4, 16, 16), (5, 16, 8), (8, 128, 8), (8, 129, 4)):
+        assert (
+            chosen("attention", heads=heads, seqlen_q=rows, **fields)["columns"]["splits"] == splits
+        )
+    few = dict(heads=1, seqlen_q=1, **fields)
+    assert chosen("attention", **few | {"seqlen_k": 500})["columns"]["splits"] == 2
+    for option in ("softcap", "invariant"):
+        assert chosen("attention", **few, **{option: 1})["columns"]["splits"] == 1
+        numbers = problem("attention", **few, **{option: 1})
+        assert refusal("attention", numbers, "wide 128x128x512 2 blocks /4")
+
+
 def test_reasons_of_a_tile():
     tile = "sm90 128x160x128"
     long = problem("attention", **LONG, head_dim=128, head_dim_v=128)
@@ -175,5 +196,21 @@ def test_reasons_of_a_tile():
     ):
         fields = {**LONG, "head_dim": 128, "head_dim_v": 128, **fields}
         assert reason in refusal("attention", problem("attention", **fields), tile)
+    wide = "wide 128x128x512 2 blocks"
+    dims = {"head_dim": 512, "head_dim_v": 264}
+    assert chosen("attention", **LONG, **dims)["choice"] == wide
+    for fields, reason in (
+        ({"math": 2, "bfloat16": 0}, "another dtype"),
+        ({"head_dim": 256, "head_dim_v": 8}, "head dims of 257 to 512"),
+        ({"head_dim": 520}, "head dims up to 512"),
+        ({"head_dim_v": 508}, "not aligned to 16 bytes"),
+        ({"dropout": 1}, "does not support dropout"),
+        ({"seqlen_k": 0}, "no keys"),
+        ({"heads": 2**28}, "tiles"),
+        ({"clusters": 0}, "no wgmma"),
+        ({"shared_limit": SMALL["shared_limit"]}, "shared memory"),
+    ):
+        numbers = problem("attention", **{**LONG, **dims, **fields})
+        assert reason in refusal("attention", numbers, wide)
     assert chosen("attention", H200, **LONG, math=1, bfloat16=0)["engine"] == "sync"
     assert chosen("attention", SMALL, **LONG)["engine"] == "sync"

@@ -23,10 +23,13 @@ def test_attention_tiles_hold_both_head_dims(math):
             assert choice["engine"] == ("sm90" if wgmma else "sync") and choice["refusal"] == ""
             tile = choice["columns"]
             assert tile["head_dim"] >= max(dims) and tile["tile_bytes"] <= device["shared_limit"]
-    fields = dict(head_dim=257, head_dim_v=8, math=number)
-    assert chosen("attention", **fields)["choice"] == "general"
-    fields = dict(head_dim=8, head_dim_v=257, math=number)
-    assert chosen("attention_backward", **fields)["choice"] == "general"
+    for family in ("attention", "attention_backward"):
+        for device in (H200, NO_WGMMA, SMALL):
+            wide = device == H200 and number == 0
+            for dims in ((264, 8), (8, 512)):
+                fields = dict(head_dim=dims[0], head_dim_v=dims[1], math=number)
+                assert chosen(family, device, **fields)["engine"] == ("wide" if wide else "general")
+        assert chosen(family, head_dim=513, head_dim_v=8, math=number)["choice"] == "general"
 
 
 def test_a_tile_of_the_gradient_never_writes_beyond_its_scratch():

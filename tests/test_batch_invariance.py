@@ -219,7 +219,7 @@ MASKS = {"causal": {}, "window": {"window": 50}, "softcap": {"softcap": 5.0}}
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("d", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_decoding_has_the_bits_of_the_prefill(dtype, d, mask, device):
     """Steps, chunks, another batch, left and right padding, and a cache that is longer."""
@@ -435,7 +435,7 @@ def test_every_int4_of_the_mode_has_the_same_bits(dtype, m, n, k):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has one configuration")
-@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 4.0}], ids=str)
 def test_every_attention_of_the_mode_has_the_same_bits(d, options):
     t = heads("cuda", BF16, 2, 333, d)

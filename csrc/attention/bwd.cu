@@ -1,7 +1,7 @@
 // The launcher of attention's backward, and the kernels that prepare the statistics of the query
 // rows. The kernels for the gradients are in attention/sm90/bwd_kernel.cuh,
-// attention/sm90/bwd_2cta_kernel.cuh and attention/sync/bwd_tiles.cuh. The kernels for large head
-// dims are in attention/general/bwd.cu.
+// attention/sm90/bwd_2cta_kernel.cuh, attention/wide/bwd.cuh and attention/sync/bwd_tiles.cuh. The
+// kernels for any head dim are in attention/general/bwd.cu.
 #include <climits>
 #include <stdexcept>
 
@@ -238,6 +238,12 @@ void launch(const Args& args, const AttentionBackwardParams& params, cudaStream_
     launch_attention_backward_general<T>(args, stream);
     return;
   }
+  if constexpr (sizeof(T) == 2 && kIsMasked<Args>) {
+    if (choice.engine == AttentionEngine::kWide) {
+      launch_attention_backward_wide<T>(args, stream);
+      return;
+    }
+  }
   clear_memory(args.g_tickets, BackwardScratch(params).counter_bytes(), stream);
   dispatch_index<kNumAttentionBackwardTiles>(choice.tile, [&](auto index) {
     // The tile does not fit T if the sizes of their elements differ.
@@ -265,7 +271,7 @@ void launch_attention_backward(const AttentionBackwardParams& params, cudaStream
   dispatch_dtype(params.dtype, [&](auto element) {
     using T = decltype(element);
     const bool sm90 = params.choice.engine == AttentionEngine::kSm90;
-    if (!params.mask.is_general()) {
+    if (!backward_needs_mask(params)) {
       const BackwardArgs args = make_backward_args(params, scratch);
       sm90 ? launch_sm90<T>(args, params, stream) : launch<T>(args, params, stream);
       return;

@@ -149,6 +149,10 @@ inline constexpr bool kIsDropped = std::is_same_v<Args, DroppedBackwardArgs>;
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_tile(const Args& args, cudaStream_t stream);
 
+// Launches the kernels for head dims above 256 on Hopper (attention/wide/bwd.cuh).
+template <typename T>
+void launch_attention_backward_wide(const MaskedBackwardArgs& args, cudaStream_t stream);
+
 // Launches the kernels for any head_dim (attention/general/bwd.cu).
 template <typename T, typename Args>
 void launch_attention_backward_general(const Args& args, cudaStream_t stream);

@@ -157,6 +157,7 @@ inline constexpr int64_t kAttentionBackwardRowPad = 64;
 
 // Returns the multiple to which the number of query rows is rounded up in scratch memory.
 constexpr int64_t attention_backward_row_pad(const AttentionChoice& choice) {
+  if (choice.engine == AttentionEngine::kWide) return AttentionWideTile::kRows;
   return choice.engine == AttentionEngine::kSm90 ? kAttentionBackwardSm90Tiles[choice.tile].rows
                                                  : kAttentionBackwardRowPad;
 }
@@ -236,12 +237,23 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
              : "more than 2^31 - 1 tiles";
 }
 
+inline Refusal attention_backward_wide_refusal(const AttentionProblem& p) {
+  if (const Refusal reason = attention_wide_refusal(p, 1)) return reason;
+  if (const Refusal reason = attention_wide_refusal(p, p.load.heads / p.load.group, p.seqlen_k)) {
+    return reason;
+  }
+  if (p.load.softcap) return "the tile supports no soft cap";
+  if (p.head_dim % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
+  return p.seqlen_q == 0 ? "there are no query rows" : Refusal();
+}
+
 inline AttentionChoice choose_attention_backward(const AttentionProblem& p) {
   for (int i = 0; i < kNumAttentionBackwardSm90Tiles; ++i) {
     if (!attention_backward_sm90_refusal(p, kAttentionBackwardSm90Tiles[i])) {
       return {AttentionEngine::kSm90, i};
     }
   }
+  if (!attention_backward_wide_refusal(p)) return {AttentionEngine::kWide, 0};
   for (int i = 0; i < kNumAttentionBackwardTiles; ++i) {
     if (!attention_backward_refusal(p, kAttentionBackwardTiles[i])) {
       return {AttentionEngine::kSync, i};

@@ -22,13 +22,19 @@ inline int backward_keys_of_tile(const AttentionChoice& choice) {
     const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[choice.tile];
     return tile.keys * tile.blocks;
   }
+  if (choice.engine == AttentionEngine::kWide) return AttentionWideTile::kRows;
   return choice.engine == AttentionEngine::kSync ? kAttentionBackwardTiles[choice.tile].keys : 0;
+}
+
+// Whether the kernels need MaskedBackwardArgs.
+inline bool backward_needs_mask(const AttentionBackwardParams& params) {
+  return params.mask.is_general() || params.choice.engine == AttentionEngine::kWide;
 }
 
 // The number of key tiles of a sequence for which a general mask needs a KeyTileMask.
 inline int64_t backward_key_tiles(const AttentionBackwardParams& params) {
   const int keys = backward_keys_of_tile(params.choice);
-  return keys > 0 && params.mask.is_general() ? divide_up(params.sizes.seqlen_k, keys) : 0;
+  return keys > 0 && backward_needs_mask(params) ? divide_up(params.sizes.seqlen_k, keys) : 0;
 }
 
 // The division of a launch into blocks, and the layout of the scratch memory. The fields `lse` to
@@ -66,7 +72,7 @@ struct BackwardScratch {
     dq = delta + all_rows;
     tickets = dq + all_rows * columns;
     groups = tickets + counter_bytes() / 4;
-    const int64_t mask_rows = params.mask.is_general() ? sizes.batch * rows : 0;
+    const int64_t mask_rows = backward_needs_mask(params) ? sizes.batch * rows : 0;
     constexpr int64_t kGroupFloats = sizeof(BlockMask) / 4, kRangeFloats = sizeof(KeyRange32) / 4;
     live = groups + mask_rows / kAttentionBackwardRowPad * kGroupFloats;
     key_tiles = live + mask_rows * kRangeFloats;

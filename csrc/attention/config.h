@@ -160,6 +160,19 @@ inline constexpr AttentionSm90Tile kAttentionSm90Tiles[] = {
 inline constexpr int kNumAttentionSm90Tiles =
     sizeof(kAttentionSm90Tiles) / sizeof(kAttentionSm90Tiles[0]);
 
+// The tile of Hopper's kernels for head dims above 256 (attention/wide). A cluster of two CTAs has
+// kRows rows, 64 in each CTA. Head dims below kDim are padded with zeros.
+struct AttentionWideTile {
+  static constexpr int kDim = 512, kAboveDim = 256;
+  static constexpr int kCtas = 2, kCtaRows = 64, kRows = kCtas * kCtaRows, kThreads = 512;
+  // The number of keys in a step of the forward, and of rows in a step of the gradients of Q and K.
+  static constexpr int kKeys = 128, kBackwardRows = 64;
+  static constexpr int kStages = 4;  // of the scores' right operand
+  static constexpr int kMaxSplits = 32;
+  // The bytes of shared memory: the tile, then barriers and the key ranges of the rows.
+  static constexpr int kTileBytes = 224 * 1024, kExtraBytes = 3 * 1024;
+};
+
 // Whether no tile for the same head dims is faster with many long rows. The batch-invariant mode
 // uses the steps of such tiles.
 constexpr bool attention_sm90_is_fastest(int index) {
@@ -200,13 +213,15 @@ struct AttentionProblem {
 // kSync uses mma.sync. kGeneral supports any sizes and uses no tensor cores. kDecode is for few
 // query rows: it splits the keys and has no backward. kSm90 uses Hopper's wgmma and TMA. kChain is
 // for few query rows in the batch-invariant mode: it gives the bits of kSm90 and has no backward.
-enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90, kChain };
+// kWide uses wgmma and TMA for head dims above 256.
+enum class AttentionEngine : int8_t { kSync, kGeneral, kDecode, kSm90, kChain, kWide };
 
 struct AttentionChoice {
   AttentionEngine engine;
-  // index into the engine's table of tiles, 0 for kGeneral; kChain has the steps of a tile of kSm90
+  // index into the engine's table of tiles, 0 for kGeneral and kWide; kChain has the steps of a
+  // tile of kSm90
   int tile;
-  int splits = 1;  // the number of splits of the keys, for kDecode; of steps, for kChain
+  int splits = 1;  // the number of splits of the keys, for kDecode and kWide; of steps, for kChain
 };
 
 // Returns the number of keys in a step of the chosen tensor-core kernel under a general mask, and 1
@@ -215,6 +230,7 @@ inline int attention_step_keys(const AttentionChoice& choice) {
   if (choice.engine == AttentionEngine::kSm90 || choice.engine == AttentionEngine::kChain) {
     return kAttentionSm90Tiles[choice.tile].masked_keys();
   }
+  if (choice.engine == AttentionEngine::kWide) return AttentionWideTile::kKeys;
   if (choice.engine == AttentionEngine::kSync) return kAttentionTiles[choice.tile].keys;
   return 1;
 }
@@ -266,6 +282,52 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   const double tiles = static_cast<double>(p.load.heads) *
                        static_cast<double>(divide_up(p.seqlen_q, tile.rows()) + 1);
   return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+
+// Checks what the forward and the gradients of the wide kernels have in common. `rows` is the
+// number of rows of all heads that clusters divide among them.
+inline Refusal attention_wide_refusal(const AttentionProblem& p, int64_t heads, int64_t rows) {
+  using Tile = AttentionWideTile;
+  if (!p.device.wgmma || !p.device.tma || !p.device.clusters) return kAttentionNoWgmma;
+  if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
+  if (std::max(p.head_dim, p.head_dim_v) <= Tile::kAboveDim) {
+    return {"the tile is for head dims of {} to {}", Tile::kAboveDim + 1, Tile::kDim};
+  }
+  if (const Refusal reason = attention_sizes_refusal(p, Tile::kDim)) return reason;
+  if (p.load.dropout) return kAttentionNoDropout;
+  if (p.head_dim_v % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
+  if (p.seqlen_k == 0) return "there are no keys";
+  constexpr int kBytes = Tile::kTileBytes + Tile::kExtraBytes;
+  if (kBytes > p.device.shared_limit) return too_much_shared_memory(kBytes, p.device.shared_limit);
+  const double tiles =
+      static_cast<double>(heads) * static_cast<double>(divide_up(rows, Tile::kRows));
+  return grid_fits(tiles * Tile::kCtas) ? Refusal() : "more than 2^31 - 1 tiles";
+}
+inline Refusal attention_wide_refusal(const AttentionProblem& p, int splits) {
+  if (const Refusal reason = attention_wide_refusal(p, p.load.heads, p.seqlen_q)) return reason;
+  if (splits == 1) return {};
+  if (splits < 1 || splits > AttentionWideTile::kMaxSplits) {
+    return {"keys can be divided into 1 to {} splits", AttentionWideTile::kMaxSplits};
+  }
+  if (p.invariant) return kAttentionOtherKeys;
+  if (p.load.softcap) return "splits have no soft cap";
+  const double rows = static_cast<double>(p.load.heads) * static_cast<double>(p.seqlen_q);
+  return grid_fits(rows * splits) ? Refusal() : "more than 2^31 - 1 rows of splits";
+}
+
+// Returns the largest power of two of splits for which the grid has at most one CTA per SM. Each
+// split has at least kMinSteps steps.
+inline int attention_wide_splits(const AttentionProblem& p) {
+  using Tile = AttentionWideTile;
+  constexpr int64_t kMinSteps = 2;
+  if (attention_wide_refusal(p, 2)) return 1;
+  const int64_t tiles = std::max<int64_t>(1, p.load.heads * divide_up(p.seqlen_q, Tile::kRows));
+  const int64_t max_splits =
+      std::min<int64_t>(Tile::kMaxSplits, divide_up(p.seqlen_k, Tile::kKeys) / kMinSteps);
+  const int64_t fitting = std::min(p.device.sms / (tiles * Tile::kCtas), max_splits);
+  int splits = 1;
+  while (2 * splits <= fitting) splits *= 2;
+  return splits;
 }
 
 // Returns the index of the tile whose number of keys the batch-invariant mode uses on Hopper, or -1
@@ -431,6 +493,9 @@ inline AttentionChoice choose_attention(const AttentionProblem& p) {
     if (fastest < 0 || cost < min_cost) fastest = i, min_cost = cost;
   }
   if (fastest >= 0) return {AttentionEngine::kSm90, fastest};
+  if (!attention_wide_refusal(p, 1)) {
+    return {AttentionEngine::kWide, 0, attention_wide_splits(p)};
+  }
   for (int i = 0; i < kNumAttentionTiles; ++i) {
     if (!attention_refusal(p, kAttentionTiles[i])) return {AttentionEngine::kSync, i};
   }

@@ -64,6 +64,7 @@ struct AttentionNumbers {
   static bool decode(const Encoded& x) { return make({}, x).engine == AttentionEngine::kDecode; }
   static bool sm90(const Encoded& x) { return make({}, x).engine == AttentionEngine::kSm90; }
   static bool chain(const Encoded& x) { return make({}, x).engine == AttentionEngine::kChain; }
+  static bool wide(const Encoded& x) { return make({}, x).engine == AttentionEngine::kWide; }
 
   static std::vector<Encoded> tiles_and_general(int tiles) {
     std::vector<Encoded> all;
@@ -82,20 +83,26 @@ struct AttentionNumbers {
            : decode(x) ? "tensor cores (mma.sync), the keys split over the GPU"
            : chain(x)  ? "tensor cores (mma.sync), the columns of the values split over the GPU"
            : sm90(x)   ? "tensor cores (wgmma)"
+           : wide(x)   ? "tensor cores (wgmma), for head dims above 256"
                        : "tensor cores (mma.sync)";
+  }
+  static std::string wide_tile(int keys) {
+    using Tile = AttentionWideTile;
+    return tile_text(Tile::kRows, keys) + "x" + std::to_string(Tile::kDim) + " 2 blocks";
   }
   static std::string dims_text(const AttentionProblem& p) {
     return "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v);
   }
   static std::string why(const AttentionProblem& p, const Encoded& x) {
     if (general(x) && p.load.dropout) return "no tile supports this dropout";
+    if (wide(x)) return "the only tile that holds " + dims_text(p);
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
   }
 };
 
 struct AttentionFamily : AttentionNumbers {
   static constexpr const char* kName = "attention";
-  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90", "chain"};
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90", "chain", "wide"};
   static constexpr bool kFirstLegal = false;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention(p); }
@@ -117,6 +124,7 @@ struct AttentionFamily : AttentionNumbers {
       if (!same_keys) return kAttentionOtherKeys;
     }
     if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
+    if (wide(x)) return attention_wide_refusal(p, static_cast<int>(x[2]));
     return general(x) ? Refusal() : attention_refusal(p, kAttentionTiles[x[1]]);
   }
   static std::string why(const AttentionProblem& p, const Encoded& x) {
@@ -125,8 +133,8 @@ struct AttentionFamily : AttentionNumbers {
     if (!sm90(x)) return AttentionNumbers::why(p, x);
     return "the fastest tile, by estimate, of those that support " + dims_text(p);
   }
-  // Lists all tiles. Each decode tile is listed several times: once with the number of splits that
-  // fills the GPU, and once with each power of two as its number of splits.
+  // Lists all tiles. Each decode tile and the wide tile are listed several times: once with the
+  // number of splits that fills the GPU, and once with each power of two as the number of splits.
   static std::vector<Encoded> candidates(const AttentionProblem& p) {
     std::vector<Encoded> all = tiles_and_general(kNumAttentionTiles);
     for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
@@ -135,13 +143,17 @@ struct AttentionFamily : AttentionNumbers {
         all.push_back(encode({AttentionEngine::kChain, i, attention_chain_steps(p, i)}));
       }
     }
-    for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
-      const int filling = attention_decode_splits(p, kAttentionDecodeTiles[i]);
-      all.push_back(encode({AttentionEngine::kDecode, i, filling}));
-      for (int splits = 1; splits <= AttentionDecodeTile::kMaxSplits; splits *= 2) {
-        if (splits != filling) all.push_back(encode({AttentionEngine::kDecode, i, splits}));
+    const auto add_splits = [&](AttentionEngine engine, int tile, int filling, int most) {
+      all.push_back(encode({engine, tile, filling}));
+      for (int splits = 1; splits <= most; splits *= 2) {
+        if (splits != filling) all.push_back(encode({engine, tile, splits}));
       }
+    };
+    for (int i = 0; i < kNumAttentionDecodeTiles; ++i) {
+      add_splits(AttentionEngine::kDecode, i, attention_decode_splits(p, kAttentionDecodeTiles[i]),
+                 AttentionDecodeTile::kMaxSplits);
     }
+    add_splits(AttentionEngine::kWide, 0, attention_wide_splits(p), AttentionWideTile::kMaxSplits);
     return all;
   }
 
@@ -152,6 +164,7 @@ struct AttentionFamily : AttentionNumbers {
   static std::string tile(const Encoded& x) {
     if (general(x)) return "";
     const std::string splits = x[2] > 1 ? " /" + std::to_string(x[2]) : "";
+    if (wide(x)) return wide_tile(AttentionWideTile::kKeys) + splits;
     if (decode(x)) {
       const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
       return tile_text(tile.keys, tile.dim) + " " + std::to_string(tile.warps) + " warps " +
@@ -186,6 +199,13 @@ struct AttentionFamily : AttentionNumbers {
       const AttentionDecodeTile& tile = kAttentionDecodeTiles[x[1]];
       return row(tile, AttentionDecodeTile::kRows, tile.stages, tile.warps);
     }
+    if (wide(x)) {
+      using Tile = AttentionWideTile;
+      return {{"rows", Tile::kRows},           {"keys", Tile::kKeys},
+              {"head_dim", Tile::kDim},        {"stages", Tile::kStages},
+              {"warps", Tile::kThreads / 32},  {"splits", x[2]},
+              {"tile_bytes", Tile::kTileBytes}};
+    }
     if (sm90(x) || chain(x)) {
       const AttentionSm90Tile& tile = kAttentionSm90Tiles[x[1]];
       return chain(x) ? row(tile, AttentionDecodeTile::kRows, 1, 1)
@@ -200,12 +220,13 @@ struct AttentionBackwardFamily : AttentionNumbers {
   static constexpr const char* kName = "attention_backward";
   // The backward has no decode tiles and no chains. "decode" and "chain" are in this list because
   // the indices of the engines must be the same as in the forward.
-  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90", "chain"};
+  static constexpr const char* kEngines[] = {"sync", "general", "decode", "sm90", "chain", "wide"};
   static constexpr bool kFirstLegal = true;
 
   static AttentionChoice choose(const AttentionProblem& p) { return choose_attention_backward(p); }
   static Refusal refusal(const AttentionProblem& p, const Encoded& x) {
     if (sm90(x)) return attention_backward_sm90_refusal(p, kAttentionBackwardSm90Tiles[x[1]]);
+    if (wide(x)) return attention_backward_wide_refusal(p);
     return general(x) ? Refusal() : attention_backward_refusal(p, kAttentionBackwardTiles[x[1]]);
   }
   static std::vector<Encoded> candidates(const AttentionProblem&) {
@@ -213,6 +234,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
     for (int i = 0; i < kNumAttentionBackwardSm90Tiles; ++i) {
       all.push_back(encode({AttentionEngine::kSm90, i}));
     }
+    all.push_back(encode({AttentionEngine::kWide, 0}));
     for (const Encoded& choice : tiles_and_general(kNumAttentionBackwardTiles)) {
       all.push_back(choice);
     }
@@ -221,6 +243,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
 
   static std::string tile(const Encoded& x) {
     if (general(x)) return "";
+    if (wide(x)) return wide_tile(AttentionWideTile::kBackwardRows);
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
       return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.dim) +
@@ -243,6 +266,13 @@ struct AttentionBackwardFamily : AttentionNumbers {
               {"warps", tile.kThreads / 32},
               {"groups", 1},
               {"tile_bytes", tile.tile_bytes()}};
+    }
+    if (wide(x)) {
+      using Tile = AttentionWideTile;
+      return {{"keys", Tile::kRows},           {"rows", Tile::kBackwardRows},
+              {"cols", Tile::kBackwardRows},   {"head_dim", Tile::kDim},
+              {"warps", Tile::kThreads / 32},  {"groups", 1},
+              {"tile_bytes", Tile::kTileBytes}};
     }
     const AttentionBackwardTile tile =
         general(x) ? AttentionBackwardTile{} : kAttentionBackwardTiles[x[1]];

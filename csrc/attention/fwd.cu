@@ -45,16 +45,21 @@ void launch_attention(const AttentionParams& params, cudaStream_t stream) {
       case AttentionEngine::kDecode:
         return half ? launch_attention_decode<__half, kMasked>(params, stream)
                     : launch_attention_decode<__nv_bfloat16, kMasked>(params, stream);
+      case AttentionEngine::kWide:
+        return half ? launch_attention_wide<__half, kMasked>(params, stream)
+                    : launch_attention_wide<__nv_bfloat16, kMasked>(params, stream);
       case AttentionEngine::kChain:
         return half ? launch_attention_chain<__half>(params, stream)
                     : launch_attention_chain<__nv_bfloat16>(params, stream);
     }
   };
   // In the batch-invariant mode, every call uses the masked kernel if that kernel has smaller tiles
-  // of keys.
+  // of keys. Only the masked wide kernel has splits.
   const bool few_keys = params.key_grid > 1 && params.choice.engine == AttentionEngine::kSm90 &&
                         kAttentionSm90Tiles[tile].keys != params.key_grid;
-  dispatch_bools(launch, params.mask.is_general() || few_keys);
+  const bool wide_splits =
+      params.choice.engine == AttentionEngine::kWide && params.choice.splits > 1;
+  dispatch_bools(launch, params.mask.is_general() || few_keys || wide_splits);
   check_launch("attention");
 }
 

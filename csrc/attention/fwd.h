@@ -62,6 +62,8 @@ template <typename T, bool kMasked>
 void launch_attention_decode(const AttentionParams& params, cudaStream_t stream);
 template <typename T>
 void launch_attention_chain(const AttentionParams& params, cudaStream_t stream);
+template <typename T, bool kMasked>
+void launch_attention_wide(const AttentionParams& params, cudaStream_t stream);
 template <bool kMasked>
 void launch_attention_general(const AttentionParams& params, cudaStream_t stream);
 

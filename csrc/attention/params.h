@@ -106,11 +106,13 @@ inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice&
     return attention_decode_groups(p) * choice.splits *
            (AttentionDecodeTile::kRows + attention_chain_columns(p.head_dim_v));
   }
+  if (choice.engine == AttentionEngine::kWide) return 0;
   return attention_decode_groups(p) * (choice.splits - 1);
 }
 // The number of floats for the partial results. Every split, except the last split of a group,
 // stores the accumulators, the maximum and the sum of probabilities of each of its rows. The chain
-// engine stores the probabilities of each step.
+// engine stores the probabilities of each step. The wide engine stores the results and the lse of
+// all splits.
 inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.engine == AttentionEngine::kChain) {
     const int64_t step_bytes = attention_chain_step_bytes(attention_step_keys(choice));
@@ -118,13 +120,12 @@ inline int64_t attention_partial_floats(const AttentionProblem& p, const Attenti
            4;
   }
   if (choice.splits == 1) return 0;
+  if (choice.engine == AttentionEngine::kWide) {
+    return choice.splits * p.load.heads * p.seqlen_q * (p.head_dim_v + 1);
+  }
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
   return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);
 }
-
-// The maximum head dim of the tensor-core kernels. Calls with larger head dims use the general
-// kernels.
-inline constexpr int64_t kAttentionMaxHeadDim = 256;
 
 // Launches the forward of attention. Sizes may be 0. If neither `out` nor `lse` has an element to
 // write, the function launches nothing.

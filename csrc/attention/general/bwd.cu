@@ -1,6 +1,6 @@
 // The gradient of attention for any head dim, in fp32 arithmetic. It is used for head dims above
-// kAttentionMaxHeadDim, and for fp32 head dims above 128 on devices with 99 KB of shared memory per
-// block. It is not optimised for speed.
+// 256 without a kernel on tensor cores, and for fp32 head dims above 128 on devices with 99 KB of
+// shared memory per block. It is not optimised for speed.
 //
 // A block computes one row of dQ, or one row of dK and the same row of dV. The block loops over the
 // rows of the other operand: keys for dQ, query rows for dK and dV. It computes p and ds for kChunk

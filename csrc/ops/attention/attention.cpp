@@ -250,9 +250,10 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   params.dtype = dtype_of(query);
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, params.mask);
-  // NOTE: the tiles of the batch-invariant mode would read the keys once for each query head.
-  if (problem.invariant && problem.load.packable &&
-      choose_attention(problem).engine != AttentionEngine::kChain) {
+  // NOTE: tiles of many rows would read the keys once for each query head.
+  const AttentionEngine engine = choose_attention(problem).engine;
+  const bool many_rows = problem.invariant || engine == AttentionEngine::kWide;
+  if (many_rows && problem.load.packable && engine != AttentionEngine::kChain) {
     const int64_t kv_heads = key.size(1), group = query.size(1) / kv_heads;
     const auto by_group = [&](const Tensor& t) {
       return t.squeeze(2).unflatten(1, {kv_heads, group});

@@ -306,8 +306,8 @@ def attention_forward(
             _active.current, query, key, value, numbers, reason, scaling, kwargs
         )
         return out.transpose(1, 2).contiguous(), None
-    if reason is None and query.is_cuda:
-        reason = general_kernel(query.shape[3], value.shape[3])
+    if reason is None:
+        reason = general_kernel(query, query.shape[3], value.shape[3], softcap=softcap)
     if reason is None:
         if recorder.calls is not None:
             recorder.record(module)

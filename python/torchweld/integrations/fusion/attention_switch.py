@@ -151,10 +151,10 @@ def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
     if "position_bias" in given:
         return f"{type(layer).__name__} adds a position bias to the scores", False
     head_dim, weight = getattr(layer, "head_dim", 0), next(layer.parameters(), None)
-    reason = general_kernel(head_dim) if isinstance(head_dim, int) else None
-    if reason is not None and weight is not None and weight.is_cuda:
-        return f"{SDPA} runs: {reason}", False
-    return None
+    if weight is None or not isinstance(head_dim, int):
+        return None
+    reason = general_kernel(weight, head_dim)
+    return None if reason is None else (f"{SDPA} runs: {reason}", False)
 
 
 def _class_refusal(root: PreTrainedModel) -> str | None:

@@ -19,7 +19,7 @@ from torchweld._library import ops
 from torchweld.compat._windows import Window
 from torchweld.ops.varlen import packed_mask
 
-from .gpus import general_kernel, runs_on
+from .gpus import MAX_HEAD_DIM, runs_on
 
 Qkv = tuple[Tensor, Tensor, Tensor]  # query, key and value
 Lengths = tuple[Tensor | None, Tensor | None]  # the cumulative lengths of query and of key
@@ -202,8 +202,8 @@ class Flash:
 
 def _tensor_core_refusal(tensors: Qkv) -> str | None:
     head_dim = tensors[0].shape[-1]
-    if reason := general_kernel(head_dim):
-        return reason
+    if head_dim > MAX_HEAD_DIM:
+        return f"the head dim is above {MAX_HEAD_DIM}"
     if head_dim % 8:
         return "the head dim is not a multiple of 8"
     if any(t.stride(-1) != 1 for t in tensors):

@@ -11,22 +11,26 @@ from torch import Tensor
 from torchweld._library import build_facts
 from torchweld.info import recorded_archs
 
-_MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels for tensor cores
+MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels on all GPUs
+_MAX_HOPPER_DIM = 512  # of Hopper's kernels without a soft cap
+_MAX_DROPOUT_DIM = 128  # of Hopper's kernels with dropout
+DROPOUT = "attention dropout is on"
 
 
-def general_kernel(*head_dims: int) -> str | None:
+def general_kernel(query: Tensor, *head_dims: int, softcap: float | None = None) -> str | None:
     """Returns why torchweld's attention would run its general kernel on a GPU, or None.
 
     The general kernel uses no tensor cores. torch's back ends use them for such head dims too and
-    are faster.
+    are faster. On a CPU the result is None.
     """
-    if max(head_dims) <= _MAX_HEAD_DIM:
+    if not query.is_cuda:
         return None
-    return f"no kernel for tensor cores has a head dim above {_MAX_HEAD_DIM}"
-
-
-DROPOUT = "attention dropout is on"
-_MAX_DROPOUT_DIM = 128  # the largest head dim of Hopper's kernels with dropout
+    largest = MAX_HEAD_DIM
+    if softcap is None and _has_hopper_kernel(query, head_dims):
+        largest = _MAX_HOPPER_DIM
+    if max(head_dims) <= largest:
+        return None
+    return f"no kernel for tensor cores has a head dim above {largest}"
 
 
 def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> str | None:
@@ -38,14 +42,17 @@ def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> st
     if not query.is_cuda:
         return DROPOUT
     dims = query.shape[-1], value.shape[-1]
-    served = (
-        _has_wgmma(query.device)
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and max(dims) <= _MAX_DROPOUT_DIM
-        and all(dim % 8 == 0 for dim in dims)
-        and softcap is None
-    )
+    served = _has_hopper_kernel(query, dims) and max(dims) <= _MAX_DROPOUT_DIM and softcap is None
     return None if served else f"{DROPOUT}, which no kernel for tensor cores has here"
+
+
+def _has_hopper_kernel(query: Tensor, head_dims: tuple[int, ...]) -> bool:
+    """Whether Hopper's kernels take a call forward and backward, if its head dims are not large."""
+    return (
+        query.dtype in (torch.float16, torch.bfloat16)
+        and all(dim % 8 == 0 for dim in head_dims)
+        and _has_wgmma(query.device)
+    )
 
 
 @functools.cache
