@@ -30,6 +30,10 @@ SMALL = {
         **{"head_dim": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2},
         **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     },
+    "Gemma4TextModel": {
+        **{**SIZES, "vocab_size": 61, "num_hidden_layers": 6, "num_key_value_heads": 1},
+        **{"head_dim": 16, "global_head_dim": 32},
+    },
 }
 
 

@@ -55,7 +55,8 @@ class _Case(NamedTuple):
 
     @property
     def against(self) -> str:
-        return "sdpa efficient" if self.dtype == torch.float32 else "sdpa cudnn"
+        efficient = self.dtype == torch.float32 or self.dim > 256
+        return "sdpa efficient" if efficient else "sdpa cudnn"
 
     def qkv(self) -> list[Tensor]:
         kv = self.nheads_kv or self.nheads
@@ -67,7 +68,7 @@ class _Case(NamedTuple):
     def back_ends(self) -> dict[str, SDPBackend]:
         """Lists backends that support the case: not all take float32, unequal or grouped heads."""
         names = list(_BACK_ENDS)
-        if self.dtype == torch.float32 or self.dim_v:
+        if self.dtype == torch.float32 or self.dim_v or self.dim > 256:
             names = [self.against]
         elif self.nheads_kv:
             names.remove("sdpa efficient")
@@ -232,14 +233,15 @@ _OTHER = [_Case(1, 64, 8192, 128, nheads_kv=8), _Case(4, 16, 4096, 192, dim_v=12
           _Case(4, 16, 4096, 64, dim_v=128), _Case(4, 16, 4096, 128, dim_v=64)]  # fmt: skip
 _GROUPED = [_Case(8, 32, 2048, 128, nheads_kv=8), _Case(1, 28, 2048, 128, nheads_kv=4),
             _Case(1, 32, 8192, 128, nheads_kv=1)]  # fmt: skip
+_WIDE = [_Case(2, 8, 4096, 512), _Case(2, 8, 4096, 512, causal=False)]
 _FLOAT32 = _Case(4, 16, 2048, 64, dtype=torch.float32)
 
 
 def rows() -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
-    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, _FLOAT32):
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, *_WIDE, _FLOAT32):
         yield from _forward(case)
-    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, _FLOAT32):
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, *_WIDE, _FLOAT32):
         yield from _backward(case)
     for case in (_SHORT[0], _LONG[0], _LONG[3]):
         yield from _padded(case)

@@ -22,10 +22,12 @@ _FLOOR = "read floor"
 # the size of all caches that the calls rotate through; several times any L2 cache
 _BYTES = 512 << 20
 BACK_ENDS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
+# of head dims above 256; it supports no grouped heads
+_WIDE_BACK_ENDS = {"sdpa efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 # batch, nheads, nheads_kv, seqlen_k, head_dim
 _SHAPES = [(16, 32, 8, 8192, 128), (1, 32, 8, 65536, 128), (16, 12, 12, 1024, 64),
-           (64, 32, 8, 2048, 128), (4, 64, 8, 32768, 128)]  # fmt: skip
+           (64, 32, 8, 2048, 128), (4, 64, 8, 32768, 128), (4, 8, 8, 8192, 512)]  # fmt: skip
 
 
 def drawn_caches(*shape: int, device: str = "cuda") -> tuple[list[list[Tensor]], int]:
@@ -35,10 +37,14 @@ def drawn_caches(*shape: int, device: str = "cuda") -> tuple[list[list[Tensor]],
     return [[drawn(*shape, device=device) for _ in range(2)] for _ in range(turns)], cache_bytes
 
 
+def back_ends(dim: int) -> dict[str, SDPBackend]:
+    return BACK_ENDS if dim <= 256 else _WIDE_BACK_ENDS
+
+
 def attention_calls(q: Tensor, caches: list[list[Tensor]]) -> dict[str, list[Call]]:
     """Lists the calls of ours and of the backends, with every cache."""
     calls: dict[str, list[Call]] = {"ours": [partial(ops.attention, q, *kv) for kv in caches]}
-    for name, backend in BACK_ENDS.items():
+    for name, backend in back_ends(q.shape[-1]).items():
         calls[name] = [partial(sdpa, backend, q, *kv) for kv in caches]
     return calls
 
@@ -55,11 +61,12 @@ def _decode(shape: tuple[int, int, int, int, int], seqlen_q: int, rate: float) -
     padded = us.pop("half padding", None)
     us[_FLOOR] = exactly(cache_bytes / rate)
     exact = sdpa(SDPBackend.MATH, *(t[-1:].double() for t in (q, *caches[0])))
-    flash = sdpa(SDPBackend.FLASH_ATTENTION, q, *caches[0])[-1:]
-    errors = judged(ops.attention(q, *caches[0])[-1:], flash, exact, times=3, plus=1e-6)
+    peers = back_ends(dim)
+    theirs = sdpa(next(iter(peers.values())), q, *caches[0])[-1:]
+    errors = judged(ops.attention(q, *caches[0])[-1:], theirs, exact, times=3, plus=1e-6)
     case = f"attention decode {shape} bfloat16, {seqlen_q} query rows"
     yield from compared(case, us, errors, _FLOOR)
-    fastest = min(BACK_ENDS, key=lambda peer: us[peer].us)
+    fastest = min(peers, key=lambda peer: us[peer].us)
     yield from compared(f"{case} over SDPA", us, errors, fastest)
     if padded is not None:
         times = {"ours": padded, "without padding": us["ours"]}

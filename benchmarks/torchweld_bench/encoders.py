@@ -1,11 +1,11 @@
-"""Training steps of encoders and a hybrid model on a GPU: stock, compiled blocks and `fuse`, bf16.
+"""Training steps of encoders and hybrid models on a GPU: stock, compiled blocks and `fuse`, bf16.
 
 The models are SigLIP's So400m vision tower, ViT-L/16 of transformers and of timm, BERT-base,
-Whisper-large-v3 with 128 tokens of 30 seconds, and eight layers of Qwen3.5-4B. Their weights and
-inputs are random.
+Whisper-large-v3 with 128 tokens of 30 seconds, eight layers of Qwen3.5-4B, and six layers of Gemma
+4, the last of them with heads of 512. Their weights and inputs are random.
 
-Qwen3.5 has no head: the logits of its 16,384 tokens would need 57 GB beside 76 GB of weights,
-optimizer and activations. The gated delta rule is transformers' in both variants.
+The last two have no head: the logits of Qwen3.5's 16,384 tokens would need 57 GB beside 76 GB of
+weights, optimizer and activations. The gated delta rule is transformers' in both variants.
 
 All variants train the same parameters with the same optimizer, so one copy of them is in memory.
 """
@@ -119,6 +119,7 @@ _QWEN = {
     "num_key_value_heads": 4,
     "head_dim": 256,
 }
+_GEMMA = {"vocab_size": 262144, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0}
 _TIMM = "vit_large_patch16_224"
 _CASES = (
     _Case("siglip so400m", "SiglipVisionModel", 16, 729, _SIGLIP, _pixels),
@@ -128,6 +129,7 @@ _CASES = (
     _Case("bert-base", "BertForMaskedLM", 32, 512, _BERT, _masked_tokens, False, ", dropout 0.1"),
     _Case("whisper large-v3", "WhisperForConditionalGeneration", 4, 128, _WHISPER, _speech, False),
     _Case("qwen3.5 4B, 8 layers,", "Qwen3_5TextModel", 4, 4096, _QWEN, _causal_tokens, False),
+    _Case("gemma4, 6 layers,", "Gemma4TextModel", 4, 4096, _GEMMA, _causal_tokens, False),
 )
 
 
@@ -144,7 +146,14 @@ def _model(case: _Case) -> nn.Module | None:
         return None
     config = cls.config_class(**case.sizes)
     with torch.device(_DEVICE):
-        return cls._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        model = cls._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    if case.model.startswith("Gemma4"):
+        # Gemma 4 does not divide its scores by the root of the head dim, but its trained norms keep
+        # them small. With random weights, each softmax would pick one key, and rounding errors
+        # would pick another.
+        for layer in model.layers:
+            nn.init.constant_(layer.self_attn.q_norm.weight, layer.self_attn.head_dim**-0.5)
+    return model
 
 
 def _result(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
