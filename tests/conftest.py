@@ -133,6 +133,13 @@ def _kernel(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_warning_given_yet() -> None:
+    """Warnings that are given once per reason are given in every test."""
+    if fallback := sys.modules.get("torchweld.integrations.attention.fallback"):
+        fallback._warned.clear()
+
+
+@pytest.fixture(autouse=True)
 def _seed() -> None:
     # Without a GPU, torch.manual_seed keeps a traceback for later, which takes 3 ms.
     if torch.cuda.is_available():

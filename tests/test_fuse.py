@@ -34,8 +34,8 @@ from tiny_models import (  # noqa: E402
     tiny_model,
 )
 from torchweld.integrations import FuseReport, fuse, register_attention, unfuse  # noqa: E402
-from torchweld.integrations.attention import fallback, mask_numbers  # noqa: E402
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
+from torchweld.integrations.attention import mask_numbers  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
 from torchweld.integrations.fusion import attention_switch  # noqa: E402
 from torchweld.integrations.fusion.report import WAS_EAGER  # noqa: E402
@@ -45,11 +45,6 @@ compare = pytest.importorskip("torchweld.integrations.fusion.recognise.compare")
 
 LAYERS = 2
 BOTH = [gpt2_block.ATTENTION, gpt2_block.MLP]
-
-
-@pytest.fixture(autouse=True)
-def fresh_warnings():
-    fallback._warned.clear()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from test_fuse_families import LAYERS, NAMES, assert_same_logits, labelled, tiny
 from tiny_models import batch, fuse_keeping_stock, tiny_gpt2, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, register_attention  # noqa: E402
 from torchweld.integrations import version as hf_version  # noqa: E402
-from torchweld.integrations.attention import fallback  # noqa: E402
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
 from torchweld.integrations.fusion.layers import arguments, families  # noqa: E402
 
@@ -31,7 +30,6 @@ CACHE = arguments.of(llama.LlamaAttention).cache
 def _new_classes():
     """Fused classes are made anew of the stock classes that a test changes."""
     families._subclass.cache_clear()
-    fallback._warned.clear()
     hf_version._warned = False
     yield
     families._subclass.cache_clear()

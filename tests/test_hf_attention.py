@@ -18,23 +18,10 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_models import VOCAB, batch, own_warnings, tiny_config, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
 from torchweld.integrations import register_attention  # noqa: E402
-from torchweld.integrations.attention import (  # noqa: E402
-    fallback,
-    mask_numbers,
-    mask_ranges,
-    traced_pattern,
-)
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
 from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
+from torchweld.integrations.attention import mask_numbers, mask_ranges, traced_pattern  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
-
-register_attention()
-
-
-@pytest.fixture(autouse=True)
-def fresh_warnings():
-    fallback._warned.clear()
-
 
 _NAMES = ("torchweld", "sdpa")
 

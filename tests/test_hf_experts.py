@@ -24,7 +24,6 @@ from test_fuse_families import assert_same_step, labelled, step  # noqa: E402
 from test_hf_attention import Calls  # noqa: E402
 from tiny_models import SMALL, batch, fuse_keeping_stock, saved_and_loaded, tiny_config, tiny_model  # noqa: E402
 from torchweld.integrations import fuse, recorder, register_experts, unfuse  # noqa: E402
-from torchweld.integrations.attention import fallback  # noqa: E402
 
 layers = pytest.importorskip("torchweld.integrations.fusion.layers.experts")
 
@@ -44,11 +43,6 @@ NORMED = ("MuseSparkExperts",)  # a norm follows each expert
 # Their eager forward computes in float32.
 IN_FLOAT32 = ("BeamExperts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts")
 GROUPED, EAGER = "transformers' grouped_mm runs: ", "the model's eager loop runs: "
-
-
-@pytest.fixture(autouse=True)
-def fresh_warnings():
-    fallback._warned.clear()
 
 
 def configs_of(path):

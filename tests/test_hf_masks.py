@@ -19,7 +19,6 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
 
 from tiny_models import VOCAB, batch, tiny_model  # noqa: E402
-from torchweld.integrations import register_attention  # noqa: E402
 from torchweld.integrations.attention import context_parallel as hf_context  # noqa: E402
 from torchweld.integrations.attention import (  # noqa: E402
     fallback,
@@ -32,12 +31,9 @@ from torchweld.integrations.attention import forward as hf_attention  # noqa: E4
 from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
 
-register_attention()
-
 
 @pytest.fixture(autouse=True)
-def fresh_warnings():
-    fallback._warned.clear()
+def no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

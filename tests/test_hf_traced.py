@@ -27,17 +27,8 @@ from test_hf_masks import (  # noqa: E402
     pair,
 )
 from tiny_models import batch  # noqa: E402
-from torchweld.integrations import register_attention  # noqa: E402
-from torchweld.integrations.attention import fallback  # noqa: E402
 from torchweld.integrations.attention import mask as hf_mask  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
-
-register_attention()
-
-
-@pytest.fixture(autouse=True)
-def fresh_warnings():
-    fallback._warned.clear()
 
 
 def traced(function):

@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 from test_hf_masks import Calls, expect  # noqa: E402
 from torchweld.integrations import register_attention  # noqa: E402
-from torchweld.integrations.attention import fallback  # noqa: E402
 
 LENGTHS = [5, 12, 7, 20, 4, 3, 9, 6]
 CASES = {
@@ -66,7 +65,6 @@ def rows_of(batch):
 def test_losses_equal_those_of_documents_one_by_one(case, tmp_path):
     """Each step's loss and gradient; "wrapped" lets documents of a row see each other."""
     register_attention()
-    fallback._warned.clear()
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(98, (n,), generator=generator).tolist() for n in LENGTHS]
     torch.manual_seed(0)
