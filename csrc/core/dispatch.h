@@ -335,6 +335,8 @@ torch::CppFunction recorded_by(const Op& call) {
   return recorded_by<Function>(call, [](const auto&...) {});
 }
 
+using Grads2 = std::tuple<Tensor, Tensor>;
+
 // The autograd Function of an op with two tensor arguments, a and b. The signature of the backward
 // op is backward(dy, a, b) or backward(dy, a, b, output_mask).
 template <typename Call, typename BackwardCall>

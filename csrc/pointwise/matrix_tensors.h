@@ -7,12 +7,12 @@ namespace torchweld {
 
 // A tensor that the op does not use is undefined.
 struct MatrixPassTensors {
-  Tensor in[2];        // (rows, n)
-  Tensor x;            // (n,)
-  Tensor y;            // (rows,)
-  Tensor out;          // (rows, n), contiguous
-  Tensor row_sums;     // (rows,)
-  Tensor column_sums;  // (n,)
+  Tensor in[2];             // (rows, n)
+  Tensor x;                 // (n,)
+  Tensor y;                 // (rows,)
+  Tensor out;               // (rows, n), contiguous
+  Tensor row_sums = {};     // (rows,)
+  Tensor column_sums = {};  // (n,)
 };
 
 }  // namespace torchweld

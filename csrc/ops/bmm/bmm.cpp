@@ -22,8 +22,6 @@
 namespace torchweld::bmm_op {
 namespace {
 
-using Grads2 = std::tuple<Tensor, Tensor>;
-
 // Checks the arguments and returns the sizes of y.
 std::vector<c10::SymInt> check_bmm(const char* op, const Tensor& a, const Tensor& b) {
   check_floating(op, "a", a);

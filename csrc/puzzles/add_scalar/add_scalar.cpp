@@ -46,10 +46,8 @@ Tensor add_scalar_cuda(const Tensor& x, double value) {
   Tensor z = add_scalar_meta(x, value);
   if (z.numel() == 0) return z;
   const int64_t width = x.numel() % kWidth == 0 ? kWidth : x.numel();
-  MatrixPassTensors pass;
-  pass.in[0] = x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width});
-  pass.out = z;
-  matrix_pass_cuda(AddScalarCell{value}, pass);
+  const Tensor matrix = x.dim() > 0 && !x.is_contiguous() ? x : x.reshape({-1, width});
+  matrix_pass_cuda(AddScalarCell{value}, {{matrix}, /*x=*/{}, /*y=*/{}, z});
   return z;
 }
 #endif

@@ -24,8 +24,6 @@
 namespace torchweld::conv2d_op {
 namespace {
 
-using Grads2 = std::tuple<Tensor, Tensor>;
-
 void check_conv2d(const char* op, const Tensor& x, const Tensor& weight) {
   check_floating(op, "x", x);
   check_dim(op, "x", x, 3, "(batch, H, W)");

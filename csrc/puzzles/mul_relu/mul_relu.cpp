@@ -16,8 +16,6 @@
 namespace torchweld::mul_relu_op {
 namespace {
 
-using Grads2 = std::tuple<Tensor, Tensor>;
-
 void check_mul_relu(const char* op, const Tensor& x, const Tensor& y) {
   check_floating(op, "x", x);
   check_dim(op, "x", x, 2, "(rows, cols)");
@@ -48,21 +46,10 @@ Tensor mul_relu_cpu(const Tensor& x, const Tensor& y) {
   return z;
 }
 
-MatrixPassTensors backward_pass(const Tensor& dz, const Tensor& x, const Tensor& y,
-                                const Tensor& dx, const Tensor& dy) {
-  MatrixPassTensors pass;
-  pass.in[0] = dz;
-  pass.in[1] = x;
-  pass.y = y;
-  pass.out = dx;
-  pass.row_sums = dy;
-  return pass;
-}
-
 Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
   if (dz.numel() == 0) return {dx, dy.zero_()};
-  matrix_pass_cpu(MulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
+  matrix_pass_cpu(MulReluBackwardCell{}, {{dz, x}, /*x=*/{}, y, dx, /*row_sums=*/dy});
   return {dx, dy};
 }
 
@@ -70,18 +57,14 @@ Grads2 mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y)
 Tensor mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  MatrixPassTensors pass;
-  pass.in[0] = x;
-  pass.y = y;
-  pass.out = z;
-  matrix_pass_cuda(MulReluCell{}, pass);
+  matrix_pass_cuda(MulReluCell{}, {{x}, /*x=*/{}, y, z});
   return z;
 }
 
 Grads2 mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = mul_relu_backward_meta(dz, x, y);
   if (dz.numel() == 0) return {dx, dy.zero_()};
-  matrix_pass_cuda(MulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
+  matrix_pass_cuda(MulReluBackwardCell{}, {{dz, x}, /*x=*/{}, y, dx, /*row_sums=*/dy});
   return {dx, dy};
 }
 #endif

@@ -16,8 +16,6 @@
 namespace torchweld::outer_add_op {
 namespace {
 
-using Grads2 = std::tuple<Tensor, Tensor>;
-
 Tensor outer_add_meta(const Tensor& x, const Tensor& y) {
   const char* op = "outer_add";
   check_floating(op, "x", x);
@@ -54,22 +52,14 @@ Grads2 outer_add_backward_cpu(const Tensor& dz) {
 Tensor outer_add_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_add_meta(x, y);
   if (z.numel() == 0) return z;
-  MatrixPassTensors pass;
-  pass.x = x;
-  pass.y = y;
-  pass.out = z;
-  matrix_pass_cuda(OuterAddCell{}, pass);
+  matrix_pass_cuda(OuterAddCell{}, {/*in=*/{}, x, y, z});
   return z;
 }
 
 Grads2 outer_add_backward_cuda(const Tensor& dz) {
   auto [dx, dy] = outer_add_backward_meta(dz);
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  MatrixPassTensors pass;
-  pass.in[0] = dz;
-  pass.column_sums = dx;
-  pass.row_sums = dy;
-  matrix_pass_cuda(OuterAddBackwardCell{}, pass);
+  matrix_pass_cuda(OuterAddBackwardCell{}, {{dz}, /*x=*/{}, /*y=*/{}, /*out=*/{}, dy, dx});
   return {dx, dy};
 }
 #endif

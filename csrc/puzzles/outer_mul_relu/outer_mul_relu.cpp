@@ -16,8 +16,6 @@
 namespace torchweld::outer_mul_relu_op {
 namespace {
 
-using Grads2 = std::tuple<Tensor, Tensor>;
-
 // Checks the vectors and returns the sizes of z.
 std::vector<c10::SymInt> check_vectors(const char* op, const Tensor& x, const Tensor& y) {
   check_floating(op, "x", x);
@@ -49,21 +47,10 @@ Tensor outer_mul_relu_cpu(const Tensor& x, const Tensor& y) {
   return z;
 }
 
-MatrixPassTensors backward_pass(const Tensor& dz, const Tensor& x, const Tensor& y,
-                                const Tensor& dx, const Tensor& dy) {
-  MatrixPassTensors pass;
-  pass.in[0] = dz;
-  pass.x = x;
-  pass.y = y;
-  pass.column_sums = dx;
-  pass.row_sums = dy;
-  return pass;
-}
-
 Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  matrix_pass_cpu(OuterMulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
+  matrix_pass_cpu(OuterMulReluBackwardCell{}, {{dz}, x, y, /*out=*/{}, dy, dx});
   return {dx, dy};
 }
 
@@ -71,18 +58,14 @@ Grads2 outer_mul_relu_backward_cpu(const Tensor& dz, const Tensor& x, const Tens
 Tensor outer_mul_relu_cuda(const Tensor& x, const Tensor& y) {
   Tensor z = outer_mul_relu_meta(x, y);
   if (z.numel() == 0) return z;
-  MatrixPassTensors pass;
-  pass.x = x;
-  pass.y = y;
-  pass.out = z;
-  matrix_pass_cuda(OuterMulReluCell{}, pass);
+  matrix_pass_cuda(OuterMulReluCell{}, {/*in=*/{}, x, y, z});
   return z;
 }
 
 Grads2 outer_mul_relu_backward_cuda(const Tensor& dz, const Tensor& x, const Tensor& y) {
   auto [dx, dy] = outer_mul_relu_backward_meta(dz, x, y);
   if (dz.numel() == 0) return {dx.zero_(), dy.zero_()};
-  matrix_pass_cuda(OuterMulReluBackwardCell{}, backward_pass(dz, x, y, dx, dy));
+  matrix_pass_cuda(OuterMulReluBackwardCell{}, {{dz}, x, y, /*out=*/{}, dy, dx});
   return {dx, dy};
 }
 #endif
