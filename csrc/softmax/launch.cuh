@@ -62,7 +62,6 @@ void launch_tile(const RowArgs<typename Config::T>& args, const Mask& mask, cuda
   });
 }
 
-// Launches the kernel of a ring. The grid has at most as many clusters as can run at the same time.
 template <typename Config, typename Mask>
 void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
                  const ZeroCounter& counter, cudaStream_t stream) {
@@ -70,13 +69,7 @@ void launch_ring(const RowArgs<typename Config::T>& args, const Mask& mask,
     if constexpr (Config::kBackward) return softmax_ring_backward_kernel<Config, Mask>;
     if constexpr (!Config::kBackward) return softmax_ring_kernel<Config, Mask>;
   }();
-  constexpr int kBytes = sizeof(RingShared<Config>);
-  static_assert(kBytes <= Config::kShape.shared_bytes());
-  const int64_t max_clusters = device_facts().max_active_clusters(Config::kCluster);
-  Grid grid((args.rows < max_clusters ? args.rows : max_clusters) * Config::kCluster,
-            Config::kBlockThreads, kBytes);
-  grid.cluster = Config::kCluster;
-  launch_kernel(kernel, grid, stream, args, mask, counter());
+  launch_kernel(kernel, ring_grid<Config>(args.rows), stream, args, mask, counter());
 }
 
 template <typename T, bool kBackward, int kElems, typename Mask>

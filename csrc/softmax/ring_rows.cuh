@@ -16,6 +16,8 @@
 // ignored.
 #pragma once
 
+#include "core/device.h"
+#include "core/launch.h"
 #include "device/features.cuh"
 #include "softmax/ring_parts.cuh"
 
@@ -37,6 +39,18 @@ struct RingShared {
   float2 s_claims[kClaims];
   uint64_t s_claimed[kClaims];
 };
+
+// Returns the grid of a ring. It has at most as many clusters as can run at the same time.
+template <typename Config>
+Grid ring_grid(int64_t rows) {
+  constexpr int kBytes = sizeof(RingShared<Config>);
+  static_assert(kBytes <= Config::kShape.shared_bytes());
+  const int64_t max_clusters = device_facts().max_active_clusters(Config::kCluster);
+  Grid grid((rows < max_clusters ? rows : max_clusters) * Config::kCluster, Config::kBlockThreads,
+            kBytes);
+  grid.cluster = Config::kCluster;
+  return grid;
+}
 
 #if TW_HAS_CLUSTERS
 // The row that a group processes: the slice of the row that belongs to this block, and the pipeline

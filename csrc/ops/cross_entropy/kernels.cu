@@ -40,12 +40,6 @@ template <typename Config>
 void launch_ring(const CrossEntropyParams& p, const std::function<unsigned*()>& counter,
                  cudaStream_t stream) {
   using T = typename Config::T;
-  constexpr int kBytes = sizeof(RingShared<Config>);
-  static_assert(kBytes <= Config::kShape.shared_bytes());
-  const int64_t max_clusters = device_facts().max_active_clusters(Config::kCluster);
-  Grid grid((p.rows < max_clusters ? p.rows : max_clusters) * Config::kCluster,
-            Config::kBlockThreads, kBytes);
-  grid.cluster = Config::kCluster;
   const RowArgs<T> args = {static_cast<const T*>(p.logits),
                            nullptr,
                            static_cast<T*>(p.dlogits),
@@ -54,7 +48,8 @@ void launch_ring(const CrossEntropyParams& p, const std::function<unsigned*()>& 
                            p.row_stride,
                            0,
                            0};
-  launch_kernel(cross_entropy_ring_kernel<Config>, grid, stream, args, TargetMask{p}, counter());
+  launch_kernel(cross_entropy_ring_kernel<Config>, ring_grid<Config>(p.rows), stream, args,
+                TargetMask{p}, counter());
 }
 
 // Returns the number of threads per row, which is at most 512. If the row is long enough, each
