@@ -350,8 +350,7 @@ __global__ void __launch_bounds__(kGatedThreads)
 // Sums dscale = dy * x * silu(gate) * rstd over the rows, whichever comes first.
 template <typename T, int kElems_>
 struct ScaleGradientOp {
-  static constexpr int kElems = kElems_;
-  static constexpr int kSums = 1;
+  static constexpr int kElems = kElems_, kSums = 1;
   static constexpr bool kWrites = false;
   using Sum = ColumnSumOf<T>;
   struct Loaded {

@@ -9,8 +9,7 @@ namespace {
 
 template <typename T, int kElems_>
 struct NormVectorsOp {
-  static constexpr int kElems = kElems_;
-  static constexpr int kSums = 2;
+  static constexpr int kElems = kElems_, kSums = 2;
   static constexpr bool kWrites = false;
   using Sum = ColumnSumOf<T>;
   const T* g_dy;

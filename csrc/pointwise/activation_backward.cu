@@ -9,8 +9,7 @@ namespace {
 
 template <typename T, int kElems_>
 struct ActivationOp {
-  static constexpr int kElems = kElems_;
-  static constexpr int kSums = 1;
+  static constexpr int kElems = kElems_, kSums = 1;
   static constexpr bool kWrites = true;
   using Sum = ColumnSumOf<T>;
   static constexpr bool kExact = sizeof(T) == 4;
@@ -51,8 +50,7 @@ struct ActivationOp {
 // The op for a layer without an activation. It only sums dy over the rows and stores no matrix.
 template <typename T, int kElems_>
 struct SumOp {
-  static constexpr int kElems = kElems_;
-  static constexpr int kSums = 1;
+  static constexpr int kElems = kElems_, kSums = 1;
   static constexpr bool kWrites = false;
   using Sum = ColumnSumOf<T>;
   const T* g_dy;
