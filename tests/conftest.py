@@ -73,7 +73,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
+    """`device` is each device, and `dtype` each dtype of its ops if the test lists none."""
+    names, marks = metafunc.fixturenames, metafunc.definition.iter_markers("parametrize")
+    if "device" in names and "dtype" in names and not any("dtype" in m.args[0] for m in marks):
+        from samples import dtypes
+
+        metafunc.parametrize(("device", "dtype"), [(d, t) for d in DEVICES for t in dtypes(d)])
+    elif "device" in names:
         metafunc.parametrize("device", DEVICES)
 
 

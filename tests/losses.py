@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from numerics import assert_same_bits
-from samples import Maker, forward_backward, loss_call, trained
+from samples import Maker, call, forward_backward, loss_call, trained
 
 OPTIONS = {
     "plain": {},
@@ -49,3 +52,13 @@ def assert_ignored_rows_may_hold(value: float, args, kwargs) -> None:
     assert_same_bits(out, want)
     assert (grads[0][:2] == 0).all()
     assert_same_bits(grads, want_grads)
+
+
+def assert_refused(op: str, device: str, given: dict[str, Any], sentence: str) -> None:
+    """The op refuses the arguments, which are on the device unless they are on meta."""
+    given = {
+        n: v.to(device) if isinstance(v, Tensor) and v.device.type != "meta" else v
+        for n, v in given.items()
+    }
+    with pytest.raises(RuntimeError, match=f"^torchweld::{op}: .*{sentence}"):
+        call(op)(**given)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
 from numerics import assert_same_bits
-from samples import call, dtypes
+from samples import call
 
 # M, N, K around the edges of tiles.
 MATMUL_SIZES = [(1, 1, 1), (1, 129, 31), (31, 1, 33), (33, 31, 1), (32, 32, 32), (63, 65, 64)]
@@ -30,11 +29,6 @@ def permuted(t: Tensor, perm: Sequence[int]) -> Tensor:
     """A tensor with t's values, stored in another order of its dims."""
     back = [perm.index(d) for d in range(t.dim())]
     return t.permute(back).contiguous().permute(perm)
-
-
-def need_dtype(device: str, dtype: torch.dtype) -> None:
-    if dtype not in dtypes(device):
-        pytest.skip(f"{dtype} is CPU only")
 
 
 def check_output_mask(backward: str, args: Sequence[Tensor | None], mask: int, count: int) -> None:
