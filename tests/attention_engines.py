@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from choices_helpers import _C, dry_records, ops
+from cuda_graphs import cuda_graph
 from numerics import assert_same_bits
 from numerics import check as check_bound
 from running import REFERENCES
@@ -104,10 +105,7 @@ def check_graph(engine, q, k, v, all_pads, **kwargs):
     pads = torch.zeros(len(q), dtype=torch.int32, device="cuda")
     bounds = [attention_bounds(q, k, v, torch.tensor(p), **kwargs)[:1] for p in all_pads]
     for name in each_configuration(engine, q, k, v, pads, **kwargs):
-        ops.attention(q, k, v, pads, **kwargs)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = ops.attention(q, k, v, pads, **kwargs)
+        graph, out = cuda_graph(lambda: ops.attention(q, k, v, pads, **kwargs))
         for values, bound in zip(all_pads, bounds, strict=True):
             pads.copy_(torch.tensor(values))
             out.zero_()

@@ -24,6 +24,7 @@ from attention_engines import (
     on_hopper,
 )
 from choices_helpers import chosen, ops, picked, problem, refusal
+from cuda_graphs import cuda_graph
 from numerics import assert_same_bits
 from samples import BF16, F16
 
@@ -108,9 +109,7 @@ def test_calls_in_a_row_give_what_each_gives_alone(engine):
         expected = chain(torch.cuda.synchronize)
         assert all((a - b).abs().max() > 1 for a, b in itertools.pairwise(expected))
         assert_same_bits(chain(), expected)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs = chain()
+        graph, outs = cuda_graph(chain)
         for _ in range(5):
             for out in outs:
                 out.zero_()

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import torchweld
+from cuda_graphs import cuda_graph
 from numerics import assert_same_bits, assert_same_kind, check
 from running import REFERENCES
 from samples import (
@@ -958,14 +959,7 @@ def test_every_op_has_a_kernel_or_says_that_the_build_has_none(device):
 def test_cuda_graph_replays_with_changed_inputs(s):
     need_kernel(s.op, "cuda")
     args, kwargs = s.make("cuda")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(s, args, kwargs)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = as_tuple(call(s.op)(*args, **kwargs))
+    graph, captured = cuda_graph(lambda: as_tuple(call(s.op)(*args, **kwargs)))
     for seed in range(1, 4):
         changed, _ = s.make("cuda", seed=seed)
         for i in tensors(args):

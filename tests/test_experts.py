@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import reference as R
 import torchweld
 from choices_helpers import _C, dry_records
+from cuda_graphs import cuda_graph
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F32, F64, call, check_op, dtypes, forward_backward, need_kernel
 from tensors import check_output_mask, randn
@@ -266,10 +267,7 @@ def test_a_mixtral_layer(device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph")
 def test_a_cuda_graph_replays_other_routings():
     args = call_args("cuda", BF16, 256, 64, 64, 8, 2)
-    call(OP)(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call(OP)(*args)
+    graph, y = cuda_graph(lambda: call(OP)(*args))
     for kind in ROUTINGS[1:]:
         args[3].copy_(routing(kind, 256, 8, 2, "cuda"))
         graph.replay()

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
+from cuda_graphs import cuda_graph
 from numerics import assert_equal, assert_same_bits, check
 from reference import GATES
 from running import REFERENCES
@@ -206,9 +207,7 @@ def test_the_kernel_in_a_cuda_graph():
     needs_hopper()
     args = backward_args("cuda", BF16, 1024, 1024, 256, 256)
     expected = ops.gated_mlp_backward(*args, output_mask=[True] * 7)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = ops.gated_mlp_backward(*args, output_mask=[True] * 7)
+    graph, results = cuda_graph(lambda: ops.gated_mlp_backward(*args, output_mask=[True] * 7))
     for _ in range(3):
         graph.replay()
         assert_same_bits(results, expected)

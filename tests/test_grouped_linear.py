@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import reference as R
 import torchweld
+from cuda_graphs import cuda_graph
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F32, call, check_op, dtypes, forward_backward
 from tensors import randn
@@ -123,10 +124,7 @@ def test_the_op_of_torch(op, device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph")
 def test_a_cuda_graph_replays_other_groups(op):
     args = call_args(op, "cuda", BF16, 256, 64, 64, (64, 128, 256))
-    call(op)(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call(op)(*args)
+    graph, y = cuda_graph(lambda: call(op)(*args))
     for ends in ((1, 2, 3), (0, 256, 256), (200, 100, 150)):
         args[2].copy_(torch.tensor(ends))
         graph.replay()

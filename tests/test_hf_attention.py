@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+from cuda_graphs import cuda_graph  # noqa: E402
 from tiny_models import VOCAB, batch, own_warnings, tiny_config, tiny_gpt2, tiny_grouped, tiny_model  # noqa: E402
 from torchweld.integrations import register_attention  # noqa: E402
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
@@ -168,10 +169,7 @@ MASKS = [
 def test_a_cuda_graph_follows_the_mask():
     """A captured graph computes leftpad again at every replay."""
     mask = torch.tensor(MASKS[0], device="cuda")
-    mask_of(mask, 5, 5, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = mask_of(mask, 5, 5, device="cuda")
+    graph, got = cuda_graph(lambda: mask_of(mask, 5, 5, device="cuda"))
     assert got.shape == (2, 1, 1, 1)
     for rows in MASKS:
         mask.copy_(torch.tensor(rows))

@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch._dynamo.backends.debugging import aot_eager  # noqa: E402
 
+from cuda_graphs import cuda_graph  # noqa: E402
 from test_hf_attention import Layer, views  # noqa: E402
 from test_hf_masks import (  # noqa: E402
     FLATTENED,
@@ -327,13 +328,7 @@ def test_one_captured_step_serves_every_packing():
         loss = ours(**static, use_cache=False).loss
         return [loss, *torch.autograd.grad(loss, parameters)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = cuda_graph(step)
     for other in range(1, 7):
         for name, t in on_gpu(other, 8).items():
             static[name].copy_(t)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import reference as R
 import torchweld._library as library
+from cuda_graphs import cuda_graph
 from numerics import assert_equal, assert_same_bits, assert_same_nonfinite
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, strided, values
@@ -289,9 +290,7 @@ def test_a_kernel_that_begins_early_waits_for_what_it_reads(m):
     expected = chain(torch.cuda.synchronize)
     assert not torch.isnan(expected).any()
     assert_same_bits(chain(), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = chain()
+    graph, y = cuda_graph(chain)
     for _ in range(20):
         graph.replay()
     assert_same_bits(y, expected)

@@ -14,6 +14,7 @@ from torch import Tensor
 import masks
 import reference as R
 import torchweld
+from cuda_graphs import cuda_graph
 from numerics import acc_dtype, assert_equal, assert_same_bits, check
 from running import GRADIENTS, REFERENCES
 from samples import BF16, F16, F32, F64, as_tuple, call, dtypes
@@ -610,13 +611,7 @@ def test_gradients_have_the_same_bits_in_every_run(device, dim):
 def check_replays(run, start, end, sink, all_ends) -> None:
     """A replay of a captured run() equals an eager run after the mask numbers have changed."""
     most = int(end.max())
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = cuda_graph(run)
     for seed, ends in enumerate(all_ends):
         torch.manual_seed(seed)
         start.copy_(torch.randint(-1, most, start.shape, dtype=torch.int32))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from choices_helpers import _C, dry_records, nothing_is_left_behind, ops  # noqa: F401
+from cuda_graphs import cuda_graph
 from numerics import assert_equal, assert_same_bits
 from reference import ACTIVATIONS
 from samples import BF16, F16, F32, check_op
@@ -414,10 +415,7 @@ def test_a_graph_of_every_configuration_replays(dtype):
     x, weight = (torch.randn(*s).to(dtype).cuda() for s in ((260, 512), (520, 512)))
     for _ in each_configuration("linear", x, weight):
         expected = ops.linear(x, weight)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            out = ops.linear(x, weight)
+        graph, out = cuda_graph(lambda: ops.linear(x, weight))
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected)
@@ -432,10 +430,7 @@ def test_a_captured_stream_k_may_be_replayed():
         if not name.endswith("stream-K"):
             continue
         streamed += 1
-        graph = torch.cuda.CUDAGraph()
-        ops.linear(x, weight)
-        with torch.cuda.graph(graph):
-            y = ops.linear(x, weight)
+        graph, y = cuda_graph(lambda: ops.linear(x, weight))
         for _ in range(3):
             y.zero_()
             graph.replay()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference as R
+from cuda_graphs import cuda_graph
 from numerics import assert_same_bits, check
 from running import Running
 from samples import BF16, F16, F32, F64, call, check_op, dtypes, forward_backward
@@ -76,9 +77,7 @@ def test_calls_of_many_sizes_have_the_same_bits(op, device):
     for _ in range(5):
         assert_same_bits([call(op)(*args) for args in calls], first)
     if device == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = [call(op)(*args) for args in calls]
+        graph, captured = cuda_graph(lambda: [call(op)(*args) for args in calls])
         for _ in range(3):
             graph.replay()
             assert_same_bits(captured, first)

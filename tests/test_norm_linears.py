@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
+from cuda_graphs import cuda_graph
 from numerics import assert_same_bits, assert_same_kind, check
 from running import GRADIENTS, REFERENCES
 from samples import BF16, F16, F32, call, dtypes, requiring
@@ -450,14 +451,11 @@ def test_reruns_have_the_same_bits(device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_cuda_graph_replays_with_changed_inputs():
-    x, weights, biases, vectors, options = made(OP, "long", "cuda", BF16)
-    recorded(OP, x, weights, biases, vectors, options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ys, grads = recorded(OP, x, weights, biases, vectors, options)
+    x, *_ = args = made(OP, "long", "cuda", BF16)
+    graph, (ys, grads) = cuda_graph(lambda: recorded(OP, *args))
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         graph.replay()
-        expected = recorded(OP, x, weights, biases, vectors, options)
+        expected = recorded(OP, *args)
         for got, ref in zip([*ys, *grads], [*expected[0], *expected[1]], strict=True):
             assert_same_bits(got.detach(), ref.detach(), OP)

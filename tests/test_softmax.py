@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import numerics
+from cuda_graphs import cuda_graph
 from numerics import assert_equal, assert_same_bits
 from running import REFERENCES
 from samples import BF16, F16, F32, F64, check_op, dtypes
@@ -273,17 +274,17 @@ def test_long_rows_in_a_replayed_graph():
     x = torch.randn(257, 50_257, device="cuda").to(F16)
     expected = softmax(x)
     expected_dx = softmax_backward(x, expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, z = softmax(x), softmax(x)
-        dx = softmax_backward(x, y)
+
+    def run():
+        y = softmax(x)
+        return y, softmax(x), softmax_backward(x, y)
+
+    graph, results = cuda_graph(run)
     for _ in range(3):
-        for out in (y, z, dx):
+        for out in results:
             out.zero_()
         graph.replay()
-        assert_same_bits(y, expected)
-        assert_same_bits(z, expected)
-        assert_same_bits(dx, expected_dx)
+        assert_same_bits(results, (expected, expected, expected_dx))
 
 
 @pytest.mark.parametrize("n", [32769, 40_003, 65_538])

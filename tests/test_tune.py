@@ -22,6 +22,7 @@ from choices_helpers import (  # noqa: F401
     refusal,
 )
 from commands import run_command
+from cuda_graphs import cuda_graph
 from samples import BF16, F16, F32, sample
 from torchweld.tuning import TuneResult, cache, search, work
 from torchweld.tuning.observe import kernel_choices, observe
@@ -560,10 +561,7 @@ def test_remembered_choice_is_what_runs():
     out, (tuned,) = observe(lambda: ops.linear(x, weight))
     assert (tuned["choice"], tuned["source"]) == (other, "tuned")
     assert torchweld.explain("linear", x, weight).source == "tuned"
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        captured = ops.linear(x, weight)
+    graph, captured = cuda_graph(lambda: ops.linear(x, weight))
     graph.replay()
     assert torch.equal(captured, out[0])
 

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference as R
 import torchweld
+from cuda_graphs import cuda_graph
 from numerics import acc_dtype, assert_equal, assert_same_bits
 from samples import BF16, F16, F32, F64, dtypes
 from tensors import randn
@@ -367,13 +368,7 @@ def test_one_graph_serves_all_lengths(causal):
         out = torchweld.varlen_attention(q, k, v, lengths, lengths, causal=causal)
         return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    graph, results = cuda_graph(run)
     for other in ([512, 0, 0], [1, 1, 400], [128, 256, 128]):
         lengths.copy_(offsets(other))
         graph.replay()
