@@ -6,8 +6,13 @@ positions 3 and 4 of the keys, the rows of (5, 2) at -3, -2, -1, 0, 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from numerics import assert_equal
+from samples import forward_backward
 
 # (seqlen_q, seqlen_k), causal, leftpad -> rows. None: called without leftpad.
 TABLES: dict[tuple[tuple[int, int], bool, int | None], str] = {
@@ -88,9 +93,18 @@ def uniform(seen: Tensor) -> Tensor:
     return seen.double() / seen.sum(-1, keepdim=True).clamp(min=1)
 
 
-# A logit so low that its probability is exactly 0 beside a logit of 0, as a product of two numbers.
-FAR = {torch.float64: (32.0, -32.0)}  # -1024
-
-
-def far(dtype: torch.dtype) -> tuple[float, float]:
-    return FAR.get(dtype, (16.0, -16.0))  # -256
+def check_one_hot(op: str, args: list[Tensor], causal: bool, **options: Any) -> None:
+    """P of sequence j is exactly one-hot at key j: O is V[j] bit for bit, dV a scatter of dO."""
+    value = args[-1]
+    j = torch.arange(len(value), device=value.device)
+    sees = torch.ones(len(j), len(j), dtype=torch.bool, device=value.device)  # [sequence, row]
+    if causal:
+        sees = j[None, :] >= j[:, None]
+    dout = torch.randint(-4, 5, value.shape, device=value.device).to(value.dtype)
+    dout = torch.where(sees[:, None, :, None], dout, 0)
+    out, grads = forward_backward(op, args, {"causal": causal, **options}, dout)
+    expected = value[j, 0, j][:, None].expand_as(value[:, 0])
+    assert_equal(out[:, 0][sees], expected[sees])
+    scatter = torch.zeros_like(value)
+    scatter[j, 0, j] = dout[:, 0].sum(1)
+    assert_equal(grads[len(args) - 1], scatter)

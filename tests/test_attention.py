@@ -157,41 +157,32 @@ def test_no_query_heads(device):
             assert_equal(a.grad, torch.zeros_like(a))
 
 
+def one_hot(device, dtype, seqlen):
+    """query, key and value of `seqlen` sequences: the logits of sequence j are 0 at key j alone.
+
+    Another logit is so low that its probability beside a logit of 0 is exactly 0.
+    """
+    low = 32.0 if dtype == torch.float64 else 16.0
+    query = torch.full((seqlen, 1, seqlen, 1), low, dtype=dtype, device=device)
+    key = -query
+    j = torch.arange(seqlen, device=device)
+    key[j, 0, j] = 0
+    return [query, key, randn(device, dtype, seqlen, 1, seqlen, 3)]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("seqlen", [1, 2, 5, 33, 64])
 def test_one_hot_at_every_visible_position(device, seqlen, causal):
-    """P is exactly one-hot: O is V[j] bit for bit, and dV a pure scatter of dO."""
     for dtype in dtypes(device):
-        q, k = masks.far(dtype)
-        query = torch.full((seqlen, 1, seqlen, 1), q, dtype=dtype, device=device)
-        key = torch.full((seqlen, 1, seqlen, 1), k, dtype=dtype, device=device)
-        j = torch.arange(seqlen, device=device)
-        key[j, 0, j] = 0  # sequence j has its logit 0 at key j
-        value = randn(device, dtype, seqlen, 1, seqlen, 3)
-        sees = torch.ones(seqlen, seqlen, dtype=torch.bool, device=device)  # [sequence, row]
-        if causal:
-            sees = j[None, :] >= j[:, None]
-        dout = torch.randint(-4, 5, (seqlen, 1, seqlen, 3), device=device).to(dtype)
-        dout = torch.where(sees[:, None, :, None], dout, 0)
-        kwargs = {"causal": causal, "scale": 1.0}
-        out, grads = forward_backward(OP, [query, key, value], kwargs, dout)
-        expected = value[j, 0, j][:, None].expand(seqlen, seqlen, 3)
-        assert_equal(out[:, 0][sees], expected[sees])
-        scatter = torch.zeros_like(value)
-        scatter[j, 0, j] = dout[:, 0].sum(1)
-        assert_equal(grads[2], scatter)
+        masks.check_one_hot(OP, one_hot(device, dtype, seqlen), causal, scale=1.0)
 
 
 def test_one_hot_beside_left_padding(device):
     """A padding key with the highest logit of all is not seen; its neighbours are."""
     seqlen = 33
+    j = torch.arange(seqlen, device=device)
     for dtype in dtypes(device):
-        q, k = masks.far(dtype)
-        query = torch.full((seqlen, 1, seqlen, 1), q, dtype=dtype, device=device)
-        key = torch.full((seqlen, 1, seqlen, 1), k, dtype=dtype, device=device)
-        j = torch.arange(seqlen, device=device)
-        key[j, 0, j] = 0
-        value = randn(device, dtype, seqlen, 1, seqlen, 3)
+        query, key, value = one_hot(device, dtype, seqlen)
         # Sequence j has j padding positions: its 0 is the first key that is visible.
         out = attention(query, key, value, j.int(), causal=True, scale=1.0)
         rows = j[None, :] >= j[:, None]
