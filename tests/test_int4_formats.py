@@ -10,7 +10,7 @@ import torch
 
 import torchweld
 from numerics import assert_equal, assert_same_bits
-from test_quantize import IDS, layers_of, logits, tiny_llama
+from test_quantize import IDS, LLAMA, layers_of, logits, tiny_llama
 from torchweld.nn import Int4Linear
 
 K, N, GROUP = 64, 16, 32
@@ -451,18 +451,11 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, name):
 def test_names_are_mapped_as_transformers_maps_them(tmp_path):
     """Checkpoints of Qwen2.5-VL have those of an older release."""
     transformers = pytest.importorskip("transformers")
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 61,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
-    }
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
     config = transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config={**vision, "out_hidden_size": 64}
+        text_config={**LLAMA, "rope_parameters": rope},
+        vision_config={**vision, "out_hidden_size": 64},
     )
     model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
     names = [("model.visual.", "visual."), ("model.language_model.", "model.")]

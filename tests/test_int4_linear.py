@@ -19,6 +19,7 @@ from numerics import assert_equal, assert_same_bits, assert_same_nonfinite
 from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, layouts, seeds, strided, values
 from tensors import randn
+from test_quantize import LLAMA
 from torchweld.nn import Int4Linear
 from torchweld.ops.int4_weight import portable_from_repacked
 from torchweld.tuning.observe import observe
@@ -701,14 +702,7 @@ def test_module_refuses_another_state(name, strict):
 def test_from_pretrained_of_a_float_model_refuses_the_codes(tmp_path):
     """Otherwise transformers would initialise the weights, and only report it in a table."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=16,
-    )
+    config = transformers.LlamaConfig(**LLAMA)
 
     def quantised(model):
         for name, layer in list(model.named_modules()):

@@ -11,6 +11,7 @@ import torch
 import plan
 from commands import run_command
 from plan import MODELS, Machine, Sizes, layout, layouts, read_sizes
+from test_quantize import LLAMA
 
 SMALL = Sizes(2, 32, 4, 2, 8, 48, True, 61, False)
 MACHINE = Machine(latency=1e-9)
@@ -23,15 +24,7 @@ def test_sizes_count_the_parameters_of_the_model(kind, tmp_path):
         config = transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, n_positions=20)
         config.architectures, cls = None, transformers.GPT2LMHeadModel
     else:
-        config = transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=56,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=61,
-            tie_word_embeddings=kind == "llama-tied",
-        )
+        config = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=kind == "llama-tied")
         cls = transformers.LlamaForCausalLM
     config.save_pretrained(tmp_path)
     with torch.device("meta"):

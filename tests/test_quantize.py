@@ -278,20 +278,21 @@ def test_dequantize_changes_nothing_if_it_refuses():
 # Models of transformers
 
 
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+}
+
+
 def tiny_llama(dtype=torch.float32, **changes):
     """As from_pretrained makes it: the rotary frequencies are float32 in every dtype."""
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 61,
-        "initializer_range": 0.1,
-    }
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**sizes, **changes})
+    config = transformers.LlamaConfig(**{**LLAMA, "initializer_range": 0.1, **changes})
     return transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
