@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from numerics import assert_same_bits
-from samples import call
+from samples import call, check_op, forward_backward
 
 # M, N, K around the edges of tiles.
 MATMUL_SIZES = [(1, 1, 1), (1, 129, 31), (31, 1, 33), (33, 31, 1), (32, 32, 32), (63, 65, 64)]
@@ -38,3 +39,11 @@ def check_output_mask(backward: str, args: Sequence[Tensor | None], mask: int, c
     got = call(backward)(*args, output_mask=wanted)
     for grad, ref, want in zip(got, full, wanted, strict=True):
         assert_same_bits(grad, ref if want else ref.new_empty(0))
+
+
+def check_empty(op: str, args: Sequence[Any], kwargs: dict[str, Any], *shape: int) -> None:
+    """Checks a result with a size of 0 in its call; an empty result has gradients of 0."""
+    check_op(op, args, kwargs, eager=False)
+    out, grads = forward_backward(op, args, kwargs)
+    assert out.shape == shape
+    assert out.numel() or all((g == 0).all() for g in grads)
