@@ -98,27 +98,28 @@ class _VocabParallel(torch.autograd.Function):
             dx, dweight, dbias = _backward_of_exponentials(
                 ctx, dloss, x, weight, (y, factor), smoothing, wanted
             )
-            return *[None] * 6, dx, dweight, dbias
-        dlse = dloss * (1 + 2 * terms.z_loss * lse)
-        dx, dweight, dbias = ops.linear_cross_entropy_backward(
-            (dloss * (1 - terms.label_smoothing)).masked_fill(~targets.inside, 0),
-            x,
-            weight,
-            targets.local,
-            lse,
-            bias,
-            reduction="none",
-            ignore_index=IGNORED,
-            z_loss=terms.z_loss,
-            **ctx.options,
-            # If the target is inside, the op's own loss contributes 1 - label_smoothing of dlse.
-            dlse=torch.where(targets.inside, dlse * terms.label_smoothing, dlse),
-            dmean=None if smoothing == 0 else dloss * -smoothing,
-            output_mask=wanted,
-        )
+        else:
+            dlse = dloss * (1 + 2 * terms.z_loss * lse)
+            dx, dweight, dbias = ops.linear_cross_entropy_backward(
+                (dloss * (1 - terms.label_smoothing)).masked_fill(~targets.inside, 0),
+                x,
+                weight,
+                targets.local,
+                lse,
+                bias,
+                reduction="none",
+                ignore_index=IGNORED,
+                z_loss=terms.z_loss,
+                **ctx.options,
+                # The op's own loss contributes 1 - label_smoothing of dlse if the target is inside.
+                dlse=torch.where(targets.inside, dlse * terms.label_smoothing, dlse),
+                dmean=None if smoothing == 0 else dloss * -smoothing,
+                output_mask=wanted,
+            )
+            dx = summed([dx], ctx.mesh)[0] if wanted[0] else None
         return (
             *[None] * 6,
-            summed([dx], ctx.mesh)[0] if wanted[0] else None,
+            dx,
             gradient_of(ctx.weight, dweight) if wanted[1] else None,
             gradient_of(ctx.bias, dbias) if wanted[2] else None,
         )
@@ -151,11 +152,7 @@ def _backward_of_exponentials(
     # The sum of dx over the processes runs beside the product of dweight.
     dx = begin_sum(gradients([True, False, False])[0], ctx.mesh) if wanted[0] else None
     _, dweight, dbias = gradients([False, *wanted[1:]])
-    return (
-        None if dx is None else dx(),
-        gradient_of(ctx.weight, dweight) if wanted[1] else None,
-        gradient_of(ctx.bias, dbias) if wanted[2] else None,
-    )
+    return None if dx is None else dx(), dweight, dbias
 
 
 def vocab_parallel_linear_cross_entropy(
