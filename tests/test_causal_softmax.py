@@ -14,7 +14,7 @@ import numerics
 import reference as R
 from numerics import assert_equal, assert_same_bits
 from running import REFERENCES
-from samples import BF16, F16, F32, F64, check_op, dtypes, forward_backward
+from samples import BF16, F32, F64, check_op, dtypes, forward_backward
 from strategies import dtype_names, kinds, layouts, seeds, sizes, strided, values
 from tensors import pads, randn
 
@@ -56,13 +56,8 @@ def test_truth_table(device, shape):
 LENGTHS = (1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129, 251)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("seqlen", LENGTHS)
 def test_square(device, dtype, seqlen):
-    if dtype not in dtypes(device):
-        with pytest.raises(RuntimeError, match="scores must be"):
-            causal_softmax(torch.zeros(2, seqlen, seqlen, dtype=dtype, device=device))
-        return
     check_op("causal_softmax", [randn(device, dtype, 2, 2, seqlen, seqlen)], {"scale": 0.37})
     leftpad = pads(device, 0, 1, seqlen // 2, seqlen - 1, seqlen)
     args = [randn(device, dtype, 5, 2, seqlen, seqlen), leftpad]

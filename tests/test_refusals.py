@@ -29,6 +29,16 @@ def test_bad_calls(op, device):
         case.check(device)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has float64")
+@pytest.mark.parametrize(
+    "op", ["add_scalar", "causal_softmax", "row_sum", "scalar_attention", "softmax"]
+)
+def test_float64_on_a_gpu(op):
+    args, kwargs = samples.SAMPLES[op][0].make("cuda", torch.float64)
+    with pytest.raises(RuntimeError, match=f"^torchweld::{op}: (q|scores|x) must be"):
+        samples.call(op)(*args, **kwargs)
+
+
 @pytest.mark.parametrize("name", torchweld.nn.__all__)
 def test_unknown_keyword_of_a_constructor(name):
     module = getattr(torchweld.nn, name)

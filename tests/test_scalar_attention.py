@@ -33,13 +33,8 @@ def vectors(device: str, dtype: torch.dtype, n: int, *scales: float) -> list[tor
     return [(torch.randn(n, dtype=F64) * s).to(dtype).to(device) for s in scales]
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("n", EDGES)
 def test_length(device, dtype, n):
-    if dtype not in dtypes(device):
-        with pytest.raises(RuntimeError, match="q must be"):
-            scalar_attention(*[torch.zeros(n, dtype=dtype, device=device)] * 3)
-        return
     check_op("scalar_attention", vectors(device, dtype, n))
 
 

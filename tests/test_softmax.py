@@ -25,13 +25,8 @@ LONG = (1023, 1024, 1025, 4095, 4096, 4097, 8191, 8192, 8193)
 HUGE = (32769, 70000)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 @pytest.mark.parametrize("n", TILES + LONG + HUGE)
 def test_row_length(device, dtype, n):
-    if dtype not in dtypes(device):
-        with pytest.raises(RuntimeError, match="x must be"):
-            softmax(torch.zeros(2, n, dtype=dtype, device=device))
-        return
     rows = 5 if n < 1000 else 2
     check_op("softmax", [randn(device, dtype, rows, n, scale=3.0)])
     if device == "cuda" and n == HUGE[-1]:
