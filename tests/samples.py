@@ -599,6 +599,17 @@ class Calls(dict[str, dict[str, Builder]]):
                 self.add(op + end, **{name: build(*sizes, **options)})
             self.add(op + "_backward", **{name: build(*sizes, **options, mask=mask)})
 
+    def add_matrices(self, name: str, rows: int, cols: int):
+        """The ops of a matrix and vectors, and their _backward."""
+        outer, scaled = outer_call(rows, cols), mul_relu_call(rows, cols)
+        for op, call, inputs in (
+            ("outer_add", outer, 0),
+            ("outer_mul_relu", outer, 2),
+            ("mul_relu", scaled, 2),
+        ):
+            self.add(op, **{name: call})
+            self.add(op + "_backward", **{name: with_dz(call, rows, cols, inputs)})
+
 
 def every_gradient(count: int, cases: dict[str, tuple[Any, dict[str, Any]]]) -> dict[str, Case]:
     """The cases with an output_mask of so many gradients."""
@@ -877,14 +888,8 @@ def _listed() -> Calls:
     add("add_scalar", **{n: add_scalar_call(0.75 - i, *s) for i, (n, s) in enumerate(sums.items())})
     matrices = {"plain": (3, 5), "tall": (9, 2), "one": (1, 1), "wide": (2, 17)}
     matrices |= {"no_rows": (0, 4), "no_columns": (3, 0)}
-    for name, (rows, cols) in matrices.items():
-        outer, scaled = outer_call(rows, cols), mul_relu_call(rows, cols)
-        add("outer_add", **{name: outer})
-        add("outer_add_backward", **{name: with_dz(outer, rows, cols, inputs=0)})
-        add("outer_mul_relu", **{name: outer})
-        add("outer_mul_relu_backward", **{name: with_dz(outer, rows, cols)})
-        add("mul_relu", **{name: scaled})
-        add("mul_relu_backward", **{name: with_dz(scaled, rows, cols)})
+    for name, shape in matrices.items():
+        calls.add_matrices(name, *shape)
 
     images: dict[str, Case] = {
         "plain": (((2, 4, 5), (3, 2)), {}, bits("11")),
