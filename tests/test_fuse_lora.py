@@ -263,15 +263,20 @@ def test_other_adapters_run_stock(change):
     assert len(seen) == (2 if change == "hook" else 0)
 
 
+def check_saved_and_merged(model, stock, inputs, folder, *others):
+    """Loaded adapters and a merged model give the logits of the model; returns the merged one."""
+    with torch.no_grad():
+        want = model.eval()(**inputs).logits
+    model.save_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(stock, folder)
+    merged = copy.deepcopy(model).merge_and_unload()
+    for each in (*others, loaded, merged):
+        with torch.no_grad():
+            assert_close(each.eval()(**inputs).logits, want, rtol=1e-4, atol=1e-4)
+    return merged
+
+
 def test_adapters_are_saved_merged_and_pickled(tmp_path):
     model = with_lora(tiny("Llama"))
     fuse(model)
-    inputs = batch("cpu")
-    with torch.no_grad():
-        want = model.eval()(**inputs).logits
-    model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(tiny("Llama"), tmp_path)
-    merged = copy.deepcopy(model).merge_and_unload()
-    for each in (saved_and_loaded(model), loaded, merged):
-        with torch.no_grad():
-            assert_close(each.eval()(**inputs).logits, want, rtol=1e-4, atol=1e-4)
+    check_saved_and_merged(model, tiny("Llama"), batch("cpu"), tmp_path, saved_and_loaded(model))

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from test_fuse_families import labelled, step  # noqa: E402
-from test_fuse_lora import same_step  # noqa: E402
+from test_fuse_lora import check_saved_and_merged, same_step  # noqa: E402
 from test_hf_attention import Calls  # noqa: E402
 from test_hf_experts import EXPERTS, inputs, made, mixture, with_lora  # noqa: E402
 from tiny_models import saved_and_loaded  # noqa: E402
@@ -457,15 +457,7 @@ def test_adapters_are_saved_and_merged(tmp_path):
     model = with_lora(mixture("mixtral"))
     report = fuse(model, only=["experts", "lora"], check=False)
     assert sum("lora_A" in op for op in report.ops.values()) == 4
-    inputs = labelled("cpu")
-    with torch.no_grad():
-        want = model.eval()(**inputs).logits
-    model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(mixture("mixtral"), tmp_path)
-    merged = copy.deepcopy(model).merge_and_unload()
-    for each in (loaded, merged):
-        with torch.no_grad():
-            assert_close(each.eval()(**inputs).logits, want, rtol=1e-4, atol=1e-4)
+    merged = check_saved_and_merged(model, mixture("mixtral"), labelled("cpu"), tmp_path)
     assert not [m for m in merged.modules() if isinstance(m, layer.ParamWrapper)]
 
 
