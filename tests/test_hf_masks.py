@@ -122,6 +122,21 @@ FUNCTIONS = {
 }
 
 
+def call_of(pattern, mask, q_length, kv_length, q_offset, kv_offset, **more):
+    """The arguments of transformers' mask functions."""
+    return dict(
+        batch_size=3,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=FUNCTIONS[pattern](mask),
+        attention_mask=mask,
+        device="cpu",
+        **more,
+    )
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("pattern", FUNCTIONS)
 @pytest.mark.parametrize(
@@ -137,17 +152,8 @@ FUNCTIONS = {
     ],
 )
 def test_numbers_equal_the_mask_of_sdpa(padded, pattern, q_length, kv_length, q_offset, kv_offset):
-    mask = PADDED if padded else None
-    call = dict(
-        batch_size=3,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=FUNCTIONS[pattern](mask),
-        attention_mask=None if mask is None else mask[:, : int(q_offset) + q_length],
-        device="cpu",
-    )
+    mask = PADDED[:, : int(q_offset) + q_length] if padded else None
+    call = call_of(pattern, mask, q_length, kv_length, q_offset, kv_offset)
     got = hf_mask.attention_mask(**call)
     want = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False)
     if got is None:

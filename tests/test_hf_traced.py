@@ -20,6 +20,7 @@ from test_hf_masks import (  # noqa: E402
     assert_equal_at,
     assert_equal_gradients,
     bert,
+    call_of,
     config_of,
     custom,
     dense,
@@ -78,19 +79,10 @@ def test_numbers_equal_the_mask_of_sdpa(padded, pattern, q_length, kv_length, q_
     config = config_of("Llama4Text", attention_chunk_size=4) if pattern == "chunk" else None
     sizes = {"causal": None, "window": 3, "chunk": 4}
 
+    more = {"local_size": sizes[pattern], "config": config}
+
     def call(mask, offset):
-        return dict(
-            batch_size=3,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=offset,
-            kv_offset=kv_offset,
-            mask_function=FUNCTIONS[pattern](mask),
-            attention_mask=mask,
-            local_size=sizes[pattern],
-            device="cpu",
-            config=config,
-        )
+        return call_of(pattern, mask, q_length, kv_length, offset, kv_offset, **more)
 
     mask = PADDED[:, : int(q_offset) + q_length] if padded else None
     got = traced(lambda *args: hf_mask.attention_mask(**call(*args)))(mask, q_offset)
