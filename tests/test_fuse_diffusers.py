@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers", reason="pip install diffusers")
 
 from test_fuse import Calls  # noqa: E402
-from test_fuse_encoders import assert_same_step, loaded_again, ops_on_a_cpu  # noqa: E402, F401
+from test_fuse_encoders import assert_same_step, ops_on_a_cpu  # noqa: E402, F401
+from tiny_models import saved_and_loaded  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
@@ -115,7 +116,7 @@ def test_a_step_equals_that_of_stock(device, name):
         assert_same_step(model, stock, batch)
     for op, count in wanted.items():
         assert calls.names[f"torchweld::{op}_forward"] == count
-    for each in (loaded_again(model), model):
+    for each in (saved_and_loaded(model), model):
         assert_same_step(each, stock, batch)
         assert {*unfuse(each)} >= {*report.replaced}
         assert {type(m) for m in each.modules()} == {type(m) for m in stock.modules()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import Counter
 
 import pytest
@@ -17,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from fused_parts import choose_as_on_a_gpu  # noqa: E402
 from test_fuse import Calls  # noqa: E402
-from tiny_models import tiny_model  # noqa: E402
+from tiny_models import saved_and_loaded, tiny_model, with_random_vectors  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.fusion import attention_switch  # noqa: E402
 from torchweld.integrations.fusion.layers import heads  # noqa: E402
@@ -86,10 +85,7 @@ def encoder(kind, device="cpu", dtype=torch.float32, **changes):
         model = tiny_model(kind, CLASSES[kind], "sdpa", **more)
     except ValueError as error:
         pytest.skip(f"this transformers has no such model: {error}")
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, 0.7, 0.2)
-    return model.to(device, dtype)
+    return with_random_vectors(model).to(device, dtype)
 
 
 def vit(device="cpu", **changes):
@@ -120,13 +116,6 @@ def assert_same_step(model, stock, batch=None):
         assert_close(grad, want_grads[key], rtol=1e-4, atol=atol, msg=lambda m, n=key: n + m)
 
 
-def loaded_again(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind != "t5"])
 def test_layer_norms(device, kind):
     model = encoder(kind, device).train()
@@ -151,7 +140,7 @@ def test_layer_norms(device, kind):
         assert op == "layer_norm" or calls.names[f"torchweld::{op}_backward"] == count
     assert model.state_dict().keys() == stock.state_dict().keys()
     # torch pickles no parametrised convolution.
-    for each in (copy.deepcopy(model) if kind in SPEECH else loaded_again(model), model):
+    for each in (copy.deepcopy(model) if kind in SPEECH else saved_and_loaded(model), model):
         assert_same_step(each, stock)
         assert {*unfuse(each)} == {*norms}
         assert {type(m) for m in each.modules()} == {type(m) for m in stock.modules()}
@@ -232,7 +221,7 @@ def test_whispers_attention_reads_the_heads_without_copies(device):
         return calls.names["aten::clone"]
 
     assert copies(model) == 0 < copies(stock)
-    for each in (model, loaded_again(model), copy.deepcopy(model)):
+    for each in (model, saved_and_loaded(model), copy.deepcopy(model)):
         assert_same_step(each, stock)
     assert {*places} <= {*unfuse(model)} and copies(model) == copies(stock)
 
@@ -452,7 +441,7 @@ def test_torchs_rms_norm(device, affine):
     with Calls() as calls:
         assert_same_step(model, stock)
     assert calls.names["torchweld::rms_norm_forward"] == 1
-    assert_same_step(loaded_again(model), stock)
+    assert_same_step(saved_and_loaded(model), stock)
     assert "layernorm" in unfuse(model) and type(model.layernorm) is nn.RMSNorm
 
 
@@ -584,7 +573,7 @@ def test_mlps_without_a_gate(device, kind):
         assert_same_step(model, stock)
     assert calls.names["torchweld::linear_forward"] == len(mlps)
     assert calls.names["torchweld::linear_backward"] == len(mlps)
-    for each in (copy.deepcopy(model) if kind in SPEECH else loaded_again(model), model):
+    for each in (copy.deepcopy(model) if kind in SPEECH else saved_and_loaded(model), model):
         assert_same_step(each, stock)
         assert unfuse(each) == mlps
         assert {type(m) for m in each.modules()} == {type(m) for m in stock.modules()}

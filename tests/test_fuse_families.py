@@ -15,7 +15,15 @@ transformers = pytest.importorskip("transformers")
 
 from fused_parts import parts_of, random_model  # noqa: E402
 from test_fuse import Calls  # noqa: E402
-from tiny_models import VOCAB, batch, fuse_keeping_stock, saved_and_loaded, tiny_model  # noqa: E402
+from tiny_models import (  # noqa: E402
+    VOCAB,
+    assert_same_tokens,
+    batch,
+    fuse_keeping_stock,
+    saved_and_loaded,
+    tiny_model,
+    with_random_vectors,
+)
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.version import NEWEST, release  # noqa: E402
 
@@ -105,10 +113,7 @@ def tiny(name, device="cpu", dtype=torch.float32, implementation="sdpa", **chang
         implementation = "eager"
     cls = getattr(transformers, f"{name}ForCausalLM")
     model = cls._from_config(config, attn_implementation=implementation)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, 0.7, 0.2)
-    return model.to(device, dtype)
+    return with_random_vectors(model).to(device, dtype)
 
 
 class LoraLinear(nn.Module):
@@ -235,11 +240,7 @@ def test_other_decoders_train_and_generate_as_stock(kind):
     inputs = labelled("cpu")
     assert_same_step(model.train(), stock.train(), inputs)
     prompts = {key: inputs[key] for key in ("input_ids", "attention_mask")}
-    tokens = [
-        each.eval().generate(**prompts, max_new_tokens=6, do_sample=False)
-        for each in (model, stock)
-    ]
-    assert torch.equal(*tokens)
+    assert_same_tokens(model, stock, **prompts)
 
 
 @pytest.mark.parametrize("biased", [False, True])

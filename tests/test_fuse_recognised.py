@@ -17,7 +17,14 @@ transformers = pytest.importorskip("transformers")
 from fused_parts import random_model  # noqa: E402
 from test_fuse import Calls  # noqa: E402
 from test_fuse_families import assert_same_logits  # noqa: E402
-from tiny_models import causal_models, fuse_keeping_stock, saved_and_loaded, tiny_model  # noqa: E402
+from tiny_models import (  # noqa: E402
+    assert_same_tokens,
+    causal_models,
+    fuse_keeping_stock,
+    saved_and_loaded,
+    tiny_model,
+    with_random_vectors,
+)
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.fusion.layers import decoder  # noqa: E402
 
@@ -359,10 +366,7 @@ def tiny_of(name, device="cpu", dtype=torch.float32, **changes):
     counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = getattr(transformers, f"{name}Config")(**sizes, **counts, **changes)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, 0.7, 0.2)
-    return model.to(device, dtype)
+    return with_random_vectors(model).to(device, dtype)
 
 
 @pytest.mark.parametrize("name", ["Ministral", "Mixtral", "Glm"])
@@ -424,11 +428,7 @@ def test_query_and_key_are_rotated_one_by_one(kind, layers, shared):
             errors.append([(g - exact_grad).norm() / size for g in (grad, want_grad)])
     error, allowed = torch.tensor(errors).square().mean(0).sqrt()
     assert error <= 2 * allowed + 1e-5
-    prompt = torch.arange(2, 8)[None]
-    made = [
-        each.eval().generate(prompt, max_new_tokens=6, do_sample=False) for each in (model, stock)
-    ]
-    assert torch.equal(*made)
+    assert_same_tokens(model, stock, torch.arange(2, 8)[None])
 
 
 @pytest.mark.parametrize(
@@ -761,11 +761,7 @@ def test_models_of_images_train_and_generate_as_stock(kind, name, tower):
     assert report.max_abs_diff < 1e-4
     assert report.ops[f"{tower}.rotary"].startswith("rotary")
     assert_same_loss(model.train(), stock.train())
-    prompt = torch.arange(5, 11)[None]
-    made = [
-        each.eval().generate(prompt, max_new_tokens=6, do_sample=False) for each in (model, stock)
-    ]
-    assert torch.equal(*made)
+    assert_same_tokens(model, stock, torch.arange(5, 11)[None])
 
 
 def test_a_recognised_loss_compiles_in_one_graph():

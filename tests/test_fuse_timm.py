@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 timm = pytest.importorskip("timm", reason="pip install timm torchvision")
 
 from test_fuse import Calls  # noqa: E402
-from test_fuse_encoders import assert_same_step, loaded_again, ops_on_a_cpu, step  # noqa: E402, F401
+from test_fuse_encoders import assert_same_step, ops_on_a_cpu, step  # noqa: E402, F401
+from tiny_models import saved_and_loaded, with_random_vectors  # noqa: E402
 from torchweld.integrations import fuse, unfuse  # noqa: E402
 from torchweld.integrations.fusion.recognise.sdpa_layers import sample_of  # noqa: E402
 
@@ -61,10 +62,7 @@ def model_of(name, device="cpu", **changes):
     """A small model with random norms, layer scales and biases."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10, **{**MODELS[name][0], **changes})
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, 0.7, 0.2)
-    return model.to(device)
+    return with_random_vectors(model).to(device)
 
 
 def vit(device="cpu", **changes):
@@ -89,7 +87,7 @@ def test_a_step_equals_that_of_stock(device, name):
         for part in ("forward", "backward"):
             assert calls.names[f"torchweld::{op}_{part}"] == count
     assert model.state_dict().keys() == stock.state_dict().keys()
-    for each in (loaded_again(model), model):
+    for each in (saved_and_loaded(model), model):
         assert_same_step(each, stock, batch)
         assert {*unfuse(each)} == {*report.replaced} and not unfuse(each)
         assert {type(m) for m in each.modules()} == {type(m) for m in stock.modules()}

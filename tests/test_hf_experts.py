@@ -22,7 +22,15 @@ transformers = pytest.importorskip("transformers")
 
 from test_fuse_families import assert_same_step, labelled, step  # noqa: E402
 from test_hf_attention import Calls  # noqa: E402
-from tiny_models import SMALL, batch, fuse_keeping_stock, saved_and_loaded, tiny_config, tiny_model  # noqa: E402
+from tiny_models import (  # noqa: E402
+    SMALL,
+    assert_same_tokens,
+    batch,
+    fuse_keeping_stock,
+    saved_and_loaded,
+    tiny_config,
+    tiny_model,
+)
 from torchweld.integrations import fuse, recorder, register_experts, unfuse  # noqa: E402
 
 layers = pytest.importorskip("torchweld.integrations.fusion.layers.experts")
@@ -456,11 +464,7 @@ def test_a_fused_mixture_trains_and_generates_as_stock(kind):
         assert_same_step(model.train(), stock.train(), inputs)
     assert calls.names["torchweld::experts_forward"] == len(paths)
     prompts = {key: value for key, value in batch("cpu").items() if key != "position_ids"}
-    tokens = [
-        each.eval().generate(**prompts, max_new_tokens=6, do_sample=False)
-        for each in (model, stock)
-    ]
-    assert torch.equal(*tokens)
+    assert_same_tokens(model, stock, **prompts)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mixtral"])

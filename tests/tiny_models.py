@@ -176,6 +176,22 @@ def fuse_keeping_stock(model: Any, **options: Any) -> tuple[Any, FuseReport]:
     return stock, fuse(model, **options)
 
 
+def with_random_vectors(model: Any) -> Any:
+    """The model with weights of norms that are not 1 and biases that are not 0."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.7, 0.2)
+    return model
+
+
+def assert_same_tokens(model: Any, stock: Any, *args: Any, **inputs: Any) -> None:
+    tokens = [
+        each.eval().generate(*args, **inputs, max_new_tokens=6, do_sample=False)
+        for each in (model, stock)
+    ]
+    assert torch.equal(*tokens)
+
+
 @contextlib.contextmanager
 def own_warnings() -> Iterator[list[str]]:
     """A list that holds every warning of torchweld's at the end."""
