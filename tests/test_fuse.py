@@ -1705,13 +1705,7 @@ def test_another_default_device_changes_nothing(kind, name):
 
 def test_musicgen_has_a_sample():
     config = transformers.models.musicgen.MusicgenDecoderConfig(
-        vocab_size=VOCAB,
-        pad_token_id=0,
-        ffn_dim=48,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
+        **SIZES, vocab_size=VOCAB, pad_token_id=0, ffn_dim=48, max_position_embeddings=64
     )
     model = transformers.MusicgenForCausalLM._from_config(config, attn_implementation="sdpa")
     report = fuse(model.eval())
