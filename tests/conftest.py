@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -119,6 +119,18 @@ def attention_device(device: str) -> str:
     except NotImplementedError as error:
         pytest.skip(str(error))
     return device
+
+
+@pytest.fixture
+def check_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], None]:
+    """check_case(module, mesh, case) asserts that a case passed in all processes of its mesh."""
+    from meshes import said_by
+
+    def check(module: str, mesh: str, case: str) -> None:
+        complaint = said_by(module, mesh, tmp_path_factory.getbasetemp())[case]
+        assert not complaint, complaint
+
+    return check
 
 
 @pytest.fixture(autouse=True)

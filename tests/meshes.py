@@ -1,7 +1,8 @@
 """Cases that run in the processes of a mesh, which are started once for all cases of a module.
 
 A module of cases has `cases(mesh)`: by name, functions of a DeviceMesh that raise where something
-is wrong. `said_by` starts the processes and returns what each case said, "" for nothing.
+is wrong. `said_by` starts the processes and returns what each case said, "" for nothing; conftest's
+`check_case` asserts that one said nothing.
 
 The processes compute on the CPU and talk over gloo. With TORCHWELD_TEST_DISTRIBUTED=nccl each has a
 GPU and they talk over NCCL, in float32, the dtype of the CUDA kernels; meshes of more
@@ -19,7 +20,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -112,30 +113,25 @@ def _run_cases(module: str, mesh: str, names: list[str], folder: Path) -> dict[s
     return {name: next((each[name] for each in done if each[name]), "") for name in names}
 
 
-def said_by(module: str, tmp_path_factory: Any) -> Callable[[str], dict[str, str]]:
+@functools.cache
+def said_by(module: str, mesh: str, base: Path) -> dict[str, str]:
     """The messages of a mesh's processes by case; one of pytest's workers runs them for all."""
-    base = tmp_path_factory.getbasetemp()
+    size, gpus = prod(SHAPES[mesh]), torch.cuda.device_count()
+    if DEVICE == "cuda" and gpus < size:
+        pytest.skip(f"the mesh of {mesh} needs {size} GPUs, but there are {gpus}")
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-    @functools.cache
-    def of(mesh: str) -> dict[str, str]:
-        size, gpus = prod(SHAPES[mesh]), torch.cuda.device_count()
-        if DEVICE == "cuda" and gpus < size:
-            pytest.skip(f"the mesh of {mesh} needs {size} GPUs, but there are {gpus}")
-        folder, done = base / f"{module}_{mesh}", base / f"{module}_{mesh}.json"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            end = time.monotonic() + ALL_SECONDS + 10
-            while not done.exists() and time.monotonic() < end:
-                time.sleep(0.2)
-        else:
-            names = list(importlib.import_module(module).cases(mesh))
-            (folder / "said").write_text(json.dumps(_run_cases(module, mesh, names, folder)))
-            (folder / "said").rename(done)
-        return json.loads(done.read_text())
-
-    return of
+    folder, done = base / f"{module}_{mesh}", base / f"{module}_{mesh}.json"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + ALL_SECONDS + 10
+        while not done.exists() and time.monotonic() < end:
+            time.sleep(0.2)
+    else:
+        names = list(importlib.import_module(module).cases(mesh))
+        (folder / "said").write_text(json.dumps(_run_cases(module, mesh, names, folder)))
+        (folder / "said").rename(done)
+    return json.loads(done.read_text())
 
 
 class Names(TorchDispatchMode):

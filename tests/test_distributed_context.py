@@ -16,7 +16,7 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import sequence_shards
-from meshes import MESHES, said_by
+from meshes import MESHES
 from torchweld.distributed import context_parallel, context_parallel_attention
 
 try:
@@ -25,28 +25,16 @@ except ImportError:  # no transformers
     sequence_models = None
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return said_by("sequence_shards", tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def said_of_models(tmp_path_factory):
-    return said_by("sequence_models", tmp_path_factory)
-
-
 @pytest.mark.parametrize(
     ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in sequence_shards.cases(mesh)]
 )
-def test_attention_equals_one_process(said, mesh, case):
-    complaint = said(mesh)[case]
-    assert not complaint, complaint
+def test_attention_equals_one_process(check_case, mesh, case):
+    check_case("sequence_shards", mesh, case)
 
 
 @pytest.mark.parametrize("case", sequence_models.cases("2") if sequence_models else [])
-def test_models_equal_one_process(said_of_models, case):
-    complaint = said_of_models("2")[case]
-    assert not complaint, complaint
+def test_models_equal_one_process(check_case, case):
+    check_case("sequence_models", "2", case)
 
 
 def test_it_needs_a_process_group():

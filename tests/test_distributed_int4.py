@@ -13,15 +13,8 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import quantised_shards
-from meshes import said_by
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return said_by("quantised_shards", tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", quantised_shards.cases("2"))
-def test_4_bits_equal_one_process(said, case):
-    complaint = said("2")[case]
-    assert not complaint, complaint
+def test_4_bits_equal_one_process(check_case, case):
+    check_case("quantised_shards", "2", case)

@@ -16,20 +16,13 @@ if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
 import sharded_losses
-from meshes import said_by
 from torchweld.distributed.vocabulary_rows import Statistics, Terms, completed_factor
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return said_by("sharded_losses", tmp_path_factory)
 
 
 @pytest.mark.parametrize("mesh", ["2", "4"])
 @pytest.mark.parametrize("case", sharded_losses.cases("2"))
-def test_sharded_vocabulary_equals_one_process(said, mesh, case):
-    complaint = said(mesh)[case]
-    assert not complaint, complaint
+def test_sharded_vocabulary_equals_one_process(check_case, mesh, case):
+    check_case("sharded_losses", mesh, case)
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.1])

@@ -23,37 +23,28 @@ if not (dist.is_available() and dist.is_gloo_available()):
 import fully_sharded
 import sharded_experts
 import sharded_models
-from meshes import MESHES, said_by
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    files = ("sharded_models", "fully_sharded", "sharded_experts")
-    return {module: said_by(module, tmp_path_factory) for module in files}
+from meshes import MESHES
 
 
 @pytest.mark.parametrize(
     ("mesh", "case"), [(mesh, case) for mesh in ("2", "4") for case in sharded_models.cases(mesh)]
 )
-def test_tensor_parallel_equals_one_process(said, mesh, case):
-    complaint = said["sharded_models"](mesh)[case]
-    assert not complaint, complaint
+def test_tensor_parallel_equals_one_process(check_case, mesh, case):
+    check_case("sharded_models", mesh, case)
 
 
 @pytest.mark.parametrize(
     ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in fully_sharded.cases(mesh)]
 )
-def test_fully_sharded_equals_one_process(said, mesh, case):
-    complaint = said["fully_sharded"](mesh)[case]
-    assert not complaint, complaint
+def test_fully_sharded_equals_one_process(check_case, mesh, case):
+    check_case("fully_sharded", mesh, case)
 
 
 @pytest.mark.parametrize("case", sharded_experts.cases("2"))
-def test_sharded_experts_equal_one_process(said, case):
+def test_sharded_experts_equal_one_process(check_case, case):
     if " all_" in case and not sharded_experts.HAS_EXPERT_PARALLEL:
         pytest.skip("this transformers has no ep_size")
-    complaint = said["sharded_experts"]("2")[case]
-    assert not complaint, complaint
+    check_case("sharded_experts", "2", case)
 
 
 def test_the_example_asks_for_torchrun():

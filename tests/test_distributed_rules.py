@@ -14,23 +14,17 @@ import torch.distributed as dist
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
-from meshes import MESHES, said_by
+from meshes import MESHES
 from placements import BUILDS, cases
 from torchweld.distributed import rules
 from torchweld.info import ops_of_library
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return said_by("placements", tmp_path_factory)
-
-
 @pytest.mark.parametrize(
     ("mesh", "case"), [(mesh, case) for mesh in MESHES for case in cases(mesh)]
 )
-def test_equals_one_process(said, mesh, case):
-    complaint = said(mesh)[case]
-    assert not complaint, complaint
+def test_equals_one_process(check_case, mesh, case):
+    check_case("placements", mesh, case)
 
 
 def test_every_op_has_a_rule_and_cases():
