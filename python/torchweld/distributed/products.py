@@ -20,9 +20,9 @@ from .collectives import gathered, scattered
 from .tensors import (
     as_in_autocast,
     function_input,
-    gradient_of,
-    local_of,
+    local_parameters,
     once_outside_autocast,
+    parameter_gradients,
     parameter_of,
 )
 
@@ -38,7 +38,7 @@ class _GatheredLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        local, keeps = _local_parameters(weight, bias), activation not in ("none", "relu")
+        local, keeps = local_parameters(weight, bias), activation not in ("none", "relu")
         whole, y, preact = _gathered_linear(mesh, dim, x, *local, activation, True, keeps)
         ctx.mesh, ctx.dim, ctx.activation = mesh, dim, activation
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
@@ -67,7 +67,7 @@ class _GatheredLinear(torch.autograd.Function):
                 dy, x, weight, kept, activation=ctx.activation, output_mask=[needs_dx, *wanted]
             )
             dx = scattered(ctx.mesh, ctx.dim, dx) if needs_dx else None
-        return None, None, None, dx, *_parameter_gradients(ctx, wanted, dweight, dbias)
+        return None, None, None, dx, *parameter_gradients(ctx, wanted, dweight, dbias)
 
 
 class _ScatteredLinear(torch.autograd.Function):
@@ -77,7 +77,7 @@ class _ScatteredLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
         ctx.weight, ctx.bias = parameter_of(weight), parameter_of(bias)
-        local = _local_parameters(weight, bias)
+        local = local_parameters(weight, bias)
         ctx.save_for_backward(x, local[0])
         return _scattered_linear(mesh, dim, x, *local)
 
@@ -96,7 +96,7 @@ class _ScatteredLinear(torch.autograd.Function):
         dweight = _weight_gradient(whole, x, wanted[0])
         # `whole` has the tokens of all processes, so the bias gradient needs no sum over processes.
         dbias = _bias_gradient(whole, wanted[1])
-        return None, None, dx, *_parameter_gradients(ctx, wanted, dweight, dbias)
+        return None, None, dx, *parameter_gradients(ctx, wanted, dweight, dbias)
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, wanted: bool) -> Tensor | None:
@@ -110,21 +110,6 @@ def _bias_gradient(dy: Tensor, wanted: bool) -> Tensor | None:
         return dy.flatten(0, -2).sum(0)
     # NOTE: torch's column sums take three times as long as this op.
     return ops._activation_backward(dy, sums=True)[1]
-
-
-def _local_parameters(*parameters: Tensor | None) -> list[Tensor | None]:
-    return [None if p is None else as_in_autocast(local_of(p)) for p in parameters]
-
-
-def _parameter_gradients(
-    ctx: Any, wanted: list[bool], dweight: Tensor | None, dbias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of weight and bias, the last two inputs of both Functions."""
-    needs_dweight, needs_dbias = wanted
-    return (
-        gradient_of(ctx.weight, dweight) if needs_dweight else None,
-        gradient_of(ctx.bias, dbias) if needs_dbias else None,
-    )
 
 
 def _gathered_linear(
@@ -184,7 +169,7 @@ def gathered_linear(
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
         return _gathered_linear(
-            mesh, dim, x, *_local_parameters(weight, bias), activation, False, False
+            mesh, dim, x, *local_parameters(weight, bias), activation, False, False
         )[1]
     return _GatheredLinear.apply(
         mesh, dim, activation, x, function_input(weight), function_input(bias)
@@ -221,5 +206,5 @@ def scattered_linear(
         )
     x = as_in_autocast(x)
     if not torch.is_grad_enabled():
-        return _scattered_linear(mesh, dim, x, *_local_parameters(weight, bias))
+        return _scattered_linear(mesh, dim, x, *local_parameters(weight, bias))
     return _ScatteredLinear.apply(mesh, dim, x, function_input(weight), function_input(bias))

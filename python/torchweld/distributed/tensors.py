@@ -131,6 +131,10 @@ def local_of(t: Tensor | None) -> Tensor | None:
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
+def local_parameters(*parameters: Tensor | None) -> list[Tensor | None]:
+    return [None if p is None else as_in_autocast(local_of(p)) for p in parameters]
+
+
 def parameter_of(t: Tensor | None) -> DTensor | None:
     """Returns t if it is a DTensor, for :func:`gradient_of`; None for a plain tensor."""
     return t if isinstance(t, DTensor) else None
@@ -166,6 +170,17 @@ def gradient_of(parameter: DTensor | None, grad: Tensor) -> Tensor:
     if grad.stride() != local.stride() or grad.dtype != local.dtype:
         grad = torch.empty_like(local).copy_(grad)
     return DTensor(grad, parameter._spec, requires_grad=False)
+
+
+def parameter_gradients(
+    ctx: Any, wanted: list[bool], dweight: Tensor | None, dbias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of weight and bias, the last two inputs of a Function."""
+    needs_dweight, needs_dbias = wanted
+    return (
+        gradient_of(ctx.weight, dweight) if needs_dweight else None,
+        gradient_of(ctx.bias, dbias) if needs_dbias else None,
+    )
 
 
 class _LocalPart(torch.autograd.Function):

@@ -24,9 +24,9 @@ from .collectives import begin_sum, gathered, summed
 from .tensors import (
     as_in_autocast,
     function_input,
-    gradient_of,
-    local_of,
+    local_parameters,
     once_outside_autocast,
+    parameter_gradients,
     parameter_of,
     shard_parameter,
 )
@@ -56,7 +56,7 @@ class _VocabParallel(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        local = [None if t is None else as_in_autocast(local_of(t)) for t in (weight, bias)]
+        local = local_parameters(weight, bias)
         smooths = terms.label_smoothing != 0
         local_loss, local_lse, y, factor, mean = ops.linear_cross_entropy_exponentials_forward(
             x, local[0], targets.local, local[1], reduction="none", ignore_index=IGNORED,
@@ -117,12 +117,7 @@ class _VocabParallel(torch.autograd.Function):
                 output_mask=wanted,
             )
             dx = summed([dx], ctx.mesh)[0] if wanted[0] else None
-        return (
-            *[None] * 6,
-            dx,
-            gradient_of(ctx.weight, dweight) if wanted[1] else None,
-            gradient_of(ctx.bias, dbias) if wanted[2] else None,
-        )
+        return *[None] * 6, dx, *parameter_gradients(ctx, wanted[1:], dweight, dbias)
 
 
 def _backward_of_exponentials(
