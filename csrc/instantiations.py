@@ -222,8 +222,8 @@ TABLE = [
     ),
     Family(
         "attention_backward_2cta",
-        "attention/sm90/bwd_2cta_kernel.cuh",
-        "template void launch_attention_backward_2cta_tile<$T, $tile>("
+        "attention/sm90/bwd_kernel.cuh",
+        "template void launch_attention_backward_sm90_tile<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",

@@ -1,7 +1,7 @@
 // The launcher of attention's backward, and the kernels that prepare the statistics of the query
 // rows. The kernels for the gradients are in attention/sm90/bwd_kernel.cuh,
-// attention/sm90/bwd_2cta_kernel.cuh, attention/wide/bwd.cuh and attention/sync/bwd_tiles.cuh. The
-// kernels for any head dim are in attention/general/bwd.cu.
+// attention/wide/bwd.cuh and attention/sync/bwd_tiles.cuh. The kernels for any head dim are in
+// attention/general/bwd.cu.
 #include <climits>
 #include <stdexcept>
 
@@ -215,11 +215,7 @@ void launch_sm90(const Args& args, const AttentionBackwardParams& params, cudaSt
         launch_attention_backward_sm90_preprocess<T, index.value>(args, stream);
         launch_sink(args, params, stream);
         if (!has_keys(params.sizes)) return;
-        if constexpr (kTile.is_2cta()) {
-          launch_attention_backward_2cta_tile<T, index.value>(args, stream);
-        } else {
-          launch_attention_backward_sm90_tile<T, index.value>(args, stream);
-        }
+        launch_attention_backward_sm90_tile<T, index.value>(args, stream);
       }
     });
   }

@@ -94,7 +94,7 @@ inline constexpr int kNumAttentionBackwardTiles =
 // tile leaves registers for the mask.
 //
 // For the largest head dims, two CTAs of a cluster process the same query tiles
-// (attention/sm90/bwd_2cta_kernel.cuh). Both warpgroups of a CTA have the same 64 keys. Each
+// (attention/sm90/bwd_2cta_consumer.cuh). Both warpgroups of a CTA have the same 64 keys. Each
 // warpgroup computes half of the rows of S and half of the columns of dK and dV. Each CTA computes
 // half of the columns of dQ.
 struct AttentionBackwardSm90Tile {

@@ -19,9 +19,9 @@ struct BackwardSm90Params {
   Args args;
 };
 
-// Makes the parameters of a kernel. `keys` is the number of keys of a CTA.
+// Makes the parameters of a kernel.
 template <typename Config>
-typename Config::Params backward_sm90_params(const typename Config::Args& args, int keys) {
+typename Config::Params backward_sm90_params(const typename Config::Args& args) {
   const AttentionBackwardParams& a = args.params;
   const AttentionSizes& sizes = a.sizes;
   const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
@@ -35,8 +35,8 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
                box_rows);
   };
   return {map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kRows),
-          map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, keys),
-          map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, keys),
+          map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kCtaKeys),
+          map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kCtaKeys),
           map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, Config::kRows),
           gradient_map(a.dkey, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, 64),
           gradient_map(a.dvalue, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, 64),
@@ -44,8 +44,8 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
           args};
 }
 
-// csrc/instantiations.py generates the two files that instantiate these templates: one file for the
-// kernels that use one CTA, and one file for the 2-CTA kernel.
+// csrc/instantiations.py generates the files that instantiate these templates. The 2-CTA kernel has
+// a file of its own.
 
 // Launches the kernel that computes lse and delta of the query rows
 // (attention/sm90/bwd_preprocess.cuh). This kernel must run before the kernel that computes the
@@ -53,13 +53,9 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args, 
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_preprocess(const Args& args, cudaStream_t stream);
 
-// Launches the kernel for head dims up to 128. If the head dim of V is at most 128, the head dim of
-// Q and K may be up to 192 (attention/sm90/bwd_kernel.cuh).
+// Launches the kernel that computes the gradients (attention/sm90/bwd_kernel.cuh), and the kernels
+// that finish them (attention/sm90/bwd_postprocess.cuh).
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream);
-
-// Launches the kernel for larger head dims up to 256 (attention/sm90/bwd_2cta_kernel.cuh).
-template <typename T, int kTile, typename Args>
-void launch_attention_backward_2cta_tile(const Args& args, cudaStream_t stream);
 
 }  // namespace torchweld

@@ -1,11 +1,23 @@
 // A consumer warpgroup of the 2-CTA kernel of attention's backward on Hopper, for larger
-// head dims up to 256. Both warpgroups of a CTA have the CTA's 64 keys. Each warpgroup computes
-// half of the rows of S and dP, and half of the columns of dK and dV. For its own rows, P^T and
-// dS^T are register operands of wgmma. For the other warpgroup's rows, wgmma reads P^T and dS^T
-// from shared memory.
+// head dims up to 256.
+//
+// A cluster of two CTAs processes 128 keys of a KV head, 64 in each CTA. Both CTAs loop over the
+// same query tiles and multicast Q and dO to each other.
+// S and dP: each of the two warpgroups of a CTA computes half of the rows, for the CTA's 64 keys.
+// dK and dV: each warpgroup computes half of the columns. For its own rows, P^T and dS^T are
+// register operands of wgmma. For the other warpgroup's rows, wgmma reads P^T and dS^T from shared
+// memory.
+// dQ: each CTA computes half of the columns, over the keys of both CTAs. For this, the CTA loads
+// these columns of the peer's K and receives the peer's dS. The exchange halves the number of
+// additions to dQ in global memory.
+//
+// A kernel with one CTA per 64 keys took 1.25 to 1.6 times as long. Shared memory is the
+// bottleneck: for 64 rows, 64 keys and 256 columns, shared memory is busy for 4000 clocks, and the
+// tensor cores for 2560 clocks. A thread uses 128 registers for dK and dV, 32 for S and dP, and 32
+// for dQ. The exchange between two CTAs is new.
 #pragma once
 
-#include "attention/sm90/bwd_2cta_block.cuh"
+#include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_scores.cuh"
 #include "device/features.cuh"
 
@@ -37,7 +49,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     s_q = shared_address(s.q[0]);
     s_dout = shared_address(s.dout[0]);
     s_p = shared_address(s.p_or_peer_ds);
-    s_ds = shared_address(s.ds);
+    s_ds = shared_address(s.ds[0]);
     lane_offset = transposed_lane_offset(lane(), first_row(), warp());
   }
 
@@ -47,7 +59,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     for (float& x : acc_dk) x = 0.f;
 #pragma unroll
     for (float& x : acc_dv) x = 0.f;
-    const int steps = s.work.steps();
+    const int steps = s.work[0].steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
     // Both warpgroups have passed kDsWritten after their last reads of V, so dV may overwrite V.
     // The other warpgroup's wgmmas may still read K, so dK waits for another barrier.
@@ -59,6 +71,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
                                        p.args.params.scale);
     tma_wait_read<0>();
     backward_sm90_close_dq_buffer(0, warpgroup);
+    __syncwarp();
   }
 
  private:
@@ -182,7 +195,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // Expect the peer's dS, which overwrites P. Signal to the peer that this warpgroup no longer
   // reads P. Let the sender warp send this CTA's dS.
   __device__ __forceinline__ void signal_ds_send() {
-    if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kScoreBytes);
+    if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kDsBytes);
     __syncwarp();
     if (lane() == 0) mbarrier_arrive_at(&s.ds_wanted, peer());
     named_barrier_arrive(kDsReady, kBackwardSendThreads);
@@ -266,7 +279,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   __device__ __forceinline__ void gemm_other_rows(float (&acc)[kAcc], uint32_t s_scores,
                                                   uint32_t s_rows) const {
     const uint32_t row_bytes = Config::first_row(warpgroup ^ 1) * kSwizzleRowBytes;
-    const TileDescriptor a(s_scores + row_bytes, Config::kScoreBytes),
+    const TileDescriptor a(s_scores + row_bytes, Config::kDsBytes),
         b(s_rows + warpgroup * (kAcc / 32) * Config::kQueryBoxBytes + row_bytes,
           Config::kQueryBoxBytes);
     wgmma_fence();
@@ -295,7 +308,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // Zero the keys of K that no query row sees. dS of these keys is 0, but K may be NaN, and 0 * NaN
   // would make dQ NaN. TMA has already filled rows behind the last key with zeros.
   __device__ __forceinline__ void zero_unseen_keys() const {
-    const int first = s.work.first_key;
+    const int first = s.work[0].first_key;
     if (first_live() <= first && (!Config::kMasked || end_live() >= first + Config::kKeys)) return;
     const auto zero = [&](auto boxes, char* s_tile, int cta) {
       const int begin = first_live() - (first + cta * Config::kCtaKeys),

@@ -1,5 +1,5 @@
-// Attention backward on Hopper on one CTA, for head dims up to 128, or up to 192 of Q and K: the
-// configuration, the shared memory and the positions of tiles.
+// Attention backward on Hopper: the configuration, the shared memory, the barriers and the
+// positions of tiles.
 #pragma once
 
 #include <type_traits>
@@ -18,6 +18,8 @@ namespace torchweld {
 
 template <typename Config>
 struct BackwardSm90Shared;
+template <typename Config>
+struct Backward2CtaShared;
 
 inline constexpr int kWorkStages = 2;  // the number of work tiles that a CTA holds
 
@@ -26,51 +28,62 @@ struct BackwardSm90Config {
   using T = T_;
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
-  using Shared = BackwardSm90Shared<BackwardSm90Config>;
   static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>,
                         kDropout = kIsDropped<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
-  static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v, kKeys = kShape.keys;
+  // The number of CTAs in a cluster. A work tile has kKeys keys, kCtaKeys in each CTA.
+  static constexpr int kCtas = kShape.blocks, kCtaKeys = kShape.keys, kKeys = kCtas * kCtaKeys;
+  using Shared = std::conditional_t<kCtas == 1, BackwardSm90Shared<BackwardSm90Config>,
+                                    Backward2CtaShared<BackwardSm90Config>>;
+  static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
-  static constexpr int kScoreRows = kRows;  // number of query rows in a warpgroup's scores
+  static constexpr int kScoreRows = kRows / kCtas;  // the query rows of a warpgroup's scores
   // Whether an additional k-slice of the products for S and dP subtracts lse and delta
   // (StatSliceTile). If not, consumers load lse and delta from shared memory.
   static constexpr bool kStatSlice = kShape.has_stat_slice(kMasked, kCapped, kDropout);
   // Whether lse is loaded before S is complete. An early load of lse needs registers.
   static constexpr bool kEarlyLse = !kStatSlice && !kMasked;
-  static constexpr int kThreads = kShape.kThreads, kStages = kShape.kStages;
+  static constexpr int kThreads = kShape.kThreads;
+  static constexpr int kProducerRegisters = kCtas == 1 ? 24 : 40,
+                       kConsumerRegisters = kCtas == 1 ? 240 : 232;
+  static constexpr int kStages = kShape.kStages, kDoutStages = kCtas == 1 ? kStages : 1;
   // A TMA box has 64 columns, and either all keys of the CTA or the rows of a query tile.
   static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns,
                        kBoxesV = kDimV / kBoxColumns;
-  static constexpr int kKeyBoxBytes = kKeys * kSwizzleRowBytes,
+  static constexpr int kKeyBoxBytes = kCtaKeys * kSwizzleRowBytes,
                        kQueryBoxBytes = kRows * kSwizzleRowBytes;
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kValueBytes = kBoxesV * kKeyBoxBytes, kDoutBytes = kBoxesV * kQueryBoxBytes;
-  // A buffer of dS holds (2 warpgroups, kRows, 64 keys).
-  static constexpr int kDsHalfBytes = kRows * kSwizzleRowBytes, kDsBytes = 2 * kDsHalfBytes;
+  // A buffer of dS holds (kCtaKeys / 64, kRows, 64 keys).
+  static constexpr int kDsBoxBytes = kRows * kSwizzleRowBytes,
+                       kDsBytes = kCtaKeys / 64 * kDsBoxBytes;
   // A warpgroup computes a slice of dQ^T in kDqFloats accumulators per thread. The slice has 64
   // columns of dQ and all rows of the query tile. If dQ has only 64 columns, the slice has half of
   // the rows. If dQ has three slices, the two warpgroups compute the third slice alternately.
   static constexpr int kDqRows = kDim == 64 ? kRows / 2 : kRows, kDqFloats = kDqRows / 2;
   static constexpr int kDqSliceBytes = kDqFloats * 128 * 4, kDqSlices = kDim == 64 ? 2 : kBoxes;
-  static constexpr int kCtas = kShape.blocks, kDqStoreWarps = kShape.dq_store_warps(),
-                       kDsStages = kDqStoreWarps;
-  static __device__ __forceinline__ int cta_rank() { return 0; }
-  // first_key is the first key of a warpgroup's scores. first_row is the first row of these scores
-  // in the query tile.
+  static constexpr int kCtaDqSlices = kDqSlices / kCtas;
+  static constexpr int kDqStoreWarps = kShape.dq_store_warps(), kDsStages = kDqStoreWarps;
+  static __device__ __forceinline__ int cta_rank() {
+    if constexpr (kCtas == 1) {
+      return 0;
+    } else {
+      return static_cast<int>(rank_in_cluster());
+    }
+  }
+  // A warpgroup's scores have 64 keys and kScoreRows query rows. With one CTA, each warpgroup has
+  // other keys. With two CTAs, each CTA has other keys, and each of its warpgroups has other rows.
+  // first_key is the first key of the scores. first_row is their first row in the query tile.
   static __device__ __forceinline__ int first_key(const WorkTile& work, int warpgroup) {
-    return work.first_key + warpgroup * 64;
+    return work.first_key + (kCtas == 1 ? warpgroup : cta_rank()) * 64;
   }
-  static __device__ __forceinline__ int first_row(int /*warpgroup*/) { return 0; }
-  static __device__ __forceinline__ const WorkTile& work_tile(const Shared& s, int stage) {
-    return s.work[stage];
+  static __device__ __forceinline__ int first_row(int warpgroup) {
+    return kCtas == 1 ? 0 : warpgroup * kScoreRows;
   }
-  static __device__ __forceinline__ const float* lse_tile(const Shared& s, int stage) {
-    return s.stats[stage].lse;
-  }
-  static_assert((kDim == 64 || kDim == 128 || kDim == 192) && kDqFloats % 4 == 0);
-  static_assert(!kMasked || kRows == kAttentionBackwardRowPad);
+  static_assert(kCtas == 1 ? kDim == 64 || kDim == 128 || kDim == 192 : kDim == 256 && kCtas == 2);
+  static_assert(kKeys == 128 && kDqFloats % 4 == 0);
+  static_assert((!kMasked && kCtas == 1) || kRows == kAttentionBackwardRowPad);
 };
 
 // The keys that the rows of a query tile see. Only used under a general mask. For each row, `keys`
@@ -86,22 +99,6 @@ struct BackwardSm90Seen<Config, true> {
   // dropout.
   int head, first_row;
 };
-// Returns the word of `keys` that a lane of the producer warp writes.
-template <typename Config>
-__device__ __forceinline__ uint32_t seen_keys_of_lane(const MaskedBackwardArgs& args,
-                                                      const typename Config::WorkTile& work,
-                                                      int tile) {
-  static_assert(Config::kRows == 2 * kWarp && Config::kKeys < 256);
-  const KeyRange32* g_live = &args.live_of(work.sequence, tile * Config::kRows);
-  const int4 live = reinterpret_cast<const int4*>(g_live)[threadIdx.x % kWarp];
-  const auto pack = [&](int begin, int end) -> uint32_t {
-    begin = max(0, min(begin - work.first_key, Config::kKeys));
-    end = max(begin, min(end - work.first_key, Config::kKeys));
-    return begin | (end - begin) << 8;
-  };
-  return pack(live.x, live.y) | pack(live.z, live.w) << 16;
-}
-
 // lse and delta of the rows of a query tile.
 template <int kRows>
 struct RowStatsTile {
@@ -127,7 +124,7 @@ struct StatSliceTile {
 inline constexpr int kDqStripFloats = 16 * 64;
 template <typename Config>
 inline constexpr int kDqStripStages =
-    Config::kDqSlices / Config::kCtas * Config::kDqSliceBytes / 4 / kDqStripFloats / 2;
+    Config::kCtaDqSlices* Config::kDqSliceBytes / 4 / kDqStripFloats / 2;
 
 // The numbers of work tiles and query tiles that the producer has loaded.
 struct BackwardProducerCounts {
@@ -158,6 +155,39 @@ struct BackwardSm90Shared {
   PipelineBarriers<kWorkStages> work_pipeline;
   uint64_t dq_strip_full[Config::kDqStoreWarps][kDqStripStages<Config>];
   typename Config::WorkTile work[kWorkStages];
+
+  __device__ __forceinline__ const float* lse_of(int stage) const { return stats[stage].lse; }
+  __device__ __forceinline__ const float* delta_of(int stage) const { return stats[stage].delta; }
+};
+
+// The shared memory of a CTA of the 2-CTA kernel, which processes one work tile.
+template <typename Config>
+struct Backward2CtaShared {
+  static constexpr int kStages = Config::kStages, kDoutStages = Config::kDoutStages;
+  // Half of the columns of the peer's K. This CTA computes dQ for these columns.
+  alignas(kSwizzleAtomBytes) char k_peer[Config::kKeyBytes / 2];
+  alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
+  alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
+  alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
+  alignas(kSwizzleAtomBytes) char dout[kDoutStages][Config::kDoutBytes];
+  // Holds P, until both warpgroups have read P. Then the peer's dS overwrites P.
+  alignas(kSwizzleAtomBytes) char p_or_peer_ds[Config::kDsBytes];
+  alignas(kSwizzleAtomBytes) char ds[Config::kDsStages][Config::kDsBytes];
+  alignas(128) float dq[Config::kDqStoreWarps][Config::kCtaDqSlices][Config::kDqFloats * 128];
+  alignas(128) float lse[kStages][Config::kRows];
+  alignas(128) float delta[kDoutStages][Config::kRows];
+  BackwardSm90Seen<Config> seen[kStages];
+  PipelineBarriers<kStages> q_pipeline;
+  PipelineBarriers<kDoutStages> dout_pipeline;
+  uint64_t k_full, v_full;
+  uint64_t ds_wanted;  // the peer has read its P, so this CTA's dS may overwrite that P
+  uint64_t ds_full;    // the peer's dS has arrived in this CTA
+  uint64_t ds_sent;    // this CTA's dS has arrived in the peer
+  alignas(8) typename Config::WorkTile work[1];
+  int2 query_tiles[kStages];  // see BackwardQueryTile
+
+  __device__ __forceinline__ const float* lse_of(int stage) const { return lse[stage]; }
+  __device__ __forceinline__ const float* delta_of(int stage) const { return delta[stage]; }
 };
 
 // A query tile of the mainloop, as a consumer warpgroup sees it.
@@ -229,10 +259,18 @@ enum BackwardSm90Barrier : int {
   kConsumerWg0 = 11,  // barriers 11 and 12 synchronise the threads of one warpgroup each
   kExpWg0 = 13        // 13, 14: warpgroup 0, 1 may compute its exponentials
 };
+// The 2-CTA kernel has only one dQ store warp, and uses the numbers of the other one.
+enum Backward2CtaBarrier : int {
+  kPWritten = 5,      // both warpgroups have written P
+  kDsReady = 6,       // both warpgroups have written dS, so it may be sent
+  kDsConsumedWg0 = 9  // 9, 10: the dQ products of warpgroup 0, 1 no longer read dS
+};
 inline constexpr int kBackwardConsumerThreads = 256;
 inline constexpr int kBackwardConsumerWarps = kBackwardConsumerThreads / 32;
 // The number of threads of a consumer warpgroup plus a dQ store warp.
 inline constexpr int kBackwardDqThreads = 128 + 32;
+// The number of threads of the two consumer warpgroups plus the warp that sends dS.
+inline constexpr int kBackwardSendThreads = kBackwardConsumerThreads + 32;
 
 #if TW_HAS_WGMMA
 // Returns the state of the K and V pipelines for the work tile at `work_state`. Every work tile
@@ -241,35 +279,6 @@ __device__ __forceinline__ PipelineState<1> backward_sm90_kv_state(
     const PipelineState<kWorkStages>& work_state) {
   static_assert(kWorkStages == 2);
   return {0, static_cast<uint32_t>(work_state.stage)};
-}
-
-// Waits for a free stage of Q and writes what the consumers must know about the query tile. Then
-// lane `leads` expects `bytes` bytes in the stage, loads the tile's BlockMask if there is one, and
-// returns the stage's full barrier. `head` is the head of the query tile, counted over all
-// sequences. Under a general mask, all lanes of the producer warp call this
-// function, because each lane writes the keys of two rows. Without one, only lane `leads` calls it.
-template <typename Config>
-__device__ __forceinline__ uint64_t* backward_sm90_acquire_q(
-    const typename Config::Params& p, typename Config::Shared& s,
-    const typename Config::WorkTile& work, int head, int tile,
-    const PipelineState<Config::kStages>& state, int bytes, bool leads) {
-  if constexpr (Config::kMasked) {
-    auto& s_seen = s.seen[state.stage];
-    const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tile);
-    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
-    s_seen.keys[threadIdx.x % kWarp] = keys;
-    __syncwarp();
-    if (!leads) return nullptr;
-    if constexpr (Config::kDropout) s_seen.head = head, s_seen.first_row = tile * Config::kRows;
-    uint64_t* s_full = s.q_pipeline.acquire(state, bytes + sizeof(BlockMask));
-    bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tile * Config::kRows),
-              sizeof(BlockMask), s_full);
-    return s_full;
-  } else {
-    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
-    s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tile);
-    return s.q_pipeline.acquire(state, bytes);
-  }
 }
 
 // Tells the consumer warpgroups that the dQ buffer of a store warp is free at the start.

@@ -72,8 +72,8 @@ struct BackwardSm90Consumer : BackwardSm90Mma<Config> {
     if constexpr (Config::kDropout) dv_scale *= p.args.kept_factor;
     Base::template epilogue_dkv<true>(acc_dv, s_v, warpgroup * 64, 0, p.dvalue, dv_scale);
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
-    Base::template epilogue_dkv<false>(acc_dk, s_ds + warpgroup * Config::kDsHalfBytes, 0, 0,
-                                       p.dkey, p.args.params.scale, Config::kDsBytes);
+    Base::template epilogue_dkv<false>(acc_dk, s_ds + warpgroup * Config::kDsBoxBytes, 0, 0, p.dkey,
+                                       p.args.params.scale, Config::kDsBytes);
     if (leads()) {
       tma_wait_read<1>();  // dV has been read
       mbarrier_arrive(&s.v_pipeline.empty[0]);

@@ -20,7 +20,7 @@ struct BackwardSm90DqWarp {
   using Shared = typename Config::Shared;
   using WorkTile = typename Config::WorkTile;
   static constexpr int kRows = Config::kRows, kStoreWarps = Config::kDqStoreWarps;
-  static constexpr int kSlices = Config::kDqSlices / Config::kCtas;  // the CTA's slices
+  static constexpr int kSlices = Config::kCtaDqSlices;
   static constexpr int kSliceFloats = Config::kDqSliceBytes / 4;
   static constexpr int kStripStages = kDqStripStages<Config>;
 
@@ -228,11 +228,20 @@ struct BackwardSm90DqWarp {
   }
 };
 
+// Runs a dQ store warp over the work tile of the 2-CTA kernel.
+template <typename Config>
+__device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
+                                                       Backward2CtaShared<Config>& s,
+                                                       int store_warp) {
+  backward_sm90_open_dq_buffer(store_warp);
+  BackwardSm90DqWarp<Config>{p, s, store_warp}.process(s.work[0], 0);
+}
+
 // Runs a dQ store warp of the persistent kernel over all work tiles of the CTA.
 template <typename Config>
-__device__ __forceinline__ void backward_sm90_store_all_dq(const typename Config::Params& p,
-                                                           typename Config::Shared& s,
-                                                           int store_warp) {
+__device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
+                                                       BackwardSm90Shared<Config>& s,
+                                                       int store_warp) {
   backward_sm90_open_dq_buffer(store_warp);
   BackwardSm90DqWarp<Config> dq_warp{p, s, store_warp};
   for (int tiles = 0;; ++tiles) {

@@ -1,13 +1,13 @@
-// Attention backward on Hopper's tensor cores, in 16 bits, for head dims up to 128, or up to 192 of
-// Q and K and 128 of V:
+// Attention backward on Hopper's tensor cores, in 16 bits, for head dims up to 256:
 //
 //   P = exp(scale * Q K^T - lse)     dP = dO V^T      dS = P * (dP - delta), delta = sum(dO * O)
 //   dV = P^T dO                      dK = scale * dS^T Q        dQ = scale * dS K
 //
 // The shapes are Q (batch, nheads, seqlen_q, dim), dO (batch, nheads, seqlen_q, dim_v), K (batch,
-// nheads_kv, seqlen_k, dim) and V (batch, nheads_kv, seqlen_k, dim_v). A CTA processes 128 keys of
-// a KV head, for all or some of the query heads of the KV head. It loops over the query tiles whose
-// rows see these keys. Each of two consumer warpgroups has 64 of the keys. P^T and dS^T stay in
+// nheads_kv, seqlen_k, dim) and V (batch, nheads_kv, seqlen_k, dim_v). For head dims up to 128, or
+// up to 192 of Q and K and 128 of V, a CTA processes 128 keys of a KV head, for all or some of the
+// query heads of the KV head. It loops over the query tiles whose rows see these keys. Each of two
+// consumer warpgroups has 64 of the keys. P^T and dS^T stay in
 // registers for dV and dK. Only dS also goes through shared memory, for dQ^T = K^T dS^T.
 //
 // A CTA is persistent: it draws work tiles by ticket until none is left. The loads of the next work
@@ -32,12 +32,16 @@
 // started. The waits cost 1 to 5 % of the time. If every CTA is the last one for a few query tiles,
 // its dQ store warps also round these tiles (bwd_dq.cuh). Otherwise, another kernel rounds dQ
 // (bwd_postprocess.cuh).
+//
+// For the largest head dims, a cluster of two CTAs processes the 128 keys, 64 in each CTA
+// (bwd_2cta_consumer.cuh). It is not persistent: it processes one work tile.
 // Source: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024. The
 // fixed order of dQ is new.
 #pragma once
 
 #include <algorithm>
 
+#include "attention/sm90/bwd_2cta_consumer.cuh"
 #include "attention/sm90/bwd_consumer.cuh"
 #include "attention/sm90/bwd_dq.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
@@ -54,44 +58,65 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     attention_backward_sm90_kernel(const __grid_constant__ typename Config::Params p) {
 #if TW_HAS_WGMMA
-  constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  constexpr bool k2Cta = Config::kCtas == 2;
   constexpr int kConsumerWarps = kBackwardConsumerWarps;
-  using Consumer =
+  using Consumer = std::conditional_t<
+      k2Cta, Backward2CtaConsumer<Config>,
       std::conditional_t<(Config::kDim > Config::kDimV), BackwardSm90UnequalConsumer<Config>,
-                         BackwardSm90Consumer<Config>>;
+                         BackwardSm90Consumer<Config>>>;
   extern __shared__ __align__(1024) char s_memory[];
-  auto& s = *reinterpret_cast<BackwardSm90Shared<Config>*>(s_memory);
+  auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(p.query);
     prefetch_tensor_map(p.key);
     prefetch_tensor_map(p.value);
     prefetch_tensor_map(p.dout);
-    s.q_pipeline.init(kConsumerWarps);
-    s.dout_pipeline.init(kConsumerWarps);
-    s.ds_pipeline.init(kConsumerWarps, kConsumerWarps);
-    s.k_pipeline.init(Consumer::kKeyReleases);
-    s.v_pipeline.init(2);
-    s.work_pipeline.init(kConsumerWarps + Config::kDqStoreWarps);
-    for (auto& s_full_of_warp : s.dq_strip_full) {
-      for (uint64_t& s_full : s_full_of_warp) mbarrier_init(&s_full, 1);
+    s.q_pipeline.init(kConsumerWarps * Config::kCtas);
+    s.dout_pipeline.init(kConsumerWarps * Config::kCtas);
+    if constexpr (k2Cta) {
+      mbarrier_init(&s.k_full, 1);
+      mbarrier_init(&s.v_full, 1);
+      mbarrier_init(&s.ds_wanted, kConsumerWarps);
+      mbarrier_init(&s.ds_full, 1);
+      mbarrier_init(&s.ds_sent, 1);
+    } else {
+      s.ds_pipeline.init(kConsumerWarps, kConsumerWarps);
+      s.k_pipeline.init(Consumer::kKeyReleases);
+      s.v_pipeline.init(2);
+      s.work_pipeline.init(kConsumerWarps + Config::kDqStoreWarps);
+      for (auto& s_full_of_warp : s.dq_strip_full) {
+        for (uint64_t& s_full : s_full_of_warp) mbarrier_init(&s_full, 1);
+      }
     }
     mbarrier_init_fence();
   }
   griddep_launch_dependents();
   griddep_wait();
-  __syncthreads();
+  if constexpr (k2Cta) {
+    backward_2cta_get_work(p, s);
+  } else {
+    __syncthreads();
+  }
   if (warp < 4) {
-    setmaxnreg_dec<kProducerRegisters>();
+    setmaxnreg_dec<Config::kProducerRegisters>();
+    // NOTE: with `<=` in the 2-CTA kernel, ptxas would emit 16 more instructions.
     if (warp == 0) {
       backward_sm90_load(p, s);
-    } else if (warp <= Config::kDqStoreWarps) {
-      backward_sm90_store_all_dq<Config>(p, s, warp - 1);
+    } else if (k2Cta ? warp == 1 : warp <= Config::kDqStoreWarps) {
+      backward_sm90_store_dq(p, s, warp - 1);
+    } else if constexpr (k2Cta) {
+      if (warp == 2) backward_2cta_send_ds(s);
     }
     __syncwarp();
   } else {
-    setmaxnreg_inc<kConsumerRegisters>();
+    setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer(p, s, warp / 4 - 1).run();
+  }
+  if constexpr (k2Cta) {
+    // The CTAs of a cluster exit together, because each accesses the shared memory of the other.
+    cluster_arrive();
+    cluster_wait();
   }
 #endif
 }
@@ -99,17 +124,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 template <typename T, int kTile, typename Args>
 void launch_attention_backward_sm90_tile(const Args& args, cudaStream_t stream) {
   using Config = BackwardSm90Config<T, kTile, Args>;
-  constexpr int kKeys = Config::kKeys;
-  constexpr int kBytes = sizeof(BackwardSm90Shared<Config>);
+  constexpr int kCtas = Config::kCtas, kBytes = sizeof(typename Config::Shared);
   static_assert(kBytes <= Config::kShape.tile_bytes() + kAttentionBackwardSm90ExtraBytes);
   const AttentionSizes& sizes = args.params.sizes;
   const int64_t work_tiles =
-      sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, kKeys);
-  const int64_t ctas = std::min<int64_t>(work_tiles, device_facts().sms);
+      sizes.batch * sizes.nheads_kv * args.group_parts * divide_up(sizes.seqlen_k, Config::kKeys);
+  const int64_t ctas =
+      kCtas == 1 ? std::min<int64_t>(work_tiles, device_facts().sms) : work_tiles * kCtas;
   Grid grid(ctas, Config::kThreads, kBytes);
+  grid.cluster = kCtas;
   grid.overlaps = true;
   launch_kernel(attention_backward_sm90_kernel<Config>, grid, stream,
-                backward_sm90_params<Config>(args, kKeys));
+                backward_sm90_params<Config>(args));
   launch_attention_backward_sm90_postprocess<Config>(args, stream);
 }
 

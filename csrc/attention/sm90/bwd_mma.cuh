@@ -114,14 +114,14 @@ struct BackwardSm90Mma : BackwardSm90Scores<Config> {
     for (int slice = 0; slice < Config::kKeys / 16; ++slice) {
       Wgmma<T, kAcc * 2>::template multiply<1, 0>(
           acc, a.offset(slice * 16 * kSwizzleRowBytes),
-          b.offset(slice / 4 * Config::kDsHalfBytes + slice % 4 * 32), slice > 0);
+          b.offset(slice / 4 * Config::kDsBoxBytes + slice % 4 * 32), slice > 0);
     }
     wgmma_commit();
   }
 
   // Returns the address of this lane's stmatrix row in the first buffer of dS.
   __device__ __forceinline__ uint32_t ds_lane_address(int thread) const {
-    return s_ds + warpgroup * Config::kDsHalfBytes +
+    return s_ds + warpgroup * Config::kDsBoxBytes +
            transposed_lane_offset(thread % 32, 0, thread / 32 % 4);
   }
 

@@ -1,4 +1,5 @@
-// The producer warp of attention's backward on Hopper, which loads Q, K, V and dO.
+// The producer warps of attention's backward on Hopper. One warp loads Q, K, V and dO. In the 2-CTA
+// kernel, another warp sends dS to the peer CTA.
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
@@ -7,10 +8,89 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// Loads K and V of a work tile, and Q and dO of each of its query tiles. `step` is the number of
-// query tiles that have been loaded for earlier work tiles. `kv_state` is the stage and the phase
-// of the pipelines of K and V. `leads` is true for the lane that loads. Under a general mask, all
-// lanes of the warp call this function, because each lane prepares the keys of two rows.
+// Returns the word of `keys` that a lane of the producer warp writes.
+template <typename Config>
+__device__ __forceinline__ uint32_t seen_keys_of_lane(const MaskedBackwardArgs& args,
+                                                      const typename Config::WorkTile& work,
+                                                      int tile) {
+  static_assert(Config::kRows == 2 * kWarp && Config::kKeys < 256);
+  const KeyRange32* g_live = &args.live_of(work.sequence, tile * Config::kRows);
+  const int4 live = reinterpret_cast<const int4*>(g_live)[threadIdx.x % kWarp];
+  const auto pack = [&](int begin, int end) -> uint32_t {
+    begin = max(0, min(begin - work.first_key, Config::kKeys));
+    end = max(begin, min(end - work.first_key, Config::kKeys));
+    return begin | (end - begin) << 8;
+  };
+  return pack(live.x, live.y) | pack(live.z, live.w) << 16;
+}
+
+// Waits for a free stage of Q and writes what the consumers must know about the query tile. Then
+// lane `leads` expects `bytes` bytes in the stage, loads the tile's BlockMask if there is one, and
+// returns the stage's full barrier. `head` is the head of the query tile, counted over all
+// sequences. Under a general mask, all lanes of the producer warp call this
+// function, because each lane writes the keys of two rows. Without one, only lane `leads` calls it.
+template <typename Config>
+__device__ __forceinline__ uint64_t* backward_sm90_acquire_q(
+    const typename Config::Params& p, typename Config::Shared& s,
+    const typename Config::WorkTile& work, int head, int tile,
+    const PipelineState<Config::kStages>& state, int bytes, bool leads) {
+  if constexpr (Config::kMasked) {
+    auto& s_seen = s.seen[state.stage];
+    const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tile);
+    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+    s_seen.keys[threadIdx.x % kWarp] = keys;
+    __syncwarp();
+    if (!leads) return nullptr;
+    if constexpr (Config::kDropout) s_seen.head = head, s_seen.first_row = tile * Config::kRows;
+    uint64_t* s_full = s.q_pipeline.acquire(state, bytes + sizeof(BlockMask));
+    bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tile * Config::kRows),
+              sizeof(BlockMask), s_full);
+    return s_full;
+  } else {
+    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+    s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tile);
+    return s.q_pipeline.acquire(state, bytes);
+  }
+}
+
+// Loads boxes of K or V, starting with box `first_box`. They have the keys of CTA `cta`.
+template <typename Config, int kBoxes>
+__device__ __forceinline__ void backward_sm90_load_keys(char* s_keys, const TensorMap& map,
+                                                        uint64_t* s_full,
+                                                        const typename Config::WorkTile& work,
+                                                        int first_box, int cta) {
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box) {
+    tma_load(shared_address(s_keys) + box * Config::kKeyBoxBytes, map, s_full,
+             (first_box + box) * Config::kBoxColumns, work.first_key + cta * Config::kCtaKeys,
+             work.head_kv, work.sequence);
+  }
+}
+
+// Loads the boxes of a query tile of Q or dO. Each of two CTAs loads every second box and
+// multicasts it to both CTAs.
+template <typename Config, int kBoxes, typename Tiles>
+__device__ __forceinline__ void backward_sm90_load_rows(char* s_rows, const TensorMap& map,
+                                                        uint64_t* s_full, const Tiles& tiles,
+                                                        int nheads, int rank) {
+#pragma unroll
+  for (int i = 0; i < kBoxes / Config::kCtas; ++i) {
+    const int box = i * Config::kCtas + rank, column = box * Config::kBoxColumns;
+    const uint32_t s_box = shared_address(s_rows) + box * Config::kQueryBoxBytes;
+    if constexpr (Config::kCtas == 1) {
+      tma_load(s_box, map, s_full, column, tiles.tile * Config::kRows,
+               tiles.head - tiles.work.sequence * nheads, tiles.work.sequence);
+    } else {
+      tma_load_multicast(s_box, map, s_full, column, tiles.tile * Config::kRows,
+                         tiles.head - tiles.work.sequence * nheads, tiles.work.sequence, 3);
+    }
+  }
+}
+
+// Loads K and V of a work tile, and Q, dO, lse and delta of each of its query tiles. `step` is the
+// number of query tiles that have been loaded for earlier work tiles. `kv_state` is the stage and
+// the phase of the pipelines of K and V. `leads` is true for the lane that loads. Under a general
+// mask, all lanes of the warp call this function, because each lane prepares the keys of two rows.
 template <typename Config>
 __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::Params& p,
                                                          BackwardSm90Shared<Config>& s,
@@ -18,34 +98,15 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
                                                          unsigned step,
                                                          const PipelineState<1>& kv_state,
                                                          bool leads) {
-  constexpr int kRows = Config::kRows;
+  constexpr int kBoxes = Config::kBoxes, kBoxesV = Config::kBoxesV;
   int left = work.steps();
   const int rows = static_cast<int>(p.args.rows);
   const int nheads = static_cast<int>(p.args.params.sizes.nheads);
-  constexpr std::integral_constant<int, Config::kBoxes> boxes_qk;
-  constexpr std::integral_constant<int, Config::kBoxesV> boxes_v;
   BackwardTileIterator tiles(work);
   if (left == 0 && leads) {
     s.k_pipeline.acquire(kv_state, 0);
     s.v_pipeline.acquire(kv_state, 0);
   }
-  const auto load_kv = [&](char* s_kv, const TensorMap& map, PipelineBarriers<1>& pipeline,
-                           auto boxes) {
-    uint64_t* s_full = pipeline.acquire(kv_state, boxes.value * Config::kKeyBoxBytes);
-#pragma unroll
-    for (int box = 0; box < boxes.value; ++box) {
-      tma_load(shared_address(s_kv) + box * Config::kKeyBoxBytes, map, s_full,
-               box * Config::kBoxColumns, work.first_key, work.head_kv, work.sequence);
-    }
-  };
-  const auto load_tile = [&](char* s_tile, const TensorMap& map, uint64_t* s_full, auto boxes) {
-#pragma unroll
-    for (int box = 0; box < boxes.value; ++box) {
-      tma_load(shared_address(s_tile) + box * Config::kQueryBoxBytes, map, s_full,
-               box * Config::kBoxColumns, tiles.tile * kRows, tiles.head - work.sequence * nheads,
-               work.sequence);
-    }
-  };
   using Stats = std::remove_reference_t<decltype(s.stats[0])>;
   int q_bytes = Config::kQueryBytes, dout_bytes = Config::kDoutBytes;
   if constexpr (Config::kStatSlice) {
@@ -56,24 +117,30 @@ __device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::
   }
   for (bool is_first = true; left > 0; --left, ++step, is_first = false, tiles.advance()) {
     const auto state = pipeline_state_of<Config::kStages>(step);
-    const int first_row = tiles.head * rows + tiles.tile * kRows;
+    const int first_row = tiles.head * rows + tiles.tile * Config::kRows;
     uint64_t* s_full =
         backward_sm90_acquire_q<Config>(p, s, work, tiles.head, tiles.tile, state, q_bytes, leads);
     if (!leads) continue;
-    load_tile(s.q[state.stage], p.query, s_full, boxes_qk);
+    backward_sm90_load_rows<Config, kBoxes>(s.q[state.stage], p.query, s_full, tiles, nheads, 0);
     Stats& s_stats = s.stats[state.stage];
     if constexpr (Config::kStatSlice) {
       bulk_load(s_stats.values, p.args.g_stat_slice + first_row, Stats::kBytes, s_full);
     } else {
       bulk_load(s_stats.lse, p.args.g_lse + first_row, Stats::kLseBytes, s_full);
     }
-    if (is_first) load_kv(s.k, p.key, s.k_pipeline, boxes_qk);
+    if (is_first) {
+      uint64_t* s_k_full = s.k_pipeline.acquire(kv_state, Config::kKeyBytes);
+      backward_sm90_load_keys<Config, kBoxes>(s.k, p.key, s_k_full, work, 0, 0);
+    }
     s_full = s.dout_pipeline.acquire(state, dout_bytes);
-    load_tile(s.dout[state.stage], p.dout, s_full, boxes_v);
+    backward_sm90_load_rows<Config, kBoxesV>(s.dout[state.stage], p.dout, s_full, tiles, nheads, 0);
     if constexpr (!Config::kStatSlice) {
       bulk_load(s_stats.delta, p.args.g_delta + first_row, Stats::kDeltaBytes, s_full);
     }
-    if (is_first) load_kv(s.v, p.value, s.v_pipeline, boxes_v);
+    if (is_first) {
+      uint64_t* s_v_full = s.v_pipeline.acquire(kv_state, Config::kValueBytes);
+      backward_sm90_load_keys<Config, kBoxesV>(s.v, p.value, s_v_full, work, 0, 0);
+    }
   }
 }
 
@@ -106,6 +173,86 @@ __device__ __forceinline__ void backward_sm90_load(const typename Config::Params
     __syncwarp();
     if (leads) counts = {counts.work_tiles + 1, counts.steps + work.steps()};
     __syncwarp();
+  }
+}
+
+// Draws the work tile of a cluster. CTA 0 draws it, and CTA 1 copies it.
+template <typename Config>
+__device__ __forceinline__ void backward_2cta_get_work(const typename Config::Params& p,
+                                                       Backward2CtaShared<Config>& s) {
+  if (Config::cta_rank() == 0 && threadIdx.x == 0) {
+    s.work[0].template get_work<Config>(p.args, p.args.g_tickets);
+  }
+  cluster_arrive();
+  cluster_wait();
+  constexpr int kPairs = sizeof(s.work) / sizeof(float2);
+  static_assert(sizeof(s.work) % sizeof(float2) == 0);
+  float2* s_work = reinterpret_cast<float2*>(s.work);
+  if (Config::cta_rank() != 0 && threadIdx.x < kPairs) {
+    s_work[threadIdx.x] = load_from_block(s_work + threadIdx.x, 0);
+  }
+  __syncthreads();
+}
+
+// Runs the producer warp of the 2-CTA kernel. One lane loads K and V once, and Q, dO, lse and delta
+// of every query tile. Under a general mask, the other lanes prepare the keys of rows.
+template <typename Config>
+__device__ __forceinline__ void backward_sm90_load(const typename Config::Params& p,
+                                                   Backward2CtaShared<Config>& s) {
+  const bool leads = elect_one();
+  if (!leads && !Config::kMasked) return;
+  constexpr int kRows = Config::kRows, kBoxes = Config::kBoxes, kStatBytes = kRows * 4;
+  const typename Config::WorkTile& work = s.work[0];
+  const int steps = work.steps();
+  if (steps == 0) return;
+  const int nheads = static_cast<int>(p.args.params.sizes.nheads);
+  const int rows = static_cast<int>(p.args.rows);
+  const int rank = Config::cta_rank();
+  PipelineState<Config::kStages> q_state;
+  PipelineState<1> dout_state;
+  BackwardTileIterator tiles(work);
+  const auto load_tile = [&](char* s_tile, float* s_stats, const TensorMap& map,
+                             const float* g_stats, uint64_t* s_full) {
+    backward_sm90_load_rows<Config, kBoxes>(s_tile, map, s_full, tiles, nheads, rank);
+    bulk_load(s_stats, g_stats + int64_t{tiles.head} * rows + tiles.tile * kRows, kStatBytes,
+              s_full);
+  };
+  for (int step = 0; step < steps;
+       ++step, q_state.advance(), dout_state.advance(), tiles.advance()) {
+    uint64_t* s_full = backward_sm90_acquire_q<Config>(p, s, work, tiles.head, tiles.tile, q_state,
+                                                       Config::kQueryBytes + kStatBytes, leads);
+    if (!leads) continue;
+    load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full);
+    if (step == 0) {
+      mbarrier_arrive_expect_tx(&s.k_full, sizeof(s.k) + sizeof(s.k_peer));
+      backward_sm90_load_keys<Config, kBoxes>(s.k, p.key, &s.k_full, work, 0, rank);
+      backward_sm90_load_keys<Config, kBoxes / 2>(s.k_peer, p.key, &s.k_full, work,
+                                                  rank * (kBoxes / 2), rank ^ 1);
+    }
+    s_full = s.dout_pipeline.acquire(dout_state, Config::kDoutBytes + kStatBytes);
+    load_tile(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full);
+    if (step == 0) {
+      mbarrier_arrive_expect_tx(&s.v_full, sizeof(s.v));
+      backward_sm90_load_keys<Config, kBoxes>(s.v, p.value, &s.v_full, work, 0, rank);
+    }
+  }
+}
+
+// Sends dS of every query tile to the peer CTA. In the peer, dS overwrites P. One warp runs this
+// function.
+template <typename Config>
+__device__ __forceinline__ void backward_2cta_send_ds(Backward2CtaShared<Config>& s) {
+  const int steps = s.work[0].steps();
+  const uint32_t peer = Config::cta_rank() ^ 1;
+  PipelineState<1> state;
+  for (int step = 0; step < steps; ++step) {
+    named_barrier_wait(kDsReady, kBackwardSendThreads);
+    if (threadIdx.x % kWarp == 0) {
+      mbarrier_wait(&s.ds_wanted, state.parity);
+      bulk_send_to_block(s.p_or_peer_ds, s.ds[0], Config::kDsBytes, &s.ds_full, peer);
+    }
+    __syncwarp();
+    state.advance();
   }
 }
 #endif

@@ -59,7 +59,7 @@ struct BackwardSm90Scores {
   // Whether this thread issues the warpgroup's TMA stores.
   static __device__ __forceinline__ bool leads() { return threadIdx.x % 128 == 0; }
   __device__ __forceinline__ const typename Config::WorkTile& work() const {
-    return Config::work_tile(s, work_state.stage);
+    return s.work[work_state.stage];
   }
   __device__ __forceinline__ int first_key() const { return Config::first_key(work(), warpgroup); }
   __device__ __forceinline__ int first_row() const { return Config::first_row(warpgroup); }
@@ -290,7 +290,7 @@ struct BackwardSm90Scores {
   __device__ __forceinline__ void s_to_exponents(ScoreAcc& acc_s, RowStats& r_lse,
                                                  const State& state, bool is_edge) const {
     if constexpr (!Config::kEarlyLse && !Config::kStatSlice) {
-      load_stats(r_lse, Config::lse_tile(s, state.stage));
+      load_stats(r_lse, s.lse_of(state.stage));
     }
     subtract_lse(acc_s, r_lse);
     if (is_edge) hide(acc_s, state, -INFINITY);
@@ -379,7 +379,7 @@ struct BackwardSm90Scores {
   __device__ __forceinline__ void exponentiate_tanh(ScoreOperand& p16, ScoreAcc& acc_s,
                                                     const State& state) const {
     const float factor = p.args.params.mask.softcap * p.args.score_factor;
-    const float* s_lse = Config::lse_tile(s, state.stage) + first_row() + lane() % 4 * 2;
+    const float* s_lse = s.lse_of(state.stage) + first_row() + lane() % 4 * 2;
     const int key = key_in_work_tile();
 #pragma unroll
     for (int n = 0; n < kScoreRows / 8; ++n) {
