@@ -17,40 +17,40 @@
 // for dQ. The exchange between two CTAs is new.
 #pragma once
 
-#include "attention/sm90/bwd_block.cuh"
-#include "attention/sm90/bwd_scores.cuh"
+#include "attention/sm90/bwd_mma.cuh"
 #include "device/features.cuh"
 
 namespace torchweld {
 
 #if TW_HAS_WGMMA
 template <typename Config>
-struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
-  using Base = BackwardSm90Scores<Config>;
+struct Backward2CtaConsumer {
   using T = typename Config::T;
-  using Base::dp_to_ds, Base::end_live, Base::first_live, Base::first_row, Base::init_dp,
-      Base::lane, Base::load_stats, Base::query_tile, Base::s_to_p, Base::store_dq, Base::warp,
-      Base::zero_unseen_rows;
-  using Base::p, Base::s, Base::warpgroup, Base::kScoreRows, Base::kRowSlices;
-  using typename Base::Params, typename Base::RowStats, typename Base::ScoreAcc,
-      typename Base::ScoreOperand, typename Base::Shared, typename Base::State;
-  using DoutState = PipelineState<1>;
+  using Params = typename Config::Params;
+  using Shared = typename Config::Shared;
+  using Scores = BackwardSm90Scores<Config>;
+  using Mma = BackwardSm90Mma<Config>;
+  using State = typename Scores::State;
+  using DoutState = typename Scores::DoutState;
+  using ScoreAcc = typename Scores::ScoreAcc;
+  using ScoreOperand = typename Scores::ScoreOperand;
+  using RowStats = typename Scores::RowStats;
+  using DkvAcc = typename Mma::DkAcc;
+  using DqAcc = typename Mma::DqAcc;
   static constexpr int kDkvBoxes = Config::kBoxes / 2;
-  using DkvAcc = float[kDkvBoxes * 32];
-  using DqAcc = float[Config::kDqFloats];
 
-  uint32_t s_k, s_v, s_q, s_dout, s_p, s_ds;
+  const Params& p;
+  Shared& s;
+  const int warpgroup;
+  Scores scores;
+  Mma mma;
+  uint32_t s_p;
   uint32_t lane_offset;  // offset of this lane's stmatrix row in a tile of P or dS
 
   __device__ __forceinline__ Backward2CtaConsumer(const Params& p, Shared& s, int warpgroup)
-      : Base(p, s, warpgroup) {
-    s_k = shared_address(s.k);
-    s_v = shared_address(s.v);
-    s_q = shared_address(s.q[0]);
-    s_dout = shared_address(s.dout[0]);
+      : p(p), s(s), warpgroup(warpgroup), scores(p, s, warpgroup), mma(s, warpgroup) {
     s_p = shared_address(s.p_or_peer_ds);
-    s_ds = shared_address(s.ds[0]);
-    lane_offset = transposed_lane_offset(lane(), first_row(), warp());
+    lane_offset = transposed_lane_offset(scores.lane(), scores.first_row(), scores.warp());
   }
 
   __device__ __forceinline__ void run() {
@@ -64,11 +64,11 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     // Both warpgroups have passed kDsWritten after their last reads of V, so dV may overwrite V.
     // The other warpgroup's wgmmas may still read K, so dK waits for another barrier.
     const int box = warpgroup * kDkvBoxes;
-    Base::template epilogue_dkv<true>(acc_dv, s_v + box * Config::kKeyBoxBytes, 0, box, p.dvalue,
-                                      1.f / (1 << kProbabilityShift<T>));
+    scores.template epilogue_dkv<true>(acc_dv, mma.s_v + box * Config::kKeyBoxBytes, 0, box,
+                                       p.dvalue, 1.f / (1 << kProbabilityShift<T>));
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
-    Base::template epilogue_dkv<false>(acc_dk, s_k + box * Config::kKeyBoxBytes, 0, box, p.dkey,
-                                       p.args.params.scale);
+    scores.template epilogue_dkv<false>(acc_dk, mma.s_k + box * Config::kKeyBoxBytes, 0, box,
+                                        p.dkey, p.args.params.scale);
     tma_wait_read<0>();
     backward_sm90_close_dq_buffer(0, warpgroup);
     __syncwarp();
@@ -76,16 +76,6 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
 
  private:
   static __device__ __forceinline__ uint32_t peer() { return Config::cta_rank() ^ 1; }
-  // Release a stage of a pipeline: one lane of each warp arrives at the barriers of both CTAs. The
-  // producers of both CTAs fill the stage together, so both producers must wait for this warp.
-  __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
-    __syncwarp();
-    if (lane() == 0) {
-      mbarrier_arrive(s_empty);
-      mbarrier_arrive_at(s_empty, peer());
-    }
-  }
-
   __device__ __forceinline__ void mainloop(DkvAcc& acc_dk, DkvAcc& acc_dv, int steps) {
     State q_state;
     DoutState dout_state;
@@ -94,29 +84,35 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     RowStats r_lse;
     mbarrier_wait(&s.k_full, 0);
     zero_unseen_keys();
-    bool is_edge = mma_s(acc_s, r_lse, q_state, dout_state);
+    bool is_edge = scores.wait_for_q(q_state, dout_state);
+    mma.issue_s(acc_s, q_state);
+    scores.load_early_lse(r_lse, q_state);
     mbarrier_wait(&s.v_full, 0);
     // NOTE: S may stay in flight, so this waits for nothing. Without it ptxas would insert a wait
-    // for S before mma_dp writes the accumulators of dP (C7517).
+    // for S before issue_dp writes the accumulators of dP (C7517).
     wgmma_wait<1>();
-    mma_dp(acc_dp, dout_state);
-    mma_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
+    scores.init_dp(acc_dp, dout_state);
+    mma.issue_dp(acc_dp, dout_state);
+    issue_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
     // NOTE: when an iteration starts, all wgmmas whose results the iteration reads are complete. If
     // such a wgmma were in flight, ptxas would insert a wait directly after the wgmma (C7510).
 #pragma unroll 1
     for (; steps > 1; --steps) {
-      mma_dq(acc_dq, acc_dk, q_state, dout_state);
+      issue_dk_dq(acc_dq, acc_dk, q_state, dout_state);
       q_state.advance();
       dout_state.advance();
-      is_edge = mma_s(acc_s, r_lse, q_state, dout_state);
+      is_edge = scores.wait_for_q(q_state, dout_state);
+      mma.issue_s(acc_s, q_state);
+      scores.load_early_lse(r_lse, q_state);
       wgmma_wait<1>();
       named_barrier_arrive(kDsConsumedWg0 + warpgroup, kBackwardConsumerThreads);
       store_dq_smem(acc_dq);
-      mma_dp(acc_dp, dout_state);
+      scores.init_dp(acc_dp, dout_state);
+      mma.issue_dp(acc_dp, dout_state);
       signal_dq_store();
-      mma_dv_dk<false>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
+      issue_dv_dk<false>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
     }
-    mma_dq(acc_dq, acc_dk, q_state, dout_state);
+    issue_dk_dq(acc_dq, acc_dk, q_state, dout_state);
     wgmma_wait<0>();
     store_dq_smem(acc_dq);
     signal_dq_store();
@@ -124,50 +120,32 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     warpgroup_fence_operand(acc_dv);
   }
 
-  // Wait for Q, then issue S^T = K Q^T. Return whether the mask hides some of the scores.
-  __device__ __forceinline__ bool mma_s(ScoreAcc& acc_s, RowStats& r_lse, const State& q_state,
-                                        const DoutState& dout_state) {
-    s.q_pipeline.wait(q_state);
-    const BackwardQueryTile tile = query_tile(q_state);
-    zero_unseen_rows(q_state, dout_state, tile.unseen_rows);
-    discard_accumulators(acc_s);
-    gemm_ss<0>(acc_s, s_k, s_q + q_state.stage * Config::kQueryBytes);
-    if constexpr (Config::kEarlyLse) load_stats(r_lse, s.lse[q_state.stage]);
-    return tile.is_edge;
-  }
-
-  // Wait for dO, then issue dP^T - delta = V dO^T - delta.
-  __device__ __forceinline__ void mma_dp(ScoreAcc& acc_dp, const DoutState& dout_state) {
-    s.dout_pipeline.wait(dout_state);
-    init_dp(acc_dp, s.delta[0]);
-    gemm_ss<1>(acc_dp, s_v, s_dout);
-  }
-
   // Wait for S and dP, and convert them into P and dS. Issue dV += P^T dO over all rows, and dK +=
   // dS^T Q over the warpgroup's own rows. Wait for dV and release dO. Then let the sender warp send
   // dS to the peer.
   template <bool kFirstTile>
-  __device__ __forceinline__ void mma_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
-                                            DkvAcc& acc_dv, DkvAcc& acc_dk, const State& q_state,
-                                            const DoutState& dout_state, bool is_edge) {
+  __device__ __forceinline__ void issue_dv_dk(ScoreAcc& acc_s, ScoreAcc& acc_dp, RowStats& r_lse,
+                                              DkvAcc& acc_dv, DkvAcc& acc_dk, const State& q_state,
+                                              const DoutState& dout_state, bool is_edge) {
     ScoreOperand p16, ds16;
-    s_to_p(p16, acc_s, r_lse, q_state, is_edge);
-    mma_dv<kFirstTile>(acc_dv, p16);
+    scores.s_to_p(p16, acc_s, r_lse, q_state, is_edge);
+    issue_dv<kFirstTile>(acc_dv, p16, dout_state);
     wgmma_wait<2>();
     warpgroup_fence_operand(acc_dp);
-    dp_to_ds(ds16, acc_s, acc_dp, is_edge);
-    mma_dk(acc_dk, ds16, q_state);
+    scores.dp_to_ds(ds16, acc_s, acc_dp, is_edge);
+    mma.issue_dk(acc_dk, ds16, q_state);
     store_ds(ds16, dout_state);
     wgmma_wait<1>();
-    consumer_release(&s.dout_pipeline.empty[0]);
+    scores.consumer_release(&s.dout_pipeline.empty[0]);
     signal_ds_send();
   }
 
   // Issue dV += P^T dO over the warpgroup's own rows, exchange P with the other warpgroup, then
   // issue dV += P^T dO over the other warpgroup's rows.
   template <bool kFirstTile>
-  __device__ __forceinline__ void mma_dv(DkvAcc& acc_dv, const ScoreOperand& p16) const {
-    gemm_rs(acc_dv, p16, s_dout);
+  __device__ __forceinline__ void issue_dv(DkvAcc& acc_dv, const ScoreOperand& p16,
+                                           const DoutState& dout_state) const {
+    mma.issue_dv(acc_dv, p16, dout_state);
     // The buffer of P still holds the peer's dS of the previous tile. Wait until the other
     // warpgroup's dQ product has read that dS.
     if constexpr (!kFirstTile) {
@@ -175,13 +153,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
     }
     store_scores(s_p, p16);
     named_barrier_wait<kPWritten, kBackwardConsumerThreads>();
-    gemm_other_rows(acc_dv, s_p, s_dout);
-  }
-
-  // Issue dK += dS^T Q over the warpgroup's own rows.
-  __device__ __forceinline__ void mma_dk(DkvAcc& acc_dk, const ScoreOperand& ds16,
-                                         const State& q_state) const {
-    gemm_rs(acc_dk, ds16, s_q + q_state.stage * Config::kQueryBytes);
+    mma.issue_other_rows(acc_dv, s_p, mma.s_dout);
   }
 
   // Store dS to shared memory, after the dS of the previous tile has arrived at the peer.
@@ -189,7 +161,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // products that read the previous tile's dS.
   __device__ __forceinline__ void store_ds(const ScoreOperand& ds16, const DoutState& dout_state) {
     mbarrier_wait(&s.ds_sent, dout_state.parity ^ 1);
-    store_scores(s_ds, ds16);
+    store_scores(mma.s_ds, ds16);
   }
 
   // Expect the peer's dS, which overwrites P. Signal to the peer that this warpgroup no longer
@@ -197,26 +169,25 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   __device__ __forceinline__ void signal_ds_send() {
     if (threadIdx.x == 128) mbarrier_arrive_expect_tx(&s.ds_full, Config::kDsBytes);
     __syncwarp();
-    if (lane() == 0) mbarrier_arrive_at(&s.ds_wanted, peer());
+    if (scores.lane() == 0) mbarrier_arrive_at(&s.ds_wanted, peer());
     named_barrier_arrive(kDsReady, kBackwardSendThreads);
   }
 
   // Issue dK += dS^T Q over the other warpgroup's rows. Issue this warpgroup's slice of dQ^T = K^T
   // dS^T over the keys of both CTAs. Wait for dK and release Q.
-  __device__ __forceinline__ void mma_dq(DqAcc& acc_dq, DkvAcc& acc_dk, const State& q_state,
-                                         const DoutState& dout_state) {
+  __device__ __forceinline__ void issue_dk_dq(DqAcc& acc_dq, DkvAcc& acc_dk, const State& q_state,
+                                              const DoutState& dout_state) {
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
-    gemm_other_rows(acc_dk, s_ds, s_q + q_state.stage * Config::kQueryBytes);
+    mma.issue_other_rows(acc_dk, mma.s_ds, mma.s_q + q_state.stage * Config::kQueryBytes);
     const int box = Config::cta_rank() * 2 + warpgroup;
-    discard_accumulators(acc_dq);
-    gemm_dq<0>(acc_dq, s_k + box * Config::kKeyBoxBytes, s_ds);
+    mma.issue_dq(acc_dq, mma.s_k, box, mma.s_ds);
     wgmma_wait<1>();
-    consumer_release(&s.q_pipeline.empty[q_state.stage]);
+    scores.consumer_release(&s.q_pipeline.empty[q_state.stage]);
     // Wait for the peer's dS. Signal to the peer that this dS has arrived.
     mbarrier_wait(&s.ds_full, dout_state.parity);
     if (threadIdx.x == 128) mbarrier_arrive_at(&s.ds_sent, peer());
     __syncwarp();
-    gemm_dq<1>(acc_dq, shared_address(s.k_peer) + warpgroup * Config::kKeyBoxBytes, s_p);
+    mma.template issue_dq<1>(acc_dq, shared_address(s.k_peer), warpgroup, s_p);
   }
 
   // Store dQ to shared memory for the dQ store warp.
@@ -224,7 +195,7 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // the next wgmmas are issued.
   __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq) {
     named_barrier_wait(kDqEmptyWg0 + warpgroup, kBackwardDqThreads);
-    store_dq(s.dq[0][warpgroup], acc_dq);
+    scores.store_dq(s.dq[0][warpgroup], acc_dq);
   }
   __device__ __forceinline__ void signal_dq_store() {
     async_fence();
@@ -234,86 +205,23 @@ struct Backward2CtaConsumer : BackwardSm90Scores<Config> {
   // Store P^T or dS^T of the warpgroup's rows to a tile in shared memory.
   __device__ __forceinline__ void store_scores(uint32_t s_tile, const ScoreOperand& r) const {
 #pragma unroll
-    for (int slice = 0; slice < kRowSlices; ++slice) {
+    for (int slice = 0; slice < Scores::kRowSlices; ++slice) {
       store_matrix_4_transposed(s_tile + lane_offset + slice * 16 * kSwizzleRowBytes, r[slice]);
     }
     async_fence();
   }
 
-  // Issue acc = (kScaleD ? acc : 0) + A B^T over all columns. A is the 64 keys in s_keys. B is the
-  // warpgroup's rows of the query tile in s_rows.
-  template <int kScaleD>
-  __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows) const {
-    const TileDescriptor a(s_keys, 16), b(s_rows + first_row() * kSwizzleRowBytes, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < Config::kBoxes * 4; ++slice) {
-      const int box = slice / 4, in_row = slice % 4 * 32;
-      Wgmma<T, kScoreRows>::template multiply<0, 0>(
-          acc, a.offset(box * Config::kKeyBoxBytes + in_row),
-          b.offset(box * Config::kQueryBoxBytes + in_row), kScaleD || slice > 0);
-    }
-    wgmma_commit();
-  }
-
-  // Issue acc += A B. A is P^T or dS^T in registers. B is a part of the query tile in s_rows: the
-  // rows of this warpgroup's scores and this warpgroup's columns.
-  template <int kAcc>
-  __device__ __forceinline__ void gemm_rs(float (&acc)[kAcc], const ScoreOperand& a,
-                                          uint32_t s_rows) const {
-    const TileDescriptor b(
-        s_rows + warpgroup * (kAcc / 32) * Config::kQueryBoxBytes + first_row() * kSwizzleRowBytes,
-        Config::kQueryBoxBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < kRowSlices; ++slice) {
-      Wgmma<T, kAcc * 2>::template multiply<1>(acc, a[slice],
-                                               b.offset(slice * 16 * kSwizzleRowBytes), 1);
-    }
-    wgmma_commit();
-  }
-
-  // Issue acc += A B over the other warpgroup's rows. A is P^T or dS^T of these rows in s_scores. B
-  // is a part of the query tile in s_rows: the other warpgroup's rows and this warpgroup's columns.
-  template <int kAcc>
-  __device__ __forceinline__ void gemm_other_rows(float (&acc)[kAcc], uint32_t s_scores,
-                                                  uint32_t s_rows) const {
-    const uint32_t row_bytes = Config::first_row(warpgroup ^ 1) * kSwizzleRowBytes;
-    const TileDescriptor a(s_scores + row_bytes, Config::kDsBytes),
-        b(s_rows + warpgroup * (kAcc / 32) * Config::kQueryBoxBytes + row_bytes,
-          Config::kQueryBoxBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < kRowSlices; ++slice) {
-      const int offset = slice * 16 * kSwizzleRowBytes;
-      Wgmma<T, kAcc * 2>::template multiply<1, 1>(acc, a.offset(offset), b.offset(offset), 1);
-    }
-    wgmma_commit();
-  }
-
-  // Issue acc = (kScaleD ? acc : 0) + A^T B^T. A is 64 columns of K in s_keys, for 64 keys. B is
-  // dS^T of these keys in s_ds.
-  template <int kScaleD>
-  __device__ __forceinline__ void gemm_dq(DqAcc& acc, uint32_t s_keys, uint32_t s_ds) const {
-    const TileDescriptor a(s_keys, Config::kKeyBoxBytes), b(s_ds, 16);
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < Config::kCtaKeys / 16; ++slice) {
-      Wgmma<T, Config::kDqRows>::template multiply<1, 0>(
-          acc, a.offset(slice * 16 * kSwizzleRowBytes), b.offset(slice * 32), kScaleD || slice > 0);
-    }
-    wgmma_commit();
-  }
-
   // Zero the keys of K that no query row sees. dS of these keys is 0, but K may be NaN, and 0 * NaN
   // would make dQ NaN. TMA has already filled rows behind the last key with zeros.
   __device__ __forceinline__ void zero_unseen_keys() const {
-    const int first = s.work[0].first_key;
-    if (first_live() <= first && (!Config::kMasked || end_live() >= first + Config::kKeys)) return;
+    const int first = scores.work().first_key;
+    if (scores.first_live() <= first &&
+        (!Config::kMasked || scores.end_live() >= first + Config::kKeys))
+      return;
     const auto zero = [&](auto boxes, char* s_tile, int cta) {
-      const int begin = first_live() - (first + cta * Config::kCtaKeys),
-                end = end_live() - (first + cta * Config::kCtaKeys);
-      Base::template zero_rows<boxes.value, Config::kKeyBoxBytes>(
+      const int begin = scores.first_live() - (first + cta * Config::kCtaKeys),
+                end = scores.end_live() - (first + cta * Config::kCtaKeys);
+      scores.template zero_rows<boxes.value, Config::kKeyBoxBytes>(
           s_tile, Config::kCtaKeys, [&](int key) { return key < begin || key >= end; });
     };
     zero(std::integral_constant<int, Config::kBoxes>(), s.k, Config::cta_rank());

@@ -37,6 +37,9 @@ struct BackwardSm90Config {
   using Shared = std::conditional_t<kCtas == 1, BackwardSm90Shared<BackwardSm90Config>,
                                     Backward2CtaShared<BackwardSm90Config>>;
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
+  // dK overwrites K in shared memory. Otherwise, dK overwrites dS, so that the next K can be loaded
+  // early. dV always overwrites V.
+  static constexpr bool kUnequal = kDim > kDimV;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
   static constexpr int kScoreRows = kRows / kCtas;  // the query rows of a warpgroup's scores
   // Whether an additional k-slice of the products for S and dP subtracts lse and delta

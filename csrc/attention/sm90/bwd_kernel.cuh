@@ -46,7 +46,6 @@
 #include "attention/sm90/bwd_dq.cuh"
 #include "attention/sm90/bwd_postprocess.cuh"
 #include "attention/sm90/bwd_producer.cuh"
-#include "attention/sm90/bwd_unequal_consumer.cuh"
 #include "core/device.h"
 #include "core/launch.h"
 #include "device/features.cuh"
@@ -60,10 +59,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #if TW_HAS_WGMMA
   constexpr bool k2Cta = Config::kCtas == 2;
   constexpr int kConsumerWarps = kBackwardConsumerWarps;
-  using Consumer = std::conditional_t<
-      k2Cta, Backward2CtaConsumer<Config>,
-      std::conditional_t<(Config::kDim > Config::kDimV), BackwardSm90UnequalConsumer<Config>,
-                         BackwardSm90Consumer<Config>>>;
+  using Consumer =
+      std::conditional_t<k2Cta, Backward2CtaConsumer<Config>, BackwardSm90Consumer<Config>>;
   extern __shared__ __align__(1024) char s_memory[];
   auto& s = *reinterpret_cast<typename Config::Shared*>(s_memory);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -82,7 +79,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       mbarrier_init(&s.ds_sent, 1);
     } else {
       s.ds_pipeline.init(kConsumerWarps, kConsumerWarps);
-      s.k_pipeline.init(Consumer::kKeyReleases);
+      s.k_pipeline.init(Config::kUnequal ? 2 : kConsumerWarps);
       s.v_pipeline.init(2);
       s.work_pipeline.init(kConsumerWarps + Config::kDqStoreWarps);
       for (auto& s_full_of_warp : s.dq_strip_full) {

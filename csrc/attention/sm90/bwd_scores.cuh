@@ -14,24 +14,6 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// The low half of a wgmma matrix descriptor, which contains the address. The high half is a
-// constant.
-// NOTE: the asm hides the value from the compiler, so that the code computes each descriptor again
-// for every product. Otherwise the compiler would keep the descriptors of all slices in registers
-// throughout the mainloop.
-struct TileDescriptor {
-  uint32_t low;
-
-  __device__ __forceinline__ TileDescriptor(uint32_t s_tile, uint32_t box_bytes)
-      : low(static_cast<uint32_t>(matrix_descriptor(s_tile, box_bytes))) {
-    asm volatile("" : "+r"(low));
-  }
-  __device__ __forceinline__ uint64_t offset(uint32_t bytes) const {
-    constexpr uint64_t kHigh = matrix_descriptor(0, 0) >> 32 << 32;
-    return kHigh | (low + (bytes >> 4));
-  }
-};
-
 // The scores of a warpgroup. S^T has 64 keys, starting at first_key(), and kScoreRows query rows,
 // starting at first_row(). In every 8 query rows, a thread holds 4 scores: 2 adjacent rows times 2
 // keys. The 2 keys are 8 apart.
@@ -41,6 +23,7 @@ struct BackwardSm90Scores {
   using Params = typename Config::Params;
   using Shared = typename Config::Shared;
   using State = PipelineState<Config::kStages>;
+  using DoutState = PipelineState<Config::kDoutStages>;
   static constexpr int kRows = Config::kRows, kScoreRows = Config::kScoreRows;
   static constexpr int kRowSlices = kScoreRows / 16;
   using ScoreAcc = float[kScoreRows / 2];
@@ -86,10 +69,14 @@ struct BackwardSm90Scores {
   }
 
   // Release a stage of a pipeline. One lane of each warp arrives when all lanes of the warp have
-  // finished with the stage.
+  // finished with the stage. In a cluster, the lane arrives at the barriers of both CTAs: the
+  // producers of both CTAs fill the stage together, so both must wait for the warp.
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     __syncwarp();
-    if (lane() == 0) mbarrier_arrive(s_empty);
+    if (lane() == 0) {
+      mbarrier_arrive(s_empty);
+      if constexpr (Config::kCtas == 2) mbarrier_arrive_at(s_empty, Config::cta_rank() ^ 1);
+    }
   }
 
   // Read what the producer wrote about a query tile.
@@ -103,6 +90,16 @@ struct BackwardSm90Scores {
     }
   }
 
+  // Wait for Q, and zero the rows that see no key. Return whether the mask hides some of the
+  // scores.
+  __device__ __forceinline__ bool wait_for_q(const State& state,
+                                             const DoutState& dout_state) const {
+    s.q_pipeline.wait(state);
+    const BackwardQueryTile tile = query_tile(state);
+    zero_unseen_rows(state, dout_state, tile.unseen_rows);
+    return tile.is_edge;
+  }
+
   // Load lse or delta of the thread's rows.
   using RowStats = float2[kScoreRows / 8];
   __device__ __forceinline__ void load_stats(RowStats& r, const float* s_stats) const {
@@ -111,6 +108,11 @@ struct BackwardSm90Scores {
     for (int n = 0; n < kScoreRows / 8; ++n) {
       r[n] = *reinterpret_cast<const float2*>(s_lane + n * 8);
     }
+  }
+
+  // Load lse while S is computed, if there are registers for lse.
+  __device__ __forceinline__ void load_early_lse(RowStats& r_lse, const State& state) const {
+    if constexpr (Config::kEarlyLse) load_stats(r_lse, s.lse_of(state.stage));
   }
 
   // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse) * 2^kProbabilityShift, or P
@@ -138,15 +140,21 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Initialise acc_dp with -delta of each score's query row. s_delta holds delta *
-  // 2^-kProbabilityShift, and kScale removes this factor. mma_dp later adds dP^T.
-  __device__ __forceinline__ void init_dp(ScoreAcc& acc_dp, const float* s_delta) const {
-    constexpr float kScale = -(1 << kProbabilityShift<T>);
-    RowStats delta;
-    load_stats(delta, s_delta);
+  // Wait for dO. Initialise acc_dp with -delta of each score's query row, unless a stat slice or
+  // undo_dropout subtracts delta. delta in shared memory has a factor of 2^-kProbabilityShift,
+  // which kScale removes. The product later adds dP^T.
+  __device__ __forceinline__ void init_dp(ScoreAcc& acc_dp, const DoutState& state) const {
+    s.dout_pipeline.wait(state);
+    if constexpr (Config::kStatSlice || Config::kDropout) {
+      discard_accumulators(acc_dp);
+    } else {
+      constexpr float kScale = -(1 << kProbabilityShift<T>);
+      RowStats delta;
+      load_stats(delta, s.delta_of(state.stage));
 #pragma unroll
-    for (int i = 0; i < kScoreRows / 2; ++i) {
-      acc_dp[i] = kScale * (i % 2 ? delta[i / 4].y : delta[i / 4].x);
+      for (int i = 0; i < kScoreRows / 2; ++i) {
+        acc_dp[i] = kScale * (i % 2 ? delta[i / 4].y : delta[i / 4].x);
+      }
     }
   }
 
@@ -199,7 +207,6 @@ struct BackwardSm90Scores {
 
   // Zero the rows of Q and dO that see no key. P and dS are 0 for these rows, but Q and dO may be
   // NaN, and 0 * NaN would make dV and dK NaN.
-  template <typename DoutState>
   __device__ __forceinline__ void zero_unseen_rows(const State& state, const DoutState& dout_state,
                                                    int unseen_rows) const {
     const auto zero = [&](int rows, const auto& should_zero) {
