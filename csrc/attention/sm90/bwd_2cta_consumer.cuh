@@ -54,11 +54,7 @@ struct Backward2CtaConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    DkvAcc acc_dk, acc_dv;
-#pragma unroll
-    for (float& x : acc_dk) x = 0.f;
-#pragma unroll
-    for (float& x : acc_dv) x = 0.f;
+    DkvAcc acc_dk = {}, acc_dv = {};
     const int steps = s.work[0].steps();
     if (steps > 0) mainloop(acc_dk, acc_dv, steps);
     // Both warpgroups have passed kDsWritten after their last reads of V, so dV may overwrite V.

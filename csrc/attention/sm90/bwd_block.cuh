@@ -106,7 +106,6 @@ struct BackwardSm90Seen<Config, true> {
 template <int kRows>
 struct RowStatsTile {
   alignas(128) float lse[kRows], delta[kRows];
-  static constexpr int kLseBytes = kRows * 4, kDeltaBytes = kRows * 4;
 };
 // Operand B of a wgmma that subtracts lse and delta from the scores of a query tile. Each query row
 // has 8 bfloat16 values. a0 + a1 + a2 is (shift - lse * lse_factor) / score_factor, and d0 + d1 +
@@ -118,7 +117,6 @@ struct RowStatsTile {
 template <int kRows>
 struct StatSliceTile {
   alignas(128) uint4 values[kRows];
-  static constexpr int kBytes = kRows * sizeof(uint4);
 };
 
 // A dQ store warp rounds dQ of a query tile in strips of 16 rows and 64 columns. While it rounds,
@@ -284,11 +282,6 @@ __device__ __forceinline__ PipelineState<1> backward_sm90_kv_state(
   return {0, static_cast<uint32_t>(work_state.stage)};
 }
 
-// Tells the consumer warpgroups that the dQ buffer of a store warp is free at the start.
-__device__ __forceinline__ void backward_sm90_open_dq_buffer(int store_warp) {
-  named_barrier_arrive(kDqEmptyWg0 + 2 * store_warp, kBackwardDqThreads);
-  named_barrier_arrive(kDqEmptyWg0 + 2 * store_warp + 1, kBackwardDqThreads);
-}
 // At the end, a consumer warpgroup waits until a store warp has read the final dQ of the warpgroup.
 __device__ __forceinline__ void backward_sm90_close_dq_buffer(int store_warp, int warpgroup) {
   named_barrier_wait(kDqEmptyWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);

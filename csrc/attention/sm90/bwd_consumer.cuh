@@ -105,12 +105,8 @@ struct BackwardSm90Consumer {
   }
 
   __device__ __forceinline__ void process_work_tile() {
-    DkAcc acc_dk;
-    DvAcc acc_dv;
-#pragma unroll
-    for (float& x : acc_dk) x = 0.f;
-#pragma unroll
-    for (float& x : acc_dv) x = 0.f;
+    DkAcc acc_dk = {};
+    DvAcc acc_dv = {};
     if constexpr (Config::kUnequal) {
       wait_for_kv();
       if (scores.work().steps() > 0)

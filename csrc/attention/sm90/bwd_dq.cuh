@@ -28,6 +28,33 @@ struct BackwardSm90DqWarp {
   Shared& s;
   const int store_warp;
 
+  // Process all work tiles of the CTA.
+  __device__ __forceinline__ void run() {
+    // The buffer is free at the start.
+    named_barrier_arrive(empty_barrier(), kBackwardDqThreads);
+    named_barrier_arrive(empty_barrier() + 1, kBackwardDqThreads);
+    if constexpr (Config::kCtas == 2) {
+      process(s.work[0], 0);
+    } else {
+      for (int tiles = 0;; ++tiles) {
+        const auto work_state = pipeline_state_of<kWorkStages>(tiles);
+        s.work_pipeline.wait(work_state);
+        const WorkTile& work = s.work[work_state.stage];
+        if (work.is_end()) break;
+        // The store warps alternate across work tiles, too.
+        process(work, (work.first_step ^ store_warp) % kStoreWarps);
+        __syncwarp();
+        if (is_lane_0()) mbarrier_arrive(&s.work_pipeline.empty[work_state.stage]);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ bool is_lane_0() { return threadIdx.x % kWarp == 0; }
+  __device__ __forceinline__ float* buffer(int slice) const { return s.dq[store_warp][slice]; }
+  __device__ __forceinline__ int full_barrier() const { return kDqFullWg0 + 2 * store_warp; }
+  __device__ __forceinline__ int empty_barrier() const { return kDqEmptyWg0 + 2 * store_warp; }
+
   // Process query tile `step` of a work tile and every kStoreWarps-th query tile after it.
   __device__ __forceinline__ void process(const WorkTile& work, int step) {
     BackwardTileIterator tiles(work);
@@ -38,12 +65,6 @@ struct BackwardSm90DqWarp {
       for (int i = 0; i < kStoreWarps; ++i) tiles.advance();
     }
   }
-
- private:
-  static __device__ __forceinline__ bool is_lane_0() { return threadIdx.x % kWarp == 0; }
-  __device__ __forceinline__ float* buffer(int slice) const { return s.dq[store_warp][slice]; }
-  __device__ __forceinline__ int full_barrier() const { return kDqFullWg0 + 2 * store_warp; }
-  __device__ __forceinline__ int empty_barrier() const { return kDqEmptyWg0 + 2 * store_warp; }
 
   // The position of this CTA among the CTAs that add to a query tile.
   struct Order {
@@ -227,34 +248,6 @@ struct BackwardSm90DqWarp {
     asm volatile("discard.global.L2 [%0], 128;" ::"l"(g_at) : "memory");
   }
 };
-
-// Runs a dQ store warp over the work tile of the 2-CTA kernel.
-template <typename Config>
-__device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
-                                                       Backward2CtaShared<Config>& s,
-                                                       int store_warp) {
-  backward_sm90_open_dq_buffer(store_warp);
-  BackwardSm90DqWarp<Config>{p, s, store_warp}.process(s.work[0], 0);
-}
-
-// Runs a dQ store warp of the persistent kernel over all work tiles of the CTA.
-template <typename Config>
-__device__ __forceinline__ void backward_sm90_store_dq(const typename Config::Params& p,
-                                                       BackwardSm90Shared<Config>& s,
-                                                       int store_warp) {
-  backward_sm90_open_dq_buffer(store_warp);
-  BackwardSm90DqWarp<Config> dq_warp{p, s, store_warp};
-  for (int tiles = 0;; ++tiles) {
-    const auto work_state = pipeline_state_of<kWorkStages>(tiles);
-    s.work_pipeline.wait(work_state);
-    const typename Config::WorkTile& work = s.work[work_state.stage];
-    if (work.is_end()) break;
-    // The store warps alternate across work tiles, too.
-    dq_warp.process(work, (work.first_step ^ store_warp) % Config::kDqStoreWarps);
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) mbarrier_arrive(&s.work_pipeline.empty[work_state.stage]);
-  }
-}
 #endif
 
 }  // namespace torchweld

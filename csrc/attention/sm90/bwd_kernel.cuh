@@ -99,9 +99,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     setmaxnreg_dec<Config::kProducerRegisters>();
     // NOTE: with `<=` in the 2-CTA kernel, ptxas would emit 16 more instructions.
     if (warp == 0) {
-      backward_sm90_load(p, s);
+      BackwardSm90Producer<Config> producer{p, s};
+      if constexpr (k2Cta) {
+        producer.run_2cta();
+      } else {
+        producer.run();
+      }
     } else if (k2Cta ? warp == 1 : warp <= Config::kDqStoreWarps) {
-      backward_sm90_store_dq(p, s, warp - 1);
+      BackwardSm90DqWarp<Config>{p, s, warp - 1}.run();
     } else if constexpr (k2Cta) {
       if (warp == 2) backward_2cta_send_ds(s);
     }

@@ -1,5 +1,5 @@
-// The producer warps of attention's backward on Hopper. One warp loads Q, K, V and dO. In the 2-CTA
-// kernel, another warp sends dS to the peer CTA.
+// The producer warps of attention's backward on Hopper. One warp draws work tiles and loads Q, K, V
+// and dO. In the 2-CTA kernel, another warp sends dS to the peer CTA.
 #pragma once
 
 #include "attention/sm90/bwd_block.cuh"
@@ -8,173 +8,207 @@
 namespace torchweld {
 
 #if TW_HAS_WGMMA
-// Returns the word of `keys` that a lane of the producer warp writes.
+// The producer warp. Under a general mask, all its lanes loop over the query tiles, because each
+// lane prepares the keys of two rows. Without one, only the lane that loads does.
 template <typename Config>
-__device__ __forceinline__ uint32_t seen_keys_of_lane(const MaskedBackwardArgs& args,
-                                                      const typename Config::WorkTile& work,
-                                                      int tile) {
-  static_assert(Config::kRows == 2 * kWarp && Config::kKeys < 256);
-  const KeyRange32* g_live = &args.live_of(work.sequence, tile * Config::kRows);
-  const int4 live = reinterpret_cast<const int4*>(g_live)[threadIdx.x % kWarp];
-  const auto pack = [&](int begin, int end) -> uint32_t {
-    begin = max(0, min(begin - work.first_key, Config::kKeys));
-    end = max(begin, min(end - work.first_key, Config::kKeys));
-    return begin | (end - begin) << 8;
-  };
-  return pack(live.x, live.y) | pack(live.z, live.w) << 16;
-}
+struct BackwardSm90Producer {
+  using WorkTile = typename Config::WorkTile;
+  using Tiles = BackwardTileIterator<WorkTile>;
+  using QState = PipelineState<Config::kStages>;
+  static constexpr int kRows = Config::kRows, kBoxes = Config::kBoxes, kBoxesV = Config::kBoxesV;
 
-// Waits for a free stage of Q and writes what the consumers must know about the query tile. Then
-// lane `leads` expects `bytes` bytes in the stage, loads the tile's BlockMask if there is one, and
-// returns the stage's full barrier. `head` is the head of the query tile, counted over all
-// sequences. Under a general mask, all lanes of the producer warp call this
-// function, because each lane writes the keys of two rows. Without one, only lane `leads` calls it.
-template <typename Config>
-__device__ __forceinline__ uint64_t* backward_sm90_acquire_q(
-    const typename Config::Params& p, typename Config::Shared& s,
-    const typename Config::WorkTile& work, int head, int tile,
-    const PipelineState<Config::kStages>& state, int bytes, bool leads) {
-  if constexpr (Config::kMasked) {
-    auto& s_seen = s.seen[state.stage];
-    const uint32_t keys = seen_keys_of_lane<Config>(p.args, work, tile);
-    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
-    s_seen.keys[threadIdx.x % kWarp] = keys;
+  const typename Config::Params& p;
+  typename Config::Shared& s;
+
+  // Draws and loads all work tiles of a persistent CTA. The loads of the next work tile start while
+  // the consumers still process the last query tiles.
+  __device__ __forceinline__ void run() const {
+    const bool leads = elect_one();  // whether this lane loads
+    // NOTE: the counts stay in shared memory, because the warp has only 24 registers per thread.
+    BackwardProducerCounts& counts = s.producer_counts;
+    if (leads) counts = {0, 0};
     __syncwarp();
-    if (!leads) return nullptr;
-    if constexpr (Config::kDropout) s_seen.head = head, s_seen.first_row = tile * Config::kRows;
-    uint64_t* s_full = s.q_pipeline.acquire(state, bytes + sizeof(BlockMask));
-    bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tile * Config::kRows),
-              sizeof(BlockMask), s_full);
-    return s_full;
-  } else {
-    mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
-    s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tile);
-    return s.q_pipeline.acquire(state, bytes);
-  }
-}
-
-// Loads boxes of K or V, starting with box `first_box`. They have the keys of CTA `cta`.
-template <typename Config, int kBoxes>
-__device__ __forceinline__ void backward_sm90_load_keys(char* s_keys, const TensorMap& map,
-                                                        uint64_t* s_full,
-                                                        const typename Config::WorkTile& work,
-                                                        int first_box, int cta) {
-#pragma unroll
-  for (int box = 0; box < kBoxes; ++box) {
-    tma_load(shared_address(s_keys) + box * Config::kKeyBoxBytes, map, s_full,
-             (first_box + box) * Config::kBoxColumns, work.first_key + cta * Config::kCtaKeys,
-             work.head_kv, work.sequence);
-  }
-}
-
-// Loads the boxes of a query tile of Q or dO. Each of two CTAs loads every second box and
-// multicasts it to both CTAs.
-template <typename Config, int kBoxes, typename Tiles>
-__device__ __forceinline__ void backward_sm90_load_rows(char* s_rows, const TensorMap& map,
-                                                        uint64_t* s_full, const Tiles& tiles,
-                                                        int nheads, int rank) {
-#pragma unroll
-  for (int i = 0; i < kBoxes / Config::kCtas; ++i) {
-    const int box = i * Config::kCtas + rank, column = box * Config::kBoxColumns;
-    const uint32_t s_box = shared_address(s_rows) + box * Config::kQueryBoxBytes;
-    if constexpr (Config::kCtas == 1) {
-      tma_load(s_box, map, s_full, column, tiles.tile * Config::kRows,
-               tiles.head - tiles.work.sequence * nheads, tiles.work.sequence);
-    } else {
-      tma_load_multicast(s_box, map, s_full, column, tiles.tile * Config::kRows,
-                         tiles.head - tiles.work.sequence * nheads, tiles.work.sequence, 3);
+    const auto work_state = [&] { return pipeline_state_of<kWorkStages>(counts.work_tiles); };
+    for (;;) {
+      WorkTile& work = s.work[work_state().stage];
+      mbarrier_wait(&s.work_pipeline.empty[work_state().stage], work_state().parity ^ 1);
+      if (leads) {
+        work.template get_work<Config>(p.args, p.args.g_tickets);
+        work.first_step = counts.steps;
+        mbarrier_arrive(&s.work_pipeline.full[work_state().stage]);
+      }
+      __syncwarp();
+      if (work.is_end()) break;
+      if (leads || Config::kMasked) {
+        load_work_tile(work, counts.steps, backward_sm90_kv_state(work_state()), leads);
+      }
+      __syncwarp();
+      if (leads) counts = {counts.work_tiles + 1, counts.steps + work.steps()};
+      __syncwarp();
     }
   }
-}
 
-// Loads K and V of a work tile, and Q, dO, lse and delta of each of its query tiles. `step` is the
-// number of query tiles that have been loaded for earlier work tiles. `kv_state` is the stage and
-// the phase of the pipelines of K and V. `leads` is true for the lane that loads. Under a general
-// mask, all lanes of the warp call this function, because each lane prepares the keys of two rows.
-template <typename Config>
-__device__ __forceinline__ void backward_sm90_load_tiles(const typename Config::Params& p,
-                                                         BackwardSm90Shared<Config>& s,
-                                                         const typename Config::WorkTile& work,
-                                                         unsigned step,
-                                                         const PipelineState<1>& kv_state,
-                                                         bool leads) {
-  constexpr int kBoxes = Config::kBoxes, kBoxesV = Config::kBoxesV;
-  int left = work.steps();
-  const int rows = static_cast<int>(p.args.rows);
-  const int nheads = static_cast<int>(p.args.params.sizes.nheads);
-  BackwardTileIterator tiles(work);
-  if (left == 0 && leads) {
-    s.k_pipeline.acquire(kv_state, 0);
-    s.v_pipeline.acquire(kv_state, 0);
+  // Loads the work tile of a CTA of the 2-CTA kernel.
+  __device__ __forceinline__ void run_2cta() const {
+    const bool leads = elect_one();
+    if (!leads && !Config::kMasked) return;
+    constexpr int kStatBytes = kRows * 4;
+    const WorkTile& work = s.work[0];
+    const int steps = work.steps();
+    if (steps == 0) return;
+    const int nheads = static_cast<int>(p.args.params.sizes.nheads);
+    const int rows = static_cast<int>(p.args.rows);
+    const int rank = Config::cta_rank();
+    QState q_state;
+    PipelineState<1> dout_state;
+    Tiles tiles(work);
+    const auto load_tile = [&](char* s_tile, float* s_stats, const TensorMap& map,
+                               const float* g_stats, uint64_t* s_full) {
+      load_rows<kBoxes>(s_tile, map, s_full, tiles, nheads, rank);
+      bulk_load(s_stats, g_stats + int64_t{tiles.head} * rows + tiles.tile * kRows, kStatBytes,
+                s_full);
+    };
+    for (int step = 0; step < steps;
+         ++step, q_state.advance(), dout_state.advance(), tiles.advance()) {
+      uint64_t* s_full = acquire_q(tiles, q_state, Config::kQueryBytes + kStatBytes, leads);
+      if (!leads) continue;
+      load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full);
+      if (step == 0) {
+        mbarrier_arrive_expect_tx(&s.k_full, sizeof(s.k) + sizeof(s.k_peer));
+        load_keys<kBoxes>(s.k, p.key, &s.k_full, work, 0, rank);
+        load_keys<kBoxes / 2>(s.k_peer, p.key, &s.k_full, work, rank * (kBoxes / 2), rank ^ 1);
+      }
+      s_full = s.dout_pipeline.acquire(dout_state, Config::kDoutBytes + kStatBytes);
+      load_tile(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full);
+      if (step == 0) {
+        mbarrier_arrive_expect_tx(&s.v_full, sizeof(s.v));
+        load_keys<kBoxes>(s.v, p.value, &s.v_full, work, 0, rank);
+      }
+    }
   }
-  using Stats = std::remove_reference_t<decltype(s.stats[0])>;
-  int q_bytes = Config::kQueryBytes, dout_bytes = Config::kDoutBytes;
-  if constexpr (Config::kStatSlice) {
-    q_bytes += Stats::kBytes;
-  } else {
-    q_bytes += Stats::kLseBytes;
-    dout_bytes += Stats::kDeltaBytes;
-  }
-  for (bool is_first = true; left > 0; --left, ++step, is_first = false, tiles.advance()) {
-    const auto state = pipeline_state_of<Config::kStages>(step);
-    const int first_row = tiles.head * rows + tiles.tile * Config::kRows;
-    uint64_t* s_full =
-        backward_sm90_acquire_q<Config>(p, s, work, tiles.head, tiles.tile, state, q_bytes, leads);
-    if (!leads) continue;
-    backward_sm90_load_rows<Config, kBoxes>(s.q[state.stage], p.query, s_full, tiles, nheads, 0);
-    Stats& s_stats = s.stats[state.stage];
+
+ private:
+  // Loads K and V of a work tile, and Q, dO, lse and delta of each of its query tiles. `step` is
+  // the number of query tiles that have been loaded for earlier work tiles. `kv_state` is the stage
+  // and the phase of the pipelines of K and V.
+  __device__ __forceinline__ void load_work_tile(const WorkTile& work, unsigned step,
+                                                 const PipelineState<1>& kv_state,
+                                                 bool leads) const {
+    int left = work.steps();
+    const int rows = static_cast<int>(p.args.rows);
+    const int nheads = static_cast<int>(p.args.params.sizes.nheads);
+    Tiles tiles(work);
+    if (left == 0 && leads) {
+      s.k_pipeline.acquire(kv_state, 0);
+      s.v_pipeline.acquire(kv_state, 0);
+    }
+    int q_bytes = Config::kQueryBytes, dout_bytes = Config::kDoutBytes;
     if constexpr (Config::kStatSlice) {
-      bulk_load(s_stats.values, p.args.g_stat_slice + first_row, Stats::kBytes, s_full);
+      q_bytes += sizeof(s.stats[0].values);
     } else {
-      bulk_load(s_stats.lse, p.args.g_lse + first_row, Stats::kLseBytes, s_full);
+      q_bytes += sizeof(s.stats[0].lse);
+      dout_bytes += sizeof(s.stats[0].delta);
     }
-    if (is_first) {
-      uint64_t* s_k_full = s.k_pipeline.acquire(kv_state, Config::kKeyBytes);
-      backward_sm90_load_keys<Config, kBoxes>(s.k, p.key, s_k_full, work, 0, 0);
-    }
-    s_full = s.dout_pipeline.acquire(state, dout_bytes);
-    backward_sm90_load_rows<Config, kBoxesV>(s.dout[state.stage], p.dout, s_full, tiles, nheads, 0);
-    if constexpr (!Config::kStatSlice) {
-      bulk_load(s_stats.delta, p.args.g_delta + first_row, Stats::kDeltaBytes, s_full);
-    }
-    if (is_first) {
-      uint64_t* s_v_full = s.v_pipeline.acquire(kv_state, Config::kValueBytes);
-      backward_sm90_load_keys<Config, kBoxesV>(s.v, p.value, s_v_full, work, 0, 0);
+    for (bool is_first = true; left > 0; --left, ++step, is_first = false, tiles.advance()) {
+      const QState state = pipeline_state_of<Config::kStages>(step);
+      const int first_row = tiles.head * rows + tiles.tile * kRows;
+      uint64_t* s_full = acquire_q(tiles, state, q_bytes, leads);
+      if (!leads) continue;
+      load_rows<kBoxes>(s.q[state.stage], p.query, s_full, tiles, nheads, 0);
+      auto& s_stats = s.stats[state.stage];
+      if constexpr (Config::kStatSlice) {
+        bulk_load(s_stats.values, p.args.g_stat_slice + first_row, sizeof(s_stats.values), s_full);
+      } else {
+        bulk_load(s_stats.lse, p.args.g_lse + first_row, sizeof(s_stats.lse), s_full);
+      }
+      if (is_first) {
+        uint64_t* s_k_full = s.k_pipeline.acquire(kv_state, Config::kKeyBytes);
+        load_keys<kBoxes>(s.k, p.key, s_k_full, work, 0, 0);
+      }
+      s_full = s.dout_pipeline.acquire(state, dout_bytes);
+      load_rows<kBoxesV>(s.dout[state.stage], p.dout, s_full, tiles, nheads, 0);
+      if constexpr (!Config::kStatSlice) {
+        bulk_load(s_stats.delta, p.args.g_delta + first_row, sizeof(s_stats.delta), s_full);
+      }
+      if (is_first) {
+        uint64_t* s_v_full = s.v_pipeline.acquire(kv_state, Config::kValueBytes);
+        load_keys<kBoxesV>(s.v, p.value, s_v_full, work, 0, 0);
+      }
     }
   }
-}
 
-// Runs the producer warp. It draws work tiles and publishes them. One lane loads K and V of a work
-// tile, and Q, dO, lse and delta of every query tile. The loads of the next work tile start while
-// the consumers still process the last query tiles.
-template <typename Config>
-__device__ __forceinline__ void backward_sm90_load(const typename Config::Params& p,
-                                                   BackwardSm90Shared<Config>& s) {
-  const bool leads = elect_one();
-  // NOTE: the counts stay in shared memory, because the warp has only 24 registers per thread.
-  BackwardProducerCounts& counts = s.producer_counts;
-  if (leads) counts = {0, 0};
-  __syncwarp();
-  const auto work_state = [&] { return pipeline_state_of<kWorkStages>(counts.work_tiles); };
-  for (;;) {
-    typename Config::WorkTile& work = s.work[work_state().stage];
-    mbarrier_wait(&s.work_pipeline.empty[work_state().stage], work_state().parity ^ 1);
-    if (leads) {
-      work.template get_work<Config>(p.args, p.args.g_tickets);
-      work.first_step = counts.steps;
-      mbarrier_arrive(&s.work_pipeline.full[work_state().stage]);
+  // Waits for a free stage of Q and writes what the consumers must know about the query tile. Then
+  // the lane that loads expects `bytes` bytes in the stage, loads the tile's BlockMask if there is
+  // one, and returns the stage's full barrier.
+  __device__ __forceinline__ uint64_t* acquire_q(const Tiles& tiles, const QState& state, int bytes,
+                                                 bool leads) const {
+    const WorkTile& work = tiles.work;
+    if constexpr (Config::kMasked) {
+      auto& s_seen = s.seen[state.stage];
+      const uint32_t keys = seen_keys_of_lane(work, tiles.tile);
+      mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+      s_seen.keys[threadIdx.x % kWarp] = keys;
+      __syncwarp();
+      if (!leads) return nullptr;
+      if constexpr (Config::kDropout) {
+        s_seen.head = tiles.head;
+        s_seen.first_row = tiles.tile * kRows;
+      }
+      uint64_t* s_full = s.q_pipeline.acquire(state, bytes + sizeof(BlockMask));
+      bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tiles.tile * kRows),
+                sizeof(BlockMask), s_full);
+      return s_full;
+    } else {
+      mbarrier_wait(&s.q_pipeline.empty[state.stage], state.parity ^ 1);
+      s.query_tiles[state.stage] = pack_query_tile<Config>(p.args.params.mask, work, tiles.tile);
+      return s.q_pipeline.acquire(state, bytes);
     }
-    __syncwarp();
-    if (work.is_end()) break;
-    if (leads || Config::kMasked) {
-      backward_sm90_load_tiles(p, s, work, counts.steps, backward_sm90_kv_state(work_state()),
-                               leads);
-    }
-    __syncwarp();
-    if (leads) counts = {counts.work_tiles + 1, counts.steps + work.steps()};
-    __syncwarp();
   }
-}
+
+  // Returns the word of BackwardSm90Seen::keys that this lane writes.
+  __device__ __forceinline__ uint32_t seen_keys_of_lane(const WorkTile& work, int tile) const {
+    static_assert(kRows == 2 * kWarp && Config::kKeys < 256);
+    const KeyRange32* g_live = &p.args.live_of(work.sequence, tile * kRows);
+    const int4 live = reinterpret_cast<const int4*>(g_live)[threadIdx.x % kWarp];
+    const auto pack = [&](int begin, int end) -> uint32_t {
+      begin = max(0, min(begin - work.first_key, Config::kKeys));
+      end = max(begin, min(end - work.first_key, Config::kKeys));
+      return begin | (end - begin) << 8;
+    };
+    return pack(live.x, live.y) | pack(live.z, live.w) << 16;
+  }
+
+  // Loads boxes of K or V, starting with box `first_box`. They have the keys of CTA `cta`.
+  template <int kCount>
+  __device__ __forceinline__ void load_keys(char* s_keys, const TensorMap& map, uint64_t* s_full,
+                                            const WorkTile& work, int first_box, int cta) const {
+#pragma unroll
+    for (int box = 0; box < kCount; ++box) {
+      tma_load(shared_address(s_keys) + box * Config::kKeyBoxBytes, map, s_full,
+               (first_box + box) * Config::kBoxColumns, work.first_key + cta * Config::kCtaKeys,
+               work.head_kv, work.sequence);
+    }
+  }
+
+  // Loads the boxes of a query tile of Q or dO. Each of two CTAs loads every second box and
+  // multicasts it to both CTAs.
+  template <int kCount>
+  __device__ __forceinline__ void load_rows(char* s_rows, const TensorMap& map, uint64_t* s_full,
+                                            const Tiles& tiles, int nheads, int rank) const {
+#pragma unroll
+    for (int i = 0; i < kCount / Config::kCtas; ++i) {
+      const int box = i * Config::kCtas + rank, column = box * Config::kBoxColumns;
+      const uint32_t s_box = shared_address(s_rows) + box * Config::kQueryBoxBytes;
+      if constexpr (Config::kCtas == 1) {
+        tma_load(s_box, map, s_full, column, tiles.tile * kRows,
+                 tiles.head - tiles.work.sequence * nheads, tiles.work.sequence);
+      } else {
+        tma_load_multicast(s_box, map, s_full, column, tiles.tile * kRows,
+                           tiles.head - tiles.work.sequence * nheads, tiles.work.sequence, 3);
+      }
+    }
+  }
+};
 
 // Draws the work tile of a cluster. CTA 0 draws it, and CTA 1 copies it.
 template <typename Config>
@@ -192,50 +226,6 @@ __device__ __forceinline__ void backward_2cta_get_work(const typename Config::Pa
     s_work[threadIdx.x] = load_from_block(s_work + threadIdx.x, 0);
   }
   __syncthreads();
-}
-
-// Runs the producer warp of the 2-CTA kernel. One lane loads K and V once, and Q, dO, lse and delta
-// of every query tile. Under a general mask, the other lanes prepare the keys of rows.
-template <typename Config>
-__device__ __forceinline__ void backward_sm90_load(const typename Config::Params& p,
-                                                   Backward2CtaShared<Config>& s) {
-  const bool leads = elect_one();
-  if (!leads && !Config::kMasked) return;
-  constexpr int kRows = Config::kRows, kBoxes = Config::kBoxes, kStatBytes = kRows * 4;
-  const typename Config::WorkTile& work = s.work[0];
-  const int steps = work.steps();
-  if (steps == 0) return;
-  const int nheads = static_cast<int>(p.args.params.sizes.nheads);
-  const int rows = static_cast<int>(p.args.rows);
-  const int rank = Config::cta_rank();
-  PipelineState<Config::kStages> q_state;
-  PipelineState<1> dout_state;
-  BackwardTileIterator tiles(work);
-  const auto load_tile = [&](char* s_tile, float* s_stats, const TensorMap& map,
-                             const float* g_stats, uint64_t* s_full) {
-    backward_sm90_load_rows<Config, kBoxes>(s_tile, map, s_full, tiles, nheads, rank);
-    bulk_load(s_stats, g_stats + int64_t{tiles.head} * rows + tiles.tile * kRows, kStatBytes,
-              s_full);
-  };
-  for (int step = 0; step < steps;
-       ++step, q_state.advance(), dout_state.advance(), tiles.advance()) {
-    uint64_t* s_full = backward_sm90_acquire_q<Config>(p, s, work, tiles.head, tiles.tile, q_state,
-                                                       Config::kQueryBytes + kStatBytes, leads);
-    if (!leads) continue;
-    load_tile(s.q[q_state.stage], s.lse[q_state.stage], p.query, p.args.g_lse, s_full);
-    if (step == 0) {
-      mbarrier_arrive_expect_tx(&s.k_full, sizeof(s.k) + sizeof(s.k_peer));
-      backward_sm90_load_keys<Config, kBoxes>(s.k, p.key, &s.k_full, work, 0, rank);
-      backward_sm90_load_keys<Config, kBoxes / 2>(s.k_peer, p.key, &s.k_full, work,
-                                                  rank * (kBoxes / 2), rank ^ 1);
-    }
-    s_full = s.dout_pipeline.acquire(dout_state, Config::kDoutBytes + kStatBytes);
-    load_tile(s.dout[0], s.delta[0], p.dout, p.args.g_delta, s_full);
-    if (step == 0) {
-      mbarrier_arrive_expect_tx(&s.v_full, sizeof(s.v));
-      backward_sm90_load_keys<Config, kBoxes>(s.v, p.value, &s.v_full, work, 0, rank);
-    }
-  }
 }
 
 // Sends dS of every query tile to the peer CTA. In the peer, dS overwrites P. One warp runs this
