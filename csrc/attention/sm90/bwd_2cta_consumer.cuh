@@ -42,16 +42,12 @@ struct Backward2CtaConsumer {
   const Params& p;
   Shared& s;
   const int warpgroup;
-  Scores scores;
-  Mma mma;
-  uint32_t s_p;
-  uint32_t lane_offset;  // offset of this lane's stmatrix row in a tile of P or dS
-
-  __device__ __forceinline__ Backward2CtaConsumer(const Params& p, Shared& s, int warpgroup)
-      : p(p), s(s), warpgroup(warpgroup), scores(p, s, warpgroup), mma(s, warpgroup) {
-    s_p = shared_address(s.p_or_peer_ds);
-    lane_offset = transposed_lane_offset(scores.lane(), scores.first_row(), scores.warp());
-  }
+  Scores scores{p, s, warpgroup};
+  Mma mma{s, warpgroup};
+  const uint32_t s_p = shared_address(s.p_or_peer_ds);
+  // The offset of this lane's stmatrix row in a tile of P or dS.
+  const uint32_t lane_offset =
+      transposed_lane_offset(scores.lane(), scores.first_row(), scores.warp());
 
   __device__ __forceinline__ void run() {
     DkvAcc acc_dk = {}, acc_dv = {};

@@ -39,20 +39,16 @@ struct BackwardSm90Consumer {
   const Params& p;
   Shared& s;
   const int warpgroup;
-  Scores scores;
-  Mma mma;
+  Scores scores{p, s, warpgroup};
+  Mma mma{s, warpgroup};
   uint32_t s_ds_lane;  // the address of this lane's stmatrix row; not used under a general mask
 
-  __device__ __forceinline__ BackwardSm90Consumer(const Params& p, Shared& s, int warpgroup)
-      : p(p), s(s), warpgroup(warpgroup), scores(p, s, warpgroup), mma(s, warpgroup) {
+  // Process all work tiles of the CTA.
+  __device__ __forceinline__ void run() {
     if constexpr (!Config::kMasked) {
       s_ds_lane = ds_lane_address(threadIdx.x);
       asm volatile("" : "+r"(s_ds_lane));  // keep the address in one register
     }
-  }
-
-  // Process all work tiles of the CTA.
-  __device__ __forceinline__ void run() {
     if constexpr (!Config::kUnequal) {
       if (scores.leads()) s.held_ds_buffers[warpgroup] = 0;
     }

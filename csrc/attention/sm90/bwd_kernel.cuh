@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncwarp();
   } else {
     setmaxnreg_inc<Config::kConsumerRegisters>();
-    Consumer(p, s, warp / 4 - 1).run();
+    Consumer{p, s, warp / 4 - 1}.run();
   }
   if constexpr (k2Cta) {
     // The CTAs of a cluster exit together, because each accesses the shared memory of the other.

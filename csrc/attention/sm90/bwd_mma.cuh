@@ -43,16 +43,8 @@ struct BackwardSm90Mma {
 
   typename Config::Shared& s;
   const int warpgroup;
-  uint32_t s_k, s_v, s_q, s_dout, s_ds;
-
-  __device__ __forceinline__ BackwardSm90Mma(typename Config::Shared& s, int warpgroup)
-      : s(s), warpgroup(warpgroup) {
-    s_k = shared_address(s.k);
-    s_v = shared_address(s.v);
-    s_q = shared_address(s.q[0]);
-    s_dout = shared_address(s.dout[0]);
-    s_ds = shared_address(s.ds[0]);
-  }
+  const uint32_t s_k = shared_address(s.k), s_v = shared_address(s.v), s_q = shared_address(s.q[0]),
+                 s_dout = shared_address(s.dout[0]), s_ds = shared_address(s.ds[0]);
 
   // Issue S^T = K Q^T.
   __device__ __forceinline__ void issue_s(ScoreAcc& acc_s, const State& state) const {
