@@ -98,16 +98,16 @@ struct Backward2CtaConsumer {
       scores.load_early_lse(r_lse, q_state);
       wgmma_wait<1>();
       named_barrier_arrive(kDsConsumedWg0 + warpgroup, kBackwardConsumerThreads);
-      store_dq_smem(acc_dq);
+      scores.store_dq(acc_dq, 0);
       scores.init_dp(acc_dp, dout_state);
       mma.issue_dp(acc_dp, dout_state);
-      signal_dq_store();
+      scores.signal_dq_store(0);
       issue_dv_dk<false>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
     }
     issue_dk_dq(acc_dq, acc_dk, q_state, dout_state);
     wgmma_wait<0>();
-    store_dq_smem(acc_dq);
-    signal_dq_store();
+    scores.store_dq(acc_dq, 0);
+    scores.signal_dq_store(0);
     warpgroup_fence_operand(acc_dk);
     warpgroup_fence_operand(acc_dv);
   }
@@ -180,18 +180,6 @@ struct Backward2CtaConsumer {
     if (threadIdx.x == 128) mbarrier_arrive_at(&s.ds_sent, peer());
     __syncwarp();
     mma.template issue_dq<1>(acc_dq, shared_address(s.k_peer), warpgroup, s_p);
-  }
-
-  // Store dQ to shared memory for the dQ store warp.
-  // NOTE: async_fence takes long directly after these stores, so signal_dq_store is called after
-  // the next wgmmas are issued.
-  __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq) {
-    named_barrier_wait(kDqEmptyWg0 + warpgroup, kBackwardDqThreads);
-    scores.store_dq(s.dq[0][warpgroup], acc_dq);
-  }
-  __device__ __forceinline__ void signal_dq_store() {
-    async_fence();
-    named_barrier_arrive(kDqFullWg0 + warpgroup, kBackwardDqThreads);
   }
 
   // Store P^T or dS^T of the warpgroup's rows to a tile in shared memory.

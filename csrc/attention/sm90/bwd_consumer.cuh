@@ -207,7 +207,8 @@ struct BackwardSm90Consumer {
     zero_unseen_keys();
     release_ds_buffers(step);
     // From the third query tile on, the iteration for a tile also computes dQ of the tile two steps
-    // before.
+    // before. The two dQ store warps receive the dQ of alternate query tiles.
+    static_assert(Config::kDqStoreWarps == 2);
     const bool has_two = left > 1;
     left -= 2;
 #pragma unroll 1
@@ -233,23 +234,23 @@ struct BackwardSm90Consumer {
       scores.load_early_lse(r_lse, state_of(step));
       wgmma_wait<1>();
       scores.consumer_release(&s.ds_pipeline.empty[step & 1]);
-      store_dq_smem(acc_dq, step & 1);
+      scores.store_dq(acc_dq, step & 1);
       scores.init_dp(acc_dp, state_of(step));
       mma.issue_dp(acc_dp, state_of(step));
-      signal_dq_store(step & 1);
+      scores.signal_dq_store(step & 1);
       issue_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, step, is_edge);
     }
     if (has_two) {
       dq_after_ds(acc_dq, step - 2);
       wgmma_wait<0>();
-      store_dq_smem(acc_dq, step & 1);
-      signal_dq_store(step & 1);
+      scores.store_dq(acc_dq, step & 1);
+      scores.signal_dq_store(step & 1);
     }
     dq_after_ds(acc_dq, step - 1);
     wgmma_wait<0>();
     scores.consumer_release(&s.k_pipeline.empty[0]);
-    store_dq_smem(acc_dq, (step - 1) & 1);
-    signal_dq_store((step - 1) & 1);
+    scores.store_dq(acc_dq, (step - 1) & 1);
+    scores.signal_dq_store((step - 1) & 1);
     warpgroup_fence_operand(acc_dk);
     warpgroup_fence_operand(acc_dv);
   }
@@ -289,20 +290,6 @@ struct BackwardSm90Consumer {
               row_half = Config::kDim == 64 ? warpgroup : 0;
     const uint32_t s_rows = mma.s_ds + row_half * (Config::kDqRows * kSwizzleRowBytes);
     mma.issue_dq(acc_dq, mma.s_k, box, s_rows + state.stage * Config::kDsBytes);
-  }
-
-  // Store dQ to the shared memory of a dQ store warp. The two store warps receive the dQ of
-  // alternate query tiles.
-  // NOTE: async_fence takes long directly after these stores, so signal_dq_store is called after
-  // the next wgmmas are issued.
-  __device__ __forceinline__ void store_dq_smem(DqAcc& acc_dq, int store_warp) {
-    static_assert(Config::kDqStoreWarps == Config::kStages);
-    named_barrier_wait(kDqEmptyWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
-    scores.store_dq(s.dq[store_warp][warpgroup], acc_dq);
-  }
-  __device__ __forceinline__ void signal_dq_store(int store_warp) {
-    async_fence();
-    named_barrier_arrive(kDqFullWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
   }
 
   // Process `left` query tiles, starting with query tile `step`.
@@ -386,16 +373,14 @@ struct BackwardSm90Consumer {
     s.ds_pipeline.wait(ds_state_of(step));
     mma.issue_dq(acc_dq, mma.s_k, warpgroup, mma.s_ds);
     wgmma_wait<0>();
-    named_barrier_wait(kDqEmptyWg0 + warpgroup, kBackwardDqThreads);
-    scores.store_dq(s.dq[0][warpgroup], acc_dq);
+    scores.store_dq(acc_dq, 0);
     if (step % 2 == warpgroup) {
       mma.issue_dq(acc_dq, mma.s_k, 2, mma.s_ds);
       wgmma_wait<0>();
-      scores.store_dq(s.dq[0][2], acc_dq);
+      scores.store_dq_slice(s.dq[0][2], acc_dq);
     }
     scores.consumer_release(&s.ds_pipeline.empty[0]);
-    async_fence();
-    named_barrier_arrive(kDqFullWg0 + warpgroup, kBackwardDqThreads);
+    scores.signal_dq_store(0);
   }
 };
 #endif

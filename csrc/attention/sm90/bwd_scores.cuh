@@ -225,9 +225,20 @@ struct BackwardSm90Scores {
     }
   }
 
-  // Store a slice of dQ^T to shared memory, for a dQ store warp.
+  // Store the warpgroup's slice of dQ^T to the shared memory of a dQ store warp.
+  // NOTE: async_fence takes long directly after these stores, so signal_dq_store is called after
+  // the next wgmmas are issued.
   template <int kAcc>
-  static __device__ __forceinline__ void store_dq(float* s_slice, float (&acc_dq)[kAcc]) {
+  __device__ __forceinline__ void store_dq(float (&acc_dq)[kAcc], int store_warp) const {
+    named_barrier_wait(kDqEmptyWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
+    store_dq_slice(s.dq[store_warp][warpgroup], acc_dq);
+  }
+  __device__ __forceinline__ void signal_dq_store(int store_warp) const {
+    async_fence();
+    named_barrier_arrive(kDqFullWg0 + 2 * store_warp + warpgroup, kBackwardDqThreads);
+  }
+  template <int kAcc>
+  static __device__ __forceinline__ void store_dq_slice(float* s_slice, float (&acc_dq)[kAcc]) {
     warpgroup_fence_operand(acc_dq);
     float4* s_dq = reinterpret_cast<float4*>(s_slice) + threadIdx.x % 128;
 #pragma unroll
