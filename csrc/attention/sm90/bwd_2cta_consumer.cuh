@@ -68,6 +68,7 @@ struct Backward2CtaConsumer {
 
  private:
   static __device__ __forceinline__ uint32_t peer() { return Config::cta_rank() ^ 1; }
+
   __device__ __forceinline__ void mainloop(DkvAcc& acc_dk, DkvAcc& acc_dv, int steps) {
     State q_state;
     DoutState dout_state;

@@ -37,8 +37,8 @@ struct BackwardSm90Config {
   using Shared = std::conditional_t<kCtas == 1, BackwardSm90Shared<BackwardSm90Config>,
                                     Backward2CtaShared<BackwardSm90Config>>;
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
-  // dK overwrites K in shared memory. Otherwise, dK overwrites dS, so that the next K can be loaded
-  // early. dV always overwrites V.
+  // Whether dK has more columns than dV. With one CTA, dK then overwrites K in shared memory. If
+  // not, dK overwrites dS, so that the next K can be loaded early. dV overwrites V in either case.
   static constexpr bool kUnequal = kDim > kDimV;
   static constexpr int kRows = kMasked ? kShape.kMaskedRows : kShape.rows;
   static constexpr int kScoreRows = kRows / kCtas;  // the query rows of a warpgroup's scores
@@ -125,7 +125,7 @@ struct StatSliceTile {
 inline constexpr int kDqStripFloats = 16 * 64;
 template <typename Config>
 inline constexpr int kDqStripStages =
-    Config::kCtaDqSlices* Config::kDqSliceBytes / 4 / kDqStripFloats / 2;
+    Config::kDqSliceBytes / 4 / kDqStripFloats * Config::kCtaDqSlices / 2;
 
 // The numbers of work tiles and query tiles that the producer has loaded.
 struct BackwardProducerCounts {

@@ -105,8 +105,9 @@ struct BackwardSm90Consumer {
     DvAcc acc_dv = {};
     if constexpr (Config::kUnequal) {
       wait_for_kv();
-      if (scores.work().steps() > 0)
+      if (scores.work().steps() > 0) {
         mainloop_unequal(acc_dk, acc_dv, scores.work().first_step, scores.work().steps());
+      }
     } else if (scores.work().steps() > 0) {
       mainloop(acc_dk, acc_dv, scores.work().first_step, scores.work().steps());
     } else {
@@ -118,7 +119,7 @@ struct BackwardSm90Consumer {
       scores.consumer_release(&s.k_pipeline.empty[0]);
     }
     // A warpgroup reads only its own 64 keys of V, so the warpgroup's dV may overwrite these keys
-    // at once. Both warpgroups read all of dS or K, so dK may overwrite them only after the
+    // at once. Both warpgroups read all of K and dS, so dK may overwrite one of them only after the
     // barrier.
     float dv_scale = 1.f / (1 << kProbabilityShift<T>);
     if constexpr (Config::kDropout) dv_scale *= p.args.kept_factor;
@@ -142,6 +143,7 @@ struct BackwardSm90Consumer {
       s.held_ds_buffers[warpgroup] = min(scores.work().steps(), Config::kStages);
     }
   }
+  // Wait for K and V of the work tile.
   __device__ __forceinline__ void wait_for_kv() {
     const PipelineState<1> kv_state = backward_sm90_kv_state(scores.work_state);
     s.k_pipeline.wait(kv_state);
@@ -228,7 +230,7 @@ struct BackwardSm90Consumer {
     // such a wgmma were in flight, ptxas would insert a wait directly after the wgmma (C7510).
 #pragma unroll 1
     for (; left > 0; --left, ++step) {
-      dq_after_ds(acc_dq, step - 2);
+      issue_dq(acc_dq, step - 2);
       const bool is_edge = scores.wait_for_q(state_of(step), state_of(step));
       mma.issue_s(acc_s, state_of(step));
       scores.load_early_lse(r_lse, state_of(step));
@@ -241,12 +243,12 @@ struct BackwardSm90Consumer {
       issue_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, step, is_edge);
     }
     if (has_two) {
-      dq_after_ds(acc_dq, step - 2);
+      issue_dq(acc_dq, step - 2);
       wgmma_wait<0>();
       scores.store_dq(acc_dq, step & 1);
       scores.signal_dq_store(step & 1);
     }
-    dq_after_ds(acc_dq, step - 1);
+    issue_dq(acc_dq, step - 1);
     wgmma_wait<0>();
     scores.consumer_release(&s.k_pipeline.empty[0]);
     scores.store_dq(acc_dq, (step - 1) & 1);
@@ -283,7 +285,7 @@ struct BackwardSm90Consumer {
   }
 
   // Wait for dS of both warpgroups and issue the warpgroup's slice of dQ^T = K^T dS^T.
-  __device__ __forceinline__ void dq_after_ds(DqAcc& acc_dq, int step) {
+  __device__ __forceinline__ void issue_dq(DqAcc& acc_dq, int step) {
     const State state = state_of(step);
     s.ds_pipeline.wait(state);
     const int box = Config::kDim == 64 ? 0 : warpgroup,

@@ -79,6 +79,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       mbarrier_init(&s.ds_sent, 1);
     } else {
       s.ds_pipeline.init(kConsumerWarps, kConsumerWarps);
+      // One thread of each warpgroup releases a buffer that dK or dV overwrites, and one lane of
+      // each warp releases any other buffer.
       s.k_pipeline.init(Config::kUnequal ? 2 : kConsumerWarps);
       s.v_pipeline.init(2);
       s.work_pipeline.init(kConsumerWarps + Config::kDqStoreWarps);

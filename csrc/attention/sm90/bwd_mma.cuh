@@ -28,7 +28,8 @@ struct TileDescriptor {
 };
 
 // With one CTA, a warpgroup computes all columns of dK and dV for its 64 keys. With two CTAs, it
-// computes half of the columns for the CTA's 64 keys.
+// computes half of the columns for the CTA's 64 keys. The functions issue wgmmas and wait for
+// nothing.
 template <typename Config>
 struct BackwardSm90Mma {
   using T = typename Config::T;
