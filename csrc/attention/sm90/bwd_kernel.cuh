@@ -7,8 +7,8 @@
 // nheads_kv, seqlen_k, dim) and V (batch, nheads_kv, seqlen_k, dim_v). For head dims up to 128, or
 // up to 192 of Q and K and 128 of V, a CTA processes 128 keys of a KV head, for all or some of the
 // query heads of the KV head. It loops over the query tiles whose rows see these keys. Each of two
-// consumer warpgroups has 64 of the keys. P^T and dS^T stay in
-// registers for dV and dK. Only dS also goes through shared memory, for dQ^T = K^T dS^T.
+// consumer warpgroups has 64 of the keys. P^T and dS^T stay in registers for dV and dK. Only dS
+// also goes through shared memory, for dQ^T = K^T dS^T.
 //
 // A CTA is persistent: it draws work tiles by ticket until none is left. The loads of the next work
 // tile start early. They run while the consumers process the last query tiles of the current work
