@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from attention_engines import (
     WGMMA,
@@ -93,6 +94,18 @@ def test_rows_of_tiles_without_keys_are_written(dim, given, causal):
 @pytest.mark.parametrize("dim", [128, 512])
 def test_views_scales_and_large_scores(dim):
     check_views_and_large_scores(WGMMA, rows=100, dim=dim)
+
+
+@on_hopper
+def test_splits_of_huge_scores_are_weighted_by_their_keys():
+    """In fp32, the lse of such scores would lose the logarithm of the number of keys."""
+    q = torch.full((1, 1, 3, 512), 2.0**20, device="cuda", dtype=BF16)
+    k, v = q[:, :, :1].expand(-1, -1, 700, -1), torch.arange(700, device="cuda") % 128
+    v = v[:, None].expand(1, 1, -1, 264).to(BF16)
+    for name in each_configuration("wide", q, k, v, every=True):
+        out, lse = ops.attention_forward(q, k, v)
+        assert_close(out.float(), v.float().mean(2, keepdim=True).expand_as(out), rtol=0.01, atol=0)
+        assert lse.isfinite().all(), name
 
 
 @on_hopper

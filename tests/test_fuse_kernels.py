@@ -91,6 +91,20 @@ def test_the_attention_function(mask):
             assert_tensor_cores(call)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of a GPU are chosen")
+@pytest.mark.parametrize("dim", [64, 320, 520])
+def test_a_call_in_16_bits_compiles_in_one_graph(dim):
+    """The choice between the op and SDPA depends on the GPU, whose facts Dynamo must not read."""
+    layer = Layer()
+
+    def call(q, k, v):
+        return hf_attention.attention_forward(layer, q, k, v, None)[0]
+
+    qkv = [torch.randn(2, 2, TOKENS, dim, dtype=BF16, device="cuda") for _ in range(3)]
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*qkv), call(*qkv))
+
+
 @cuda_build
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [dim for dim, dim_v in HEAD_DIMS if dim == dim_v])

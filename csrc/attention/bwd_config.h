@@ -238,6 +238,7 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
 }
 
 inline Refusal attention_backward_wide_refusal(const AttentionProblem& p) {
+  if (p.load.heads == 0) return "there are no query heads";
   if (const Refusal reason = attention_wide_refusal(p, 1)) return reason;
   if (const Refusal reason = attention_wide_refusal(p, p.load.heads / p.load.group, p.seqlen_k)) {
     return reason;

@@ -284,8 +284,8 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
   return grid_fits(tiles + p.device.sms * tile.blocks) ? Refusal() : "more than 2^31 - 1 tiles";
 }
 
-// Checks what the forward and the gradients of the wide kernels have in common. `rows` is the
-// number of rows of all heads that clusters divide among them.
+// Checks what the forward and the gradients of the wide kernels have in common. The clusters divide
+// the `rows` rows of each of `heads` heads among them.
 inline Refusal attention_wide_refusal(const AttentionProblem& p, int64_t heads, int64_t rows) {
   using Tile = AttentionWideTile;
   if (!p.device.wgmma || !p.device.tma || !p.device.clusters) return kAttentionNoWgmma;
@@ -312,7 +312,8 @@ inline Refusal attention_wide_refusal(const AttentionProblem& p, int splits) {
   if (p.invariant) return kAttentionOtherKeys;
   if (p.load.softcap) return "splits have no soft cap";
   const double rows = static_cast<double>(p.load.heads) * static_cast<double>(p.seqlen_q);
-  return grid_fits(rows * splits) ? Refusal() : "more than 2^31 - 1 rows of splits";
+  return grid_fits(rows * splits * AttentionWideTile::kCtas) ? Refusal()
+                                                             : "more than 2^31 - 1 blocks";
 }
 
 // Returns the largest power of two of splits for which the grid has at most one CTA per SM. Each

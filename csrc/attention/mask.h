@@ -19,7 +19,8 @@
 // key_end may also have one value per row: key_end[b, i]. Then key_end[b, i] - 1 is the position of
 // row i, and also the last key that the row may see. With such a key_end, `causal` changes nothing,
 // and the window ends at that key. The CUDA kernels then require finite keys and values also at
-// gaps. Gaps are keys that no row sees and that lie between keys that rows see.
+// gaps. Gaps are keys that no row sees and that lie between keys that rows see. The gradients on
+// tensor cores always require finite keys (not values) at gaps.
 //
 // leftpad, key_start and key_end stay on the device, so the host never waits for their values.
 // Values below 0 count as 0. Values above seqlen_k count as seqlen_k. Without causal, leftpad = 0

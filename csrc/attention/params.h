@@ -111,8 +111,8 @@ inline int64_t attention_flags(const AttentionProblem& p, const AttentionChoice&
 }
 // The number of floats for the partial results. Every split, except the last split of a group,
 // stores the accumulators, the maximum and the sum of probabilities of each of its rows. The chain
-// engine stores the probabilities of each step. The wide engine stores the results and the lse of
-// all splits.
+// engine stores the probabilities of each step. The wide engine stores the results, the maximum and
+// the sum of each row of all splits.
 inline int64_t attention_partial_floats(const AttentionProblem& p, const AttentionChoice& choice) {
   if (choice.engine == AttentionEngine::kChain) {
     const int64_t step_bytes = attention_chain_step_bytes(attention_step_keys(choice));
@@ -121,7 +121,7 @@ inline int64_t attention_partial_floats(const AttentionProblem& p, const Attenti
   }
   if (choice.splits == 1) return 0;
   if (choice.engine == AttentionEngine::kWide) {
-    return choice.splits * p.load.heads * p.seqlen_q * (p.head_dim_v + 1);
+    return choice.splits * p.load.heads * p.seqlen_q * (p.head_dim_v + 2);
   }
   const AttentionDecodeTile& tile = kAttentionDecodeTiles[choice.tile];
   return attention_flags(p, choice) * AttentionDecodeTile::kRows * (tile.dim + 2);

@@ -128,7 +128,8 @@ struct WideShared {
   alignas(kSwizzleAtomBytes) char scores[Config::kScoreStages][Config::kScoreBytes];
   alignas(kSwizzleAtomBytes) char sums[Config::kSumStages][Config::kSumBytes];
   alignas(kSwizzleAtomBytes) char operand[Config::kOperandStages][Config::kOperandBytes];
-  // Of each step: a bit per right row, which is set if no left row sees this row.
+  // For each step, one bit per right row. A bit is set if the operand is 0 for the row, and the row
+  // of the sums may be NaN because it belongs to padding.
   alignas(16) uint32_t unseen[Config::kOperandStages][4];
   uint64_t left_full;
   PipelineBarriers<Config::kScoreStages> score_pipeline;
@@ -145,7 +146,6 @@ struct WideOutput {
 };
 
 #if TW_HAS_WGMMA
-// (see below)
 // Loads the left rows once, and the right rows of every step. Each CTA loads some of the rows of
 // each stage and multicasts them to all CTAs of the cluster. One lane runs this function.
 template <class Config>

@@ -29,8 +29,8 @@ struct WideForwardArgs {
   FastDivisor group, splits;
 };
 
-// The results of the splits: for each split, the normalised fp32 rows of all heads, then the lse of
-// all rows. The lse of a row without a key in the split is -inf.
+// The results of the splits: for each split, the normalised fp32 rows of all heads, then the state
+// of the softmax of all rows.
 struct WidePartials {
   const AttentionParams& a;
   int64_t rows;
@@ -40,8 +40,9 @@ struct WidePartials {
   __device__ __forceinline__ float* out(int split, int64_t row) const {
     return a.partials + (split * rows + row) * a.sizes.head_dim_v;
   }
-  __device__ __forceinline__ float* lse(int split, int64_t row) const {
-    return a.partials + a.choice.splits * rows * a.sizes.head_dim_v + split * rows + row;
+  __device__ __forceinline__ OnlineRow& state(int split, int64_t row) const {
+    float* const g_states = a.partials + a.choice.splits * rows * a.sizes.head_dim_v;
+    return reinterpret_cast<OnlineRow*>(g_states)[split * rows + row];
   }
 };
 
@@ -215,18 +216,17 @@ struct WideSoftmax {
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + half * 8 + lane / 4;
       const float sum = quad_sum(rows[0][half].sum);
-      // The combining kernel finds out whether a row without a sum sees keys.
+      // A row without a sum has no result in this split.
       const bool live = sees_keys(row) && (!Config::kSplit || sum != 0.f);
       const FinishedRow finished = finish_row(p.args.scale, rows[0][half].max, sum, empty_lse);
       if (lane % 4 != 0) continue;
       s.of_kernel.end_factor[thread / 32 * 16 + half * 8 + lane / 4] =
           live ? finished.factor : -1.f;
       if (row >= block().rows) continue;
-      const float lse = live ? finished.lse : empty_lse;
       if constexpr (Config::kSplit) {
-        *WidePartials(a).lse(s.of_kernel.split, first_row + row) = lse;
+        WidePartials(a).state(s.of_kernel.split, first_row + row) = {rows[0][half].max, sum};
       } else if (a.lse) {
-        a.lse[first_row + row] = lse;
+        a.lse[first_row + row] = live ? finished.lse : empty_lse;
       }
     }
     __syncwarp();
@@ -255,21 +255,21 @@ __global__ void __launch_bounds__(AttentionWideTile::kDim / 4)
                 batch = head_of_all / a.sizes.nheads, head = head_of_all % a.sizes.nheads,
                 index = row % a.sizes.seqlen_q;
   const WidePartials partials(a);
-  const float sink = a.mask.sink ? a.mask.sink[head] : -INFINITY;
-  const auto lse_of = [&](int split) { return *partials.lse(split, row); };
-  float max = sink;
-  for (int split = 0; split < a.choice.splits; ++split) max = fmaxf(max, lse_of(split));
-  const bool live = !a.mask.row_keys(index, a.mask.sequence(batch)).empty();
-  float total = max == -INFINITY ? 0.f : expf(sink - max);
+  const ScoreScale scale(a.scale);
+  float max = -INFINITY;
+  for (int split = 0; split < a.choice.splits; ++split) {
+    max = fmaxf(max, partials.state(split, row).max);
+  }
+  const float top = max == -INFINITY ? 0.f : max;
+  float sum = 0.f;
   float4 out = {0.f, 0.f, 0.f, 0.f};
   const int column = threadIdx.x * 4;
   const bool has_columns = column < a.sizes.head_dim_v;
 #pragma unroll 4
   for (int split = 0; split < a.choice.splits; ++split) {
-    const float lse = lse_of(split);
-    if (lse == -INFINITY) continue;
-    const float weight = expf(lse - max);
-    total += weight;
+    const OnlineRow state = partials.state(split, row);
+    const float weight = state.sum * exp2_approx((state.max - top) * scale.c);
+    sum += weight;
     if (!has_columns) continue;
     const float4 x = *reinterpret_cast<const float4*>(partials.out(split, row) + column);
     out.x = fmaf(weight, x.x, out.x);
@@ -277,17 +277,16 @@ __global__ void __launch_bounds__(AttentionWideTile::kDim / 4)
     out.z = fmaf(weight, x.z, out.z);
     out.w = fmaf(weight, x.w, out.w);
   }
-  // A row that sees only scores of -inf gives NaN, as in torch, unless there is a sink.
+  const bool live = !a.mask.row_keys(index, a.mask.sequence(batch)).empty();
+  const float sink = a.mask.sink ? a.mask.sink[head] : -INFINITY;
+  const FinishedRow finished = finish_row(scale, max, sum, sink);
   if (has_columns) {
-    const float factor = live ? 1.f / total : 0.f;
-    const auto scaled = [&](float x) { return live ? x * factor : 0.f; };
-    uint2 words = {pack_pair<T>(scaled(out.x), scaled(out.y)),
-                   pack_pair<T>(scaled(out.z), scaled(out.w))};
+    const auto scaled = [&](float x) { return live ? x * finished.factor : 0.f; };
+    const uint2 words = {pack_pair<T>(scaled(out.x), scaled(out.y)),
+                         pack_pair<T>(scaled(out.z), scaled(out.w))};
     *reinterpret_cast<uint2*>(a.out.row<T>(batch, head, index) + column) = words;
   }
-  if (a.lse && threadIdx.x == 0) {
-    a.lse[row] = !live ? sink : total > 0.f ? max + logf(total) : NAN;
-  }
+  if (a.lse && threadIdx.x == 0) a.lse[row] = live ? finished.lse : sink;
 }
 
 template <typename T, bool kMasked>

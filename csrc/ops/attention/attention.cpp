@@ -251,9 +251,11 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   const AttentionProblem problem =
       attention_problem(params.sizes, params.dtype, params.tf32, params.mask);
   // NOTE: tiles of many rows would read the keys once for each query head.
-  const AttentionEngine engine = choose_attention(problem).engine;
-  const bool many_rows = problem.invariant || engine == AttentionEngine::kWide;
-  if (many_rows && problem.load.packable && engine != AttentionEngine::kChain) {
+  const auto has_many_rows = [&] {
+    const AttentionEngine engine = choose_attention(problem).engine;
+    return problem.invariant ? engine != AttentionEngine::kChain : engine == AttentionEngine::kWide;
+  };
+  if (problem.load.packable && has_many_rows()) {
     const int64_t kv_heads = key.size(1), group = query.size(1) / kv_heads;
     const auto by_group = [&](const Tensor& t) {
       return t.squeeze(2).unflatten(1, {kv_heads, group});
@@ -264,8 +266,8 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
     if (is_given(start)) of_rows.key_start = start->view({-1, 1}).expand({-1, group});
     of_rows.leftpad = std::nullopt;
     Tensor out_rows = by_group(out), lse_rows = lse ? by_group(*lse) : Tensor();
-    return fill_attention_cuda(out_rows, lse ? &lse_rows : nullptr, by_group(query), key, value,
-                               of_rows, scale_or_default(scale, query));
+    return fill_attention_cuda(out_rows, lse ? &lse_rows : nullptr, by_group(q), k, v, of_rows,
+                               scale_or_default(scale, query));
   }
   params.choice = pick<AttentionFamily>(problem);
   if (problem.invariant) params.key_grid = attention_step_keys(params.choice);

@@ -151,7 +151,7 @@ def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
     if "position_bias" in given:
         return f"{type(layer).__name__} adds a position bias to the scores", False
     head_dim, weight = getattr(layer, "head_dim", 0), next(layer.parameters(), None)
-    if weight is None or not isinstance(head_dim, int):
+    if weight is None or not weight.is_floating_point() or not isinstance(head_dim, int):
         return None
     reason = general_kernel(weight, head_dim)
     return None if reason is None else (f"{SDPA} runs: {reason}", False)

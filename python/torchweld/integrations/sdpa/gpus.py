@@ -12,9 +12,11 @@ from torchweld._library import build_facts
 from torchweld.info import recorded_archs
 
 MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels on all GPUs
-_MAX_HOPPER_DIM = 512  # of Hopper's kernels without a soft cap
+_MAX_HOPPER_DIM = 512  # of Hopper's kernels that serve no soft cap in the backward
 _MAX_DROPOUT_DIM = 128  # of Hopper's kernels with dropout
 DROPOUT = "attention dropout is on"
+# NOTE: Dynamo can't trace the functions that read the build's facts.
+_HAS_SM90A = "9.0a" in recorded_archs(build_facts())
 
 
 def general_kernel(query: Tensor, *head_dims: int, softcap: float | None = None) -> str | None:
@@ -23,9 +25,9 @@ def general_kernel(query: Tensor, *head_dims: int, softcap: float | None = None)
     The general kernel uses no tensor cores. torch's back ends use them for such head dims too and
     are faster. On a CPU the result is None.
     """
-    if not query.is_cuda:
-        return None
     largest = MAX_HEAD_DIM
+    if not query.is_cuda or max(head_dims) <= largest:
+        return None
     if softcap is None and _has_hopper_kernel(query, head_dims):
         largest = _MAX_HOPPER_DIM
     if max(head_dims) <= largest:
@@ -42,23 +44,21 @@ def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> st
     if not query.is_cuda:
         return DROPOUT
     dims = query.shape[-1], value.shape[-1]
-    served = _has_hopper_kernel(query, dims) and max(dims) <= _MAX_DROPOUT_DIM and softcap is None
+    served = max(dims) <= _MAX_DROPOUT_DIM and softcap is None and _has_hopper_kernel(query, dims)
     return None if served else f"{DROPOUT}, which no kernel for tensor cores has here"
 
 
 def _has_hopper_kernel(query: Tensor, head_dims: tuple[int, ...]) -> bool:
     """Whether Hopper's kernels take a call forward and backward, if its head dims are not large."""
+    autocast = torch.is_autocast_enabled("cuda")  # the op casts its arguments
+    dtype = torch.get_autocast_dtype("cuda") if autocast else query.dtype
     return (
-        query.dtype in (torch.float16, torch.bfloat16)
+        dtype in (torch.float16, torch.bfloat16)
         and all(dim % 8 == 0 for dim in head_dims)
-        and _has_wgmma(query.device)
+        and _HAS_SM90A
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
     )
-
-
-@functools.cache
-def _has_wgmma(device: torch.device) -> bool:
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
-    return is_hopper and "9.0a" in recorded_archs(build_facts())
 
 
 def has_code(capability: tuple[int, int], archs: list[str]) -> bool:

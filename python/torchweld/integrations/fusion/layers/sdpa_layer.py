@@ -106,7 +106,7 @@ def _refusal(
     if reason is None and query.shape[1] != key.shape[1] and not enable_gqa:
         reason = "the heads differ without enable_gqa"
     if reason is None and query.is_cuda:
-        reason = general_kernel(query, query.shape[-1])
+        reason = general_kernel(query, query.shape[-1], value.shape[-1])
         if query.dtype == torch.float64:
             reason = "the kernels for CUDA know no float64"
     return reason
