@@ -179,17 +179,18 @@ def test_a_window_takes_the_tile_whose_steps_fit_it():
 
 
 def test_clusters_divide_the_keys_of_few_rows():
-    fields = dict(seqlen_k=4096, head_dim=512, head_dim_v=512)
-    for heads, rows, splits in ((1, 1, 16), (4, 16, 16), (5, 16, 8), (8, 128, 8), (8, 129, 4)):
-        assert (
-            chosen("attention", heads=heads, seqlen_q=rows, **fields)["columns"]["splits"] == splits
-        )
-    few = dict(heads=1, seqlen_q=1, **fields)
-    assert chosen("attention", **few | {"seqlen_k": 500})["columns"]["splits"] == 2
-    for option in ("softcap", "invariant"):
-        assert chosen("attention", **few, **{option: 1})["columns"]["splits"] == 1
-        numbers = problem("attention", **few, **{option: 1})
-        assert refusal("attention", numbers, "wide 128x128x512 2 blocks /4")
+    """At most as many CTAs as SMs, and none if the second kernel would take longer."""
+    dims = dict(head_dim=512, head_dim_v=512)
+    for heads, rows, keys, splits in (
+        (1, 1, 4096, 32), (4, 16, 4096, 16), (5, 16, 4096, 8), (8, 128, 4096, 8),
+        (8, 129, 4096, 4), (1, 1, 500, 4), (8, 512, 512, 1), (1, 1, 100, 1), (70, 1, 4096, 1),
+    ):  # fmt: skip
+        few = dict(heads=heads, seqlen_q=rows, seqlen_k=keys, **dims)
+        assert chosen("attention", **few)["columns"]["splits"] == splits, few
+        for option in ("softcap", "invariant"):
+            assert chosen("attention", **few, **{option: 1})["columns"]["splits"] == 1
+            numbers = problem("attention", **few, **{option: 1})
+            assert refusal("attention", numbers, "wide 128x128x512 2 blocks /4")
 
 
 def test_reasons_of_a_tile():

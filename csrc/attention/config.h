@@ -316,19 +316,25 @@ inline Refusal attention_wide_refusal(const AttentionProblem& p, int splits) {
                                                              : "more than 2^31 - 1 blocks";
 }
 
-// Returns the largest power of two of splits for which the grid has at most one CTA per SM. Each
-// split has at least kMinSteps steps.
+// Returns the power of two of splits that takes the least time, by estimate, with at most one CTA
+// per SM. Splits cost a second kernel, and the memory traffic of their fp32 results.
 inline int attention_wide_splits(const AttentionProblem& p) {
   using Tile = AttentionWideTile;
-  constexpr int64_t kMinSteps = 2;
+  constexpr double kStepUs = 2.9, kSecondKernelUs = 5, kBytesPerUs = 3e6;
   if (attention_wide_refusal(p, 2)) return 1;
   const int64_t tiles = std::max<int64_t>(1, p.load.heads * divide_up(p.seqlen_q, Tile::kRows));
-  const int64_t max_splits =
-      std::min<int64_t>(Tile::kMaxSplits, divide_up(p.seqlen_k, Tile::kKeys) / kMinSteps);
-  const int64_t fitting = std::min(p.device.sms / (tiles * Tile::kCtas), max_splits);
-  int splits = 1;
-  while (2 * splits <= fitting) splits *= 2;
-  return splits;
+  const int64_t steps = divide_up(p.seqlen_k, Tile::kKeys);
+  const double result_bytes = 8.0 * static_cast<double>(p.load.heads) *
+                              static_cast<double>(p.seqlen_q) * static_cast<double>(p.head_dim_v);
+  const auto time = [&](int splits) {
+    const double loop = kStepUs * static_cast<double>(divide_up(steps, splits));
+    return splits == 1 ? loop : loop + kSecondKernelUs + splits * result_bytes / kBytesPerUs;
+  };
+  int best = 1;
+  for (int splits = 2; splits <= Tile::kMaxSplits; splits *= 2) {
+    if (splits * tiles * Tile::kCtas <= p.device.sms && time(splits) < time(best)) best = splits;
+  }
+  return best;
 }
 
 // Returns the index of the tile whose number of keys the batch-invariant mode uses on Hopper, or -1
