@@ -37,7 +37,7 @@ _BACK_ENDS = {
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     batch: int
     nheads: int
     seqlen: int
@@ -133,7 +133,7 @@ def _working(peers: dict[str, Call]) -> dict[str, Call]:
     return {name: f for name, f in peers.items() if name != _FA4 or runs(name, f)}
 
 
-def _forward(at: _Case) -> Iterator[Row]:
+def forward_rows(at: Case) -> Iterator[Row]:
     qkv, causal = at.qkv(), at.causal
     exact, eager = reference(qkv, causal)
     out = ops.attention(*qkv, causal=causal)[-1:, -1:, -exact.shape[2] :]
@@ -143,7 +143,7 @@ def _forward(at: _Case) -> Iterator[Row]:
     return measured(f"attention {at}", calls, errors, at.against, [_FA4], _ROUNDS)
 
 
-def _backward(at: _Case) -> Iterator[Row]:
+def backward_rows(at: Case) -> Iterator[Row]:
     qkv, causal = leaves(*at.qkv()), at.causal
     plain = [t.detach() for t in qkv]
     out, lse = ops.attention_forward(*plain, causal=causal)
@@ -186,7 +186,7 @@ def _masked(
     return measured(case, calls, errors, plain, rounds=_ROUNDS, target=target)
 
 
-def _padded(at: _Case) -> Iterator[Row]:
+def _padded(at: Case) -> Iterator[Row]:
     """Left padding up to half of the sequence."""
     qkv, n = at.qkv(), at.seqlen
     pads = torch.linspace(0, n // 2, at.batch).int()
@@ -197,7 +197,7 @@ def _padded(at: _Case) -> Iterator[Row]:
     return _masked(f"attention {at} padded", qkv, "unpadded", share, errors, leftpad=pads.cuda())
 
 
-def _windowed(at: _Case, window: int) -> Iterator[Row]:
+def _windowed(at: Case, window: int) -> Iterator[Row]:
     qkv = at.qkv()
     share = live_share([[max(0, row - window + 1) for row in range(at.seqlen)]])
     part = _last_rows(qkv, 1)
@@ -208,7 +208,7 @@ def _windowed(at: _Case, window: int) -> Iterator[Row]:
     return _masked(case, qkv, "unwindowed", share, errors, window=window)
 
 
-def _softmax_matmul(at: _Case) -> Iterator[Row]:
+def _softmax_matmul(at: Case) -> Iterator[Row]:
     """softmax(scores) @ V, compared with torch's two ops."""
 
     def eager(scores: Tensor, value: Tensor) -> Tensor:
@@ -225,27 +225,26 @@ def _softmax_matmul(at: _Case) -> Iterator[Row]:
     return measured(case, calls, errors, "eager", rounds=_ROUNDS)
 
 
-_SHORT = [_Case(8, 12, 1024, 64), _Case(64, 12, 128, 64), _Case(16, 12, 512, 64)]
-_LONG = [_Case(4, 16, 4096, 64), _Case(2, 16, 8192, 64), _Case(8, 16, 2048, 128),
-         _Case(4, 16, 4096, 128), _Case(1, 16, 16384, 128), _Case(2, 8, 8192, 256)]  # fmt: skip
+_SHORT = [Case(8, 12, 1024, 64), Case(64, 12, 128, 64), Case(16, 12, 512, 64)]
+_LONG = [Case(4, 16, 4096, 64), Case(2, 16, 8192, 64), Case(8, 16, 2048, 128),
+         Case(4, 16, 4096, 128), Case(1, 16, 16384, 128), Case(2, 8, 8192, 256)]  # fmt: skip
 _FULL = [c._replace(causal=False) for c in (_LONG[0], *_LONG[2:])]
-_OTHER = [_Case(1, 64, 8192, 128, nheads_kv=8), _Case(4, 16, 4096, 192, dim_v=128),
-          _Case(4, 16, 4096, 64, dim_v=128), _Case(4, 16, 4096, 128, dim_v=64)]  # fmt: skip
-_GROUPED = [_Case(8, 32, 2048, 128, nheads_kv=8), _Case(1, 28, 2048, 128, nheads_kv=4),
-            _Case(1, 32, 8192, 128, nheads_kv=1)]  # fmt: skip
-_WIDE = [_Case(2, 8, 4096, 512), _Case(2, 8, 4096, 512, causal=False)]
-_FLOAT32 = _Case(4, 16, 2048, 64, dtype=torch.float32)
+_OTHER = [Case(1, 64, 8192, 128, nheads_kv=8), Case(4, 16, 4096, 192, dim_v=128),
+          Case(4, 16, 4096, 64, dim_v=128), Case(4, 16, 4096, 128, dim_v=64)]  # fmt: skip
+_GROUPED = [Case(8, 32, 2048, 128, nheads_kv=8), Case(1, 28, 2048, 128, nheads_kv=4),
+            Case(1, 32, 8192, 128, nheads_kv=1)]  # fmt: skip
+_FLOAT32 = Case(4, 16, 2048, 64, dtype=torch.float32)
 
 
 def rows() -> Iterator[Row]:
     """Measures every case of the family, one per iteration."""
-    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, *_WIDE, _FLOAT32):
-        yield from _forward(case)
-    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, *_WIDE, _FLOAT32):
-        yield from _backward(case)
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER, *_GROUPED, _FLOAT32):
+        yield from forward_rows(case)
+    for case in (*_SHORT, *_LONG, *_FULL, *_OTHER[:2], *_GROUPED, _FLOAT32):
+        yield from backward_rows(case)
     for case in (_SHORT[0], _LONG[0], _LONG[3]):
         yield from _padded(case)
-    yield from _windowed(_Case(2, 16, 16384, 128), 1024)
+    yield from _windowed(Case(2, 16, 16384, 128), 1024)
     for case in (_LONG[2], _LONG[0]):
         yield from _softmax_matmul(case)
     yield from attention_decode.rows()
