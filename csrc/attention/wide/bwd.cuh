@@ -6,7 +6,8 @@
 //   dQ = dS K
 //
 // Together the kernels compute eight products instead of five. No kernel adds to another kernel's
-// sums, so the gradients are reproducible.
+// sums, so the gradients are reproducible. The kernels have no variant without a mask, because most
+// of their steps skip the mask anyway.
 #pragma once
 
 #include "attention/bwd_args.cuh"
@@ -109,17 +110,18 @@ struct WideToGradient {
   static constexpr bool kLeftIsQuery = Config::kLeftIsQuery;
   static constexpr int kColumns = Config::kColumns, kPairs = kColumns / 8;
   static constexpr int kGroups = kLeftIsQuery ? 1 : kColumns / kAttentionBackwardRowPad;
+  // Probabilities are multiplied by 2^kProbabilityShift, and g_delta by its inverse (BackwardArgs).
   static constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
-  // The query rows of a thread: its two rows, or its columns.
+  // The number of pairs of query rows of a thread: its two rows, or its columns.
   static constexpr int kStats = kLeftIsQuery ? 1 : kPairs;
 
   const typename Config::Params& p;
   WideShared<Config>& s;
   const int thread;
-  const int left_row;  // the first of the thread's two rows
-  float2 lse[kStats], delta[kStats];
-  int2 begin, end;  // kLeftIsQuery: the keys that the thread's rows see
-  BlockMask groups[kGroups];
+  const int left_row;                 // the first of the thread's two rows
+  float2 lse[kStats], delta[kStats];  // of the thread's query rows
+  int2 begin, end;                    // the keys that the thread's two query rows see
+  BlockMask groups[kGroups];          // what the query rows of the scores see, 64 rows in a group
 
   __device__ __forceinline__ WideToGradient(const typename Config::Params& p, WideShared<Config>& s,
                                             int thread)
@@ -177,7 +179,8 @@ struct WideToGradient {
     }
   }
 
-  // Tell the other warpgroups which right rows no left row sees.
+  // Tell the other warpgroups which right rows may be NaN although their operand is 0: keys behind
+  // the last key that the rows of the work tile see, or query rows that see no key.
   __device__ __forceinline__ void publish(int stage, int row) {
     const int warp = thread / 32;
     if (thread % 32 != 0 || warp * 32 >= kColumns) return;
@@ -243,6 +246,7 @@ struct WideToGradient {
 };
 #endif
 
+// Launches the kernels of dV, dK and dQ, one after the other.
 template <typename T>
 void launch_attention_backward_wide(const MaskedBackwardArgs& args, cudaStream_t stream) {
   using Tile = AttentionWideTile;

@@ -22,9 +22,9 @@ struct WideScores {
 
   const typename Config::Params& p;
   WideShared<Config>& s;
-  PipelineState<Config::kScoreStages> state, released;
+  PipelineState<Config::kScoreStages> state, released;  // the next stages to read and to release
   PipelineState<Config::kOperandStages> operand_state;
-  float acc[Config::kProducts][kColumns / 2];
+  float acc[Config::kProducts][kColumns / 2];  // S, and dP if there are two products
 
   __device__ __forceinline__ WideScores(const typename Config::Params& p, WideShared<Config>& s)
       : p(p), s(s) {}
@@ -175,7 +175,7 @@ struct WideSums {
     }
   }
 
-  // Whether the step has right rows that no left row sees.
+  // Whether the step has rows that zero_unseen must zero.
   __device__ __forceinline__ bool has_unseen() const {
     if constexpr (!Config::kMasked) return false;
     const uint4 unseen = *reinterpret_cast<const uint4*>(s.unseen[operand_state.stage]);

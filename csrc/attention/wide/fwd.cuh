@@ -1,4 +1,12 @@
-// Attention forward on Hopper's tensor cores, in 16 bits, for head dims above 256.
+// Attention forward on Hopper's tensor cores, in 16 bits, for head dims above 256. The formulas and
+// shapes are in attention/sm90/fwd_kernel.cuh.
+//
+// The left rows are rows of Q, the right rows are rows of K, and the sums are rows of V. Beside P,
+// the score warpgroup publishes the factors that rescale O. O is rescaled only after the maximum of
+// a row has risen by a lot (kLazy of online_softmax).
+//
+// If few clusters have work, several clusters share the keys of a work tile. Each of them stores
+// its results in fp32, and attention_wide_combine_kernel adds the results.
 #pragma once
 
 #include "attention/block.cuh"
@@ -49,8 +57,7 @@ struct WidePartials {
 template <class Config>
 struct WideSoftmax;
 
-// With kSplit, several clusters share the keys of a work tile, and another kernel adds their
-// results (attention_wide_combine_kernel).
+// With kSplit, several clusters share the keys of a work tile.
 template <typename T_, bool kMasked_, bool kCapped_, bool kSplit_ = false>
 struct WideForwardConfig : WideShape<T_, 1, AttentionWideTile::kKeys>, AttentionVariant<kMasked_> {
   using AttentionVariant<kMasked_>::kMasked;
@@ -163,6 +170,7 @@ struct WideSoftmax {
 
   __device__ __forceinline__ void load_step(int /*row*/, int /*head*/) {}
 
+  // Replace S by P. The first key of the step is right row `row`.
   __device__ __forceinline__ void exponentiate(float (&acc)[kKeys / 2], int row) {
     auto& r_s = reinterpret_cast<Scores&>(acc);
     const int key = row - block().pad;
@@ -184,6 +192,7 @@ struct WideSoftmax {
     online_softmax</*kFtz=*/true, /*kLazy=*/true>(r_s, rows, factor, p.args.scale.c);
   }
 
+  // Tell the other warpgroups the factors of the rows, and which keys no row sees.
   __device__ __forceinline__ void publish(int stage, int row) {
     const int lane = thread % 32, warp = thread / 32;
     if (lane % 4 == 0) {
