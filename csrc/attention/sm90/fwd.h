@@ -1,36 +1,25 @@
 // The arguments that the host passes to the kernel of attention's forward on Hopper.
 #pragma once
 
-#include <algorithm>
-
 #include "attention/fwd.h"
 #include "attention/sm90/tensor_map.h"
-#include "core/fast_divide.h"
+#include "attention/tile_order.cuh"
 
 namespace torchweld {
 
-// AttentionSchedule with 32-bit values, and with divisors that the host computes.
+// The work tiles, and the number of query heads that share a kv head.
 struct AttentionSm90Schedule {
-  // The number of work tiles, the number of heads per section, and the number of all heads.
-  uint32_t blocks, section, heads;
-  FastDivisor tiles, section_tiles, section_heads, last_section_heads;
-  FastDivisor nheads, group;
+  uint32_t blocks;  // the number of work tiles
+  AttentionTileOrder order;
+  FastDivisor group;
 
   AttentionSm90Schedule(const AttentionParams& p, int rows)
       : AttentionSm90Schedule(p, AttentionSchedule(p, rows, 2)) {}
 
  private:
   AttentionSm90Schedule(const AttentionParams& p, const AttentionSchedule& schedule)
-      : AttentionSm90Schedule(p, schedule, p.sizes.batch * p.sizes.nheads) {}
-  AttentionSm90Schedule(const AttentionParams& p, const AttentionSchedule& schedule, int64_t heads)
       : blocks(static_cast<uint32_t>(schedule.blocks(p))),
-        section(static_cast<uint32_t>(std::min(schedule.section, heads))),
-        heads(static_cast<uint32_t>(heads)),
-        tiles(schedule.tiles),
-        section_tiles(section * schedule.tiles),
-        section_heads(section),
-        last_section_heads(heads % section == 0 ? section : heads % section),
-        nheads(p.sizes.nheads),
+        order(schedule.tiles, p.sizes.batch * p.sizes.nheads, p.sizes.nheads, schedule.section),
         group(p.sizes.nheads / p.sizes.nheads_kv) {}
 };
 

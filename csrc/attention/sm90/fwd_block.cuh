@@ -70,19 +70,13 @@ struct AttentionSm90Shared {
 template <class Config>
 __device__ __forceinline__ AttentionBlock attention_sm90_block(
     const AttentionSm90Schedule& schedule, const AttentionSizes& sizes, uint32_t index) {
-  const uint32_t section = schedule.section_tiles.divide(index);
-  const uint32_t in_section = index - section * schedule.section_tiles.divisor();
-  const uint32_t first_head = section * schedule.section;
-  const FastDivisor& section_heads = first_head + schedule.section <= schedule.heads
-                                         ? schedule.section_heads
-                                         : schedule.last_section_heads;
-  const uint32_t tile = section_heads.divide(in_section);
-  const uint32_t batch_head = first_head + in_section - tile * section_heads.divisor();
-  const uint32_t batch = schedule.nheads.divide(batch_head);
+  const AttentionTileOrder::Place place = schedule.order.place(index);
   AttentionBlock block = {};
-  block.batch = batch;
-  block.head = batch_head - batch * schedule.nheads.divisor();
-  block.first_row = static_cast<int>(schedule.tiles.divisor() - 1 - tile) * Config::kRows;
+  block.batch = place.sequence;
+  block.head = place.head;
+  // The last rows come first, because they see the most keys under `causal`.
+  block.first_row =
+      static_cast<int>(schedule.order.tiles.divisor() - 1 - place.tile) * Config::kRows;
   block.rows = min(static_cast<int>(sizes.seqlen_q) - block.first_row, Config::kRows);
   return block;
 }

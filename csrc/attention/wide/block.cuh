@@ -2,10 +2,8 @@
 // attention and its gradients for head dims above 256 on Hopper (attention/wide/kernel.cuh).
 #pragma once
 
-#include <algorithm>
-
 #include "attention/params.h"
-#include "core/fast_divide.h"
+#include "attention/tile_order.cuh"
 #include "device/features.cuh"
 #include "device/sm90/descriptor.h"
 #include "device/sm90/pipeline.cuh"
@@ -78,46 +76,13 @@ struct WideSteps {
   }
 };
 
-// The order of the work tiles: by section of heads, then by tile of left rows, then by head. The
-// right rows of a section stay in the L2 cache.
-struct WideSchedule {
-  uint32_t section, heads;
-  FastDivisor tiles, section_tiles, section_heads, last_section_heads, nheads;
-
-  // `heads` is the number of left heads of all sequences.
-  WideSchedule(int64_t tiles, int64_t heads, int64_t nheads, int64_t section)
-      : section(static_cast<uint32_t>(std::min(section, heads))),
-        heads(static_cast<uint32_t>(heads)),
-        tiles(tiles),
-        section_tiles(this->section * tiles),
-        section_heads(this->section),
-        last_section_heads(heads % this->section == 0 ? this->section : heads % this->section),
-        nheads(nheads) {}
-
-  int64_t clusters() const { return int64_t{heads} * tiles.divisor(); }
-
-  struct Place {
-    int sequence, head, tile;
-  };
-  __device__ __forceinline__ Place place(uint32_t index) const {
-    const uint32_t at = section_tiles.divide(index);
-    const uint32_t in_section = index - at * section_tiles.divisor(), first_head = at * section;
-    const FastDivisor& width = first_head + section <= heads ? section_heads : last_section_heads;
-    const uint32_t tile = width.divide(in_section);
-    const uint32_t head = first_head + in_section - tile * width.divisor();
-    const uint32_t sequence = nheads.divide(head);
-    return {static_cast<int>(sequence), static_cast<int>(head - sequence * nheads.divisor()),
-            static_cast<int>(tile)};
-  }
-};
-
 template <typename Args_>
 struct WideParams {
   using Args = Args_;
   // A box of `left` has the rows of a CTA. A box of `right` has the rows that a CTA loads of a
   // step. A box of `sums` has the rows of a stage.
   TensorMap left[2], right[2], sums;
-  WideSchedule schedule;
+  AttentionTileOrder schedule;
   Args args;
 };
 

@@ -48,11 +48,12 @@ struct WideBackwardConfig
     if (threadIdx.x != 0) return;
     const AttentionSizes& sizes = p.args.params.sizes;
     const int group = static_cast<int>(sizes.nheads / sizes.nheads_kv);
-    const WideSchedule::Place place = p.schedule.place(cluster_index());
-    WideWork work = {place.sequence, place.head, 0, 0, 0, 0, 0};
+    const AttentionTileOrder::Place place = p.schedule.place(cluster_index());
+    const int left_head = static_cast<int>(place.head), tile = static_cast<int>(place.tile);
+    WideWork work = {static_cast<int>(place.sequence), left_head, 0, 0, 0, 0, 0};
     if constexpr (kLeftIsQuery) {
       // The last rows come first, because they see the most keys under `causal`.
-      work.left_row = (static_cast<int>(p.schedule.tiles.divisor()) - 1 - place.tile) * kRows;
+      work.left_row = (static_cast<int>(p.schedule.tiles.divisor()) - 1 - tile) * kRows;
       int begin = INT_MAX, end = 0;
 #pragma unroll
       for (int i = 0; i < kRows / kPad; ++i) {
@@ -60,13 +61,13 @@ struct WideBackwardConfig
         begin = min(begin, mask.begin);
         end = max(end, mask.end);
       }
-      work.head = place.head / group;
+      work.head = left_head / group;
       work.end_head = work.head + 1;
       if (end > 0) work.row = begin, work.end_row = end;
     } else {
-      work.left_row = place.tile * kRows;
-      const KeyTileMask mask = p.args.key_tile_of(work.sequence, place.tile);
-      work.head = place.head * group;
+      work.left_row = tile * kRows;
+      const KeyTileMask mask = p.args.key_tile_of(work.sequence, tile);
+      work.head = left_head * group;
       work.end_head = work.head + group;
       if (mask.keys.end > 0) {
         // All steps lie in the padded rows, whose number is a multiple of kColumns.
@@ -266,12 +267,13 @@ void launch_attention_backward_wide(const MaskedBackwardArgs& args, cudaStream_t
   const auto schedule = [&](int64_t rows, int64_t heads, int64_t right_bytes, int64_t at_once) {
     constexpr int64_t kCacheBytes = 16 << 20;
     const int64_t fit = std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, right_bytes));
-    return WideSchedule(divide_up(rows, Tile::kRows), sizes.batch * heads, heads, fit * at_once);
+    return AttentionTileOrder(divide_up(rows, Tile::kRows), sizes.batch * heads, heads,
+                              fit * at_once);
   };
   const int64_t row_bytes = (sizes.head_dim + sizes.head_dim_v) * int64_t{sizeof(T)};
-  const WideSchedule by_key =
+  const AttentionTileOrder by_key =
       schedule(sizes.seqlen_k, sizes.nheads_kv, group * sizes.seqlen_q * row_bytes, 1);
-  const WideSchedule by_query =
+  const AttentionTileOrder by_query =
       schedule(sizes.seqlen_q, sizes.nheads, sizes.seqlen_k * row_bytes, group);
   constexpr int kLeft = Tile::kCtaRows;
   using Value = WideBackwardConfig<T, WideGradient::kValue>;

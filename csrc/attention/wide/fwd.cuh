@@ -78,13 +78,14 @@ struct WideForwardConfig : WideShape<T_, 1, AttentionWideTile::kKeys>, Attention
                                                    WideShared<WideForwardConfig>& s) {
     const AttentionParams& a = p.args.attention;
     const uint32_t index = cluster_index(), tile = p.args.splits.divide(index);
-    const WideSchedule::Place place = p.schedule.place(tile);
+    const AttentionTileOrder::Place place = p.schedule.place(tile);
     AttentionBlock block = {};
-    block.batch = place.sequence;
-    block.head = place.head;
+    const int sequence = static_cast<int>(place.sequence), q_head = static_cast<int>(place.head);
+    block.batch = sequence;
+    block.head = q_head;
     // The last rows come first, because they see the most keys under `causal`.
     block.first_row =
-        (static_cast<int>(p.schedule.tiles.divisor()) - 1 - place.tile) * WideForwardConfig::kRows;
+        static_cast<int>(p.schedule.tiles.divisor() - 1 - place.tile) * WideForwardConfig::kRows;
     block.rows =
         min(static_cast<int>(a.sizes.seqlen_q) - block.first_row, int{WideForwardConfig::kRows});
     if constexpr (kMasked) {
@@ -104,8 +105,8 @@ struct WideForwardConfig : WideShape<T_, 1, AttentionWideTile::kKeys>, Attention
       last = min(first + split_keys, block.keys);
     }
     const int head = static_cast<int>(p.args.group.divide(place.head));
-    s.work = {place.sequence, place.head,        block.first_row, head,
-              head + 1,       block.pad + first, block.pad + last};
+    s.work = {sequence,          q_head,          block.first_row, head, head + 1,
+              block.pad + first, block.pad + last};
   }
   // All threads of the CTA complete the work tile.
   static __device__ __forceinline__ void finish_work(const Params&,
@@ -313,7 +314,8 @@ void launch_attention_wide(const AttentionParams& a, cudaStream_t stream) {
         {{map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kCtaRows)},
          {map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kPartColumns)},
          map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kSumRows),
-         WideSchedule(schedule.tiles, sizes.batch * sizes.nheads, sizes.nheads, schedule.section),
+         AttentionTileOrder(schedule.tiles, sizes.batch * sizes.nheads, sizes.nheads,
+                            schedule.section),
          {a, Config::scale(a), FastDivisor(sizes.nheads / sizes.nheads_kv),
           FastDivisor(a.choice.splits)}},
         a.choice.splits, stream);

@@ -81,7 +81,7 @@ void launch_attention_wide_kernel(const typename Config::Params& p, int splits,
   using Tile = AttentionWideTile;
   constexpr int kBytes = sizeof(WideShared<Config>);
   static_assert(kBytes <= Tile::kTileBytes + Tile::kExtraBytes);
-  Grid grid(p.schedule.clusters() * splits * Config::kCtas, Config::kThreads, kBytes);
+  Grid grid(p.schedule.size() * splits * Config::kCtas, Config::kThreads, kBytes);
   grid.cluster = Config::kCtas;
   grid.overlaps = true;
   launch_kernel(attention_wide_kernel<Config>, grid, stream, p);
