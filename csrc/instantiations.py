@@ -277,7 +277,7 @@ TABLE = [
         "partial_sums",
         "pointwise/add_partials.cuh",
         "template void launch_add_partials<$T>(const float*, int64_t, int, int64_t,"
-        " const ColumnSums&, cudaStream_t, bool);",
+        " const ColumnSums&, cudaStream_t);",
         each(dtype=("float32", *SIXTEEN_BIT)),
     ),
     Family(

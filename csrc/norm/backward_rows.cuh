@@ -256,8 +256,7 @@ void launch_norm_backward_rows_of(const NormBackwardParams& p, const NormBackwar
                   {plan.blocks, Config::kThreads, plan.shared_bytes}, stream, p, plan.stages);
     if (p.partials == nullptr) return;
     launch_add_partials<typename Config::V>(p.partials, plan.blocks, Config::kSums, p.n,
-                                            {{p.dscale, p.dshift}, 1}, stream,
-                                            device_facts().clusters);
+                                            {{p.dscale, p.dshift}, 1}, stream);
   };
   dispatch_index<kNumNormBackwardTiles>(plan.tile, [&](auto tile) {
     dispatch_vectors<T>(p.vector_dtype, [&](auto vector) {

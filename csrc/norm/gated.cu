@@ -182,6 +182,7 @@ template <typename T, int kElems>
 struct BackwardRow {
   Vec<T, kElems> dy, x, gate;
 
+  BackwardRow() = default;
   __device__ __forceinline__ BackwardRow(const NormGatedBackwardParams& p, int64_t row,
                                          int64_t column)
       : dy(load_vec<T, kElems>(static_cast<const T*>(p.dy) + row * p.dy_row_stride + column)),

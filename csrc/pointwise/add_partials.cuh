@@ -2,6 +2,7 @@
 // instantiates its launcher once for all passes.
 #pragma once
 
+#include "core/device.h"
 #include "core/launch.h"
 #include "device/reduce.cuh"
 #include "device/sm90/dependent_launch.cuh"
@@ -46,9 +47,9 @@ __global__ __launch_bounds__(kPartialThreads) void add_partials_kernel(const flo
 
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
-                         const ColumnSums& sums, cudaStream_t stream, bool overlaps) {
+                         const ColumnSums& sums, cudaStream_t stream) {
   Grid grid((num_sums * n + kWarp - 1) / kWarp, dim3(kWarp, kPartialGroups));
-  grid.overlaps = overlaps;
+  grid.overlaps = device_facts().clusters;
   launch_kernel(add_partials_kernel<T>, grid, stream, g_partials, chunks, num_sums, n, sums);
 }
 

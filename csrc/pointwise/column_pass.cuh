@@ -2,10 +2,12 @@
 //
 // column_pass_kernel also computes up to two sums for each column. A block processes a tile of
 // columns and a chunk of rows. It processes 8 rows at a time, with one warp per row; each lane
-// handles kElems contiguous columns. The kernel loads two rows before it processes the first one,
-// so that both loads are in flight together. The block stores its partial sums in scratch memory,
-// whose layout is (chunk, sum, column). A second kernel (add_partials) adds up the chunks. Both
-// kernels add in a fixed order, so the sums have the same bits in every run.
+// handles kElems contiguous columns. A warp loads several rows before it processes the first one,
+// so that their loads are in flight together. The block stores its partial sums in scratch
+// memory, whose layout is (chunk, sum, column). A second kernel (add_partials) adds up the chunks.
+// Both kernels add in a fixed order, so the sums have the same bits in every run. For the gradient
+// of gelu of (12608, 4096) in bf16 on an H200, 4 rows at once need 0.90 of the time of 2. Loads
+// that start one iteration early gain nothing.
 //
 // element_pass_kernel computes no sums. It has one thread for every kElems columns of a row, in the
 // order of memory. For gated_activation of (16384, 8192) in bf16 on an H100, it takes 0.82 of the
@@ -75,6 +77,7 @@ __global__ __launch_bounds__(kColumnThreads,
                                                         int64_t rows_per_chunk, float* g_partials) {
   constexpr int kElems = Op::kElems, kSums = Op::kSums;
   constexpr int kTile = kWarp * kElems;
+  constexpr int kRowsAtOnce = kSums > 1 ? 2 : 4;  // more rows would spill registers
   __shared__ float s_sums[kRowGroups][kSums][kTile];
   const int64_t first_column = static_cast<int64_t>(blockIdx.x) * kTile;
   const int64_t column = first_column + threadIdx.x * kElems;
@@ -83,11 +86,18 @@ __global__ __launch_bounds__(kColumnThreads,
 
   typename Op::Sum r_sums[kSums][kElems] = {};
   if (column < n) {
-    for (int64_t row = begin + threadIdx.y; row < end; row += 2 * kRowGroups) {
-      const int64_t next = row + kRowGroups;
-      const auto in = op.load(row, column), in_next = op.load(next < end ? next : row, column);
-      op.add(row, column, in, r_sums);
-      if (next < end) op.add(next, column, in_next, r_sums);
+    for (int64_t first = begin + threadIdx.y; first < end; first += kRowsAtOnce * kRowGroups) {
+      decltype(op.load(0, 0)) in[kRowsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int64_t row = first + i * kRowGroups;
+        in[i] = op.load(row < end ? row : first, column);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int64_t row = first + i * kRowGroups;
+        if (row < end) op.add(row, column, in[i], r_sums);
+      }
     }
   }
 
@@ -116,12 +126,12 @@ struct ColumnSums {
   int64_t stride;
 };
 
-// Launches the kernel that adds g_partials (chunks, num_sums, n) over the chunks. If `overlaps` is
-// true, the launch is a programmatic dependent launch: the launched kernel may start while the
-// kernel that writes g_partials still runs, and then waits until that writing kernel has ended.
+// Launches the kernel that adds g_partials (chunks, num_sums, n) over the chunks. It may start
+// while the kernel that writes g_partials still runs, and then waits until that kernel has ended
+// (programmatic dependent launch).
 template <typename T>
 void launch_add_partials(const float* g_partials, int64_t chunks, int num_sums, int64_t n,
-                         const ColumnSums& sums, cudaStream_t stream, bool overlaps = false);
+                         const ColumnSums& sums, cudaStream_t stream);
 
 // Runs the op over all rows of the matrix. Also computes the column sums, unless g_partials is
 // nullptr. g_partials may be nullptr only if the op writes a matrix.

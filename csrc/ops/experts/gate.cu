@@ -14,7 +14,7 @@ __device__ __forceinline__ ValueAndSlope activate_expert(float x, float slope) {
       return {x * s.of_x, s.of_x * (1.f + slope * x * s.complement)};
     }
     case ExpertActivation::kGelu:
-      return {gelu<kExact>(x), gelu_slope(x)};
+      return gelu_and_slope<kExact>(x);
     case ExpertActivation::kGeluTanh:
       return gelu_tanh_and_slope<kExact>(x);
     case ExpertActivation::kRelu:
