@@ -217,8 +217,17 @@ TABLE = [
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(0, 1, 2))
-        + each(variant=(*CAPPED, *DROPPED), dtype=SIXTEEN_BIT, tile=(0, 1)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(0, 3, 4))
+        + each(variant=(*CAPPED, *DROPPED), dtype=SIXTEEN_BIT, tile=(0, 3)),
+    ),
+    Family(
+        "attention_backward_sm90_to_96",
+        "attention/sm90/bwd_kernel.cuh",
+        "template void launch_attention_backward_sm90_tile<$T, $tile>("
+        "const ${Masked}BackwardArgs&, cudaStream_t);\n"
+        "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
+        "const ${Masked}BackwardArgs&, cudaStream_t);",
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(1, 2)),
     ),
     Family(
         "attention_backward_2cta",
@@ -227,7 +236,7 @@ TABLE = [
         "const ${Masked}BackwardArgs&, cudaStream_t);\n"
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
-        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(3,)),
+        each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(5,)),
     ),
     # `tile` is an index into kAttentionBackwardTiles; file names give the tiles' largest head dim.
     # NOTE: these masked kernels have their own file: beside plain ones a few instructions change.

@@ -98,21 +98,25 @@ inline constexpr int kNumAttentionBackwardTiles =
 // warpgroup computes half of the rows of S and half of the columns of dK and dV. Each CTA computes
 // half of the columns of dQ.
 struct AttentionBackwardSm90Tile {
-  int dim;     // the largest head dim of Q and K
-  int dim_v;   // the largest head dim of V
+  int dim;     // the columns of Q and K in shared memory
+  int dim_v;   // the columns of V in shared memory
   int rows;    // the number of query rows
   int keys;    // the number of keys of a CTA
   int blocks;  // the number of CTAs in a cluster
+  int used;    // the columns that the products read or compute, except dQ's; at most dim
 
   static constexpr int kMaskedRows = 64, kStages = 2, kThreads = 384;
   static constexpr int kBoxColumns = AttentionSm90Tile::kBoxColumns;
 
   constexpr bool is_2cta() const { return blocks > 1; }
+  // The largest head dim of V.
+  constexpr int used_v() const { return used < dim_v ? used : dim_v; }
   // NOTE: under a soft cap, dS also needs the slope of tanh. A tile with more columns of dK than of
-  // dV has no registers for it.
-  constexpr bool supports_softcap() const { return dim_v == dim; }
+  // dV has no registers for it. A tile that does not use all columns leaves rare masks to the next
+  // tile, so that the library has fewer kernels.
+  constexpr bool supports_softcap() const { return dim_v == dim && used == dim; }
   // Whether the tile has a kernel with dropout.
-  constexpr bool supports_dropout() const { return dim_v == dim && !is_2cta(); }
+  constexpr bool supports_dropout() const { return supports_softcap() && !is_2cta(); }
   // Whether a soft cap has a kernel of its own. Without a stat slice, the kernel for a general mask
   // also serves a soft cap.
   constexpr bool has_capped_kernel() const { return supports_softcap() && !is_2cta(); }
@@ -144,7 +148,8 @@ struct AttentionBackwardSm90Tile {
 };
 
 inline constexpr AttentionBackwardSm90Tile kAttentionBackwardSm90Tiles[] = {
-    {64, 64, 128, 128, 1}, {128, 128, 64, 128, 1}, {192, 128, 64, 128, 1}, {256, 256, 64, 64, 2}};
+    {64, 64, 128, 128, 1, 64},   {128, 128, 64, 128, 1, 80},  {128, 128, 64, 128, 1, 96},
+    {128, 128, 64, 128, 1, 128}, {192, 128, 64, 128, 1, 192}, {256, 256, 64, 64, 2, 256}};
 inline constexpr int kNumAttentionBackwardSm90Tiles =
     sizeof(kAttentionBackwardSm90Tiles) / sizeof(kAttentionBackwardSm90Tiles[0]);
 
@@ -208,12 +213,12 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   if (!p.device.wgmma || !p.device.tma) return kAttentionNoWgmma;
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
-  if (wide > tile.dim || tile.dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
+  if (wide > tile.used || tile.dim > attention_backward_dq_columns(p.head_dim, p.head_dim_v)) {
     return {"the tile is for head dims of {} to {}",
-            tile.dim > 128 ? 129 : (tile.dim > 64 ? 65 : 1), tile.dim};
+            tile.dim > 128 ? 129 : (tile.dim > 64 ? 65 : 1), tile.used};
   }
-  if (p.head_dim_v > tile.dim_v) {
-    return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
+  if (p.head_dim_v > tile.used_v()) {
+    return {"the tile supports head dims up to {} and {}", tile.used, tile.used_v()};
   }
   if (p.load.softcap && !tile.supports_softcap()) return "the tile supports no soft cap";
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
@@ -392,13 +397,13 @@ constexpr bool attention_backward_rounds_dq(const AttentionBackwardSm90Tile& til
                                             const AttentionBackwardOrder& order) {
   return tile.dq_store_warps() > 1 && load.causal && order.wave == 0;
 }
-static_assert(attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[1],
+static_assert(attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[3],
                                            {64, 1, 4096, 128, 0, true}, {16, 0}));
-static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[1],
+static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[3],
                                             {64, 1, 4096, 128, 0, false}, {8, 0}));
-static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[1],
+static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[3],
                                             {16, 4, 4096, 128, 0, true}, {16, 132}));
-static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[2],
+static_assert(!attention_backward_rounds_dq(kAttentionBackwardSm90Tiles[4],
                                             {64, 1, 4096, 192, 0, true}, {16, 0}));
 
 }  // namespace torchweld

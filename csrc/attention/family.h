@@ -246,7 +246,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
     if (wide(x)) return wide_tile(AttentionWideTile::kBackwardRows);
     if (sm90(x)) {
       const AttentionBackwardSm90Tile& tile = kAttentionBackwardSm90Tiles[x[1]];
-      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.dim) +
+      return tile_text(tile.keys, tile.rows) + "x" + std::to_string(tile.used) +
              (tile.dim_v == tile.dim ? "" : " to " + std::to_string(tile.dim_v)) +
              (tile.blocks > 1 ? " 2 blocks" : "");
     }
@@ -262,7 +262,7 @@ struct AttentionBackwardFamily : AttentionNumbers {
       return {{"keys", tile.keys},
               {"rows", tile.rows},
               {"cols", tile.rows},
-              {"head_dim", tile.dim},
+              {"head_dim", tile.used},
               {"warps", tile.kThreads / 32},
               {"groups", 1},
               {"tile_bytes", tile.tile_bytes()}};

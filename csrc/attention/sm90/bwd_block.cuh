@@ -37,6 +37,8 @@ struct BackwardSm90Config {
   using Shared = std::conditional_t<kCtas == 1, BackwardSm90Shared<BackwardSm90Config>,
                                     Backward2CtaShared<BackwardSm90Config>>;
   static constexpr int kDim = kShape.dim, kDimV = kShape.dim_v;
+  // The columns that the products read or compute, except dQ's.
+  static constexpr int kUsed = kShape.used, kUsedV = kShape.used_v();
   // Whether dK has more columns than dV. With one CTA, dK then overwrites K in shared memory. If
   // not, dK overwrites dS, so that the next K can be loaded early. dV overwrites V in either case.
   static constexpr bool kUnequal = kDim > kDimV;

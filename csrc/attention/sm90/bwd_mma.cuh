@@ -38,8 +38,8 @@ struct BackwardSm90Mma {
   using ScoreOperand = typename Scores::ScoreOperand;
   using State = typename Scores::State;
   using DoutState = typename Scores::DoutState;
-  using DkAcc = float[Config::kDim / 2 / Config::kCtas];
-  using DvAcc = float[Config::kDimV / 2 / Config::kCtas];
+  using DkAcc = float[Config::kUsed / 2 / Config::kCtas];
+  using DvAcc = float[Config::kUsedV / 2 / Config::kCtas];
   using DqAcc = float[Config::kDqFloats];
 
   typename Config::Shared& s;
@@ -128,7 +128,7 @@ struct BackwardSm90Mma {
           half_slice_descriptor(shared_address(s.stats[stage].values)), 0);
     }
 #pragma unroll
-    for (int slice = 0; slice < kBoxesOf * 4; ++slice) {
+    for (int slice = 0; slice < (kOf == kOfS ? Config::kUsed : Config::kUsedV) / 16; ++slice) {
       const int box = slice / 4, in_row = slice % 4 * 32;
       Wgmma<T, Config::kScoreRows>::template multiply<0, 0>(
           acc, a.offset(box * Config::kKeyBoxBytes + in_row),

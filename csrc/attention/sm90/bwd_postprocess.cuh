@@ -34,6 +34,8 @@ __global__ void __launch_bounds__(kSm90RowThreads)
     for (int first = 0; first < Config::kDqSlices; first += 2) {
       const int slice = first + threadIdx.x / 128;
       if (Config::kDqSlices % 2 == 1 && slice == Config::kDqSlices) break;
+      const int warp_column = (kDim == 64 ? 0 : slice * 64) + warp * 16;
+      if (warp_column >= static_cast<int>(sizes.head_dim)) continue;
       const float4* g_acc =
           reinterpret_cast<const float4*>(args.g_dq) +
           (int64_t{blockIdx.x} * Config::kDqSlices + slice) * (kFloats / 4 * 128) +
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(kSm90RowThreads)
       float4 r[kFloats / 4];
 #pragma unroll
       for (int i = 0; i < kFloats / 4; ++i) r[i] = g_acc[i * 128];
-      const int column = (kDim == 64 ? 0 : slice * 64) + warp * 16 + lane / 8 % 2 * 8;
+      const int column = warp_column + lane / 8 % 2 * 8;
       const int row = (kDim == 64 ? slice * Config::kDqRows : 0) + lane % 8;
       const uint32_t s_lane = shared_address(s_tile) + row * kPitch + column * 2;
 #pragma unroll

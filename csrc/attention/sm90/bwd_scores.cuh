@@ -294,7 +294,7 @@ struct BackwardSm90Scores {
     named_barrier_wait(kConsumerWg0 + warpgroup, 128);
     if (leads() && first_key() < seqlen_k()) {
 #pragma unroll
-      for (int i = 0; i < kAcc / 32; ++i) {
+      for (int i = 0; i < (kAcc + 31) / 32; ++i) {
         tma_store(map, s_box + i * box_bytes + row_in_box * kSwizzleRowBytes,
                   (first_box + i) * Config::kBoxColumns, first_key(), work().head_kv,
                   work().sequence);
