@@ -301,6 +301,24 @@ def test_keys_before_the_first_that_is_seen_are_not_read(device):
     assert out.isfinite().all()
 
 
+def test_out_is_refused_as_torch_refuses_it(device):
+    x = randn(device, F32, 4, 4)
+    calls = {
+        "mm": lambda x, out: torch.mm(x, x, out=out),
+        "addmm": lambda x, out: torch.addmm(x, x, x, out=out),
+        "bmm": lambda x, out: torch.bmm(x[None], x[None], out=out[None]),
+    }
+    for name, call in calls.items():
+        with torchweld.batch_invariant():
+            with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
+                call(x, torch.empty(4, 4, dtype=BF16, device=device))
+            with pytest.raises(RuntimeError, match="automatic differentiation"):
+                call(x.clone().requires_grad_(), torch.empty_like(x))
+            with torch.no_grad():
+                call(x.clone().requires_grad_(), out := torch.empty_like(x))
+        assert not out.isnan().any(), name
+
+
 def test_the_mode_is_a_thread_s_and_ends_with_its_context(device):
     x = randn(device, F32, 8, 64)
 

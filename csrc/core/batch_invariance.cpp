@@ -113,6 +113,13 @@ Tensor baddbmm(const Tensor& to, const Tensor& a, const Tensor& b, const at::Sca
 // A function of torch that stores its result in `out`, and one that overwrites its first argument.
 template <auto function, typename... Args>
 Tensor& store_in(Args... args, Tensor& out) {
+  const auto dtype = std::get<0>(std::tie(args...)).scalar_type();
+  TORCH_CHECK(out.scalar_type() == dtype, "Expected out tensor to have dtype ", dtype, ", but got ",
+              out.scalar_type(), " instead");
+  const bool records = !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradCPU);
+  TORCH_CHECK(!records || !any_needs_grad(args..., out),
+              "functions with out=... arguments don't support automatic differentiation, but one "
+              "of the arguments requires grad.");
   const Tensor result = function(args...);
   if (out.sizes() != result.sizes()) out.resize_(result.sizes());
   return out.copy_(result);
