@@ -258,6 +258,70 @@ def test_decoding_has_the_bits_of_the_prefill(dtype, d, mask, device):
                 assert_same_bits(out[:, :, -count:], whole[:, :, -count:], f"{rows} rows, {pad}")
 
 
+LENGTHS = (5, 130, 1, 64, 207, 3)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, "not causal"])
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_document_has_the_same_bits_in_every_packing(dtype, d, mask, device):
+    """Each document alone, and two packings of all, with padding between and behind them."""
+    torch.manual_seed(2)
+    options = {"causal": mask != "not causal", **MASKS.get(mask, {})}
+    documents = [
+        Heads(*(randn(device, dtype, 1, n, length, d) for n in (4, 2, 2))) for length in LENGTHS
+    ]
+    padding = Heads(*(torch.full_like(x[:, :, :1].expand(-1, -1, 9, -1), 7) for x in documents[0]))
+    packings = ((0, 1, 2, None, 3, 4, 5), (5, 2, 4, 0, 3, 1, None))
+    packed, starts, ends, places = [], [], [], []
+    for order in packings:
+        end = 0
+        parts = [padding if i is None else documents[i] for i in order]
+        for i, part in zip(order, parts, strict=True):
+            length = part.q.shape[2]
+            seen = (0, 0) if i is None else (end, end + length)
+            starts += [seen[0] if i is not None else 10**6] * length
+            ends += [seen[1]] * length
+            places.append((i, slice(end, end + length)))
+            end += length
+        packed.append([torch.cat(some, 2) for some in zip(*parts, strict=True)])
+    rows = {
+        name: torch.tensor(x, dtype=torch.int32, device=device).view(2, -1)
+        for name, x in (("key_start", starts), ("key_end", ends))
+    }
+    if options["causal"]:
+        del rows["key_end"]
+    with torchweld.batch_invariant():
+        alone = [ops.attention_forward(*t, **options) for t in documents]
+        together = ops.attention_forward(
+            *(torch.cat(some) for some in zip(*packed, strict=True)), **rows, **options
+        )
+    for number, (i, place) in enumerate(places):
+        if i is not None:
+            sequence = number // len(packings[0])
+            found = [x[sequence : sequence + 1, :, place] for x in together]
+            assert_same_bits(found, list(alone[i]), f"document {i} in packing {sequence}")
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_packed_sequences_of_any_length_have_their_bits(dtype, device):
+    """varlen_attention, with fewer query rows than keys."""
+    torch.manual_seed(3)
+    lengths = ((3, 70), (128, 128), (1, 300), (40, 41))
+    documents = [
+        [randn(device, dtype, n, heads, 64) for n, heads in ((rows, 4), (keys, 2), (keys, 2))]
+        for rows, keys in lengths
+    ]
+    ends = torch.tensor([(0, 0), *lengths], device=device).cumsum(0).int()
+    packed = [torch.cat(some) for some in zip(*documents, strict=True)]
+    with torchweld.batch_invariant():
+        whole = torchweld.varlen_attention(*packed, ends[:, 0], ends[:, 1], causal=True)
+        for document, first, last in zip(documents, ends[:-1, 0], ends[1:, 0], strict=True):
+            t = [x.transpose(0, 1)[None] for x in document]
+            alone = torchweld.attention(*t, causal=True)[0].transpose(0, 1)
+            assert_same_bits(whole[first:last], alone, f"rows {first} to {last}")
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_sequence_s_gradients_do_not_depend_on_the_others(dtype, device):
     t = heads(device, dtype, 5, 200, 64)

@@ -73,22 +73,24 @@ struct AttentionBlock {
 };
 
 // The work tile under a general mask. Key indices count from `pad`, which is a multiple of
-// kPadMultiple, or lies a multiple of AttentionParams::key_grid behind the padding. A
-// row of the block sees the keys [begin[row], end[row]), and no row sees the first `unseen` keys.
+// kPadMultiple, or lies a multiple of AttentionParams::key_grid behind the padding. With such a
+// grid, a work tile is processed in parts, each with the rows of one document. A row of the block
+// sees the keys [begin[row], end[row]), and no row sees the first `unseen` keys.
 // last_begin[warp] is the largest `begin` of the warp's kWarpRows rows, and first_end[warp] is the
 // smallest `end` of these rows. Every row of the warp that sees any key sees all keys of
 // [last_begin[warp], first_end[warp]).
 template <int kRows, int kWarpRows, int kPadMultiple = 1>
 struct MaskedAttentionBlock : AttentionBlock {
   int unseen;
+  int end_row;  // the end of the rows of the whole work tile; only find_keys() sets it
   int last_begin[kRows / kWarpRows];  // last_begin and first_end leave out rows that see no key
   int first_end[kRows / kWarpRows];
   alignas(16) int begin[kRows];  // kSeesNothing if a row sees no key
   alignas(16) int end[kRows];    // 0 if a row sees no key
   GapKeys<kRows> gaps;
 
-  // Finds the work tile. All threads call this function. The block must have at least kRows
-  // threads.
+  // Finds part blockIdx.y of the work tile. If there is no such part, `rows` is 0. All threads call
+  // this function. The block must have at least kRows threads.
   __device__ __forceinline__ void init(const AttentionParams& params,
                                        const AttentionSchedule& schedule) {
     static_assert(kPadMultiple == 1);
@@ -102,6 +104,7 @@ struct MaskedAttentionBlock : AttentionBlock {
     __syncthreads();
     const MaskParams mask = params.mask;
     const SequenceMask sequence = mask.sequence(batch);
+    if (has_parts(params)) find_part(params, row, blockIdx.y);
     KeyRange live = {0, 0};
     if (row < rows) live = mask.row_keys(first_row + row, sequence);
     const bool sees = !live.empty();
@@ -137,16 +140,36 @@ struct MaskedAttentionBlock : AttentionBlock {
     }
   }
 
-  // Finds the keys that the rows of `block` see, and whether these keys may have gaps. All lanes of
-  // one warp call this function.
+  __device__ __forceinline__ bool has_next_part() const { return first_row + rows < end_row; }
+
+  // Whether work tiles may have parts.
+  static bool TW_HOST_DEVICE has_parts(const AttentionParams& params) {
+    return params.key_grid > 1 && params.mask.key_start != nullptr;
+  }
+  // Finds the first part of the rows of `block`, the keys that these rows see, and whether these
+  // keys may have gaps. All lanes of one warp call this function. A kernel without parts passes
+  // kParts = false.
+  template <bool kParts = true>
   __device__ __forceinline__ void find_keys(const AttentionParams& params,
                                             const AttentionBlock& block) {
     const MaskParams mask = params.mask;
     const SequenceMask32 sequence = mask.sequence<int>(block.batch);
     const int lane = threadIdx.x % 32;
     // NOTE: the code below reads the block from shared memory, because few registers are free.
-    if (lane == 0) static_cast<AttentionBlock&>(*this) = block;
+    if (lane == 0) {
+      static_cast<AttentionBlock&>(*this) = block;
+      if (kParts) end_row = block.first_row + block.rows;
+    }
     __syncwarp();
+    if (kParts && has_parts(params)) {
+      int part_rows = rows;
+      for (int row = lane; row < part_rows; row += 32) {
+        if (part_starts(params)[row] != part_starts(params)[0]) part_rows = row;
+      }
+      part_rows = __reduce_min_sync(~0u, part_rows);
+      if (lane == 0) rows = part_rows;
+      __syncwarp();
+    }
     // A lane has kLaneRows consecutive rows, so the kWarpRows rows of a warp are in neighbouring
     // lanes.
     constexpr int kLaneRows = kRows <= 64 ? 2 : kRows <= 128 ? 4 : 8;
@@ -248,6 +271,28 @@ struct MaskedAttentionBlock : AttentionBlock {
   }
 
  private:
+  // Returns the address of the key_start of the first row. A part has rows with one key_start.
+  __device__ __forceinline__ const int32_t* part_starts(const AttentionParams& params) const {
+    return params.mask.key_start + batch * params.mask.seqlen_q + first_row;
+  }
+
+  // Reduces the rows to those of part `part`. All threads call this function. Thread `row` has row
+  // `row`.
+  __device__ __forceinline__ void find_part(const AttentionParams& params, int row, int part) {
+    const int32_t* g_start = part_starts(params) + row;
+    const bool starts = row > 0 && row < rows && g_start[0] != g_start[-1];
+    const unsigned bits = __ballot_sync(~0u, starts);
+    if (row % kWarp == 0 && row < kRows) gaps.rows[row / kWarp] = bits;
+    __syncthreads();
+    int before = __popc(bits & ((2u << row % kWarp) - 1));  // the parts before that of this row
+    for (int i = 0; i < row / kWarp && i < kRows / kWarp; ++i) before += __popc(gaps.rows[i]);
+    const bool is_in_part = row < rows && before == part;
+    const int begin = first_row, part_rows = __syncthreads_count(is_in_part);
+    if (is_in_part && (starts || row == 0)) first_row = begin + row;
+    if (row == 0) rows = part_rows;
+    __syncthreads();
+  }
+
   // Returns the index of the key at the position of the first row. Only valid under `causal`.
   __device__ __forceinline__ int first_position() const { return first_row + shift - 1; }
 
@@ -355,8 +400,12 @@ void launch_attention_blocks(Kernel kernel, const AttentionParams& params, cudaS
   AttentionSchedule schedule(params, Config::kRows, sizeof(typename Config::T));
   for_each_grid_of(schedule.blocks(params), [&](int64_t first, int64_t blocks) {
     schedule.first_block = first;
-    launch_kernel(kernel, {blocks, Config::kThreads, kBytes}, stream, params, schedule,
-                  Config::scale(params));
+    Grid grid(blocks, Config::kThreads, kBytes);
+    // The number of parts is not known here, but there is at most one for each row.
+    if constexpr (Config::kMasked) {
+      if (Config::Block::has_parts(params)) grid.blocks.y = Config::kRows;
+    }
+    launch_kernel(kernel, grid, stream, params, schedule, Config::scale(params));
   });
 }
 

@@ -112,6 +112,9 @@ struct AttentionSm90Tile {
   constexpr bool supports_dropout() const {
     return dim == dim_v && dim <= 128 && warpgroups <= 2 && keys <= 128;
   }
+  // Whether a work tile may have parts, with the rows of one document each
+  // (MaskedAttentionBlock). Beside three consumer warpgroups, the producer has no registers for it.
+  static constexpr bool has_parts(int warpgroups) { return warpgroups <= 2; }
   // The number of keys in a step under a general mask.
   // NOTE: a mask needs registers. If the accumulators of O are wide, they leave enough registers
   // for a mask only if the tile has fewer keys.
@@ -354,6 +357,16 @@ inline int attention_invariant_tile(const AttentionProblem& p) {
   return fastest;
 }
 
+// Returns why the batch-invariant mode does not use a tile of kSm90. `invariant` is the result of
+// attention_invariant_tile(), which is not -1.
+inline Refusal attention_invariant_refusal(const AttentionProblem& p, const AttentionSm90Tile& tile,
+                                           int invariant) {
+  if (tile.keys != kAttentionSm90Tiles[invariant].keys) return kAttentionOtherKeys;
+  return p.load.packed && !tile.has_parts(tile.warpgroups)
+             ? "the tile is not divided at documents in the batch-invariant mode"
+             : Refusal();
+}
+
 // Estimates the time of the busiest SM, in a unit that is the same for all tiles. The values of
 // leftpad, key_start and key_end are unknown here. If `packed` is true, the estimate assumes packed
 // documents of kDocument tokens.
@@ -493,7 +506,7 @@ inline AttentionChoice choose_attention(const AttentionProblem& p) {
   for (int i = 0; i < kNumAttentionSm90Tiles; ++i) {
     if (attention_sm90_refusal(p, kAttentionSm90Tiles[i])) continue;
     if (invariant_tile >= 0 &&
-        kAttentionSm90Tiles[i].keys != kAttentionSm90Tiles[invariant_tile].keys) {
+        attention_invariant_refusal(p, kAttentionSm90Tiles[i], invariant_tile)) {
       continue;
     }
     const double cost = attention_sm90_cost(p, kAttentionSm90Tiles[i]);

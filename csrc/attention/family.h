@@ -118,10 +118,11 @@ struct AttentionFamily : AttentionNumbers {
     }
     if (p.invariant) {
       const int tile = attention_invariant_tile(p);
-      const bool same_keys =
-          tile < 0 ? x == encode(choose_attention(p))
-                   : sm90(x) && kAttentionSm90Tiles[x[1]].keys == kAttentionSm90Tiles[tile].keys;
-      if (!same_keys) return kAttentionOtherKeys;
+      if (tile < 0 ? x != encode(choose_attention(p)) : !sm90(x)) return kAttentionOtherKeys;
+      if (tile >= 0) {
+        const AttentionSm90Tile& other = kAttentionSm90Tiles[x[1]];
+        if (const Refusal reason = attention_invariant_refusal(p, other, tile)) return reason;
+      }
     }
     if (sm90(x)) return attention_sm90_refusal(p, kAttentionSm90Tiles[x[1]]);
     if (wide(x)) return attention_wide_refusal(p, static_cast<int>(x[2]));

@@ -63,6 +63,9 @@ struct AttentionSm90Shared {
   PipelineBarriers<kStages> key_pipeline, value_pipeline;
   PipelineBarriers<2> work_pipeline;
   typename Config::Block work[2];  // the consumers stop at a work tile with rows == 0
+  // The producer's work tile, and the first row of its next part, or 0.
+  uint32_t ticket;
+  int next_row;
 };
 
 #if TW_HAS_WGMMA
@@ -114,10 +117,10 @@ template <class Config>
 __device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
                                                     AttentionSm90Shared<Config>& s) {
   constexpr int kKeys = Config::kKeys, kBoxColumns = AttentionSm90Tile::kBoxColumns;
+  constexpr bool kHasParts = Config::kMasked && AttentionSm90Tile::has_parts(Config::kWarpgroups);
   const bool leader = elect_one();
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
-  PipelineState<Config::kQueryStages> query_state;
   // The first work tile of a CTA has the index of the CTA. After each work tile, a CTA draws a
   // ticket for its next work tile, so all CTAs together draw one ticket per work tile. The CTA that
   // draws the last ticket resets the counter for the next call.
@@ -129,7 +132,8 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
     }
     return gridDim.x + __reduce_max_sync(~0u, drawn);
   };
-  for (uint32_t ticket = blockIdx.x;; ticket = next_ticket()) {
+  for (uint32_t ticket = blockIdx.x;;
+       ticket = kHasParts && s.next_row > 0 ? s.ticket : next_ticket()) {
     typename Config::Block& s_block = s.work[work_state.stage];
     const auto acquire_work = [&] {
       mbarrier_wait(&s.work_pipeline.empty[work_state.stage], work_state.parity ^ 1);
@@ -139,7 +143,17 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
     if (ticket < p.schedule.blocks) {
       block = attention_sm90_block<Config>(p.schedule, p.attention.sizes, ticket);
       if constexpr (Config::kMasked) {
-        s_block.find_keys(p.attention, block);
+        if constexpr (kHasParts) {
+          s.ticket = ticket;
+          if (s.next_row > 0) {
+            block.rows -= s.next_row - block.first_row;
+            block.first_row = s.next_row;
+          }
+        }
+        s_block.template find_keys<kHasParts>(p.attention, block);
+        if constexpr (kHasParts) {
+          s.next_row = s_block.has_next_part() ? s_block.first_row + s_block.rows : 0;
+        }
         block = s_block;
       } else {
         block.find_keys(p.attention);
@@ -163,6 +177,11 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
     work_state.advance();
     if (!has_work) break;
     if (leader) {
+      // Every published work tile has query rows. work_state has advanced since.
+      constexpr bool kTwo = Config::kQueryStages == 2;
+      const int stage = work_state.stage ^ 1;
+      const PipelineState<Config::kQueryStages> query_state = {
+          kTwo ? stage : 0, kTwo ? work_state.parity ^ (stage & 1) : static_cast<uint32_t>(stage)};
       const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
                 kv_head = static_cast<int>(p.schedule.group.divide(head));
       const auto load_k = [&](int key) {
@@ -201,7 +220,6 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
           }
           if (w == 0) load_k(0);
         }
-        query_state.advance();
       }
       // Load K of key tile j + 1 before V of key tile j. The consumers need K and V in this order,
       // because they compute S of key tile j + 1 before they compute O += P V of key tile j.

@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     s.key_pipeline.init(kConsumerWarps);
     s.value_pipeline.init(kConsumerWarps);
     s.work_pipeline.init(kConsumerWarps);
+    s.next_row = 0;
     mbarrier_init_fence();
   }
   griddep_launch_dependents();

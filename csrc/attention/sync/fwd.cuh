@@ -71,6 +71,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
 
   if constexpr (Config::kMasked) {
     s.block.init(params, schedule);
+    if (s.block.rows == 0) return;
   } else {
     if (threadIdx.x == 0) s.block = AttentionBlock::make<kRows>(params, schedule);
     __syncthreads();

@@ -144,6 +144,7 @@ __global__ __launch_bounds__(
 
   if constexpr (Config::kMasked) {
     s.block.init(params, schedule);
+    if (s.block.rows == 0) return;
   } else {
     if (threadIdx.x == 0) s.block = AttentionBlock::make<Config::kRows>(params, schedule);
     __syncthreads();

@@ -89,7 +89,7 @@ struct WideForwardConfig : WideShape<T_, 1, AttentionWideTile::kKeys>, Attention
     block.rows =
         min(static_cast<int>(a.sizes.seqlen_q) - block.first_row, int{WideForwardConfig::kRows});
     if constexpr (kMasked) {
-      s.of_kernel.block.find_keys(a, block);
+      s.of_kernel.block.template find_keys</*kParts=*/false>(a, block);
       block = s.of_kernel.block;
     } else {
       block.find_keys(a);

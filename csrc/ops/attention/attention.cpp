@@ -154,8 +154,55 @@ double scale_or_default(std::optional<double> scale, const Tensor& query) {
 }
 
 void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const Mask& mask, std::optional<double> scale);
+
+// Whether fill_parts_cpu can compute a call of the batch-invariant mode.
+bool has_parts_cpu(const Mask& mask) {
+  const bool known_positions = mask.has_row_ends() || !is_given(mask.key_end);
+  return is_given(mask.key_start) && known_positions && (mask.causal || !mask.window) &&
+         mask.dropout_p == 0;
+}
+
+// Computes rows that have one key_start in a call of their own. The tiles of keys then start at the
+// first key of each document, so the packing does not change the order of the sums.
+void fill_parts_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
+                    const Tensor& value, const Mask& mask, std::optional<double> scale) {
+  const int64_t seqlen_q = query.size(2), seqlen_k = key.size(2);
+  const Tensor starts = mask.key_start->contiguous();
+  for (int64_t b = 0; b < query.size(0); ++b) {
+    const int32_t* start = starts.const_data_ptr<int32_t>() + b * seqlen_q;
+    for (int64_t row = 0, end = 0; row < seqlen_q; row = end) {
+      while (end < seqlen_q && start[end] == start[row]) ++end;
+      const auto rows_of = [&](const Tensor& t) {
+        return t.narrow(0, b, 1).narrow(t.dim() == 2 ? 1 : 2, row, end - row);
+      };
+      // The last row has the last key, so the rows keep their positions.
+      const int64_t behind_last = end + seqlen_k - seqlen_q;
+      const int64_t keys =
+          mask.causal && !mask.has_row_ends() ? std::max<int64_t>(0, behind_last) : seqlen_k;
+      const auto keys_of = [&](const Tensor& t) { return t.narrow(0, b, 1).narrow(2, 0, keys); };
+      Mask part = mask;
+      part.key_start = rows_of(starts);
+      if (is_given(mask.key_end)) part.key_end = rows_of(*mask.key_end);
+      Tensor part_out = rows_of(out);
+      Tensor part_lse =
+          lse ? at::empty_like(rows_of(*lse), at::MemoryFormat::Contiguous) : Tensor();
+      fill_attention_cpu(part_out, lse ? &part_lse : nullptr, rows_of(query), keys_of(key),
+                         keys_of(value), part, scale);
+      if (lse) rows_of(*lse).copy_(part_lse);
+    }
+  }
+}
+
+void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Tensor& key,
                         const Tensor& value, const Mask& mask, std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
+  if (is_batch_invariant() && has_parts_cpu(mask)) {
+    const Tensor& starts = *mask.key_start;
+    const bool is_one_part =
+        starts.size(0) == 1 && starts.eq(starts.select(1, 0)).all().item<bool>();
+    if (!is_one_part) return fill_parts_cpu(out, lse, query, key, value, mask, scale);
+  }
   const CpuAttention a(query, key, value, mask, scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
     if (a.has_few_rows()) {
