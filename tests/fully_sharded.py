@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +32,7 @@ from torch.utils.checkpoint import (
 
 import torchweld
 from meshes import DEVICE, TIGHT, WIDE, Names, expected_skips, refused, shared_folder
-from tiny_models import VOCAB, tiny_gpt2, tiny_grouped
+from tiny_models import VOCAB, tiny_gpt2, tiny_grouped, tiny_model
 from torchweld.distributed import (
     NormColwise,
     Rowwise,
@@ -236,6 +237,31 @@ def decoders_sharded_first(mesh: DeviceMesh) -> None:
             for op in ("rms_norm_linears_forward", "gated_mlp_backward", "add_rms_norm_forward"):
                 assert ops.count(f"torchweld::{op}") == runs, op
             assert len(torchweld.unfuse(ours)) == (len(report.replaced) if runs else 0)
+
+
+def masked_models(mesh: DeviceMesh) -> None:
+    """The loss of a head that the model gathers; one that is gathered by a module stays stock."""
+    more = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "is_decoder": False}
+    more["tie_word_embeddings"] = False
+    stock = tiny_model("bert", "BertForMaskedLM", "sdpa", **more).to(DEVICE).train()
+    whole = copy.deepcopy(stock)
+    sum(labelled_loss(whole, ids) for ids in batches(2)).div(2).backward()
+    for before, apart in product((True, False), (True, False)):
+        ours = copy.deepcopy(stock)
+        if before:
+            torchweld.fuse(ours, check=False, loss=True)
+        for module in (*ours.bert.encoder.layer, *([ours.cls] if apart else [])):
+            fully_shard(module, mesh=mesh)
+        fully_shard(ours, mesh=mesh)
+        if not before:
+            reasons = dict(torchweld.fuse(ours, loss=True).skipped)
+            assert ("cls.predictions.decoder" in reasons) == apart
+        for _ in range(2):
+            ours.zero_grad()
+            with Names() as ops:
+                labelled_loss(ours, batches(2)[dist.get_rank()]).backward()
+            assert any("torchweld::linear_cross_entropy" in op for op in ops) != apart
+            assert_close(gradients_of(ours), gradients_of(whole), rtol=1e-4, atol=1e-6)
 
 
 def adapters(mesh: DeviceMesh) -> None:
@@ -466,7 +492,7 @@ def cases(mesh: str) -> dict[str, Callable[[DeviceMesh], None]]:
     every = [
         fused_first, recomputed, recomputed_in_part, compiled, mixed_precision, an_mlp_of_its_own,
         sharded_first, decoders_sharded_first, plan_of_transformers, data_parallel,
-        saved_and_loaded,
+        saved_and_loaded, masked_models,
     ]  # fmt: skip
     if mesh == "2x2":
         every = [

@@ -69,10 +69,6 @@ def layer_call(model):
     return model.model.layers[0], given
 
 
-def head_call(model):
-    return model.train(), labelled("cpu")
-
-
 def block_call(model):
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3))
     return model.transformer.h[0], {"hidden_states": x}
@@ -86,7 +82,6 @@ def first(out):
     ("cls", "call", "op"),
     [
         (llama.LlamaAttention, attention_call, "torchweld::rotary"),
-        (llama.LlamaForCausalLM, head_call, "torchweld::linear_cross_entropy"),
         (gpt2.GPT2Block, block_call, "torchweld::layer_norm_linear"),
     ],
 )
@@ -186,7 +181,7 @@ def test_a_renamed_argument_leaves_the_part_stock(monkeypatch, old):
     assert torch.equal(model.generate(**inputs, **options), stock.generate(**inputs, **options))
 
 
-def test_an_attention_or_a_head_of_another_form_is_listed():
+def test_an_attention_of_another_form_is_listed():
     forward = with_strength(llama.LlamaAttention.forward)
     cls = type(
         "OtherAttention",
@@ -201,12 +196,18 @@ def test_an_attention_or_a_head_of_another_form_is_listed():
         reason = reasons[f"model.layers.{layer}.self_attn.rotary"]
         known = "apply_rotary_pos_emb of a form that fuse knows"
         assert reason == f"OtherAttention calls no {known}"
-    forward = with_strength(llama.LlamaForCausalLM.forward)
-    names = {"__module__": llama.__name__, "forward": forward}
-    model = tiny("Llama")
-    model.__class__ = type("OtherForCausalLM", (llama.LlamaForCausalLM,), names)
-    reasons = dict(fuse(model, loss=True).skipped)
-    assert "OtherForCausalLM has the parts of a head and its loss and" in reasons["lm_head"]
+
+
+def test_a_loss_takes_any_argument_of_the_stock_forward(monkeypatch):
+    cls = llama.LlamaForCausalLM
+    monkeypatch.setattr(cls, "forward", with_strength(cls.forward))
+    model = tiny("Llama").train()
+    stock, _ = fuse_keeping_stock(model, loss=True)
+    inputs = labelled("cpu")
+    with Calls() as calls:
+        out = model(**inputs, strength=2.0)
+    assert out.logits is None and any("linear_cross_entropy" in name for name in calls.names)
+    assert_close(out.loss, stock(**inputs, strength=2.0).loss, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -73,11 +73,12 @@ def fuse(
             layers have dropout, they run the batch once more as in training mode, and the report
             notes the code that ran instead of an op. If False, the report lists the ops that the
             layers ought to run, and says that nothing was measured.
-        loss: Whether a language model of these families, or one recognised likewise, computes its
-            head and loss as one op (:func:`torchweld.linear_cross_entropy`): in training mode with
-            labels it then returns a loss and no logits. Evaluation and generation stay as they
-            were. A string means True and sets the op's ``keep`` ("auto" by default): "nothing"
-            needs the least memory, and its backward computes the logits again.
+        loss: Whether language models (causal, masked, encoder-decoder) compute their head and loss
+            as one op (:func:`torchweld.linear_cross_entropy`): in training mode with labels they
+            then return a loss and no logits. A model whose forward uses its logits otherwise than
+            for a cross entropy computes them. Evaluation and generation stay as they were. A string
+            means True and sets the op's ``keep`` ("auto" by default): "nothing" needs the least
+            memory, and its backward computes the logits again.
         only: The kinds to replace: some of "attention", "norm", "mlp", "experts", "rotary", "lora".
             None: all. (In a GPT-2, ln_1 and c_attn are "norm"; ln_2, c_fc and the activation are
             "mlp".)
@@ -137,15 +138,15 @@ def fuse(
 
 def _fuse_losses(model: nn.Module, report: FuseReport, keep: str) -> None:
     """Fuses the losses of a model. The sample batch has no labels, so it does not run them."""
-    from torchweld.integrations.fusion.layers import causal_lm
-
     from . import plan
+    from .recognise import heads
 
     for replacement in plan.plan_losses(model, Probes(), report):
         plan.apply(replacement)
-        report.replaced.append(replacement.where)
-        report.ops[replacement.where] += WITH_LABELS
-    causal_lm.set_keep(model, keep)
+        if replacement.where not in report.replaced:  # a model may call another with its head
+            report.replaced.append(replacement.where)
+            report.ops[replacement.where] += WITH_LABELS
+    heads.set_options(model, keep)
 
 
 def unfuse(model: nn.Module) -> list[str]:

@@ -105,7 +105,7 @@ def _list_unknown(path: str, module: nn.Module, kinds: Collection[str], report: 
             report.skipped.append((path, reason))
     for kind, name, find in (
         ("rotary", "rotary", decoder_layers.difference),
-        ("loss", "lm_head", heads.difference),
+        ("loss", heads.path_of(module), heads.difference),
     ):
         reason = find(module) if kind in kinds else None
         if reason is not None:
@@ -165,14 +165,16 @@ def _unknown(replacement: Replacement) -> str | None:
 def plan_losses(model: nn.Module, probes: Probes, report: FuseReport) -> list[Replacement]:
     """Returns the replacements of heads whose loss is to be fused; adds a note to the report."""
     replacements = plan(model, ("loss",), probes, report)
-    fusions = filter(None, map(fusion_of, model.modules()))
-    text = (
-        "in training mode with labels the model returns a loss and no logits; trainers that "
-        "compute the loss themselves, as those of TRL, do not run it"
-    )
-    if not any(parent.kind == "loss" for parent, _ in fusions):
+    found = ((module, fusion_of(module)) for module in model.modules())
+    known = [module for module, fusion in found if fusion and fusion[0].kind == "loss"]
+    if not known:
         text = "loss=True: the model contains no language model whose head and loss are known"
-    report.notes.append(text)
+        report.notes.append(text)
+    elif replacements or any(map(is_fused, known)):
+        report.notes.append(
+            "in training mode with labels the model returns a loss and no logits; trainers that "
+            "compute the loss themselves, as those of TRL, do not run it"
+        )
     return replacements
 
 
@@ -201,5 +203,6 @@ def unfuse(model: nn.Module) -> list[str]:
         parent, row = fusion_of(module)
         restored[parent.replacement(path, module, row).where] = None
         set_class(module, stock_class(module))
-        vars(module).pop(KEEP, None)
+        for name in (KEEP, heads.HEAD):
+            vars(module).pop(name, None)
     return list(restored)

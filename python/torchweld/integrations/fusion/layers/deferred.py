@@ -58,12 +58,13 @@ def _mode() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
 
 
-def _operator(name: str) -> Callable:
+def operator(name: str) -> Callable:
     return lambda self, *args: getattr(self.tensor(), name)(*map(computed, args))
 
 
-for _name in ("radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg", "getitem"):
-    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+_OPERATORS = "radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul neg getitem setitem"
+for _name in f"{_OPERATORS} lt le gt ge eq ne len iter".split():
+    setattr(Deferred, f"__{_name}__", operator(f"__{_name}__"))
 
 
 def computed(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchweld.integrations import lora, lora_experts
 
-from . import causal_lm, decoder, gpt2_block, heads, layer_norm, mlp, rms_norm
+from . import decoder, gpt2_block, heads, layer_norm, mlp, rms_norm
 from .fused_module import Fusion, register, stock_class
 
 
@@ -34,7 +34,6 @@ class Family(NamedTuple):
     # The arguments of the attention function that Llama's layer does not pass.
     options: Callable[[Any], dict[str, Any]] = lambda layer: {}
     layer: decoder.Layer | None = decoder.Layer()
-    logits: causal_lm.Logits = causal_lm.Logits()
 
 
 def _config_window(layer: Any) -> dict[str, Any]:
@@ -49,7 +48,6 @@ def _window_and_softcap(layer: Any) -> dict[str, Any]:
     return {"sliding_window": layer.sliding_window, "softcap": layer.attn_logit_softcapping}
 
 
-_FINAL_SOFTCAP = causal_lm.Logits("softcap", "final_logit_softcapping")
 _SANDWICH = decoder.Layer(before_mlp="pre_feedforward_layernorm")
 _GEMMA = {"eps": "eps", "weight_offset": 1.0}
 
@@ -59,16 +57,13 @@ FAMILIES = {
     "qwen2": Family("Qwen2", options=_window),
     "qwen3": Family("Qwen3", head_norm="head", options=_window),
     "gemma": Family("Gemma", **_GEMMA),
-    "gemma2": Family(
-        "Gemma2", **_GEMMA, options=_window_and_softcap, layer=_SANDWICH, logits=_FINAL_SOFTCAP
-    ),
+    "gemma2": Family("Gemma2", **_GEMMA, options=_window_and_softcap, layer=_SANDWICH),
     "gemma3": Family(
         "Gemma3",
         **_GEMMA,
         head_norm="head",
         options=_window,
         layer=_SANDWICH,
-        logits=_FINAL_SOFTCAP,
     ),
     "phi3": Family(
         "Phi3",
@@ -80,7 +75,7 @@ FAMILIES = {
     # is not fused.
     "olmo2": Family("Olmo2", head_norm="row", layer=None),
     "smollm3": Family("SmolLM3", options=_window),
-    "granite": Family("Granite", logits=causal_lm.Logits("temperature", "logits_scaling")),
+    "granite": Family("Granite"),
     "glm4": Family("Glm4", packed=True, activation="activation_fn", interleaved=True),
 }
 # GLM-4 packs the weights of its MLP and not those of its attention.
@@ -102,7 +97,6 @@ def _fusions(module: str, family: Family) -> dict[str, tuple[type[nn.Module], An
             decoder.FusedAttention,
             decoder.Attention(packed, family.head_norm, family.interleaved, family.options),
         ),
-        name("ForCausalLM"): (causal_lm.FusedCausalLM, causal_lm.Head(family.logits)),
     }
     if family.layer is not None:
         fusions[name("DecoderLayer")] = (decoder.FusedLayer, family.layer)
@@ -117,7 +111,6 @@ FUSIONS = {
 _GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2"
 FUSIONS |= {
     f"{_GPT2}Block": (gpt2_block.FusedGPT2Block, None),
-    f"{_GPT2}LMHeadModel": (causal_lm.FusedGPT2LMHead, causal_lm.GPT2_HEAD),
     "transformers.models.whisper.modeling_whisper.WhisperAttention": (heads.FusedHeads, None),
     "peft.tuners.lora.layer.Linear": (lora.FusedLora, None),
     "peft.tuners.lora.layer.ParamWrapper": (lora_experts.FusedParamWrapper, None),

@@ -1,221 +1,169 @@
-"""Recognises and compares heads and losses of language models that the table of families lacks.
+"""Fuses the heads and losses of language models: masked, causal, encoder-decoder.
 
-A model is a candidate if it has a base model and an ``lm_head``, and a forward with the arguments
-of Llama's. In its replica a stub with random results replaces the base model.
+A model is a candidate if its output embeddings are a linear layer and its forward takes labels.
+Nothing else is guessed: the stock forward runs, with deferred logits (:mod:`..layers.logits`).
 """
 
 from __future__ import annotations
 
-import copy
-import sys
+import functools
+import inspect
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.utils import ModelOutput
+from transformers import PreTrainedModel
 
+from torchweld.integrations.attention.fallback import warn_once
 from torchweld.integrations.fusion.layers import arguments
-from torchweld.integrations.fusion.layers.causal_lm import (
-    FusedCausalLM,
-    Head,
-    Logits,
-    base_results,
-)
 from torchweld.integrations.fusion.layers.fused_module import (
+    KEEP,
     ROW,
+    FusedModule,
     Fusion,
+    Replacement,
+    below,
+    call_arguments,
+    register,
     stock_class,
     stock_forward,
 )
+from torchweld.integrations.fusion.layers.linears import has_classes
+from torchweld.integrations.fusion.layers.logits import Step
 from torchweld.integrations.fusion.probes import Probes
+from torchweld.ops.stock import is_plain, untouched
 
-from . import compare
-from .norms import Recognised, choose, fused_replica
+from .norms import PickledByRow
 
-_CLASSES = 20  # of a replica
-_EXPERTS = 4
-# The arguments that a comparison chooses; inputs_embeds would be given in place of input_ids.
-_CHOSEN = (
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "logits_to_keep",
-    "use_cache",
-    "output_router_logits",
-)
-# The attributes by which models multiply the loss of their routers.
-_FACTORS = ("router_aux_loss_coef", "aux_loss_coef")
-
-
-_CHANGES = (
-    Logits("softcap", "final_logit_softcapping"),
-    Logits("temperature", "logits_scaling"),
-    Logits("temperature", "logits_scaling", inverse=True),
-    Logits("temperature", "logit_scale", inverse=True),
-    Logits("temperature", "lm_head_multiplier", inverse=True),
-    Logits("softcap", "logits_soft_cap"),
-    Logits("softcap", "final_logit_softcapping", factor="output_multiplier"),
-)
+HEAD = "_torchweld_head"  # the path of a model's head
 
 
 def find(module: nn.Module) -> Fusion | None:
-    """Guesses a model's fused class and settings from its structure, or returns None."""
-    if not _has_children_of_head(module) or difference(module) is not None:
+    """Returns the fused class of a language model with a head and labels, else None."""
+    if path_of(module) is None or difference(module) is not None:
         return None
-    return choose(module, _rows, RecognisedCausalLM)
+    # A CrossEntropyLoss that a graph makes does not call __torch_function__ of deferred logits.
+    traced = "CrossEntropyLoss" not in (_source(stock_class(module)) or "CrossEntropyLoss")
+    return register(stock_class(module), (FusedLanguageModel, traced))
 
 
 def difference(module: nn.Module) -> str | None:
-    """Returns how a module with a language model's children lacks arguments, or None."""
-    if not _has_children_of_head(module):
+    """Returns how a language model lacks arguments, or None."""
+    if path_of(module) is None:
         return None
-    return arguments.difference(stock_class(module), FusedCausalLM.needs, is_open=True)
+    return arguments.difference(stock_class(module), FusedLanguageModel.needs)
 
 
-def _is_mixture(module: nn.Module) -> bool:
-    return "output_router_logits" in arguments.of(stock_class(module)).names
+def path_of(module: nn.Module) -> str | None:
+    """Returns the path of a model's head, or None."""
+    if not isinstance(module, PreTrainedModel) or not hasattr(module.config, "return_dict"):
+        return None
+    head = module.get_output_embeddings()
+    named = module.named_modules()
+    return next((path for path, each in named if each is head), None)
 
 
-def _has_children_of_head(module: nn.Module) -> bool:
-    if set(module._modules) != {"model", "lm_head"} or module._parameters or module._buffers:
-        return False
-    config = getattr(module, "config", None)
-    return hasattr(type(module), "loss_function") and hasattr(config, "return_dict")
+def set_options(model: nn.Module, keep: str) -> None:
+    """Tells a model's fused losses their option ``keep`` and the path of their head."""
+    for module in model.modules():
+        if isinstance(module, FusedLanguageModel):
+            vars(module).update({KEEP: keep, HEAD: path_of(module)})
 
 
-def _rows(module: nn.Module) -> list[Head]:
-    """Returns the settings that a model may have."""
-    text = module.config.get_text_config()
-    changes = [
-        each
-        for each in _CHANGES
-        if all(hasattr(text, name) for name in filter(None, (each.number, each.factor)))
-    ]
-    output, results, passes = _of_stock(module)
-    rows = [
-        Head(each, output=output, results=results, passes=passes) for each in (*changes, Logits())
-    ]
-    loss = getattr(sys.modules[stock_class(module).__module__], "load_balancing_loss_func", None)
-    if not _is_mixture(module) or loss is None:
-        return rows
-    factor = next((name for name in _FACTORS if hasattr(module, name)), "")
-    return rows + [row._replace(router_loss=loss, router_factor=factor) for row in rows]
+def _modules(model: nn.Module, path: str) -> list[nn.Module | None]:
+    """Returns the modules of a path below a model, the head at the end."""
+    found: list[nn.Module | None] = [model]
+    for name in path.split("."):
+        found.append(None if found[-1] is None else found[-1]._modules.get(name))
+    return found[1:]
 
 
-def _of_stock(module: nn.Module) -> tuple[type[ModelOutput], tuple[str, ...], tuple[str, ...]]:
-    """Runs a replica of a model to learn what it returns.
+def _refusal(model: nn.Module, path: str) -> str | None:
+    """Returns why the loss of a model must stay stock, or None."""
+    *owners, head = _modules(model, path)
+    if has_classes(head):
+        if torch.compiler.is_compiling():
+            return f"{path} is sharded, and a compiled graph gathers its logits"
+    elif not is_plain(head, nn.Linear):
+        return f"{path} is not torch's Linear without hooks (LoRA, quantised or otherwise replaced)"
+    elif type(head.weight) is not nn.Parameter or type(head.weight.data) is not Tensor:
+        return f"{path}.weight is not a plain parameter (sharded or quantised)"
+    if not untouched(*owners) or any(each._compiled_call_impl for each in (*owners, head)):
+        return f"{path} is inside of a module that has hooks or is compiled"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return "torch.func transforms the model"
+    return None
 
-    Returns:
-        The class of its outputs, the names of the base model's results among them, and the
-        arguments among labels and logits_to_keep that the base model gets.
-    """
-    random, ids = compare.Random(torch.device("cpu"), torch.float32), torch.zeros(4, 3).long()
+
+@functools.cache
+def _source(stock: type[nn.Module]) -> str | None:
+    """Returns the source of the class that defines a forward, or None without one."""
+    owner = next(cls for cls in stock.__mro__ if "forward" in vars(cls))
     try:
-        with compare.isolated(random.device):
-            replica = _small(compare.bare_replica(module, stock_class(module)), module, random)
-            replica.model = _Base(random.inputs(), None, module.config)
-            alone = {"output_router_logits": False} if _is_mixture(module) else {}
-            out = stock_forward(replica, ids, labels=ids, **alone)
-            given = replica.model.facts[0][1]
-            results = [name for name in base_results(type(out)) if out.get(name) is not None]
-            return type(out), tuple(results), tuple(n for n in FusedCausalLM.needs if n in given)
-    except Exception:  # the comparison says why
-        return CausalLMOutputWithPast, (), ()
+        return inspect.getsource(owner)
+    except (OSError, TypeError):  # it was made by type() or exec
+        return None
 
 
-def _small(replica: nn.Module, module: nn.Module, random: compare.Random) -> nn.Module:
-    """Gives a replica of a model a small head."""
-    replica.config = copy.deepcopy(module.config)
-    for owner in (replica.config, replica.config.get_text_config(), replica):
-        if "vocab_size" in vars(owner):
-            owner.vocab_size = _CLASSES
-    replica.lm_head = random.linear(compare.WIDTH, _CLASSES, like=module.lm_head)
-    return replica
+class FusedLanguageModel(PickledByRow, FusedModule):
+    """A language model that computes head and loss as one op, in training mode with labels.
 
+    It returns no logits then. ``row`` says whether compiled graphs do so too.
+    """
 
-class _Outputs(MoeModelOutputWithPast):
-    """The results of a base model; a result that is not given is its own name."""
+    kind = "loss"
+    needs = ("labels",)
 
-    def __getattr__(self, name: str) -> str:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return name
+    @staticmethod
+    def replacement(path: str, module: nn.Module, row: bool) -> Replacement:
+        head = vars(module).get(HEAD) or path_of(module)
+        return Replacement(below(path, head), _modules(module, head)[-1], (module,))
 
+    @staticmethod
+    def label(module: nn.Module, row: bool) -> str:
+        op = "linear_cross_entropy"
+        sharded = has_classes(module.get_output_embeddings())
+        return f"{'vocab_parallel_' if sharded else ''}{op} ({path_of(module)} -> loss)"
 
-class _Base(nn.Module):
-    """Replaces the base model; returns a given hidden state, and logits of a given router."""
+    @staticmethod
+    def probe(module: nn.Module, row: bool, weight: Tensor, probes: Probes) -> str | None:
+        return probes.refusal("linear_cross_entropy", module.get_output_embeddings().weight)
 
-    def __init__(self, hidden: Tensor, router: Tensor | None, config: Any) -> None:
-        super().__init__()
-        self.hidden, self.router, self.facts = hidden, router, []
-        self.lm_head_multiplier = getattr(config, "lm_head_multiplier", None)
+    @staticmethod
+    def refusal(module: nn.Module, row: bool) -> str | None:
+        source = _source(stock_class(module))
+        if source and not re.search("CrossEntropyLoss|cross_entropy|loss_function", source):
+            return f"{stock_class(module).__qualname__} calls no cross entropy"
+        return _refusal(module, path_of(module))
 
-    def forward(self, input_ids: Tensor, **given: Any) -> MoeModelOutputWithPast:
-        if given.get("return_dict"):  # stock may fill it in from the config; fused does not
-            del given["return_dict"]
-        texts = {name: str(value) for name, value in given.items() if value is not None}
-        self.facts.append((str(input_ids), texts))
-        names = base_results(CausalLMOutputWithPast)
-        if self.router is None:
-            return _Outputs(self.hidden, *names, "router_logits")
-        routed = (self.hidden.flatten(0, 1) @ self.router,)
-        routed = routed if given["output_router_logits"] else None
-        return _Outputs(self.hidden, *names, routed)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = call_arguments(self, args, kwargs)
+        if given is None or not self._returns_loss_alone(given):
+            return stock_forward(self, *args, **kwargs)
+        head = _modules(self, vars(self)[HEAD])[-1]
+        step = Step(head, vars(self)[KEEP])
+        traced = torch.compiler.is_compiling()
+        unknown = traced and getattr(self, "loss_type", "") is None
+        if unknown:  # Dynamo can't trace the warning that ForCausalLM is the default
+            self.loss_type = "ForCausalLM"
+        out = step.run(lambda: stock_forward(self, *args, **kwargs))
+        if unknown:
+            self.loss_type = None
+        if not traced and not step.has_loss and getattr(out, "loss", None) is not None:
+            name, head = stock_class(self).__qualname__, vars(self)[HEAD]
+            reason = f"{name} computes no cross entropy of the result of {head}"
+            warn_once(reason, "whole logits", op="torchweld::linear_cross_entropy")
+        return out
 
-
-def _replica(module: nn.Module, random: compare.Random) -> nn.Module:
-    replica = _small(fused_replica(module), module, random)
-    text = replica.config.get_text_config()
-    for name in filter(None, {name for each in _CHANGES for name in (each.number, each.factor)}):
-        value = getattr(text, name, None)
-        if value is not None and not isinstance(getattr(type(text), name, 0), property):
-            # A factor of 1 would hide whether it multiplies or divides.
-            for owner in (text, *([replica] if name in vars(module) else [])):
-                setattr(owner, name, 1.5 * value)
-    if _is_mixture(module):
-        if factor := getattr(replica, ROW).router_factor:
-            setattr(replica, factor, 1.5)  # large enough to show in the sum with the loss
-        replica.config.output_router_logits = True
-    return replica
-
-
-def _run(
-    module: nn.Module, forward: compare.Forward, random: compare.Random
-) -> tuple[list[Tensor], Any]:
-    x, tensors, facts = random.inputs(), [], []
-    labels = torch.randint(_CLASSES, x.shape[:2], generator=random.generator, device="cpu")
-    labels[0, 1] = -100
-    labels = labels.to(x.device)
-    # Each argument's value is its name, so that _Base.facts shows which arguments it gets.
-    names = arguments.of(stock_class(module)).names
-    given = {name: name for name in names if name not in _CHOSEN}
-    calls = [given, {"num_items_in_batch": 5}, {**given, "shift_labels": labels.flip(0)}]
-    if mixture := _is_mixture(module):
-        mask = (labels != labels[1, 1]).long()
-        calls = [
-            {**each, "attention_mask": mask} for each in (*calls, {"output_router_logits": False})
-        ]
-    experts = getattr(module, "num_experts", _EXPERTS)
-    router = random(compare.WIDTH, experts) if mixture else None
-    module.model = _Base(x, router, module.config)
-    for options in calls:
-        out = forward(module, labels, labels=labels, use_cache=False, marker=7, **options)
-        names = base_results(type(out)) if not mixture else base_results(CausalLMOutputWithPast)
-        facts.append((type(out), [out.get(name) for name in names], [*options]))
-        tensors.extend(compare.with_gradients(module, out.loss, x, random))
-        if mixture:
-            facts.append((out.aux_loss is None, out.router_logits is None))
-            tensors.extend(filter(torch.is_tensor, (out.aux_loss, *(out.router_logits or ()))))
-    return tensors, facts + module.model.facts
-
-
-class RecognisedCausalLM(Recognised, FusedCausalLM):
-    """A language model of a class in no table; a mixture's loss includes its router's."""
-
-    knows = None
-    comparison = compare.Kind("a head and its loss", _replica, _run)
-
-    @classmethod
-    def probe(cls, module: nn.Module, row: Head, weight: Tensor, probes: Probes) -> str | None:
-        return super().probe(module, row, module.lm_head.weight, probes)
+    def _returns_loss_alone(self, given: dict[str, Any]) -> bool:
+        """Whether a call wants a loss and can do without logits."""
+        named, to_keep = given.get("return_dict"), given.get("logits_to_keep", 0)
+        # A tuple would have other results in the logits' place.
+        named = self.config.return_dict if named is None else named
+        whole = isinstance(to_keep, int) and to_keep == 0
+        wanted = given.get("labels") is not None and self.training and named and whole
+        if not wanted or torch.compiler.is_compiling() and not getattr(self, ROW):
+            return False
+        path = vars(self).get(HEAD)
+        return path is not None and _refusal(self, path) is None

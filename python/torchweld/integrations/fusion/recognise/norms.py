@@ -43,6 +43,7 @@ _EPS = ("variance_epsilon", "eps", "epsilon")
 
 def new_fused(stock: type[nn.Module], parent: type[nn.Module], row: Any) -> nn.Module:
     """Makes a fused module without state, to copy or unpickle one whose class is in no table."""
+    register(stock, (parent, row))  # unfuse asks for it
     cls = fused_class(stock, (parent, row))
     return cls.__new__(cls)
 
