@@ -179,7 +179,7 @@ def _rows_of(case: _Case) -> Iterator[Row]:
             result = _result(stock.train(), inputs)
         target = result + _NOISE * torch.randn_like(result)
     ours = copy_of(stock.train())
-    torchweld.fuse(ours, check=False)
+    torchweld.fuse(ours, loss="labels" in inputs, check=False)
     models = {"ours": ours, STOCK: stock}
     if case.compiled:
         models[COMPILED] = compiled_copy(stock, _BACKEND)
