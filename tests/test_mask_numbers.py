@@ -82,6 +82,12 @@ TABLES = [
         "10000 11000 00100 00110 00011",
     ),
     ((2, 5), {"causal": True, "key_start": ints([1, 4])}, "01110 00001"),
+    (
+        (5, 5),
+        {"causal": True, "key_start": ints([0, 0, 0, 3, 3]), "leftpad": ints(1)},
+        "00000 01000 01100 00010 00011",
+    ),
+    ((2, 5), {"key_start": ints([1, 4]), "leftpad": ints(2)}, "00111 00001"),
 ]
 
 
@@ -150,10 +156,10 @@ def numbers_of(seed: int, op: str, b: int, h: int, sq: int, sk: int, dtype, devi
     leftpad, numbers = None, {}
     if op != "causal_softmax":
         numbers["causal"] = pick.random() < 0.5
-    way = pick.choice(["leftpad", "documents", "any", "none"])
-    if way == "leftpad":
+    way = pick.choice(["leftpad", "documents", "any", "none", "both"])
+    if way in ("leftpad", "both"):
         leftpad = data(b)
-    elif way != "none":
+    if way in ("documents", "any", "both"):
         start = data(b, sq)
         numbers["key_start"] = start.sort(1).values if way == "documents" else start
     if pick.random() < 0.4:
@@ -686,11 +692,6 @@ def test_helpers_of_packed_sequences():
 REFUSED = [
     ({"key_start": torch.zeros(2, 5)}, "key_start must be int32, but got float32 (2, 5) on cpu"),
     ({"key_start": ints([0] * 4, [0] * 4)}, "key_start must be (batch, seqlen_q) = (2, 5), but"),
-    (
-        {"key_start": ints([0] * 5, [0] * 5), "leftpad": ints(0, 1)},
-        "key_start must be given without leftpad, but got both; use "
-        "torch.maximum(key_start, leftpad[:, None])",
-    ),
     ({"key_end": torch.zeros(2, dtype=torch.int64)}, "key_end must be int32, but got int64 (2,)"),
     ({"key_end": ints(1, 2, 3)}, "key_end must be (batch,) = (2,), but got int32 (3,) on cpu"),
     ({"window": 0}, "window must be at least 1, but got 0; leave it out for no window"),

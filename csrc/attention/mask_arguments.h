@@ -71,9 +71,6 @@ inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batc
     check_device(op, name, *mask.key_start, like_name, like);
     check_dtype(op, name, *mask.key_start, at::kInt);
     check_shape(op, name, *mask.key_start, {batch, seqlen_q}, "(batch, seqlen_q)");
-    TW_CHECK(!is_given(mask.leftpad), op,
-             "key_start must be given without leftpad, but got both; use ",
-             "torch.maximum(key_start, leftpad[:, None])");
   }
   if (is_given(mask.key_end)) {
     const char* name = "key_end";

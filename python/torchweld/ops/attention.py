@@ -75,8 +75,8 @@ def attention(
         scale: finite factor on the scores; `head_dim ** -0.5` when None.
         key_start: int32 `(batch, seqlen_q)` on the same device: row i sees no key before
             `key_start[b, i]`, as in packed documents (`key_start_from_position_ids`,
-            `key_start_from_documents`). Not with leftpad. Without causal all rows of a sequence
-            must have the same value, unless key_end has one value per row.
+            `key_start_from_documents`), nor before leftpad. Without causal all rows of a
+            sequence must have the same value, unless key_end has one value per row.
         key_end: int32 `(batch,)` on the same device: how many keys each sequence has, in a batch
             padded on the right or a cache with free slots behind its tokens; later keys are never
             read. Or int32 `(batch, seqlen_q)`: row i sees the keys before `key_end[b, i]`, with or
