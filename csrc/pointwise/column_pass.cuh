@@ -77,7 +77,8 @@ __global__ __launch_bounds__(kColumnThreads,
                                                         int64_t rows_per_chunk, float* g_partials) {
   constexpr int kElems = Op::kElems, kSums = Op::kSums;
   constexpr int kTile = kWarp * kElems;
-  constexpr int kRowsAtOnce = kSums > 1 ? 2 : 4;  // more rows would spill registers
+  // More rows would spill registers.
+  constexpr int kRowsAtOnce = kSums > 1 || sizeof(typename Op::Sum) > sizeof(float) ? 2 : 4;
   __shared__ float s_sums[kRowGroups][kSums][kTile];
   const int64_t first_column = static_cast<int64_t>(blockIdx.x) * kTile;
   const int64_t column = first_column + threadIdx.x * kElems;
