@@ -117,7 +117,9 @@ template <class Config>
 __device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
                                                     AttentionSm90Shared<Config>& s) {
   constexpr int kKeys = Config::kKeys, kBoxColumns = AttentionSm90Tile::kBoxColumns;
-  constexpr bool kHasParts = Config::kMasked && AttentionSm90Tile::has_parts(Config::kWarpgroups);
+  // NOTE: a soft cap in unequal head dims leaves no registers for parts.
+  constexpr bool kHasParts = Config::kMasked && AttentionSm90Tile::has_parts(Config::kWarpgroups) &&
+                             !(Config::kCapped && Config::kDim > Config::kDimV);
   const bool leader = elect_one();
   PipelineState<Config::kStages> key_state, value_state;
   PipelineState<2> work_state;
