@@ -52,9 +52,12 @@ def plain_tensors(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is None:
             continue
-        if type(tensor) not in _PLAIN or tensor.dtype != (dtype or tensor.dtype):
+        if type(tensor) not in _PLAIN:
             return False
-        dtype = tensor.dtype
+        if dtype is None:
+            dtype = tensor.dtype
+        elif tensor.dtype is not dtype:
+            return False
     return dtype.is_floating_point
 
 

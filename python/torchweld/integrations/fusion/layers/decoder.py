@@ -292,11 +292,11 @@ def projection_layers(attn: nn.Module, row: Any) -> dict[str, nn.Module]:
     if type(row) is Attention:
         names = ("qkv_proj",) if row.packed else ("q_proj", "k_proj", "v_proj")
     else:
-        names = (
+        names = [
             name
             for name, wanted in _projecting(stock_class(attn).forward)
-            if all(each.holds(attn) for each in wanted)
-        )
+            if not wanted or all(each.holds(attn) for each in wanted)
+        ]
     modules = attn._modules
     return {name: modules[name] for name in names if name in modules and modules[name] is not None}
 
@@ -477,7 +477,8 @@ def _projections_of(attn: nn.Module | None, x: Tensor) -> Operands | None:
     # transformers' recorders don't count: they see only the attention's results.
     if attn is None or hooked(attn, calls_recorders=True):
         return None
-    layers = projection_layers(attn, getattr(attn, ROW, None))
+    # NOTE: a module that lacks an attribute takes the host two microseconds to say so.
+    layers = projection_layers(attn, getattr(type(attn), ROW, None))
     found = operands([*layers.values()], x) if layers else None
     sharded = found is not None and found.mesh is not None
     return None if sharded and not isinstance(attn, FusedAttention) else found

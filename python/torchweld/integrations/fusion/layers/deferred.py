@@ -25,17 +25,13 @@ class Deferred:
 
     Attributes:
         x: A tensor of the same shape and dtype.
-        mode: Whether gradients were recorded and autocast was on when the tensor was deferred.
+        mode: The :func:`modes` when the tensor was deferred; an op may compute it in these alone.
     """
 
     __slots__ = ("mode", "x")
 
     def __add__(self, other: Any) -> Any:
         return self.tensor() + computed(other)
-
-    def is_in_mode(self) -> bool:
-        """Whether the modes are still ``mode``, so an op may compute the tensor now."""
-        return self.mode == _mode()
 
     def tensor(self) -> Tensor:
         """Computes the tensor."""
@@ -54,7 +50,8 @@ class Deferred:
         return func(*args, **kwargs)
 
 
-def _mode() -> tuple[bool, bool]:
+def modes() -> tuple[bool, bool]:
+    """Returns whether gradients are recorded and whether autocast is on."""
     return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
 
 
@@ -124,7 +121,7 @@ class Sum(Residual):
         norms: Mapping[nn.Module, Sequence[Tensor | None]],
         sums: int,
     ) -> None:
-        self.x, self.mode = x, _mode()
+        self.x, self.mode = x, modes()
         self.h, self.norms, self.sums = h, norms, sums
 
     def tensor(self) -> Tensor:
@@ -148,7 +145,7 @@ class Normed(Deferred):
     __slots__ = ("norm", "parameters", "projections", "results", "source")
 
     def __init__(self, norm: nn.Module, given: LayerInput) -> None:
-        self.x, self.mode = given.x, _mode()
+        self.x, self.mode = given.x, modes()
         self.norm = self.source = norm
         self.parameters = given.norms[norm]
         self.projections, self.results = given.projections[norm], None
@@ -173,12 +170,11 @@ class Normed(Deferred):
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         x = args[0] if args else None
-        if func is F.linear and isinstance(x, Normed) and x.norm is not None and x.is_in_mode():
+        if func is F.linear and type(x) is Normed and x.norm is not None and x.mode == modes():
             # Only a positional call with the layer's own weight and bias gets the deferred result.
             # timm's EVA adds another bias than the layer's: F.linear(x, weight=..., bias=...).
             weight, bias, *_ = (None, None) if kwargs else (*args[1:], None)
-            layers = zip(x.projections.weights, x.projections.biases, strict=True)
-            for i, layer in enumerate(layers):
-                if layer[0] is weight and layer[1] is bias:
-                    return x.linears()[i]
+            for i, own in enumerate(x.projections.weights):
+                if own is weight and x.projections.biases[i] is bias:
+                    return (x.results or x.linears())[i]
         return super().__torch_function__(func, types, args, kwargs)

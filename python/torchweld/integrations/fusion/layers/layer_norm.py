@@ -53,7 +53,13 @@ class FusedLayerNorm(FusedNorm):
         return {"weight": module.weight, "bias": module.bias}
 
     def operands(self, x: Any) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-        return norm_operands(self, x)
+        # NOTE: on the host, x.shape[-1:] and x.device.type take as long as ten attributes.
+        if not isinstance(x, Tensor) or not x.dim() or (x.shape[-1],) != self.normalized_shape:
+            return None
+        tensors = x, *weight_and_bias(self)
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):  # torch's norm is a float32 one there
+            tensors = tuple(None if tensor is None else tensor.float() for tensor in tensors)
+        return tensors if plain_tensors(*tensors) and is_faster(tensors[0]) else None
 
     def options(self) -> dict[str, float]:
         return {"eps": self.eps}
@@ -127,10 +133,10 @@ class FusedPostNorm(FusedModule):
         if row is None or len(args) != 2 or kwargs or torch.compiler.is_compiling():
             return stock_forward(self, *args, **kwargs)
         x, residual = args
-        linear, dropout, norm = (self._modules[name] for name in row)
-        x = dropout(linear(x))
+        modules = self._modules
+        norm, x = modules[row.norm], modules[row.dropout](modules[row.linear](x))
         called = hooked(norm) or _has_any_global_hook() or not isinstance(residual, Tensor)
-        tensors = None if called or x.shape != residual.shape else norm_operands(norm, x)
+        tensors = None if called or x.shape != residual.shape else FusedLayerNorm.operands(norm, x)
         # Under autocast, torch adds x and residual before it casts their sum. The op can't do that.
         if tensors is None or tensors[0] is not x or not plain_tensors(x, residual):
             return norm(x + residual)
@@ -139,16 +145,7 @@ class FusedPostNorm(FusedModule):
         return ops.add_layer_norm(x, residual, *tensors[1:], eps=norm.eps)[0]
 
 
-def norm_operands(norm: nn.Module, x: Any) -> tuple[Tensor | None, ...] | None:
-    """Returns x, weight and bias for an op that normalises x, or None if none may run."""
-    if not isinstance(x, Tensor) or x.shape[-1:] != norm.normalized_shape:
-        return None
-    tensors = x, *weight_and_bias(norm)
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):  # torch's norm is a float32 one there
-        tensors = tuple(None if tensor is None else tensor.float() for tensor in tensors)
-    return tensors if plain_tensors(*tensors) and is_faster(tensors[0]) else None
-
-
 def is_faster(tensor: Tensor) -> bool:
     """Whether the ops are faster than torch's for a tensor's device and dtype."""
-    return tensor.dtype in _DTYPES.get(tensor.device.type, ())
+    device = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else ""
+    return tensor.dtype in _DTYPES.get(device, ())

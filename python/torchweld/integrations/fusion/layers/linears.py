@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torchweld.ops.stock import is_plain, plain_tensors, untouched
 
 from .fused_module import instance_refusal
-from .stock_modules import hooked, weights_and_biases
+from .stock_modules import hooked, weight_and_bias
 
 _WHOLE = {nn.Linear}
 COLUMNS: tuple[type[nn.Linear], ...] = (nn.Linear,)
@@ -82,13 +82,17 @@ def operands(layers: Sequence[nn.Module], x: Tensor) -> Operands | None:
     """
     if _has_any_global_hook() or not untouched(*layers):
         return None
-    mesh, kinds = None, {*map(type, layers)}
-    if kinds != _WHOLE:
+    mesh = None
+    if {type(layer) for layer in layers} != _WHOLE:
         mesh, *meshes = map(_mesh_of_columns, layers)
         # A weight that FSDP2 shards too and has not gathered has a mesh of more than one dim.
         if mesh is None or any(other != mesh for other in meshes) or mesh.ndim > 1:
             return None
-    weights, biases = weights_and_biases(layers)
+    weights, biases = [], []
+    for layer in layers:
+        weight, bias = weight_and_bias(layer)
+        weights.append(weight)
+        biases.append(bias)
     if mesh is None:
         tensors = weights + biases
     else:

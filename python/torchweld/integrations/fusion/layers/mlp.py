@@ -16,7 +16,7 @@ from torchweld.ops.stock import plain_tensors
 
 from .fused_module import ROW, FusedModule, instance_refusal, stock_forward
 from .linears import Operands, copied, has_rows, local, mesh_of, operands, own, why_called
-from .stock_modules import activation_name, hooked, weight_and_bias
+from .stock_modules import activation_name, hooked, weight_and_bias, weight_of
 
 # For each activation: the gate that applies it, and whether the gate applies it to the left branch.
 GATES = {
@@ -76,7 +76,8 @@ class FusedPlainMLP(FusedModule):
         reason = _activation_refusal(module, row)
         if reason is not None:
             return reason
-        if any(map(hooked, _between(module, row))):
+        called = *row.first, row.second
+        if any(hooked(child) for name, child in module._modules.items() if name not in called):
             return "a module in it has hooks, which would see other values"
         if _is_mixed(module, row):
             return "its layers have different dtypes"
@@ -100,13 +101,13 @@ class FusedPlainMLP(FusedModule):
         if activation is not None and len(args) == 1 and not kwargs:
             found = _operands(self, row, args[0])
         # A process's shard of a packed layer would have columns of one half alone.
-        if found is None or (row.packed and found.mesh is not None):
+        if found is None or (found.mesh is not None and row.packed):
             if recorder.calls is not None and (len(args) != 1 or kwargs):
                 recorder.record(self, "the stock forward runs: it was called with more than x")
             return stock_forward(self, *args, **kwargs)
         if recorder.calls is not None:
             recorder.record(self)
-        (x,) = copied(found.mesh, args[0])
+        x = args[0] if found.mesh is None else copied(found.mesh, args[0])[0]
         if row.activated is None:
             y = ops.linear(x, *found.weights, *found.biases, activation=activation)
         else:
@@ -151,7 +152,7 @@ class FusedMLP(FusedPlainMLP):
         if kwargs or not args or args[1:] or not isinstance(args[0], Tensor):
             return stock_forward(self, *args, **kwargs)
         (x,) = args
-        layers, down = [*_layers(self, row).values()], self._modules["down_proj"]
+        layers, down = [self._modules[name] for name in row.first], self._modules["down_proj"]
         found = operands(layers, x)
         if found is None:
             return _call_layers(self, row, x)
@@ -174,7 +175,7 @@ def fuses_down(mlp: nn.Module, gate: nn.Module) -> bool:
     if not has_rows(down, mesh):
         return False
     if mesh is None:
-        return plain_tensors(gate.weight, *weight_and_bias(down))
+        return plain_tensors(weight_of(gate), *weight_and_bias(down))
     return plain_tensors(own(gate, "weight"), own(down, "weight"), own(down, "bias"))
 
 
@@ -244,27 +245,25 @@ def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:
     return mlp.down_proj(ops.gated_activation(*_branches((left, right), swapped), gate=gate))
 
 
-def _between(mlp: nn.Module, row: MLP) -> list[nn.Module]:
-    """Returns the modules that the fused forward does not call: the activation and dropouts."""
-    return [m for name, m in mlp._modules.items() if name not in (*row.first, row.second)]
-
-
 def _is_mixed(mlp: nn.Module, row: MLP) -> bool:
     """Whether the weights have several dtypes, between which T5 casts."""
-    names = *row.first, row.second
-    weights = [getattr(mlp._modules.get(name), "weight", None) for name in names]
+    layers = [mlp._modules[name] for name in (*row.first, row.second) if name in mlp._modules]
+    weights = [weight_of(layer) for layer in layers]
     return len({w.dtype for w in weights if isinstance(w, Tensor) and w.is_floating_point()}) > 1
 
 
 def _operands(mlp: nn.Module, row: MLP, x: Any) -> Operands | None:
     """Returns the operands of the first layers, or None if the stock forward must run."""
-    between = _between(mlp, row)
-    if not isinstance(x, Tensor) or any(map(hooked, between)) or _is_mixed(mlp, row):
+    if not isinstance(x, Tensor) or _is_mixed(mlp, row):
         return None
-    for module in between:
-        p = getattr(module, "p", 0)
+    for name, module in mlp._modules.items():
+        if name in row.first or name == row.second:
+            continue
+        if hooked(module):
+            return None
+        p = 0 if name == row.activation else getattr(module, "p", 0)
         if p and (module.training or mlp.training):
             if recorder.calls is not None:
                 recorder.record(mlp, f"the stock forward runs: Dropout({p}) is on")
             return None
-    return operands(list(_layers(mlp, row).values()), x)
+    return operands([mlp._modules[name] for name in row.first], x)

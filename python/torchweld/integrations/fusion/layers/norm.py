@@ -11,7 +11,7 @@ from torchweld._library import ops
 from torchweld.integrations import recorder
 from torchweld.integrations.fusion.probes import Probes
 
-from .deferred import LayerInput, Normed, Sum, computed
+from .deferred import LayerInput, Normed, Sum, computed, modes
 from .fused_module import FusedModule, stock_forward
 from .linears import Operands, copied
 
@@ -44,7 +44,7 @@ class FusedNorm(FusedModule):
         if kwargs or not args or args[1:]:
             return stock_forward(self, *args, **kwargs)
         (x,) = args
-        if type(x) is Sum and x.h is not None and self in x.norms and x.is_in_mode():
+        if type(x) is Sum and x.h is not None and self in x.norms and x.mode == modes():
             if recorder.calls is not None:
                 recorder.record((self, "add"))
                 recorder.record(self)

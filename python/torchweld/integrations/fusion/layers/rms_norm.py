@@ -20,6 +20,7 @@ from .fused_module import (
     stock_forward,
 )
 from .norm import FusedNorm
+from .stock_modules import weight_of
 
 
 class Norm(NamedTuple):
@@ -36,34 +37,28 @@ class FusedRMSNorm(FusedNorm):
 
     @staticmethod
     def refusal(module: nn.Module, row: Norm) -> str | None:
-        weight = _weight(module)
+        weight = weight_of(module)
         if weight is not None and weight.dtype == torch.float64:
             return "it is float64, of which the stock norm computes in float32"
         return instance_refusal(module)
 
     @staticmethod
     def op_parameters(module: nn.Module, row: Norm) -> dict[str, Tensor | None]:
-        return {"weight": _weight(module)}
+        return {"weight": weight_of(module)}
 
     def operands(self, x: Any) -> tuple[Tensor, Tensor | None] | None:
         # The stock norms compute in fp32 even if x is float64. The op would compute in float64, and
         # the results would differ visibly.
-        own = self._parameters
-        weight = own["weight"] if "weight" in own else _weight(self)
+        weight = weight_of(self)
         serves = x is not None and plain_tensors(x, weight) and x.dtype != torch.float64
         return (x, weight) if serves else None
 
     def options(self) -> dict[str, float]:
         row: Norm = self._torchweld_row
         offset = row.weight_offset
-        if offset and _weight(self) is None:
+        if offset and weight_of(self) is None:
             offset = 0.0
         return {"eps": getattr(self, row.eps), "weight_offset": offset}
-
-
-def _weight(norm: nn.Module) -> Tensor | None:
-    """Returns the weight of a norm, or None if it has none."""
-    return getattr(norm, "weight", None)
 
 
 class FusedTorchNorm(FusedRMSNorm):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,22 +66,17 @@ def hooked(module: nn.Module, calls_recorders: bool = False) -> bool:
 
 def weight_and_bias(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Returns weight and bias, three times as fast as through ``Module.__getattr__``."""
-    (weight,), (bias,) = weights_and_biases((layer,))
-    return weight, bias
+    own = layer._parameters
+    if "weight" in own and "bias" in own:
+        return own["weight"], own["bias"]
+    # A DataParallel replica has attributes instead, and FSDP1 shards parameters into a flat one.
+    return layer.weight, layer.bias
 
 
-def weights_and_biases(layers: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns the weights and biases of several layers."""
-    weights, biases = [], []
-    for layer in layers:
-        own = layer._parameters
-        if "weight" in own and "bias" in own:
-            weights += [own["weight"]]
-            biases += [own["bias"]]
-        else:  # it is a DataParallel replica, or its parameters are sharded into a flat one
-            weights += [layer.weight]
-            biases += [layer.bias]
-    return weights, biases
+def weight_of(module: nn.Module) -> Any:
+    """Returns a module's weight, or None if it has none."""
+    own = module._parameters
+    return own["weight"] if "weight" in own else getattr(module, "weight", None)
 
 
 def implementation(config: Any) -> str | None:
