@@ -223,11 +223,18 @@ def test_whispers_attention_reads_the_heads_without_copies(device):
     assert copies(model) == 0 < copies(stock)
     for each in (model, saved_and_loaded(model), copy.deepcopy(model)):
         assert_same_step(each, stock)
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("sdpa")
+    assert copies(other) == copies(stock)
     assert {*places} <= {*unfuse(model)} and copies(model) == copies(stock)
 
 
 def makes_copies(self, x):
     return x.transpose(1, 2).contiguous()
+
+
+def names_its_attention(self):
+    return self.config._attn_implementation
 
 
 def test_a_forward_that_cannot_be_compiled_again_keeps_its_copies():
@@ -241,6 +248,7 @@ def test_a_forward_that_cannot_be_compiled_again_keeps_its_copies():
         assert heads._without_copies(forward) is forward
     x = torch.randn(2, 3, 4)
     assert not heads._without_copies(makes_copies)(None, x).is_contiguous()
+    assert heads._without_copies(names_its_attention)(None) == "torchweld"
 
 
 @pytest.mark.parametrize("kind", ["vit", "whisper", "hubert"])

@@ -206,6 +206,9 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
     return bool(is_causal)
 
 
+_CAUSAL, _BIDIRECTIONAL = Numbers(causal=True), Numbers(causal=False)
+
+
 def _numbers(
     mask: Tensor | None, query: Tensor, module: torch.nn.Module, is_causal: bool | None
 ) -> Numbers | None:
@@ -219,7 +222,7 @@ def _numbers(
     if mask is not None and mask_numbers.is_numbers(mask):
         numbers = mask_numbers.split(mask, query.shape[2], query.device)
     elif mask is None:
-        return Numbers(causal=_is_causal(module, is_causal))
+        return _CAUSAL if _is_causal(module, is_causal) else _BIDIRECTIONAL
     causal = getattr(mask, "torchweld_causal", False) if numbers is None else numbers.causal
     # The mask follows the config, but a layer with is_causal = False must not be causal.
     if causal and query.shape[2] > 1 and not _is_causal(module, is_causal):

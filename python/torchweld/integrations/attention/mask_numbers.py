@@ -145,7 +145,7 @@ def once(mask: Tensor, name: str, made_for: tuple[Any, ...], make: Callable[[], 
         return make()
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return make()
-    keys = (WeakIdRef(each) if isinstance(each, Tensor) else each for each in made_for)
+    keys = [WeakIdRef(each) if isinstance(each, Tensor) else each for each in made_for]
     made_for = mask._version, torch.is_inference_mode_enabled(), *keys
     kept = vars(mask).get(name)
     if kept is None or kept[0] != made_for:

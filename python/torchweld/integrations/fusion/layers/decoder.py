@@ -35,7 +35,6 @@ from torchweld.ops.stock import plain_tensors, untouched
 from .arguments import parsed
 from .deferred import LayerInput, Normed, computed
 from .fused_module import (
-    ARGUMENTS,
     ROW,
     STOCK,
     FusedModule,
@@ -429,20 +428,23 @@ class FusedLayer(FusedModule):
         return instance_refusal(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs.get(getattr(self, ARGUMENTS).names[0])
-        skips = torch.compiler.is_compiling() or _has_any_global_hook()
-        norms = {} if skips else _norms_of(self, x)
+        row: Layer | None = getattr(self, ROW, None)
+        if row is None or torch.compiler.is_compiling() or _has_any_global_hook():
+            return stock_forward(self, *args, **kwargs)
+        name = self._torchweld_arguments.names[0]
+        x = args[0] if args else kwargs.get(name)
+        norms = _norms_of(self, row, x)
         if not norms:
             return stock_forward(self, *args, **kwargs)
         (first, *_), projections = norms, None
-        if first is self._modules.get(getattr(self, ROW).before_attention):
+        if first is self._modules.get(row.before_attention):
             projections = _projections_of(attention_of(self), x)
         given = {} if projections is None else {first: projections}
-        x = LayerInput(x, norms, given, 1 + len(getattr(self, ROW).later))
+        x = LayerInput(x, norms, given, 1 + len(row.later))
         if args:
             args = (x, *args[1:])
         else:
-            kwargs[getattr(self, ARGUMENTS).names[0]] = x
+            kwargs[name] = x
         out = stock_forward(self, *args, **kwargs)
         if type(out) is Tensor:
             return out
@@ -457,12 +459,11 @@ def _op(layer: nn.Module, row: Layer) -> str:
     return parent.op
 
 
-def _norms_of(layer: nn.Module, x: Any) -> dict[nn.Module, Parameters]:
+def _norms_of(layer: nn.Module, row: Layer, x: Any) -> dict[nn.Module, Parameters]:
     """Returns the norms of a layer that can run an op on its input x, with their parameters."""
     found: dict[nn.Module, Parameters] = {}
     modules = layer._modules
-    row: Layer | None = getattr(layer, ROW, None)
-    norms = [modules[name] for name in row.names() if name in modules] if row else []
+    norms = [modules[name] for name in (*row[:2], *row.later) if name in modules]
     if type(x) is not Tensor or None in norms or not untouched(*norms):
         return found
     for norm in norms:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import _is_any_autocast_enabled
 from torch.utils._pytree import tree_map
 
 from torchweld.integrations import recorder
@@ -52,7 +53,7 @@ class Deferred:
 
 def modes() -> tuple[bool, bool]:
     """Returns whether gradients are recorded and whether autocast is on."""
-    return torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+    return is_grad_enabled(), _is_any_autocast_enabled()
 
 
 def operator(name: str) -> Callable:

@@ -60,7 +60,10 @@ class FusedHeads(FusedModule):
 
 
 class _Views(ast.NodeTransformer):
-    """Replaces ``x.transpose(1, 2).contiguous()`` by ``x.transpose(1, 2)``."""
+    """Replaces ``x.transpose(1, 2).contiguous()`` by ``x.transpose(1, 2)``.
+
+    The name of the attention becomes a constant: a read of a configuration runs Python code.
+    """
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -69,12 +72,18 @@ class _Views(ast.NodeTransformer):
             return node.func.value
         return node
 
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        self.generic_visit(node)
+        is_name = ast.unparse(node) == "self.config._attn_implementation"
+        return ast.Constant(NAME) if is_name else node
+
 
 @functools.cache
 def _without_copies(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a forward, without decorators, that does not make transposed tensors contiguous.
 
-    A forward without source, or one that reads variables of another function, is returned as it is.
+    The result is for calls of torchweld's attention. A forward without source, or one that reads
+    variables of another function, is returned as it is.
     """
     inner, tree = inspect.unwrap(forward), parsed(forward)
     if tree is None or inner.__closure__ is not None:

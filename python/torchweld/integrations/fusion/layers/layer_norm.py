@@ -57,7 +57,8 @@ class FusedLayerNorm(FusedNorm):
         if not isinstance(x, Tensor) or not x.dim() or (x.shape[-1],) != self.normalized_shape:
             return None
         tensors = x, *weight_and_bias(self)
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):  # torch's norm is a float32 one there
+        autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cuda")
+        if autocast and x.is_cuda:  # torch's norm is a float32 one there
             tensors = tuple(None if tensor is None else tensor.float() for tensor in tensors)
         return tensors if plain_tensors(*tensors) and is_faster(tensors[0]) else None
 

@@ -70,7 +70,7 @@ class FusedNorm(FusedModule):
         given = [bias for bias in biases if bias is not None]
         if given and len(given) < len(biases):  # the op takes one for each layer or none
             pairs = zip(weights, biases, strict=True)
-            given = [w.new_zeros(len(w)) if bias is None else bias for w, bias in pairs]
+            given = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in pairs]
         if mesh is not None:
             x, *parameters = copied(mesh, x, *parameters)
         linears = getattr(ops, f"{self.op}_linears")
