@@ -303,6 +303,20 @@ def test_a_document_has_the_same_bits_in_every_packing(dtype, d, mask, device):
             assert_same_bits(found, list(alone[i]), f"document {i} in packing {sequence}")
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_of_padded_sequences_have_their_values(causal, device):
+    """Padding in front of two sequences, in the mode and outside of it."""
+    t = heads(device, F32, 2, 150, 64)
+    pads = torch.tensor([0, 23], dtype=torch.int32, device=device)
+    starts = (torch.arange(150, device=device) // 40 * 40 * causal).int().repeat(2, 1)
+    options = {"leftpad": pads, "key_start": starts, "causal": causal}
+    outside = ops.attention_forward(*t, **options)
+    with torchweld.batch_invariant():
+        inside = ops.attention_forward(*t, **options)
+    for found, expected in zip(inside, outside, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_packed_sequences_of_any_length_have_their_bits(dtype, device):
     """varlen_attention, with fewer query rows than keys."""

@@ -159,7 +159,8 @@ void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Ten
 // Whether fill_parts_cpu can compute a call of the batch-invariant mode.
 bool has_parts_cpu(const Mask& mask) {
   const bool known_positions = mask.has_row_ends() || !is_given(mask.key_end);
-  return is_given(mask.key_start) && known_positions && (mask.causal || !mask.window) &&
+  const bool needs_positions = mask.window || is_given(mask.leftpad);
+  return is_given(mask.key_start) && known_positions && (mask.causal || !needs_positions) &&
          mask.dropout_p == 0;
 }
 
@@ -184,6 +185,7 @@ void fill_parts_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Tensor&
       Mask part = mask;
       part.key_start = rows_of(starts);
       if (is_given(mask.key_end)) part.key_end = rows_of(*mask.key_end);
+      if (is_given(mask.leftpad)) part.leftpad = mask.leftpad->narrow(0, b, 1);
       Tensor part_out = rows_of(out);
       Tensor part_lse =
           lse ? at::empty_like(rows_of(*lse), at::MemoryFormat::Contiguous) : Tensor();
