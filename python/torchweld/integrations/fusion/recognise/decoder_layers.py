@@ -92,7 +92,9 @@ def find(module: nn.Module) -> Fusion | None:
     found = register(stock_class(module))
     if found is None and (rows := _layer_rows(module)):
         found = choose(module, lambda _: rows, RecognisedLayer)
-    return found if found and {*found[1].names()} <= module._modules.keys() else None
+    if found is None or not issubclass(found[0], RecognisedLayer):
+        return None
+    return found if {*found[1].names()} <= module._modules.keys() else None
 
 
 def difference(module: nn.Module) -> str | None:
