@@ -75,7 +75,7 @@ OTHERS = {
     "hyperclovax": ("HyperCLOVAXForCausalLM", "norm, add + norm, norm + qkv, rotary, MLP, loss"),
     "jamba": ("JambaForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
     "kimi_linear": ("KimiLinearForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
-    "lfm2_moe": ("Lfm2MoeForCausalLM", "attention, norm, add + norm, experts, loss"),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", "attention, norm, add + norm, MLP, experts, loss"),
     "llama4_text": ("Llama4ForCausalLM", "attention, norm, add + norm, MLP, loss"),
     "afmoe": ("AfmoeForCausalLM", "attention, add + norm, norm + qkv, rotary, MLP, experts, loss"),
     "minicpm3": ("MiniCPM3ForCausalLM", "add + norm, norm + qkv, rotary, MLP, loss"),

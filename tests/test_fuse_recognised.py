@@ -172,6 +172,23 @@ class InterleavedMLP(PackedMLP):
         return self.down_proj(self.act(both[..., ::2]) * both[..., 1::2])
 
 
+class CallingMLP(nn.Module):
+    """Calls silu, as LFM2's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 48, bias=False)
+        self.w2 = nn.Linear(48, WIDTH)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class SwappedCallingMLP(CallingMLP):
+    def forward(self, x):
+        return self.w2(self.w1(x) * F.silu(self.w3(x)))
+
+
 class MadeUp(transformers.PreTrainedModel):
     """A model of one block that no table knows."""
 
@@ -219,6 +236,7 @@ def assert_same_step(model, stock, tolerance=1e-4):
         (ShiftedNorm, MLP, "layer_norm"),
         (FixedEpsNorm, MLP, "layer_norm"),
         (Norm, PackedMLP, "rms_norm"),
+        (Norm, CallingMLP, "rms_norm"),
     ],
 )
 def test_a_made_up_model_runs_the_ops_and_equals_stock(device, norm, mlp, op):
@@ -272,13 +290,32 @@ def test_norms_that_compute_something_else_stay_stock(device, kind):
     assert type(model.first) is type(model.last) is kind
 
 
-@pytest.mark.parametrize("kind", [ClampedMLP, DroppingMLP, SwappedMLP, InterleavedMLP])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ClampedMLP,
+        DroppingMLP,
+        SwappedMLP,
+        InterleavedMLP,
+        SwappedCallingMLP,
+    ],
+)
 def test_mlps_that_compute_something_else_stay_stock(device, kind):
     model = made_up(device, mlp=kind)
     reasons = dict(fuse(model, check=False).skipped)
     has = f"test_fuse_recognised.{kind.__name__} has the parts of"
     assert reasons["mlp"] == f"{has} a gated MLP and computes something else"
     assert type(model.mlp) is kind
+
+
+def test_layers_of_an_mlp_that_calls_its_activation_are_called_for_lora(device):
+    model = made_up(device, mlp=CallingMLP)
+    model.mlp.w1 = nn.Sequential(model.mlp.w1, nn.Linear(48, 48, device=device))
+    stock, report = fuse_keeping_stock(model)
+    assert report.ops["mlp"].startswith("gated_activation (silu; ")
+    with Calls() as calls:
+        assert_same_step(model, stock, 1e-5)
+    assert calls.names["torchweld::gated_activation_backward"] == 1
 
 
 def test_an_attribute_of_one_module_counts():

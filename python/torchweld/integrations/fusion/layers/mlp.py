@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -35,11 +36,17 @@ class MLP(NamedTuple):
     """Names the modules of an MLP."""
 
     first: tuple[str, ...]  # its first layer, or the two whose results a gate multiplies
-    activation: str | None  # None if the forward itself computes gelu
+    activation: str | None  # None if the forward itself calls a function
     second: str | None  # None if nothing follows
     # The result, "left" or "right", that gets the activation before the gate multiplies both. A
     # packed first layer computes both as halves. None without a gate.
     activated: str | None = None
+    called: str = "gelu"  # the function, torchweld's name of the activation
+
+    @property
+    def function(self) -> str:
+        """The name of the activation's module, or of the function that the forward calls."""
+        return self.activation or self.called
 
     @property
     def packed(self) -> bool:
@@ -59,7 +66,7 @@ class FusedPlainMLP(FusedModule):
 
     @staticmethod
     def label(module: nn.Module, row: MLP) -> str:
-        return f"{_op(module, row)} ({', '.join(row.first)} -> {row.activation or 'gelu'})"
+        return f"{_op(module, row)} ({', '.join(row.first)} -> {row.function})"
 
     @staticmethod
     def probe(module: nn.Module, row: MLP, weight: Tensor, probes: Probes) -> str | None:
@@ -118,7 +125,7 @@ class FusedPlainMLP(FusedModule):
 class FusedMLP(FusedPlainMLP):
     """A gated MLP that runs :func:`torchweld.gated_mlp`.
 
-    If ``down_proj`` must be called, for example with LoRA, :func:`torchweld.gated_linear_pair`
+    If the second layer must be called, for example with LoRA, :func:`torchweld.gated_linear_pair`
     computes the two products in front of it and the gate. If one layer packs both weights and the
     activation is silu, :func:`torchweld.gated_linear` does. If the layers in front of the gate must
     be called, :func:`torchweld.gated_activation` computes the gate.
@@ -129,9 +136,9 @@ class FusedMLP(FusedPlainMLP):
         layers = _layers(module, row)
         called = why_called(layers)
         if called:
-            return f"gated_activation ({row.activation}; {called})"
-        if _op(module, row) != "gated_linear" and fuses_down(module, next(iter(layers.values()))):
-            return f"gated_mlp ({', '.join(layers)} -> {row.activation} -> down_proj)"
+            return f"gated_activation ({row.function}; {called})"
+        if _op(module, row) != "gated_linear" and fuses_second(module, row):
+            return f"gated_mlp ({', '.join(layers)} -> {row.function} -> {row.second})"
         return FusedPlainMLP.label(module, row)
 
     @staticmethod
@@ -147,12 +154,14 @@ class FusedMLP(FusedPlainMLP):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         row = getattr(self, ROW, None)
         gate = None if row is None else gate_of(self, row)
-        if gate is None or hooked(self._modules[row.activation]) or _has_any_global_hook():
+        if gate is None or _has_any_global_hook():
+            return stock_forward(self, *args, **kwargs)
+        if row.activation is not None and hooked(self._modules[row.activation]):
             return stock_forward(self, *args, **kwargs)
         if kwargs or not args or args[1:] or not isinstance(args[0], Tensor):
             return stock_forward(self, *args, **kwargs)
         (x,) = args
-        layers, down = [self._modules[name] for name in row.first], self._modules["down_proj"]
+        layers, down = [self._modules[name] for name in row.first], self._modules[row.second]
         found = operands(layers, x)
         if found is None:
             return _call_layers(self, row, x)
@@ -160,7 +169,7 @@ class FusedMLP(FusedPlainMLP):
             recorder.record(self)
         (name, swapped), (weights, biases, mesh) = gate, found
         x = x if mesh is None else copied(mesh, x)[0]
-        if row.packed and not swapped or not fuses_down(self, layers[0]):
+        if row.packed and not swapped or not fuses_second(self, row):
             return down(_gated_linear(x, row, found, *gate))
         weights, biases = _branches(weights, swapped), _branches(biases, swapped)
         if mesh is None:
@@ -169,9 +178,10 @@ class FusedMLP(FusedPlainMLP):
         return down.summed(ops.gated_mlp(x, *weights, local(down), *biases, gate=name))
 
 
-def fuses_down(mlp: nn.Module, gate: nn.Module) -> bool:
-    """Whether down_proj is plain enough to be computed in the op of the gate's layers."""
-    down, mesh = mlp._modules["down_proj"], mesh_of(gate)
+def fuses_second(mlp: nn.Module, row: MLP) -> bool:
+    """Whether the second layer is plain enough to be computed in the op of the gate's layers."""
+    gate, down = mlp._modules[row.first[0]], mlp._modules[row.second]
+    mesh = mesh_of(gate)
     if not has_rows(down, mesh):
         return False
     if mesh is None:
@@ -180,9 +190,10 @@ def fuses_down(mlp: nn.Module, gate: nn.Module) -> bool:
 
 
 def _name_of(mlp: nn.Module, row: MLP) -> str | None:
-    if row.activation is None:
-        return "gelu_tanh" if getattr(mlp, "approximate", "none") == "tanh" else "gelu"
-    return activation_name(mlp._modules.get(row.activation))
+    if row.activation is not None:
+        return activation_name(mlp._modules.get(row.activation))
+    tanh = getattr(mlp, "approximate", "none") == "tanh"
+    return "gelu_tanh" if row.called == "gelu" and tanh else row.called
 
 
 def gate_of(mlp: nn.Module, row: MLP) -> tuple[str, bool] | None:
@@ -238,11 +249,16 @@ def _call_layers(mlp: nn.Module, row: MLP, x: Tensor) -> Tensor:
     projected = [layer(x) for layer in _layers(mlp, row).values()]
     left, right = projected[0].chunk(2, -1) if row.packed else projected
     gate, swapped = gate_of(mlp, row)
-    if not plain_tensors(left, right) or left.shape != right.shape:
-        return mlp.down_proj(mlp._modules[row.activation](left) * right)
-    if recorder.calls is not None:
-        recorder.record(mlp)
-    return mlp.down_proj(ops.gated_activation(*_branches((left, right), swapped), gate=gate))
+    if plain_tensors(left, right) and left.shape == right.shape:
+        if recorder.calls is not None:
+            recorder.record(mlp)
+        gated = ops.gated_activation(*_branches((left, right), swapped), gate=gate)
+    else:
+        activate = (
+            getattr(F, row.called) if row.activation is None else mlp._modules[row.activation]
+        )
+        gated = activate(left) * right
+    return mlp._modules[row.second](gated)
 
 
 def _is_mixed(mlp: nn.Module, row: MLP) -> bool:

@@ -22,6 +22,7 @@ _ACTIVATIONS = (
     "torch.nn.modules.activation",
     "timm.layers.activations",
 )
+_LFM2 = MLP(("w1", "w3"), None, "w2", "left", called="silu")
 _HIDDEN = 24  # of a replica
 
 
@@ -45,12 +46,14 @@ def is_gated_mlp(module: nn.Module, row: MLP) -> bool:
 
 
 def _gated_row(module: nn.Module) -> MLP | None:
-    """Returns the settings of a module with the children of Llama's MLP, else None."""
+    """Returns the settings of a module with the children of Llama's or LFM2's MLP, else None."""
+    children = module._modules.keys()
+    if children == {*_LFM2.first, _LFM2.second}:
+        return _LFM2
     names = [name for name in ("act_fn", "activation_fn", "act") if name in module._modules]
     if len(names) != 1 or activation_name(module._modules[names[0]]) is None:
         return None
     rows = (MLP(layers, names[0], "down_proj", "left") for layers in GATE_LAYERS)
-    children = module._modules.keys()
     return next((r for r in rows if children == {*r.first, r.activation, r.second}), None)
 
 
