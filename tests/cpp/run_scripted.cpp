@@ -4,7 +4,7 @@
 //
 // The module's buffer `example` is an input. The buffer `expected` is the result that Python
 // computes from this input.
-#include <torch/script.h>
+#include <torch/csrc/jit/serialization/import.h>
 #include <torchweld/ops.h>
 
 #include <iostream>
@@ -16,7 +16,7 @@ bool same_as_python(const char* path) {
   const at::Tensor example = module.attr("example").toTensor();
   const at::Tensor expected = module.attr("expected").toTensor();
   const at::Tensor out = module.forward({example}).toTensor();
-  return torch::equal(out, expected);
+  return at::equal(out, expected);
 }
 
 // Does one step of gradient descent towards a fixed target. Returns whether the loss falls.
