@@ -89,7 +89,7 @@ test-torch:
 	@mkdir -p $(TORCH_COPY) && cd $(TORCH_COPY) && rm -rf csrc tests && \
 	  find . -path './.venv' -prune -o -path './build' -prune -o -name '*.py' -exec rm {} +
 	@git ls-files -z | tar --create --null --files-from - | tar --extract -C $(TORCH_COPY)
-	@sed -e '/^\(triton\|cuda-[a-z]*\|sympy\|networkx\|setuptools\)==/d' \
+	@sed -e '/^\(triton\|torchvision\|cuda-[a-z]*\|sympy\|networkx\|setuptools\)==/d' \
 	  -e 's/^torch==.*/torch==$(TORCH)/' requirements/constraints.txt \
 	  > $(TORCH_COPY)/requirements/constraints.txt
 	@$(MAKE) --no-print-directory -C $(TORCH_COPY) test

@@ -88,7 +88,8 @@ def constraints(folder: Path, torch: str) -> Path:
     """The pinned versions, with another torch if it is not the pinned one."""
     text = (ROOT / "requirements" / "constraints.txt").read_text()
     if f"torch=={torch}\n" not in text:
-        depends = "torch|triton|cuda-[a-z]*|sympy|networkx|setuptools"  # pins that follow torch's
+        # These pins follow torch's.
+        depends = "torch|torchvision|triton|cuda-[a-z]*|sympy|networkx|setuptools"
         text = re.sub(rf"^({depends})==.*\n", "", text, flags=re.M)
         text += f"torch=={torch}\n"
     path = folder / "constraints.txt"
