@@ -97,15 +97,15 @@ test-torch:
 # The tests $(3) in a venv $(1), with the packages $(2) above the packages and the build of $(VENV).
 define TEST_ABOVE
 @$(RUN) -m venv --without-pip $(1)
-@$(RUN) -m pip --python $(1)/bin/python install --quiet --no-input --disable-pip-version-check $(2)
 @$(RUN) -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
   > "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/below.pth"
+@$(RUN) -m pip --python $(1)/bin/python install --quiet --no-input --disable-pip-version-check $(2)
 @$(1)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(3) $(ARGS)
 endef
 
 HF_VENV ?= build/transformers-$(TRANSFORMERS)
-HF_PAGES ?= $(wildcard tests/test_fuse*.py tests/test_hf_*.py tests/test_quantize*.py tests/test_recipes.py tests/test_trl.py)
-HF_PACKAGES = transformers==$(TRANSFORMERS) $(addprefix --constraint ,$(wildcard requirements/transformers-$(TRANSFORMERS).txt))
+HF_PAGES ?= $(wildcard tests/test_fuse*.py tests/test_hf_*.py tests/test_quantize*.py tests/test_recipes.py)
+HF_PACKAGES = transformers==$(TRANSFORMERS) $(addprefix --requirement ,$(wildcard requirements/transformers-$(TRANSFORMERS).txt))
 test-hf: $(SETUP) $(TOOLS)
 	@test -n "$(TRANSFORMERS)" || { echo "test-hf needs a version: make test-hf TRANSFORMERS=5.24.0" >&2; exit 1; }
 	$(call TEST_ABOVE,$(HF_VENV),$(HF_PACKAGES),$(HF_PAGES))
