@@ -50,8 +50,10 @@ FIRST = [SAMPLES[op][0] for op in OPS]
 
 
 def form(s: Sample) -> tuple:
-    """What decides how a call is traced: for a public op the types of its arguments, and empty
-    tensors. Ops that only others call are parts of the graphs of those.
+    """Returns a key that is equal for calls that are traced alike.
+
+    For a public op it has the types of the arguments, and whether a tensor is empty. An op that
+    only other ops call is a part of their graphs: all of its calls have one key.
     """
     if s.op not in PUBLIC:
         return (s.op,)
