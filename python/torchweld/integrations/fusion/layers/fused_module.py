@@ -146,8 +146,11 @@ _replaced_once = functools.cache(_replaced)
 
 def stock_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls the forward that the module had before ``fuse``."""
-    # NOTE: don't call super() here. Code that wrapped this forward may still call it after unfuse,
-    # when the module has its stock class again.
+    # NOTE: Dynamo of torch 2.15 traces no `cls.forward` of a class that is allowed in graphs, such
+    # as diffusers' Attention, but it traces super().
+    if isinstance(module, FusedModule):
+        return super(FusedModule, module).forward(*args, **kwargs)
+    # Code that wrapped this forward may call it after unfuse.
     return stock_class(module).forward(module, *args, **kwargs)
 
 
