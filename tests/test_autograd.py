@@ -124,10 +124,12 @@ def test_a_pipeline_may_split_the_backward(name, device):
     want = torch.autograd.grad(loss, [x, *parameters], retain_graph=True, allow_unused=True)
     try:
         _, groups = stage_backward_input([loss], None, [x], iter(parameters))
-    except NotImplementedError as error:
+    except RuntimeError as error:  # torch 2.15 raises its own error from the op's
+        reason = error.__cause__ or error
         results = sum(o.requires_grad for o in record.outputs(*record.leaves))
         assert results > 1, error
-        assert str(error).startswith(f"torchweld::{op_of(name)}: "), error
+        assert isinstance(reason, NotImplementedError), error
+        assert str(reason).startswith(f"torchweld::{op_of(name)}: "), error
         return
     stage_backward_weight(iter(parameters), groups)
     for leaf, grad in zip([x, *parameters], want, strict=True):

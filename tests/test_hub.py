@@ -20,11 +20,13 @@ import torchweld
 from commands import python
 from meshes import Names
 from numerics import assert_same_bits
+from torchweld._library import build_facts
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(torchweld.__file__).parent
 RELEASE = "".join(torch.__version__.split(".")[:2])
-CUDA = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu"
+# A wheel without kernels for a GPU is named after no CUDA.
+CUDA = f"cu{torch.version.cuda.replace('.', '')}" if build_facts()["cuda"] else "cpu"
 VARIANT = f"torch{RELEASE}-{CUDA}-{platform.machine()}-linux"
 # The ops that record a gradient, of the norms and of the MLPs.
 NORM, MLP = "torchweld::rms_norm_forward", "torchweld::gated_linear_pair_forward"
