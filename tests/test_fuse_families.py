@@ -357,25 +357,29 @@ def test_layers_of_others_are_called_before_and_after_fuse():
         assert any("lora" in key for key, _ in model.named_parameters())
 
 
+@pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize(
-    "path",
+    ("name", "path"),
     [
-        "mlp.up_proj",
-        "mlp.act_fn",
-        "mlp.down_proj",
-        "post_attention_layernorm",
-        "input_layernorm",
-        "self_attn.k_proj",
+        ("Llama", "mlp.up_proj"),
+        ("Llama", "mlp.act_fn"),
+        ("Llama", "mlp.down_proj"),
+        ("Llama", "post_attention_layernorm"),
+        ("Llama", "input_layernorm"),
+        ("Llama", "self_attn.k_proj"),
+        ("Qwen3", "self_attn.q_norm"),
+        ("Gemma3", "self_attn.k_norm"),
+        ("Olmo2", "self_attn.q_norm"),
     ],
 )
-def test_a_hook_after_fuse_sees_stock_values(path):
-    model = tiny("Llama").eval()
+def test_a_hook_after_fuse_sees_stock_values(name, path, rows):
+    model = tiny(name).eval()
     stock, _ = fuse_keeping_stock(model)
     seen = []
     for each in (model, stock):
         module = each.model.layers[0].get_submodule(path)
         module.register_forward_hook(lambda m, args, out: seen.append((args[0], out)))
-    assert_same_logits(model, stock)
+    assert_same_logits(model, stock, batch("cpu", (0, 0), rows))
     assert len(seen) == 2
     assert_close(*seen, rtol=1e-5, atol=1e-5)
 
@@ -420,8 +424,9 @@ def test_projections_that_another_layer_makes_stay_stock(change):
         assert_close(*seen, rtol=1e-5, atol=1e-5)
 
 
-def test_a_hook_on_all_modules_sees_stock_values():
-    model = tiny("Llama").eval()
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_a_hook_on_all_modules_sees_stock_values(name):
+    model = tiny(name).eval()
     stock, _ = fuse_keeping_stock(model)
     seen = []
 
@@ -437,12 +442,13 @@ def test_a_hook_on_all_modules_sees_stock_values():
     finally:
         handle.remove()
     count = len(seen) // 2
-    for (name, ours), (same, want) in zip(seen[:count], seen[count:], strict=True):
-        assert name == same
+    for (cls, ours), (same, want) in zip(seen[:count], seen[count:], strict=True):
+        assert cls == same
         assert_close(ours, want, rtol=1e-4, atol=1e-5)
-    names = [name for name, _ in seen[:count]]
-    assert names.count("LlamaRMSNorm") == 2 * LAYERS + 1
-    assert names.count("SiLUActivation") == LAYERS
+    classes = [cls for cls, _ in seen[:count]]
+    norms = sum(type(each).__name__ == f"{name}RMSNorm" for each in model.modules())
+    assert classes.count(f"{name}RMSNorm") == norms > 2 * LAYERS
+    assert classes.count(type(model.model.layers[0].mlp.act_fn).__name__) == LAYERS
 
 
 def test_a_norm_that_is_cast_alone_runs_stock():

@@ -224,15 +224,18 @@ class FusedAttention(FusedRotary):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         given = None if torch.compiler.is_compiling() else call_arguments(self, args, kwargs)
-        tables = None if given is None else given.pop("position_embeddings", None)
-        if given is not None and tables is None:
-            given = None  # the stock forward may allow a call without tables, or not
-            if recorder.calls is not None:
-                instead = "the stock forward runs: no rotary table is given"
-                recorder.record((self, "rotary"), instead)
-        if given is None:
+        tables = instead = None
+        if given is not None:
+            row, signature = self._torchweld_row, self._torchweld_arguments
+            tables = given.pop("position_embeddings", None)
+            if tables is None:  # the stock forward may allow a call without tables, or not
+                instead = "no rotary table is given"
+            elif row.head_norm and _has_hooked_head_norm(self._modules):
+                instead = "q_norm or k_norm has hooks, which would see the heads in another dim"
+        if instead is not None and recorder.calls is not None:
+            recorder.record((self, "rotary"), f"the stock forward runs: {instead}")
+        if given is None or instead is not None:
             return stock_forward(self, *args, **kwargs)
-        row, signature = self._torchweld_row, self._torchweld_arguments
         hidden_states, attention_mask = given["hidden_states"], given.pop("attention_mask", None)
         del given["hidden_states"]
         cache = given.pop(signature.cache, None)
@@ -267,6 +270,10 @@ class FusedAttention(FusedRotary):
         )
         # (batch, rows, nheads, head_dim)
         return self._modules["o_proj"](out.reshape(*out.shape[:2], -1)), weights
+
+
+def _has_hooked_head_norm(modules: dict[str, nn.Module | None]) -> bool:
+    return not untouched(modules["q_norm"], modules["k_norm"]) or _has_any_global_hook()
 
 
 def _stock_module(attn: nn.Module) -> Any:
