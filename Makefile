@@ -8,9 +8,10 @@
 
 VENV ?= .venv
 ARGS ?=
-# Processes of the test suite; each may need some GB. Slow tests are neighbours in the suite, so a
-# process that has finished its share takes tests from the others (worksteal).
-WORKERS ?= 2
+# Processes of the test suite; each may need some GB. On two cores three are faster than two, because
+# tests wait for other processes. Slow tests are neighbours in the suite, so a process that has
+# finished its share takes tests from the others (worksteal).
+WORKERS ?= 3
 # The releases of torch that a release has wheels for.
 TORCHES ?= 2.11.0 2.13.0 2.15.0
 # ALL_PYTHONS=1 checks a wheel in every Python; each downloads a torch of its own (up to 3 GB).
