@@ -241,7 +241,7 @@ $(VENV)/.packages: requirements/build.txt requirements/demo.txt requirements/con
 	@$(WITH_CLOCK) $(call INSTALL,-r requirements/build.txt -r requirements/demo.txt)
 	@touch $@
 
-$(VENV)/.tools: requirements/test.txt requirements/constraints.txt | $(VENV)/.python
+$(VENV)/.tools: requirements/test.txt requirements/recipes.txt requirements/constraints.txt | $(VENV)/.python
 	@echo "Installing the pinned tools for tests and style"
 	@$(WITH_CLOCK) $(call INSTALL,-r requirements/test.txt)
 	@touch $@

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 import torchweld  # noqa: F401  (loads the ops)
+from torchweld._library import build_facts
 
 _C = pytest.importorskip("torchweld._C")
 
 ops = torch.ops.torchweld
+explains_kernels = pytest.mark.skipif(
+    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
+)
 
 GPU = "NVIDIA Test"
 H200 = dict(sms=132, shared_limit=232448, clusters=1, clusters_of_16=1, tma=1, wgmma=1)

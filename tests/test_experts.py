@@ -10,12 +10,11 @@ import torch.nn.functional as F
 
 import reference as R
 import torchweld
-from choices_helpers import _C, dry_records
+from choices_helpers import _C, dry_records, explains_kernels
 from cuda_graphs import cuda_graph
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F32, F64, call, check_op, dtypes, forward_backward, need_kernel
 from tensors import check_output_mask, randn
-from torchweld._library import build_facts
 
 OP = "experts"
 GATES = tuple(R.EXPERT_GATES)
@@ -335,9 +334,7 @@ def gate_backward_parts(args, options, device):
     return {r["part"] for r in records if r["family"] == "matmul"}
 
 
-@pytest.mark.skipif(
-    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
-)
+@explains_kernels
 def test_which_layers_compute_the_gate_s_gradient_in_an_epilogue():
     args = [t.to("meta") for t in call_args("cpu", BF16, 2500, 264, 200, 5, 2)]
     fused = {"ddown", "dx", "dgate_up"}

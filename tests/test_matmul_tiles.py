@@ -15,18 +15,14 @@ from choices_helpers import (
     SMALL,
     chosen,
     dry_records,
+    explains_kernels,
     meta,
     problem,
     refusal,
 )
-from torchweld._library import build_facts
 
 SIZES = [1, 2, 7, 16, 17, 63, 64, 65, 512, 1000, 4096, 16385]
 SHAPES = list(itertools.product(SIZES, repeat=3))
-
-explains_kernels = pytest.mark.skipif(
-    build_facts().get("cuda") is None, reason="a CPU-only build explains no CUDA kernel"
-)
 
 
 def elem_size(math: str, engine: str) -> int:

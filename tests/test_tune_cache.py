@@ -12,7 +12,15 @@ import torch
 
 import torchweld
 import torchweld._library as library
-from choices_helpers import GPU, LINEAR, nothing_is_left_behind, ops, picked, problem  # noqa: F401
+from choices_helpers import (  # noqa: F401
+    GPU,
+    LINEAR,
+    explains_kernels,
+    nothing_is_left_behind,
+    ops,
+    picked,
+    problem,
+)
 from commands import python
 from samples import BF16
 from torchweld.tuning import cache
@@ -202,9 +210,8 @@ def test_a_fresh_process_reads_the_file_and_touches_no_gpu(tmp_path):
         assert done.stdout.strip().endswith(expected), done.stderr
 
 
+@explains_kernels
 def test_explain_names_the_file(monkeypatch):
-    if library.build_facts().get("cuda") is None:
-        pytest.skip("a CPU-only build explains no CUDA kernel")
     x = torch.empty(1024, 2048, dtype=BF16, device="meta")
     weight = torch.empty(2048, 2048, dtype=BF16, device="meta")
     assert torchweld.explain("linear", x, weight).source == "heuristic"
