@@ -85,6 +85,8 @@ def sample_calls(only: list[str], small: bool) -> list[tuple]:
         S.attention_call(1, 2, 1, 200, 200, 128, 128),
         S.attention_call(1, 2, 1, 130, 140, 192, 128, causal=True),
         S.attention_call(1, 1, 1, 140, 130, 256, 256, softcap=20.0),
+        S.attention_call(2, 2, 1, 150, 300, 64, 64, bias=(1, 2, 150), causal=True),
+        S.attention_call(1, 2, 2, 200, 203, 128, 128, bias=(1, 2, 1)),
     )
     large = {
         "attention": shapes,

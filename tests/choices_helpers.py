@@ -47,6 +47,7 @@ _HEADS |= dict(
     packed=0,
     softcap=0,
     dropout=0,
+    bias=0,
     invariant=0,
     packable=0,
 )

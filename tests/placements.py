@@ -29,8 +29,8 @@ from torchweld.distributed.rules import results_of
 
 
 def masked(build: Builder, *names: str, **more: Any) -> Builder:
-    """The call with tensors of the mask by name: key_start, key_end, sink, or row_ends, the
-    key_end of each row.
+    """The call with tensors of the mask by name: key_start, key_end, sink, bias, or row_ends,
+    the key_end of each row.
     """
 
     def make(m: Maker) -> Call:
@@ -43,8 +43,12 @@ def masked(build: Builder, *names: str, **more: Any) -> Builder:
             "key_end": keys - torch.arange(batch) % 3,
             "row_ends": keys - (i + torch.arange(batch)[:, None]) % 3,
             "sink": m.randn(heads),
+            "bias": m.randn(1, heads, rows, keys),
         }
-        tensors = {n: t if n == "sink" else t.to(m.device, torch.int32) for n, t in tensors.items()}
+        tensors = {
+            n: t if t.is_floating_point() else t.to(m.device, torch.int32)
+            for n, t in tensors.items()
+        }
         given = {"key_end" if n == "row_ends" else n: tensors[n] for n in names}
         return args, {**kwargs, **given, **more}
 
@@ -223,6 +227,7 @@ def _builds() -> Calls:
     calls |= {
         "documents": masked(calls["plain"], "key_start", "sink"),
         "right_padded": masked(calls["plain"], "key_end", softcap=1.5),
+        "bias": masked(calls["plain"], "sink", "bias"),
         "row_ends": masked(calls["padded"], "row_ends", window=3),
         "all": masked(
             S.attention_call(4, 8, 4, 5, 6, 2, 3, causal=True),
@@ -506,7 +511,8 @@ def gradients(op: str, build: Builder, mesh: DeviceMesh) -> None:
     """Result and gradients through autograd of each combination of rows."""
     sharded = Sharded(op, build, mesh)
     wanted = [sharded.names[i] for i in DIFFERENTIABLE.get(op, ()) if i < len(sharded.names)]
-    wanted = [n for n in (*wanted, "sink") if n in sharded.tensors]
+    wanted = [n for n in wanted if n in sharded.tensors]
+    wanted += [n for n in ("sink", "bias") if n in sharded.kwargs]
     wanted = list(sharded.tensors) if op in OPS_OF_LISTS else wanted
     leaves = {n: sharded.tensors[n].clone().requires_grad_() for n in wanted}
     ys = [y for y in sharded(leaves) if y.requires_grad]
@@ -590,6 +596,7 @@ def keys_of_the_cache(mesh: DeviceMesh) -> None:
         ("attention", [([q, q, q], {"scale": c}) for c in (None, 0.5, 2.0)]),
         ("attention", [([q, q, q], {"softcap": c}) for c in (None, 0.5, 2.0)]),
         ("attention", [([q, q, q], {"sink": t}) for t in (None, sink)]),
+        ("attention", [([q, q, q], {"bias": t}) for t in (None, s[:1], s[1:2])]),
         ("attention", [([q, q, q, ends], {}), ([q, q, q], {"key_end": ends}), ([q, q, q], {})]),
         ("softmax_matmul", [([s, q], {"scale": c}) for c in (1.0, 0.5)]),
         ("causal_softmax", [([s], {"scale": c}) for c in (1.0, 0.5)]),

@@ -138,10 +138,12 @@ def softmax_and_lse(
     scale: float,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax of scale * scores over the keys seen; scores and seen broadcast to one shape.
+    """Softmax of scale * scores + bias over the keys seen; scores and seen broadcast to one shape.
 
-    scores are (batch, ..., seqlen_q, seqlen_k), and sink has one logit for all dims between.
+    scores are (batch, ..., seqlen_q, seqlen_k), and sink has one logit for all dims between. A row
+    that sees scores of -inf alone gives NaN.
     """
     seen = seen.expand(scores.shape)
     logits = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
@@ -151,9 +153,10 @@ def softmax_and_lse(
     if scores.numel() == 0:
         return scores * 1.0, logits.squeeze(-1)
     z = cap(torch.where(seen, scores, 0.0) * scale, softcap)
+    z = z if bias is None else z + bias
     z = torch.cat([torch.where(seen, z, -torch.inf), logits], -1)
     m = z.detach().amax(-1, keepdim=True)
-    m = torch.where(m.isneginf(), 0.0, m)
+    m = torch.where(m.isneginf() & ~seen.any(-1, keepdim=True), 0.0, m)
     e = torch.exp(z - m)
     total = e.sum(-1, keepdim=True)
     blind = total == 0
@@ -171,9 +174,10 @@ def attend(
     softcap: float | None,
     sink: Tensor | None,
     factors: Tensor | float = 1.0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`factors`: those of dropout."""
-    p, lse = softmax_and_lse(scores, seen, scale, softcap, sink)
+    p, lse = softmax_and_lse(scores, seen, scale, softcap, sink, bias)
     return (p * factors) @ value, lse
 
 
@@ -267,7 +271,7 @@ def default_scale(query: Tensor, scale: float | None) -> float:
 
 def attention_forward(
     query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None,
-    dropout_p=0.0, dropout_seed=None, **mask,
+    dropout_p=0.0, dropout_seed=None, bias=None, **mask,
 ):  # fmt: skip
     batch, nheads, seqlen_q, _ = query.shape
     nheads_k, seqlen_k = key.shape[1:3]
@@ -278,9 +282,10 @@ def attention_forward(
     factors = dropout_factors((batch, nheads, seqlen_q, seqlen_k), dropout_p, dropout_seed)
     if isinstance(factors, Tensor):
         factors = factors.unflatten(1, heads)
-    out, lse = attend(
-        scores, seen[:, None], v[:, :, None], default_scale(query, scale), softcap, sink, factors
-    )
+    if bias is not None:
+        bias = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, heads)
+    scale = default_scale(query, scale)
+    out, lse = attend(scores, seen[:, None], v[:, :, None], scale, softcap, sink, factors, bias)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
@@ -892,9 +897,11 @@ def eager_masked_softmax(
     scale: float,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     seen = seen.to(scores.device)
-    z = cap(scores * scale, softcap).masked_fill(~seen, -torch.inf)
+    z = cap(scores * scale, softcap)
+    z = (z if bias is None else z + bias).masked_fill(~seen, -torch.inf)
     if sink is not None:
         logits = sink.to(z.dtype).view(-1, 1, 1).expand(*z.shape[:-1], 1)
         z = torch.cat([z, logits], -1)
@@ -909,13 +916,13 @@ def eager_causal_softmax(scores, leftpad=None, *, scale=1.0, softcap=None, sink=
 
 def eager_attention(
     query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None,
-    dropout_p=0.0, dropout_seed=None, **mask,
+    dropout_p=0.0, dropout_seed=None, bias=None, **mask,
 ):  # fmt: skip
     group = query.shape[1] // key.shape[1]
     size = (query.shape[0], query.shape[2], key.shape[2])
     seen = visible(*size, up(leftpad), causal, **mask)[:, None]
     scores = query @ key.repeat_interleave(group, 1).mT
-    p = eager_masked_softmax(scores, seen, default_scale(query, scale), softcap, sink)
+    p = eager_masked_softmax(scores, seen, default_scale(query, scale), softcap, sink, bias)
     factors = dropout_factors(p.shape, dropout_p, dropout_seed)
     if isinstance(factors, Tensor):
         factors = factors.to(p)

@@ -483,10 +483,16 @@ class Running:
 
     # Softmax and attention
 
-    def probabilities(self, seen, scale, softcap, sink) -> tuple[Running, Running, Running]:
+    def probabilities(
+        self, seen, scale, softcap, sink, bias: Running | None = None
+    ) -> tuple[Running, Running, Running]:
         """p = exp(z - m) / sum with the errors of the sum and of the exponent, its lse, and z."""
         z = R.cap(Running.where(seen, self, 0.0) * scale, softcap)
-        values, lse = R.softmax_and_lse(self.value, seen, scale, softcap, value_of(sink))
+        if bias is not None:  # a kernel may multiply both terms by log2(e) before it adds them
+            b = Running.where(seen, bias, 0.0)
+            z = (z + b).plus(1, z.value.abs() + b.value.abs())
+        sink_and_bias = value_of(sink), value_of(bias)
+        values, lse = R.softmax_and_lse(self.value, seen, scale, softcap, *sink_and_bias)
         m = torch.where(lse.isinf(), 0.0, lse)[..., None]
         live = torch.where(values > 0, z.value, 0.0)
         exponent = FUNCTION + (live - m).abs()
@@ -547,10 +553,10 @@ class Running:
         return y
 
     def attend(
-        self, seen, value, scale, softcap, sink, factors: Tensor | float = 1.0
+        self, seen, value, scale, softcap, sink, factors: Tensor | float = 1.0, bias=None
     ) -> tuple[Running, Running]:
         """The backward computes p from lse again."""
-        p, lse, z = self.probabilities(seen, scale, softcap, sink)
+        p, lse, z = self.probabilities(seen, scale, softcap, sink, bias)
         p, lost = p.renormalised(), p.lost
 
         def kept(p: Running) -> Running:
@@ -792,7 +798,7 @@ def results(op: str) -> Callable[..., list[Bound]]:
 
 
 def autograd(op: str, with_result: bool = False) -> Callable[..., list[Bound | None]]:
-    """The bounds of the gradients of the positional inputs through autograd, and of a sink.
+    """The bounds of the gradients of the positional inputs, of a sink and of attention's bias.
 
     `dlse` and `dentropy` are the gradients of other results than the first. `with_result`: the
     bound of the first result stands before the others, and `dout` is a function of it.
@@ -810,7 +816,8 @@ def autograd(op: str, with_result: bool = False) -> Callable[..., list[Bound | N
         names = [a.name for a in schema_of(op).arguments][: len(args)]
         while not is_float(named[names[-1]]):
             names.pop()
-        names += ["sink"] * (named.get("sink") is not None)
+        alone = [a.name for a in schema_of(op).arguments if a.kwarg_only]
+        names += [n for n in ("sink", "bias") if n in alone and named.get(n) is not None]
         dout = dout(*first) if with_result else dout
         outputs = [(found[names_of(op)[0]], dout), *((found.get(n), d) for n, d in douts.items())]
         pairs = zip(gradients(outputs, [given.get(n) for n in names]), names, strict=True)
@@ -846,6 +853,7 @@ def backward(op: str) -> Callable[..., list[Bound]]:
             inputs.update(x=dout.new_zeros(*dout.shape[:-1], k), out_features=dout.shape[-1])
         for a in arguments:
             missing = a.name == "bias" or (a.name.endswith("_bias") and a.name not in inputs)
+            missing &= not a.kwarg_only  # attention's bias is optional
             needed = missing and a.name in wanted or not a.has_default_value()
             if inputs.get(a.name) is None and needed:
                 inputs[a.name] = zeros_for(
@@ -858,7 +866,7 @@ def backward(op: str) -> Callable[..., list[Bound]]:
         found, given = evaluate(op, inputs, {**saved, "relu": saved.get("preact")})
         outputs = [(found[n], named.get("d" + n)) for n in found if "d" + n != first]
         outputs.append((found[names_of(op)[0]], dout))
-        mask = output_mask or [True] * len(wanted)
+        mask = output_mask or [n != "bias" or named.get("bias_requires_grad", True) for n in wanted]
         names = [n if m else None for n, m in zip(wanted, mask, strict=True)]
         grads = gradients(outputs, [given.get(n) for n in names])
         dtype = next(t.dtype for t in inputs.values() if is_float(t))

@@ -140,8 +140,11 @@ def softmax_matmul_call(m: Maker, b, h, sq, sk, dv, pads=None, **kwargs) -> Call
 
 
 @builder
-def attention_call(m: Maker, b, h, hkv, sq, sk, d, dv, pads=None, **kwargs) -> Call:
+def attention_call(m: Maker, b, h, hkv, sq, sk, d, dv, pads=None, bias=None, **kwargs) -> Call:
+    """`bias`: its sizes before seqlen_k."""
     q, k, v = m.randn(b, h, sq, d), m.randn(b, hkv, sk, d), m.randn(b, hkv, sk, dv)
+    if bias is not None:
+        kwargs["bias"] = m.randn(*bias, sk)
     if "dropout_p" in kwargs:
         kwargs["dropout_seed"] = torch.tensor([7 << 40 | 5], device=m.device)
     return [q, k, v, *([m.pads(*pads)] if pads else [])], kwargs
@@ -151,7 +154,7 @@ def attention_call(m: Maker, b, h, hkv, sq, sk, d, dv, pads=None, **kwargs) -> C
 def with_saved(m: Maker, forward, inputs: int, reference) -> Call:
     """The backward call that follows a forward call: dout, its inputs, out, lse, leftpad."""
     args, kwargs = forward(m)
-    out, lse = reference(*map(R.up, args), **kwargs)
+    out, lse = reference(*map(R.up, args), **{n: R.up(value) for n, value in kwargs.items()})
     saved = [m.saved(out), m.saved(lse, stat=True)]
     return [m.randn(*out.shape), *args[:inputs], *saved, *args[inputs:]], kwargs
 
@@ -655,6 +658,8 @@ def _listed() -> Calls:
         "tall": attention_call(2, 1, 1, 5, 2, 3, 2, pads=(1, -3), causal=True),
         "empty": attention_call(2, 1, 1, 3, 0, 2, 2),
         "dropout": attention_call(2, 4, 2, 3, 11, 2, 3, causal=True, dropout_p=0.4),
+        "bias": attention_call(2, 4, 2, 3, 5, 2, 3, causal=True, bias=(1, 4, 1)),
+        "bias_of_rows": attention_call(2, 2, 1, 3, 5, 2, 3, bias=(2, 1, 3)),
     }
     for op, given, inputs, ref in (
         ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),

@@ -204,12 +204,12 @@ def test_one_key_and_equal_keys_are_exact(dtype, dim):
     ints = lambda *shape: torch.randint(-2, 3, shape, device="cuda").to(dtype)  # noqa: E731
     q = (32 * torch.eye(dim, device="cuda")).to(dtype).expand(2, 4, -1, -1).contiguous()
     k, v, dout = q[:, :2].contiguous(), ints(2, 2, dim, dim), ints(2, 4, dim, dim)
-    for _, (dq, dk, dv, _) in each(WGMMA, dout, q, k, v, scale=1.0):
+    for _, (dq, dk, dv, *_) in each(WGMMA, dout, q, k, v, scale=1.0):
         assert_equal(dv, dout.view(2, 2, 2, dim, dim).sum(2))
         assert (dq == 0).all() and (dk == 0).all()
     q, k = torch.zeros(1, 2, 256, dim, device="cuda", dtype=dtype), ints(1, 2, 256, dim)
     ones = torch.ones_like(k)
-    for _, (dq, dk, dv, _) in each(WGMMA, ones, q, k, ones):
+    for _, (dq, dk, dv, *_) in each(WGMMA, ones, q, k, ones):
         assert_equal(dv, ones)
         assert (dq == 0).all() and (dk == 0).all()
 

@@ -83,7 +83,7 @@ NUMBERS = (
     "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, "
     "Tensor? sink=None"
 )
-DROPOUT = "float dropout_p=0.0, Tensor? dropout_seed=None"
+DROPOUT_AND_BIAS = "float dropout_p=0.0, Tensor? dropout_seed=None, Tensor? bias=None"
 LOSS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
     'str reduction="mean", int ignore_index=-100, float label_smoothing=0, float? softcap=None, '
@@ -119,14 +119,15 @@ SCHEMAS = [
     f"Tensor? leftpad=None, *, bool causal=False, float scale=1.0, {NUMBERS}) -> "
     "(Tensor dscores, Tensor dvalue, Tensor dsink)",
     f"attention({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}, {DROPOUT}) -> Tensor",
+    f"{NUMBERS}, {DROPOUT_AND_BIAS}) -> Tensor",
     f"attention_forward({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}, {DROPOUT}) -> (Tensor out, Tensor lse)",
+    f"{NUMBERS}, {DROPOUT_AND_BIAS}) -> (Tensor out, Tensor lse)",
     f"attention_with_lse({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}, {DROPOUT}) -> (Tensor out, Tensor lse)",
+    f"{NUMBERS}, {DROPOUT_AND_BIAS}) -> (Tensor out, Tensor lse)",
     f"attention_backward(Tensor dout, {QKV}, Tensor out, Tensor lse, Tensor? leftpad=None, *, "
-    f"bool causal=False, float? scale=None, {NUMBERS}, {DROPOUT}, Tensor? dlse=None) -> "
-    "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink)",
+    f"bool causal=False, float? scale=None, {NUMBERS}, {DROPOUT_AND_BIAS}, Tensor? dlse=None, "
+    "bool bias_requires_grad=True) -> "
+    "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink, Tensor dbias)",
     'linear(Tensor x, Tensor weight, Tensor? bias=None, *, str activation="none") -> Tensor',
     'linear_forward(Tensor x, Tensor weight, Tensor? bias=None, *, str activation="none") -> '
     "(Tensor y, Tensor preact)",
@@ -757,7 +758,10 @@ def test_autocast(op, dtype, device):
             else a
             for i, a in enumerate(args)
         ]
-        expected = as_tuple(call(op)(*cast, **kwargs))
+        given = kwargs
+        if op in AUTOCAST:
+            given = {n: v.to(dtype) if floats([v]) else v for n, v in kwargs.items()}
+        expected = as_tuple(call(op)(*cast, **given))
         keeps_dtype = op in AUTOCAST and op not in FLOAT32_RESULTS
         assert expected[0].dtype == (dtype if keeps_dtype else F32)
         leaves = requiring(op, args)
@@ -767,7 +771,7 @@ def test_autocast(op, dtype, device):
         for outputs in (plain, recorded):
             assert_same_bits([t.detach() for t in outputs], expected, s.id)
         # Gradients arrive in the dtype of the leaves, with the values of the cast call.
-        plain_grads = [g.to(F32) for g in plain_gradients(op, cast, kwargs)]
+        plain_grads = [g.to(F32) for g in plain_gradients(op, cast, given)]
         assert_same_bits(gradients(recorded, leaves), plain_grads, s.id)
 
 

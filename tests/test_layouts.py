@@ -86,6 +86,7 @@ def masked(forward: S.Builder, *names: str, **numbers: Any) -> S.Builder:
             "key_end": lambda: keys - data(batch) // 4,
             "row_ends": lambda: keys - data(batch, seqlen_q) // 4,
             "sink": lambda: m.randn(nheads),
+            "bias": lambda: m.randn(batch, nheads, seqlen_q, keys),
         }
         given = {"key_end" if name == "row_ends" else name: made[name]() for name in names}
         return args, {**kwargs, **numbers, **given}
@@ -167,6 +168,9 @@ def _further() -> S.Calls:
         "decode": masked(S.attention_call(2, 4, 2, 1, 260, 64, 64), "key_end", "sink"),
         "row_ends": masked(small, "key_start", "row_ends", "sink"),
         "large_row_ends": masked(large, "key_start", "row_ends"),
+        "bias": masked(small, "key_start", "sink", "bias", causal=True),
+        "large_bias": masked(large, "key_end", "bias", causal=True),
+        "decode_bias": masked(S.attention_call(2, 4, 2, 1, 260, 64, 64), "bias"),
     }
     for op, calls, inputs, ref in (
         ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),
@@ -364,6 +368,12 @@ def named_call(op: str, s: Sample, device: str, dtype: torch.dtype) -> dict[str,
     return named
 
 
+def alone_of(op: str) -> list[str]:
+    """The keyword-only arguments of an op that have a gradient."""
+    arguments = call(op).default._schema.arguments
+    return [a.name for a in arguments if a.kwarg_only and a.name in ("sink", "bias")]
+
+
 def run(op: str, named: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs, and the gradients of all arguments that have one."""
     named = dict(named)
@@ -372,7 +382,7 @@ def run(op: str, named: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         return list(as_tuple(call(op)(**named))), []
     names = [a.name for a in call(op).default._schema.arguments]
     wanted = [names[i] for i in DIFFERENTIABLE[op] if isinstance(named.get(names[i]), Tensor)]
-    wanted += [n for n in ("sink",) if named.get(n) is not None]
+    wanted += [n for n in alone_of(op) if named.get(n) is not None]
     for n in wanted:
         named[n] = named[n].detach().requires_grad_()
     outputs = as_tuple(call(op)(**named))
@@ -394,7 +404,8 @@ def bounds_of(op: str, named: dict[str, Any]) -> tuple[list[Bound], list[Bound]]
         kwargs["dlse"] = dlse
     grads = GRADIENTS[GRADIENT_OF.get(op, op)](dout, *args, **kwargs)
     indices = [i for i in DIFFERENTIABLE[op] if i < len(args) and isinstance(args[i], Tensor)]
-    return outputs, [grads[i] for i in indices] + grads[-1:] * (kwargs.get("sink") is not None)
+    alone = sum(kwargs.get(n) is not None for n in alone_of(op))
+    return outputs, [grads[i] for i in indices] + grads[len(grads) - alone :]
 
 
 def alike(plain: list[Tensor], bounds: list[Bound]) -> list[Bound]:

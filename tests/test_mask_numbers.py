@@ -357,12 +357,11 @@ def compare(op: str, args: list[Tensor], leftpad: Tensor | None, numbers: dict) 
     (bound,) = REFERENCES[op](*args, leftpad, **numbers)
 
     def run(function):
-        leaves = [t.clone().requires_grad_() for t in args]
-        given = dict(numbers)
-        if "sink" in given:
-            given["sink"] = given["sink"].clone().requires_grad_()
+        leaves, given = [t.clone().requires_grad_() for t in args], dict(numbers)
+        more = [name for name in ("sink", "bias") if name in given]
+        given.update({name: given[name].detach().requires_grad_() for name in more})
         out = function(*leaves, leftpad, **given)
-        inputs = leaves + ([given["sink"]] if "sink" in given else [])
+        inputs = leaves + [given[name] for name in more]
         return out, torch.autograd.grad(out, inputs, dout)
 
     dout = randn(args[0].device, bound.dtype, *bound.ref.shape)

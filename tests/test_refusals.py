@@ -64,7 +64,7 @@ TARGET = torch.zeros(4, dtype=torch.int64)
 MASK = torch.ones(2, 5, dtype=torch.int64)
 ATTENTION = (
     "arguments must be query, key, value, leftpad, causal, scale, key_start, key_end, window, "
-    "softcap, sink, dropout_p, dropout_seed, but got"
+    "softcap, sink, dropout_p, dropout_seed, bias, but got"
 )
 FROM_MASK = "torchweld.leftpad_from_mask(attention_mask)"
 LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
@@ -90,7 +90,7 @@ SENTENCES = [
     ("attention", [Q] * 3, {"caussal": True}, f"{ATTENTION} caussal; use causal="),
     ("attention", [Q] * 3, {"flavour": 1}, f"{ATTENTION} flavour"),
     ("attention", [Q] * 5, {}, f"{ATTENTION} 5 without a name; use causal=, scale=, key_start=, "
-     "key_end=, window=, softcap=, sink=, dropout_p=, dropout_seed="),
+     "key_end=, window=, softcap=, sink=, dropout_p=, dropout_seed=, bias="),
     ("softmax", [X], {"dim": 0}, f"arguments must be x, but got dim; {LAST_DIM}"),
     ("softmax", [X, 0], {}, f"arguments must be x, but got 2 without a name; {LAST_DIM}"),
     ("softmax", [X], {"dtype": torch.float64}, "arguments must be x, but got dtype; use "

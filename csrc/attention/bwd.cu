@@ -210,7 +210,7 @@ void launch_sm90(const Args& args, const AttentionBackwardParams& params, cudaSt
     dispatch_index<kNumAttentionBackwardSm90Tiles>(params.choice.tile, [&](auto index) {
       constexpr AttentionBackwardSm90Tile kTile = kAttentionBackwardSm90Tiles[index.value];
       if constexpr ((!kIsCapped<Args> || kTile.has_capped_kernel()) &&
-                    (!kIsDropped<Args> || kTile.supports_dropout())) {
+                    (!kIsDropped<Args> || kTile.supports_extras())) {
         launch_ranges(args, stream);
         launch_attention_backward_sm90_preprocess<T, index.value>(args, stream);
         launch_sink(args, params, stream);
@@ -275,6 +275,8 @@ void launch_attention_backward(const AttentionBackwardParams& params, cudaStream
     const MaskedBackwardArgs args = make_masked_backward_args(params, scratch);
     if (!sm90) {
       launch<T>(args, params, stream);
+    } else if (params.mask.bias.given()) {
+      launch_sm90<T>(BiasedBackwardArgs(args), params, stream);
     } else if (params.mask.dropout.given()) {
       launch_sm90<T>(DroppedBackwardArgs(args), params, stream);
     } else if (params.mask.softcap > 0.f &&

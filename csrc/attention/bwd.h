@@ -24,7 +24,10 @@ struct AttentionBackwardParams {
   DType dtype;
   AttentionChoice choice;
   const float* dlse;  // gradient with respect to lse, in the layout of lse, or nullptr
-  float* dsink;       // (batch, nheads) or nullptr; the sum over the batch is dsink of a head
+  // (batch, nheads, seqlen_q, seqlen_k): the gradient of the scaled scores, or null. It is an
+  // output only if there is a bias. The kernels may not write the scores that a row does not see.
+  AttentionOutput ds;
+  float* dsink;  // (batch, nheads) or nullptr; the sum over the batch is dsink of a head
 };
 
 // Returns the size of the scratch memory in bytes. The size depends on the tensor sizes, the

@@ -131,8 +131,16 @@ struct DroppedBackwardArgs : MaskedBackwardArgs {
   float kept_factor;  // of the probabilities that are kept
 
   explicit DroppedBackwardArgs(const MaskedBackwardArgs& args)
-      : MaskedBackwardArgs(args),
-        kept_factor(static_cast<float>(args.params.mask.dropout.factor)) {}
+      : MaskedBackwardArgs(args), kept_factor(1.f) {
+    const AttentionDropout& dropout = args.params.mask.dropout;
+    if (dropout.given()) kept_factor = static_cast<float>(dropout.factor);
+  }
+};
+
+// The arguments of Hopper's kernels with a bias. These kernels also drop probabilities, if the call
+// has dropout.
+struct BiasedBackwardArgs : DroppedBackwardArgs {
+  using DroppedBackwardArgs::DroppedBackwardArgs;
 };
 
 // Whether Args are the arguments for a general mask. Args is BackwardArgs or a class that derives
@@ -142,7 +150,9 @@ inline constexpr bool kIsMasked = std::is_base_of_v<MaskedBackwardArgs, Args>;
 template <typename Args>
 inline constexpr bool kIsCapped = std::is_same_v<Args, CappedBackwardArgs>;
 template <typename Args>
-inline constexpr bool kIsDropped = std::is_same_v<Args, DroppedBackwardArgs>;
+inline constexpr bool kIsDropped = std::is_base_of_v<DroppedBackwardArgs, Args>;
+template <typename Args>
+inline constexpr bool kIsBiased = std::is_same_v<Args, BiasedBackwardArgs>;
 
 // csrc/instantiations.py generates the files that instantiate this template. Each file has a few
 // tiles of one dtype.

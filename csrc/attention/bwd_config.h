@@ -115,8 +115,8 @@ struct AttentionBackwardSm90Tile {
   // dV has no registers for it. A tile that does not use all columns leaves rare masks to the next
   // tile, so that the library has fewer kernels.
   constexpr bool supports_softcap() const { return dim_v == dim && used == dim; }
-  // Whether the tile has a kernel with dropout.
-  constexpr bool supports_dropout() const { return supports_softcap() && !is_2cta(); }
+  // Whether the tile has kernels with dropout and with a bias.
+  constexpr bool supports_extras() const { return supports_softcap() && !is_2cta(); }
   // Whether a soft cap has a kernel of its own. Without a stat slice, the kernel for a general mask
   // also serves a soft cap.
   constexpr bool has_capped_kernel() const { return supports_softcap() && !is_2cta(); }
@@ -126,11 +126,15 @@ struct AttentionBackwardSm90Tile {
   // Whether the products for S and dP have one more k-slice, which subtracts lse and delta of the
   // query rows (StatSliceTile). The k-slice has kStatSliceBytes bytes per query row. In a tile of
   // 128 rows, it does not fit in shared memory. Under a soft cap it can't be used, because tanh
-  // must be applied to a score before lse is subtracted. Under dropout it can't be used, because a
-  // dropped probability has no dP, but has delta.
+  // must be applied to a score before lse is subtracted. With extras it can't be used: a dropped
+  // probability has no dP, but has delta, and a bias is added to the scaled score.
   static constexpr int kStatSliceBytes = 16;
-  constexpr bool has_stat_slice(bool masked, bool capped, bool drops) const {
-    return !capped && !drops && !is_2cta() && (masked ? kMaskedRows : rows) < 128;
+  constexpr bool has_stat_slice(bool masked, bool capped, bool extras) const {
+    return !capped && !extras && !is_2cta() && (masked ? kMaskedRows : rows) < 128;
+  }
+  // The number of stages of dO. With a bias, wide tiles have space for only one.
+  constexpr int dout_stages(bool bias) const {
+    return is_2cta() || (bias && dim > 64) ? 1 : kStages;
   }
   // The size of the tile in shared memory, in bytes. Shared memory holds K, V, two stages of Q and
   // dO, and the buffers of dS and of the fp32 dQ. In a 2-CTA tile, dO has only one stage, and the
@@ -190,7 +194,7 @@ inline Refusal attention_backward_refusal(const AttentionProblem& p,
   const bool serves = tile.math == p.math ||
                       (tile.math == AttentionMath::kFloat32 && p.math == AttentionMath::kTf32);
   if (!serves) return kAttentionOtherDtype;
-  if (p.load.dropout) return kAttentionNoDropout;
+  if (const Refusal reason = attention_extras_refusal(p)) return reason;
   // NOTE: a tile with more columns than dQ has in scratch memory would write beyond the array of
   // dQ.
   const int64_t wide = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
@@ -222,7 +226,8 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   }
   if (p.load.softcap && !tile.supports_softcap()) return "the tile supports no soft cap";
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
-  if (p.load.dropout && !tile.supports_dropout()) return kAttentionNoDropout;
+  const bool extras = tile.supports_extras();
+  if (const Refusal reason = attention_extras_refusal(p, extras, extras)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
     return "the rows of the results are not aligned to 16 bytes";
   }

@@ -62,10 +62,10 @@ struct BackwardScratch {
         attention_backward_scratch_columns(choice, sizes.head_dim, sizes.head_dim_v);
     rows = divide_up(sizes.seqlen_q, pad) * pad;
     all_rows = sizes.batch * sizes.nheads * rows;
-    const bool has_stat_slice =
-        choice.engine == AttentionEngine::kSm90 &&
-        kAttentionBackwardSm90Tiles[choice.tile].has_stat_slice(
-            params.mask.is_general(), params.mask.softcap > 0.f, params.mask.dropout.given());
+    const bool has_stat_slice = choice.engine == AttentionEngine::kSm90 &&
+                                kAttentionBackwardSm90Tiles[choice.tile].has_stat_slice(
+                                    params.mask.is_general(), params.mask.softcap > 0.f,
+                                    params.mask.dropout.given() || params.mask.bias.given());
     constexpr int64_t kStatSliceFloats = AttentionBackwardSm90Tile::kStatSliceBytes / 4;
     lse = has_stat_slice ? kStatSliceFloats * all_rows : 0;
     delta = lse + all_rows;

@@ -70,6 +70,10 @@ struct alignas(8) BackwardWorkTile {
     const int nheads_kv = static_cast<int>(sizes.nheads_kv);
     const unsigned group = static_cast<unsigned>(sizes.nheads) / nheads_kv;
     part = static_cast<int>(before + rest % abreast);
+    if (kIsBiased<typename Config::Args> && args.params.mask.bias.is_shared()) {
+      const unsigned batch = sizes.batch;
+      part = static_cast<int>(part % batch * nheads_kv * parts + part / batch);
+    }
     const int head = part / parts, part_of_head = part % parts;
     sequence = head / nheads_kv;
     head_kv = head % nheads_kv;

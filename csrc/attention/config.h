@@ -112,6 +112,9 @@ struct AttentionSm90Tile {
   constexpr bool supports_dropout() const {
     return dim == dim_v && dim <= 128 && warpgroups <= 2 && keys <= 128;
   }
+  // Whether the tile has a kernel with a bias. Beside several blocks per SM, shared memory has no
+  // space for it.
+  constexpr bool supports_bias() const { return supports_dropout() && blocks == 1; }
   // Whether a work tile may have parts, with the rows of one document each
   // (MaskedAttentionBlock). Beside three consumer warpgroups, the producer has no registers for it.
   static constexpr bool has_parts(int warpgroups) { return warpgroups <= 2; }
@@ -197,6 +200,7 @@ struct AttentionLoad {
   bool packed;     // true if key_start or a key_end per row is given
   bool softcap;
   bool dropout;
+  bool bias;
   // true if the query heads of a kv head, with one query each, can be the rows of one sequence,
   // because they see the same keys
   bool packable = false;
@@ -240,9 +244,16 @@ inline int attention_step_keys(const AttentionChoice& choice) {
 
 inline constexpr const char* kAttentionOtherDtype = "the tile is for another dtype";
 inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for it, has no wgmma";
-inline constexpr const char* kAttentionNoDropout = "the tile does not support dropout";
 inline constexpr const char* kAttentionOtherKeys =
     "the batch-invariant mode has steps of another number of keys";
+
+// Returns the reason why a tile does not support the dropout or the bias of the problem, or an
+// empty Refusal. `dropout` and `bias` tell what the tile supports.
+inline Refusal attention_extras_refusal(const AttentionProblem& p, bool dropout = false,
+                                        bool bias = false) {
+  if (p.load.dropout && !dropout) return "the tile does not support dropout";
+  return p.load.bias && !bias ? Refusal("the tile does not support a bias") : Refusal();
+}
 
 // Returns the reason why no tile supports the problem, or an empty Refusal if a tile may support
 // it.
@@ -265,7 +276,8 @@ inline Refusal attention_sizes_refusal(const AttentionProblem& p, int dim) {
 
 inline Refusal attention_refusal(const AttentionProblem& p, const AttentionTile& tile) {
   if (tile.math != p.math) return kAttentionOtherDtype;
-  return p.load.dropout ? kAttentionNoDropout : attention_sizes_refusal(p, tile.dim);
+  if (const Refusal reason = attention_extras_refusal(p)) return reason;
+  return attention_sizes_refusal(p, tile.dim);
 }
 
 inline Refusal attention_sm90_refusal(const AttentionProblem& p, const AttentionSm90Tile& tile) {
@@ -275,7 +287,10 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
     return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
   }
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
-  if (p.load.dropout && !tile.supports_dropout()) return kAttentionNoDropout;
+  if (const Refusal reason =
+          attention_extras_refusal(p, tile.supports_dropout(), tile.supports_bias())) {
+    return reason;
+  }
   if (p.head_dim_v % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
   if (p.seqlen_k == 0) return "there are no keys";
   if (tile.tile_bytes() + tile.extra_bytes(tile.rows()) > p.device.shared_limit) {
@@ -297,7 +312,7 @@ inline Refusal attention_wide_refusal(const AttentionProblem& p, int64_t heads, 
     return {"the tile is for head dims of {} to {}", Tile::kAboveDim + 1, Tile::kDim};
   }
   if (const Refusal reason = attention_sizes_refusal(p, Tile::kDim)) return reason;
-  if (p.load.dropout) return kAttentionNoDropout;
+  if (const Refusal reason = attention_extras_refusal(p)) return reason;
   if (p.head_dim_v % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
   if (p.seqlen_k == 0) return "there are no keys";
   constexpr int kBytes = Tile::kTileBytes + Tile::kExtraBytes;
@@ -342,7 +357,7 @@ inline int attention_wide_splits(const AttentionProblem& p) {
 
 // Returns the index of the tile whose number of keys the batch-invariant mode uses on Hopper, or -1
 // if no tile supports the problem. The index depends on the head dims and on whether there is
-// dropout, not on the batch and the sequence lengths.
+// dropout or a bias, not on the batch and the sequence lengths.
 inline int attention_invariant_tile(const AttentionProblem& p) {
   int fastest = -1;
   // The padding up to the tile's head dims costs time, too.
@@ -421,7 +436,7 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
                                         int splits) {
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   if (p.invariant) return kAttentionOtherKeys;
-  if (p.load.dropout) return kAttentionNoDropout;
+  if (const Refusal reason = attention_extras_refusal(p)) return reason;
   if (p.seqlen_q > AttentionDecodeTile::kMaxSeqlenQ) {
     return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMaxSeqlenQ};
   }
@@ -479,7 +494,7 @@ inline Refusal attention_chain_refusal(const AttentionProblem& p, int tile) {
   if (p.load.packed && p.seqlen_q > 1) {
     return "the kernel has one key_start and one key_end per sequence";
   }
-  if (p.load.dropout) return kAttentionNoDropout;
+  if (const Refusal reason = attention_extras_refusal(p)) return reason;
   if (const Refusal reason = attention_sm90_refusal(p, kAttentionSm90Tiles[tile])) return reason;
   if (tile != attention_invariant_tile(p)) return kAttentionOtherKeys;
   const double groups = static_cast<double>(attention_decode_groups(p));

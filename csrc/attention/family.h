@@ -24,6 +24,7 @@ struct AttentionNumbers {
                                       {"packed", 0, 1},
                                       {"softcap", 0, 1},
                                       {"dropout", 0, 1},
+                                      {"bias", 0, 1},
                                       {"invariant", 0, 1},
                                       {"packable", 0, 1}};
 
@@ -35,8 +36,8 @@ struct AttentionNumbers {
             p.head_dim,      p.head_dim_v,   static_cast<int64_t>(p.math),
             p.load.group,    p.load.causal,  p.load.padded,
             p.load.bfloat16, p.load.window,  p.load.packed,
-            p.load.softcap,  p.load.dropout, p.invariant,
-            p.load.packable};
+            p.load.softcap,  p.load.dropout, p.load.bias,
+            p.invariant,     p.load.packable};
   }
   static AttentionProblem decode_fields(const Encoded& x) {
     return {x[1],
@@ -45,9 +46,9 @@ struct AttentionNumbers {
             x[4],
             static_cast<AttentionMath>(x[5]),
             {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0, x[13] != 0,
-             x[15] != 0},
+             x[14] != 0, x[16] != 0},
             {},
-            x[14] != 0};
+            x[15] != 0};
   }
   static Encoded shape_class(Encoded x) {
     for (int i : {0, 1, 2, 10}) x[i] = size_class(x[i]);
@@ -95,6 +96,7 @@ struct AttentionNumbers {
   }
   static std::string why(const AttentionProblem& p, const Encoded& x) {
     if (general(x) && p.load.dropout) return "no tile supports this dropout";
+    if (general(x) && p.load.bias) return "no tile supports this bias";
     if (wide(x)) return "the only tile that holds " + dims_text(p);
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
   }

@@ -30,6 +30,7 @@
 
 #include <cstdint>
 
+#include "attention/bias.h"
 #include "attention/dropout.h"
 #include "core/macros.h"
 
@@ -57,8 +58,8 @@ struct SequenceMaskOf {
 using SequenceMask = SequenceMaskOf<int64_t>;
 using SequenceMask32 = SequenceMaskOf<int>;  // requires that all sequence lengths fit in 32 bits
 
-// The mask, the soft cap, the sinks and the dropout of a call, in the form that kernels read. An
-// argument that is not given is null or 0.
+// The mask, the soft cap, the sinks, the dropout and the bias of a call, in the form that kernels
+// read. An argument that is not given is null or 0.
 struct MaskParams {
   static constexpr int64_t kMaxWindow = int64_t{1} << 40;
 
@@ -75,10 +76,16 @@ struct MaskParams {
   bool padded;        // leftpad is given
   bool has_row_ends;  // key_end has one value per row
   AttentionDropout dropout;
+  AttentionBias bias;
 
   // Whether `causal`, the window or a key_end per row may let the rows of a sequence see different
   // keys. key_start does not count.
   TW_HOST_DEVICE bool is_uneven() const { return causal || window > 0 || has_row_ends; }
+
+  // Whether some row may not see some key of its sequence.
+  TW_HOST_DEVICE bool may_hide_keys() const {
+    return is_uneven() || padded || key_start || key_end;
+  }
 
   // Whether kernels must clear gaps (GapKeys). A gap is padding that lies between the first and the
   // last key that the rows of a block see.
@@ -87,7 +94,8 @@ struct MaskParams {
   // Whether the call has more than `causal` and `leftpad`, so that it needs a kernel for general
   // masks.
   bool is_general() const {
-    return key_start || key_end || window > 0 || softcap > 0.f || sink || dropout.given();
+    return key_start || key_end || window > 0 || softcap > 0.f || sink || dropout.given() ||
+           bias.given();
   }
 
   // The position of query row i among all keys (bottom-right aligned).

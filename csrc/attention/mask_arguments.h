@@ -22,21 +22,22 @@ struct Mask {
   OptionalTensor sink;
   double dropout_p = 0;         // the probability with which a probability is dropped
   OptionalTensor dropout_seed;  // int64 (1,)
+  OptionalTensor bias;          // (1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k)
 
   bool has_row_ends() const { return is_given(key_end) && key_end->dim() == 2; }
 
-  // Returns the mask with contiguous tensors.
+  // Returns the mask with contiguous tensors. The bias keeps its strides.
   Mask contiguous() const {
     const auto of = [](const OptionalTensor& t) -> OptionalTensor {
       return is_given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
     };
-    return {of(leftpad), causal,   of(key_start), of(key_end),     window,
-            softcap,     of(sink), dropout_p,     of(dropout_seed)};
+    return {of(leftpad), causal,   of(key_start), of(key_end),      window,
+            softcap,     of(sink), dropout_p,     of(dropout_seed), bias};
   }
 
   // Converts the mask to MaskParams. `data(tensor, zero)` must return the address of the elements
-  // of a tensor, whose type is that of `zero`. softcap and sink stay unset, because the CPU code
-  // keeps them in another dtype.
+  // of a tensor, whose type is that of `zero`. softcap, sink and bias stay unset, because the CPU
+  // code keeps them in another dtype.
   template <typename Data>
   MaskParams params(int64_t seqlen_q, int64_t seqlen_k, const Data& data) const {
     const auto address = [&](const OptionalTensor& t) -> const int32_t* {
@@ -111,6 +112,34 @@ inline void check_mask(const char* op, const Mask& mask, const c10::SymInt& batc
     check_dtype(op, name, *mask.dropout_seed, at::kLong);
     check_shape(op, name, *mask.dropout_seed, {1}, "(1,)");
   }
+}
+
+// Checks the bias. Its last dimension is never broadcast. `like` is the query.
+inline void check_bias(const char* op, const Mask& mask, const Tensor& like,
+                       const c10::SymInt& seqlen_k) {
+  if (!is_given(mask.bias)) return;
+  const Tensor& bias = *mask.bias;
+  check_like(op, "bias", bias, "query", like);
+  bool fits = bias.dim() == 4 && bias.sym_size(3) == seqlen_k;
+  for (int64_t d = 0; fits && d < 3; ++d) {
+    fits = bias.sym_size(d) == 1 || bias.sym_size(d) == like.sym_size(d);
+  }
+  TW_CHECK(fits, op, "bias must be (1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k) = (1 or ",
+           like.sym_size(0), ", 1 or ", like.sym_size(1), ", 1 or ", like.sym_size(2), ", ",
+           seqlen_k, "), but got ", describe(bias), "; use bias.view or bias.expand");
+  TW_CHECK(!mask.softcap, op, "softcap must not be given with bias, but got both; ",
+           "compute capped scores with a bias in torch");
+}
+
+// Returns the gradient of the bias: ds (batch, nheads, seqlen_q, seqlen_k), the gradient of the
+// scaled scores, summed over the dimensions that are broadcast.
+inline Tensor bias_gradient(const Tensor& bias, const Tensor& ds) {
+  std::vector<int64_t> dims;
+  for (int64_t d = 0; d < 3; ++d) {
+    if (bias.size(d) == 1 && ds.size(d) != 1) dims.push_back(d);
+  }
+  const Tensor sum = dims.empty() ? ds : ds.sum(dims, /*keepdim=*/true);
+  return sum.to(bias.scalar_type()).contiguous();
 }
 
 // Allocates the gradient of the sink, or a tensor of size (0,) if there is no sink.

@@ -9,10 +9,34 @@
 
 namespace torchweld {
 
+// Returns `t`, or a copy of `t` if the rows of `t` don't meet the requirements of
+// AttentionTensor.
+inline Tensor attention_rows(const Tensor& t) {
+  const int64_t elems = 16 / t.element_size(), cols = t.size(3);
+  bool aligned = cols % elems == 0 && t.stride(3) == 1 &&
+                 reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d < 3; ++d) aligned &= t.size(d) <= 1 || t.stride(d) % elems == 0;
+  if (aligned || t.numel() == 0) return t;
+  const int64_t padded = (cols + elems - 1) / elems * elems;
+  return at::zeros({t.size(0), t.size(1), t.size(2), padded}, t.options())
+      .narrow(3, 0, cols)
+      .copy_(t);
+}
+
+// Returns the bias with rows that meet the requirements of AttentionTensor, and without copies of
+// expanded dimensions.
+inline Tensor kernel_bias(Tensor bias) {
+  for (int64_t d = 0; d < 3; ++d) {
+    if (bias.stride(d) == 0 && bias.size(d) > 1) bias = bias.narrow(d, 0, 1);
+  }
+  return attention_rows(bias);
+}
+
 // Returns the mask in the form that the kernels read: contiguous tensors, and sinks in fp32.
 inline Mask kernel_mask(const Mask& mask) {
   Mask result = mask.contiguous();
   if (is_given(result.sink)) result.sink = result.sink->to(at::kFloat);
+  if (is_given(result.bias)) result.bias = kernel_bias(*result.bias);
   return result;
 }
 
@@ -27,6 +51,11 @@ inline MaskParams kernel_params(const Mask& mask, int64_t seqlen_q, int64_t seql
     params.softcap = static_cast<float>(std::clamp<double>(*mask.softcap, FLT_MIN, 1e30));
   }
   if (is_given(mask.sink)) params.sink = const_data<float>(*mask.sink);
+  if (is_given(mask.bias)) {
+    const Tensor& bias = *mask.bias;
+    const auto stride = [&](int64_t d) { return bias.size(d) > 1 ? bias.stride(d) : 0; };
+    params.bias = {const_data<void>(bias), stride(0), stride(1), stride(2)};
+  }
   return params;
 }
 

@@ -12,11 +12,11 @@ namespace torchweld {
 #define TW_MASK_SCHEMA                                                                    \
   "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
   "Tensor? sink=None"
-#define TW_DROPOUT_SCHEMA ", float dropout_p=0.0, Tensor? dropout_seed=None"
+#define TW_ATTENTION_SCHEMA ", float dropout_p=0.0, Tensor? dropout_seed=None, Tensor? bias=None"
 
 // The mask's arguments in a schema: without `causal`, where the mask is always causal; with it; and
-// with the dropout too.
-enum class MaskSchema { kCausal, kMask, kMaskAndDropout };
+// with attention's dropout and bias too.
+enum class MaskSchema { kCausal, kMask, kAttention };
 
 // MaskOp<f, R(), arguments of f>::call gets the mask's arguments one by one, in the order of the
 // schema, and calls f(before..., mask, scale, after...).
@@ -29,16 +29,16 @@ struct MaskOp<f, kSchema, R(Before...), Next, Rest...>
     : MaskOp<f, kSchema, R(Before..., Next), Rest...> {};
 
 template <auto f, typename R, typename... Before, typename Scale, typename... After>
-struct MaskOp<f, MaskSchema::kMaskAndDropout, R(Before...), const Mask&, Scale, After...> {
+struct MaskOp<f, MaskSchema::kAttention, R(Before...), const Mask&, Scale, After...> {
   static R call(Before... before, const OptionalTensor& leftpad, bool causal, Scale scale,
                 const OptionalTensor& key_start, const OptionalTensor& key_end,
                 std::optional<int64_t> window, std::optional<double> softcap,
                 const OptionalTensor& sink, double dropout_p, const OptionalTensor& dropout_seed,
-                After... after) {
-    return f(
-        before...,
-        Mask{leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p, dropout_seed},
-        scale, after...);
+                const OptionalTensor& bias, After... after) {
+    return f(before...,
+             Mask{leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p,
+                  dropout_seed, bias},
+             scale, after...);
   }
 };
 
@@ -50,7 +50,7 @@ struct MaskOp<f, MaskSchema::kMask, R(Before...), const Mask&, Scale, After...> 
                 const OptionalTensor& sink, After... after) {
     constexpr double kNoDropout = 0;
     return f(before...,
-             Mask{leftpad, causal, key_start, key_end, window, softcap, sink, kNoDropout, {}},
+             Mask{leftpad, causal, key_start, key_end, window, softcap, sink, kNoDropout, {}, {}},
              scale, after...);
   }
 };
@@ -77,14 +77,14 @@ constexpr auto causal_mask_op = mask_op_of<f, MaskSchema::kCausal>(f);
 template <auto f>
 constexpr auto mask_op = mask_op_of<f, MaskSchema::kMask>(f);
 template <auto f>
-constexpr auto dropout_mask_op = mask_op_of<f, MaskSchema::kMaskAndDropout>(f);
+constexpr auto attention_mask_op = mask_op_of<f, MaskSchema::kAttention>(f);
 
 // The number of tensors in a Mask. save_with_mask saves these tensors after the tensors of the op.
-constexpr size_t kMaskTensors = 5;
+constexpr size_t kMaskTensors = 6;
 
 inline void save_with_mask(AutogradContext* ctx, variable_list tensors, const Mask& mask) {
-  for (const OptionalTensor* t :
-       {&mask.leftpad, &mask.key_start, &mask.key_end, &mask.sink, &mask.dropout_seed}) {
+  for (const OptionalTensor* t : {&mask.leftpad, &mask.key_start, &mask.key_end, &mask.sink,
+                                  &mask.dropout_seed, &mask.bias}) {
     tensors.push_back(or_undefined(*t));
   }
   ctx->save_for_backward(std::move(tensors));
@@ -104,7 +104,8 @@ inline Mask saved_mask(AutogradContext* ctx, const variable_list& saved) {
           ctx->saved_data["softcap"].toOptional<double>(),
           optional(t[3]),
           ctx->saved_data["dropout_p"].toDouble(),
-          optional(t[4])};
+          optional(t[4]),
+          optional(t[5])};
 }
 
 }  // namespace torchweld

@@ -56,7 +56,7 @@ _LEADING = {
 }
 # Arguments with an entry per sequence or head of the op's own batch, or (dropout_seed) whose effect
 # depends on positions in that batch. With them vmap can't add its batch as a leading dim.
-_OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink", "dropout_seed")
+_OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink", "dropout_seed", "bias")
 # Ops whose tensors, except sink and dropout_seed, have the batch as their first dimension. vmap
 # folds its batch into that of a call without these two.
 _BATCHED = ("attention", "attention" + _WITH_LSE, "softmax_matmul", "bmm")
@@ -249,6 +249,7 @@ def _backward(
         wanted[name] or any(wanted[n] for n, like in same.items() if like == name)
         for name in returns
     ]
+    values["bias_requires_grad"] = wanted.get("bias", False)
     if "x" in values:
         values["in_features"] = values["x"].shape[-1]
     positional = [values[a.name] for a in arguments if not a.kwarg_only]

@@ -36,7 +36,7 @@ _MASK = (
     "masks are numbers: use leftpad=torchweld.leftpad_from_mask(attention_mask), or key_start=, "
     "key_end=, window="
 )
-_BIAS = "attention adds no bias to the scores, use torch.nn.attention.flex_attention"
+_BIAS = "torchweld.attention adds bias= to the scores"
 _NUMBERS = ("leftpad", "key_start", "key_end")
 _CLASS_WEIGHTS = "use reduction='none' and multiply by class_weights[target]"
 _PAIR = "use torchweld.gated_linear_pair for two weights"
@@ -47,11 +47,11 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
     **dict.fromkeys(
         ("attn_mask", "attention_mask", "key_padding_mask", "mask"), [("leftpad", _MASK)]
     ),
+    "attn_bias": [("bias", "use bias="), ("cu_seqlens_q", _BIAS)],
     **{
         name: [(argument, text) for argument in ("query", "cu_seqlens_q")]
         for name, text in (
             ("alibi_slopes", _BIAS),
-            ("attn_bias", _BIAS),
             ("block_table", "attention reads no paged cache, pass contiguous keys and values"),
             ("deterministic", "leave it out, gradients are always deterministic"),
         )

@@ -20,6 +20,7 @@ struct HeadGradient {
   const CpuAttention& a;
   const acc_t *k, *kt, *v;
   acc_t *dk, *dv;
+  const CpuHeads<acc_t>* score_grad;  // receives the gradient of the scaled scores, or null
 
   // A block of query rows in packed form, and the statistics of the rows.
   struct Lanes {
@@ -50,10 +51,10 @@ struct HeadGradient {
 
   // Computes the probabilities of a block in place of its scores, and delta of the rows for which
   // is_own_lse is true.
-  void probabilities(const QueryBlock& block, acc_t sink, const Lanes& lanes,
+  void probabilities(const QueryBlock& block, int64_t b, int64_t h, acc_t sink, const Lanes& lanes,
                      const Tiles& tiles) const {
     const int64_t width = a.block_rows(), size = kTileKeys * width;
-    score_tiles(a, block, tiles.scores, k + block.tile_begin * kTileKeys * a.head_dim,
+    score_tiles(a, b, h, block, tiles.scores, k + block.tile_begin * kTileKeys * a.head_dim,
                 [&](acc_t* tile, const acc_t* keys, int64_t count) {
                   score_tile(tile, keys, count, lanes, width);
                 });
@@ -101,6 +102,19 @@ struct HeadGradient {
     }
   }
 
+  // Stores the gradient of the visible scores of a tile.
+  void store_ds(const QueryBlock& block, int64_t b, int64_t h, int64_t tile,
+                const acc_t* tile_ds) const {
+    const int64_t first = tile * kTileKeys, width = a.block_rows();
+    for (int64_t r = 0; r < block.rows; ++r) {
+      acc_t* const to = score_grad->row(b, h, block.row + r) + block.first_key;
+      const int64_t end = std::min<int64_t>(block.end[r], first + kTileKeys);
+      for (int64_t j = std::max<int64_t>(block.begin[r], first); j < end; ++j) {
+        to[j] = tile_ds[(j - first) * width + r];
+      }
+    }
+  }
+
   void add_block(const QueryBlock& block, int64_t b, int64_t h, acc_t sink, const Lanes& lanes,
                  const Tiles& tiles, acc_t* dq_t) const {
     const bool drops = a.mask.dropout.given();
@@ -116,7 +130,7 @@ struct HeadGradient {
         multiply(dp, tiles.factors + t * size, block.keys_in(block.tile_begin + t) * width);
       }
     }
-    probabilities(block, sink, lanes, tiles);
+    probabilities(block, b, h, sink, lanes, tiles);
     for (int64_t t = 0; t < block.tiles(); ++t) {
       const int64_t at = (block.tile_begin + t) * kTileKeys;
       const int64_t keys = block.keys_in(block.tile_begin + t);
@@ -130,6 +144,7 @@ struct HeadGradient {
         for (int64_t i = 0; a.softcap > 0 && i < keys * width; ++i)
           ds[i] *= tiles.slopes[t * size + i];
       });
+      if (score_grad) store_ds(block, b, h, block.tile_begin + t, ds);
       if (drops) multiply(p, tiles.factors + t * size, keys * width);
       block_matmul(dv + at * n, p, lanes.dout, keys, n, width, /*add=*/true);
       block_matmul(dk + at * d, ds, lanes.q, keys, d, width, /*add=*/true);
@@ -138,11 +153,14 @@ struct HeadGradient {
   }
 };
 
+// ds (batch, nheads, seqlen_q, seqlen_k) receives the gradient of the visible scaled scores, if it
+// is defined.
 template <typename T>
 void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const Tensor& dkey,
-                              const Tensor& dvalue, const Tensor& dsink, const Tensor& dout,
-                              const Tensor& query, const Tensor& key, const Tensor& value,
-                              const Tensor& out, const Tensor& lse, const OptionalTensor& dlse) {
+                              const Tensor& dvalue, const Tensor& dsink, const Tensor& ds,
+                              const Tensor& dout, const Tensor& query, const Tensor& key,
+                              const Tensor& value, const Tensor& out, const Tensor& lse,
+                              const OptionalTensor& dlse) {
   using acc_t = at::opmath_type<T>;
   const Tensor packed_k = pack_tiles<T, acc_t>(a, key, /*transposed=*/false);
   const Tensor packed_kt = pack_tiles<T, acc_t>(a, key, /*transposed=*/true);
@@ -152,6 +170,8 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
   std::optional<CpuHeads<acc_t>> dl;
   if (is_given(dlse)) dl.emplace(*dlse);
   const CpuHeads<acc_t>* const lse_grad = dl ? &*dl : nullptr;
+  std::optional<CpuHeads<acc_t>> scores_grad;
+  if (ds.defined()) scores_grad.emplace(ds);
   Tensor sink_terms;
   if (a.sinks.defined()) sink_terms = at::zeros({a.batch, a.nheads}, a.sinks.options());
   const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v, tiles = a.tiles();
@@ -185,7 +205,8 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
                                              packed_kt.const_data_ptr<acc_t>() + kv_tiles * d,
                                              packed_v.const_data_ptr<acc_t>() + kv_tiles * n,
                                              dk_sums,
-                                             dv_sums};
+                                             dv_sums,
+                                             scores_grad ? &*scores_grad : nullptr};
     const auto scale = static_cast<acc_t>(a.scale);
     for (int64_t h = kv * a.group(); h < (kv + 1) * a.group(); ++h) {
       for (int64_t index = 0; index < a.blocks(); ++index) {

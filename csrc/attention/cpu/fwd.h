@@ -58,17 +58,31 @@ void softmax_of_lanes(acc_t* scores, const QueryBlock& block, int64_t width, acc
   });
 }
 
-// Computes the score tiles (tiles, 64, width) of a block. product() multiplies `count` packed keys
-// by the query rows. `k` are the packed keys of the block's first tile on. Hidden elements become
-// -inf.
+// Adds the bias to a tile of scores (64, width).
+template <typename acc_t>
+void add_bias_tile(const CpuAttention& a, int64_t b, int64_t h, const QueryBlock& block,
+                   int64_t tile, acc_t* scores) {
+  const CpuHeads<acc_t> bias(a.bias);
+  const int64_t key = block.first_key + tile * kTileKeys, width = a.block_rows();
+  const int64_t keys = std::min(block.keys_in(tile), a.seqlen_k - key);
+  for (int64_t r = 0; r < block.rows; ++r) {
+    const acc_t* from = bias.row(b, h, block.row + r) + key * bias.column_stride;
+    for (int64_t c = 0; c < keys; ++c) scores[c * width + r] += from[c * bias.column_stride];
+  }
+}
+
+// Computes the score tiles (tiles, 64, width) of a block of head h of sequence b. product()
+// multiplies `count` packed keys by the query rows. `k` are the packed keys of the block's first
+// tile on. Hidden elements become -inf.
 template <typename acc_t, typename E, typename Product>
-void score_tiles(const CpuAttention& a, const QueryBlock& block, acc_t* scores, const E* k,
-                 const Product& product) {
+void score_tiles(const CpuAttention& a, int64_t b, int64_t h, const QueryBlock& block,
+                 acc_t* scores, const E* k, const Product& product) {
   const int64_t size = kTileKeys * a.block_rows();
   for (int64_t t = 0; t < block.tiles(); ++t) {
     acc_t* const tile = scores + t * size;
     product(tile, k + t * kTileKeys * a.head_dim, block.keys_in(block.tile_begin + t));
     if (a.softcap > 0) cap_tile(tile, size, a.softcap);
+    if (a.bias.defined()) add_bias_tile(a, b, h, block, block.tile_begin + t, tile);
     block.fill_hidden(tile, block.tile_begin + t, a.block_rows(),
                       -std::numeric_limits<acc_t>::infinity());
   }
@@ -115,7 +129,7 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
     const int64_t kv_tile = (b * a.nheads_kv + h / a.group()) * a.tiles() + block.tile_begin;
     const E* k = packed_k.const_data_ptr<E>() + kv_tile * kTileKeys * d;
     const E* vt = packed_vt.const_data_ptr<E>() + kv_tile * kTileKeys * dv;
-    score_tiles(a, block, scores, k, [&](acc_t* tile, const E* keys, int64_t count) {
+    score_tiles(a, b, h, block, scores, k, [&](acc_t* tile, const E* keys, int64_t count) {
       products.multiply_keys(tile, keys, count);
     });
     softmax_of_lanes(scores, block, width, sink, lanes);
@@ -152,6 +166,8 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
                             const Tensor& query, const Tensor& key, const Tensor& value) {
   using acc_t = at::opmath_type<T>;
   const CpuHeads<T> q(query), k(key), v(value), o(out);
+  std::optional<CpuHeads<acc_t>> bias;
+  if (a.bias.defined()) bias.emplace(a.bias);
   const int64_t d = a.head_dim, dv = a.head_dim_v, rows = a.group() * a.seqlen_q;
   const auto in_acc = query.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
@@ -192,6 +208,10 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         acc_t* const sum = sums + r * dv;
         const int64_t keys = live.end - live.begin;
         if (a.softcap > 0) cap_row(p + live.begin, keys, static_cast<acc_t>(a.softcap));
+        if (bias) {
+          const acc_t* from = bias->row(b, h, i);
+          for (int64_t j = live.begin; j < live.end; ++j) p[j] += from[j * bias->column_stride];
+        }
         const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;
         acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);
         if (a.sinks.defined()) total += exp_in_vectors(sink - max);

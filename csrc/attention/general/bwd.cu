@@ -61,6 +61,10 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
       x = fmaf(capped, args.params.mask.softcap * args.score_factor, args.g_lse[stats]);
       slope = fmaf(-capped, capped, 1.f);
     }
+    const AttentionBias& bias = args.params.mask.bias;
+    if (bias.given()) {
+      x = fmaf(to_float(bias.row<T>(sequence, head, row)[key]), args.lse_factor, x);
+    }
   }
   const float probability = exponential<T>(x);
   constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);
@@ -71,8 +75,10 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
   return {probability * keep * kUnshift, kIsMasked<Args> ? ds * slope : ds};
 }
 
+// NOTE: three blocks per SM leave 80 registers per thread. Without the bound of three blocks, the
+// compiler would use 64 registers and spill.
 template <typename T, typename Args>
-__global__ __launch_bounds__(kBackwardThreads) void attention_backward_general_rows_kernel(
+__global__ __launch_bounds__(kBackwardThreads, 3) void attention_backward_general_rows_kernel(
     const __grid_constant__ Args args) {
   __shared__ float s_ds[kChunk];
   const AttentionBackwardParams& p = args.params;
@@ -102,7 +108,11 @@ __global__ __launch_bounds__(kBackwardThreads) void attention_backward_general_r
         __syncthreads();
         for (int i = threadIdx.x / kWarp; i < keys; i += kBackwardWarps) {
           const Weight w = weight<T>(args, sequence, head, row, first + i);
-          if (threadIdx.x % kWarp == 0) s_ds[i] = w.ds;
+          if (threadIdx.x % kWarp != 0) continue;
+          s_ds[i] = w.ds;
+          if constexpr (kIsMasked<Args>) {
+            if (p.ds.data) p.ds.row<T>(sequence, head, row)[first + i] = from_float<T>(w.ds);
+          }
         }
         __syncthreads();
         if (col >= p.sizes.head_dim) continue;
@@ -116,8 +126,6 @@ __global__ __launch_bounds__(kBackwardThreads) void attention_backward_general_r
   }
 }
 
-// NOTE: three blocks per SM leave 80 registers per thread. Without the bound of three blocks, the
-// compiler would use 64 registers and spill.
 template <typename T, typename Args>
 __global__ __launch_bounds__(kBackwardThreads, 3) void attention_backward_general_keys_kernel(
     const __grid_constant__ Args args) {

@@ -69,6 +69,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void attention_general_kernel(
   const T* g_query = matrix_of(params.query, head) + i * params.query.row_stride;
   const T* g_key = matrix_of(params.key, kv_head);
   const T* g_value = matrix_of(params.value, kv_head);
+  const T* g_bias = mask.bias.row<T>(batch, head, i);  // null if there is no bias
   T* g_out = params.out.row<T>(batch, head, i);
 
   int64_t first_col = 0;
@@ -84,6 +85,12 @@ __global__ __launch_bounds__(kThreads, kBlocks) void attention_general_kernel(
         if (scale.softcap > 0.f) {
           float& score = s_scores[threadIdx.x];
           if (threadIdx.x < keys) score = tanhf(score * scale.cap);
+          __syncthreads();
+        }
+        if (g_bias) {
+          if (threadIdx.x < keys) {
+            s_scores[threadIdx.x] += to_float(g_bias[key + threadIdx.x]) / scale.size;
+          }
           __syncthreads();
         }
       }

@@ -9,6 +9,15 @@ namespace torchweld {
 // The parameters of a kernel. args.g_dq holds dQ^T of each query tile in the order of wgmma's
 // accumulators. args.g_dq_semaphore has one counter per query tile and CTA rank. args.g_lse is -inf
 // for a row that sees no key.
+// The tensor maps that only the kernels for a bias have: the bias, with boxes of a query tile's
+// rows and 64 keys, and its gradient in all sequences and heads, params.ds.
+template <bool kIsBiased>
+struct BackwardBiasMaps {};
+template <>
+struct BackwardBiasMaps<true> {
+  TensorMap bias, ds;
+};
+
 template <typename Args>
 struct BackwardSm90Params {
   // Tensor maps with boxes of 64 columns. A box of query or dout has the rows of a query tile. A
@@ -17,6 +26,7 @@ struct BackwardSm90Params {
   TensorMap dkey, dvalue;  // tensor maps with boxes of 64 columns and 64 keys
   TensorMap dquery;        // a tensor map with boxes of 64 columns and the rows of a slice of dQ
   Args args;
+  BackwardBiasMaps<kIsBiased<Args>> of_bias{};
 };
 
 // Makes the parameters of a kernel.
@@ -34,14 +44,25 @@ typename Config::Params backward_sm90_params(const typename Config::Args& args) 
     return map({t.data, t.batch_stride, t.head_stride, t.row_stride}, heads, rows, columns,
                box_rows);
   };
-  return {map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kRows),
-          map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kCtaKeys),
-          map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kCtaKeys),
-          map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, Config::kRows),
-          gradient_map(a.dkey, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, 64),
-          gradient_map(a.dvalue, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, 64),
-          gradient_map(a.dquery, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kDqRows),
-          args};
+  typename Config::Params p = {
+      map(a.query, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kRows),
+      map(a.key, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, Config::kCtaKeys),
+      map(a.value, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, Config::kCtaKeys),
+      map(a.dout, sizes.nheads, sizes.seqlen_q, sizes.head_dim_v, Config::kRows),
+      gradient_map(a.dkey, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim, 64),
+      gradient_map(a.dvalue, sizes.nheads_kv, sizes.seqlen_k, sizes.head_dim_v, 64),
+      gradient_map(a.dquery, sizes.nheads, sizes.seqlen_q, sizes.head_dim, Config::kDqRows),
+      args};
+  if constexpr (Config::kBias) {
+    const AttentionBias& bias = a.mask.bias;
+    p.of_bias.bias = map({bias.data, bias.batch_stride, bias.head_stride, bias.row_stride},
+                         sizes.nheads, sizes.seqlen_q, sizes.seqlen_k, Config::kRows);
+    if (a.ds.data) {
+      p.of_bias.ds =
+          gradient_map(a.ds, sizes.nheads, sizes.seqlen_q, sizes.seqlen_k, Config::kRows);
+    }
+  }
+  return p;
 }
 
 // csrc/instantiations.py generates the files that instantiate these templates. The 2-CTA kernel has

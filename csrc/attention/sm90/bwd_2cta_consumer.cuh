@@ -84,7 +84,7 @@ struct Backward2CtaConsumer {
     // NOTE: S may stay in flight, so this waits for nothing. Without it ptxas would insert a wait
     // for S before issue_dp writes the accumulators of dP (C7517).
     wgmma_wait<1>();
-    scores.init_dp(acc_dp, dout_state);
+    scores.init_dp(acc_dp, dout_state, dout_state.stage);
     mma.issue_dp(acc_dp, dout_state);
     issue_dv_dk<true>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
     // NOTE: when an iteration starts, all wgmmas whose results the iteration reads are complete. If
@@ -100,7 +100,7 @@ struct Backward2CtaConsumer {
       wgmma_wait<1>();
       named_barrier_arrive(kDsConsumedWg0 + warpgroup, kBackwardConsumerThreads);
       scores.store_dq(acc_dq, 0);
-      scores.init_dp(acc_dp, dout_state);
+      scores.init_dp(acc_dp, dout_state, dout_state.stage);
       mma.issue_dp(acc_dp, dout_state);
       scores.signal_dq_store(0);
       issue_dv_dk<false>(acc_s, acc_dp, r_lse, acc_dv, acc_dk, q_state, dout_state, is_edge);
@@ -121,7 +121,7 @@ struct Backward2CtaConsumer {
                                               DkvAcc& acc_dv, DkvAcc& acc_dk, const State& q_state,
                                               const DoutState& dout_state, bool is_edge) {
     ScoreOperand p16, ds16;
-    scores.s_to_p(p16, acc_s, r_lse, q_state, is_edge);
+    scores.s_to_p(p16, acc_s, r_lse, q_state, dout_state, is_edge);
     issue_dv<kFirstTile>(acc_dv, p16, dout_state);
     wgmma_wait<2>();
     warpgroup_fence_operand(acc_dp);

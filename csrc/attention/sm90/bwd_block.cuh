@@ -29,7 +29,7 @@ struct BackwardSm90Config {
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
   static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>,
-                        kDropout = kIsDropped<Args>;
+                        kDropout = kIsDropped<Args>, kBias = kIsBiased<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   // The number of CTAs in a cluster. A work tile has kKeys keys, kCtaKeys in each CTA.
@@ -52,7 +52,7 @@ struct BackwardSm90Config {
   static constexpr int kThreads = kShape.kThreads;
   static constexpr int kProducerRegisters = kCtas == 1 ? 24 : 40,
                        kConsumerRegisters = kCtas == 1 ? 240 : 232;
-  static constexpr int kStages = kShape.kStages, kDoutStages = kCtas == 1 ? kStages : 1;
+  static constexpr int kStages = kShape.kStages, kDoutStages = kShape.dout_stages(kBias);
   // A TMA box has 64 columns, and either all keys of the CTA or the rows of a query tile.
   static constexpr int kBoxColumns = kShape.kBoxColumns, kBoxes = kDim / kBoxColumns,
                        kBoxesV = kDimV / kBoxColumns;
@@ -60,6 +60,9 @@ struct BackwardSm90Config {
                        kQueryBoxBytes = kRows * kSwizzleRowBytes;
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes, kQueryBytes = kBoxes * kQueryBoxBytes;
   static constexpr int kValueBytes = kBoxesV * kKeyBoxBytes, kDoutBytes = kBoxesV * kQueryBoxBytes;
+  // The bias of a query tile, as (kCtaKeys / 64, kRows, 64 keys). It belongs to a stage of dO.
+  static constexpr int kBiasBoxBytes = kRows * kSwizzleRowBytes,
+                       kBiasBytes = kBias ? kCtaKeys / 64 * kBiasBoxBytes : 0;
   // A buffer of dS holds (kCtaKeys / 64, kRows, 64 keys).
   static constexpr int kDsBoxBytes = kRows * kSwizzleRowBytes,
                        kDsBytes = kCtaKeys / 64 * kDsBoxBytes;
@@ -101,7 +104,7 @@ struct BackwardSm90Seen<Config, true> {
   BlockMask group;
   uint32_t keys[Config::kRows / 2];
   // The head of the query tile, counted over all sequences, and its first row. Only used with
-  // dropout.
+  // dropout and with a bias.
   int head, first_row;
 };
 // lse and delta of the rows of a query tile.
@@ -134,13 +137,21 @@ struct BackwardProducerCounts {
   int work_tiles, steps;
 };
 
+// The tiles of the bias in shared memory.
+template <typename Config, bool kBias = Config::kBias>
+struct BackwardBiasTiles {};
+template <typename Config>
+struct BackwardBiasTiles<Config, true> {
+  alignas(kSwizzleAtomBytes) char tiles[Config::kDoutStages][Config::kBiasBytes];
+};
+
 template <typename Config>
 struct BackwardSm90Shared {
   static constexpr int kStages = Config::kStages;
   alignas(kSwizzleAtomBytes) char k[Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char v[Config::kValueBytes];
   alignas(kSwizzleAtomBytes) char q[kStages][Config::kQueryBytes];
-  alignas(kSwizzleAtomBytes) char dout[kStages][Config::kDoutBytes];
+  alignas(kSwizzleAtomBytes) char dout[Config::kDoutStages][Config::kDoutBytes];
   alignas(kSwizzleAtomBytes) char ds[Config::kDsStages][Config::kDsBytes];
   alignas(kSwizzleAtomBytes) float dq[Config::kDqStoreWarps][Config::kDqSlices]
                                      [Config::kDqFloats * 128];
@@ -148,7 +159,9 @@ struct BackwardSm90Shared {
       stats[kStages];
   BackwardSm90Seen<Config> seen[kStages];
   int2 query_tiles[kStages];  // see BackwardQueryTile
-  PipelineBarriers<kStages> q_pipeline, dout_pipeline;
+  BackwardBiasTiles<Config> bias;
+  PipelineBarriers<kStages> q_pipeline;
+  PipelineBarriers<Config::kDoutStages> dout_pipeline;
   BackwardProducerCounts producer_counts;
   // The number of dS buffers that a warpgroup still uses for dK of the previous work tile. Only one
   // thread of the warpgroup accesses this number. Only used if dK overwrites dS (bwd_consumer.cuh).

@@ -28,6 +28,7 @@ struct BackwardSm90Consumer {
   using Scores = BackwardSm90Scores<Config>;
   using Mma = BackwardSm90Mma<Config>;
   using State = typename Scores::State;
+  using DoutState = typename Scores::DoutState;
   using DsState = PipelineState<Config::kDsStages>;
   using ScoreAcc = typename Scores::ScoreAcc;
   using ScoreOperand = typename Scores::ScoreOperand;
@@ -78,6 +79,10 @@ struct BackwardSm90Consumer {
   static __device__ __forceinline__ State state_of(int step) {
     return pipeline_state_of<Config::kStages>(step);
   }
+  // Returns the stage of dO of query tile `step`.
+  static __device__ __forceinline__ DoutState dout_state_of(int step) {
+    return pipeline_state_of<Config::kDoutStages>(step);
+  }
   // Returns the stage of dS of query tile `step`.
   static __device__ __forceinline__ DsState ds_state_of(int step) {
     return pipeline_state_of<Config::kDsStages>(step);
@@ -124,6 +129,7 @@ struct BackwardSm90Consumer {
     float dv_scale = 1.f / (1 << kProbabilityShift<T>);
     if constexpr (Config::kDropout) dv_scale *= p.args.kept_factor;
     scores.template epilogue_dkv<true>(acc_dv, mma.s_v, warpgroup * 64, 0, p.dvalue, dv_scale);
+    scores.template wait_for_ds_copies<0>();
     named_barrier_wait<kDsWritten, kBackwardConsumerThreads>();
     if constexpr (Config::kUnequal) {
       scores.template epilogue_dkv<false>(acc_dk, mma.s_k, warpgroup * 64, 0, p.dkey,
@@ -215,15 +221,15 @@ struct BackwardSm90Consumer {
     left -= 2;
 #pragma unroll 1
     for (const int first_end = step + (has_two ? 2 : 1); step < first_end; ++step) {
-      const bool is_edge = scores.wait_for_q(state_of(step), state_of(step));
+      const bool is_edge = scores.wait_for_q(state_of(step), dout_state_of(step));
       mma.issue_s(acc_s, state_of(step));
       scores.load_early_lse(r_lse, state_of(step));
       s.v_pipeline.wait(kv_state);
       // NOTE: S may stay in flight, so this waits for nothing. Without it ptxas would insert a wait
       // for S before issue_dp writes the accumulators of dP (C7517).
       wgmma_wait<1>();
-      scores.init_dp(acc_dp, state_of(step));
-      mma.issue_dp(acc_dp, state_of(step));
+      scores.init_dp(acc_dp, dout_state_of(step), state_of(step).stage);
+      mma.issue_dp(acc_dp, dout_state_of(step));
       issue_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, step, is_edge);
     }
     // NOTE: when an iteration starts, all wgmmas whose results the iteration reads are complete. If
@@ -231,14 +237,15 @@ struct BackwardSm90Consumer {
 #pragma unroll 1
     for (; left > 0; --left, ++step) {
       issue_dq(acc_dq, step - 2);
-      const bool is_edge = scores.wait_for_q(state_of(step), state_of(step));
+      const bool is_edge = scores.wait_for_q(state_of(step), dout_state_of(step));
       mma.issue_s(acc_s, state_of(step));
       scores.load_early_lse(r_lse, state_of(step));
       wgmma_wait<1>();
+      scores.template wait_for_ds_copies<1>();
       scores.consumer_release(&s.ds_pipeline.empty[step & 1]);
       scores.store_dq(acc_dq, step & 1);
-      scores.init_dp(acc_dp, state_of(step));
-      mma.issue_dp(acc_dp, state_of(step));
+      scores.init_dp(acc_dp, dout_state_of(step), state_of(step).stage);
+      mma.issue_dp(acc_dp, dout_state_of(step));
       scores.signal_dq_store(step & 1);
       issue_dv_dk(acc_s, acc_dp, r_lse, acc_dv, acc_dk, step, is_edge);
     }
@@ -263,25 +270,29 @@ struct BackwardSm90Consumer {
                                               DvAcc& acc_dv, DkAcc& acc_dk, int step,
                                               bool is_edge) {
     const State state = state_of(step);
+    const DoutState dout_state = dout_state_of(step);
     ScoreOperand p16, ds16;
     wait_for_exponentials();
-    scores.s_to_p(p16, acc_s, r_lse, state, is_edge);
-    mma.issue_dv(acc_dv, p16, state);
+    scores.s_to_p(p16, acc_s, r_lse, state, dout_state, is_edge);
+    mma.issue_dv(acc_dv, p16, dout_state);
     // NOTE: if the warpgroup arrived before the product, ptxas would move the arrival to before the
     // exponentials.
     release_exponentials();
     wgmma_wait<1>();
     warpgroup_fence_operand(acc_dp);
-    if constexpr (Config::kDropout) scores.undo_dropout(acc_s, acc_dp, state);
+    if constexpr (Config::kDropout) {
+      if (scores.drops()) scores.undo_dropout(acc_s, acc_dp, state);
+    }
     scores.dp_to_ds(ds16, acc_s, acc_dp, is_edge);
     mbarrier_wait(&s.ds_pipeline.empty[state.stage], state.parity ^ 1);
     store_ds(ds16, state);
     mma.issue_dk(acc_dk, ds16, state);
     async_fence();
     scores.consumer_release(&s.ds_pipeline.full[state.stage]);
+    if constexpr (Config::kBias) scores.copy_ds(mma.s_ds + state.stage * Config::kDsBytes, state);
     wgmma_wait<0>();
     scores.consumer_release(&s.q_pipeline.empty[state.stage]);
-    scores.consumer_release(&s.dout_pipeline.empty[state.stage]);
+    scores.consumer_release(&s.dout_pipeline.empty[dout_state.stage]);
   }
 
   // Wait for dS of both warpgroups and issue the warpgroup's slice of dQ^T = K^T dS^T.
@@ -305,13 +316,13 @@ struct BackwardSm90Consumer {
     // registers.
 #pragma unroll 1
     for (; left > 0; --left, ++step) {
-      const bool is_edge = scores.wait_for_q(state_of(step), state_of(step));
+      const bool is_edge = scores.wait_for_q(state_of(step), dout_state_of(step));
       mma.issue_s(acc, state_of(step));
       wgmma_wait<0>();
       s_to_p_and_issue_dv(operand, acc, acc_dv, step, is_edge);
       if (step > first) compute_dq(acc, step - 1);
-      scores.init_dp(acc, state_of(step));
-      mma.issue_dp(acc, state_of(step));
+      scores.init_dp(acc, dout_state_of(step), state_of(step).stage);
+      mma.issue_dp(acc, dout_state_of(step));
       dp_to_ds_and_store(operand, acc, step, is_edge);
       mma.issue_dk(acc_dk, operand, state_of(step));
       wgmma_wait<0>();
@@ -329,7 +340,7 @@ struct BackwardSm90Consumer {
     wait_for_exponentials();
     RowStats r_lse;
     warpgroup_fence_operand(acc_s);
-    scores.s_to_exponents(acc_s, r_lse, state, is_edge);
+    scores.s_to_exponents(acc_s, r_lse, state, dout_state_of(step), is_edge);
     warpgroup_fence_operand(acc_s);
 #pragma unroll
     for (int i = 0; i < Config::kRows / 4; ++i) {

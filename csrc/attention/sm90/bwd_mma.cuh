@@ -53,7 +53,8 @@ struct BackwardSm90Mma {
     gemm_ss<kOfS>(acc_s, s_k, s_q, state.stage);
   }
 
-  // Issue dP^T - delta = V dO^T - delta. With dropout, issue dP^T. acc_dp is as init_dp leaves it.
+  // Issue dP^T - delta = V dO^T - delta. If the kernel drops probabilities, issue dP^T. acc_dp is
+  // as init_dp leaves it.
   __device__ __forceinline__ void issue_dp(ScoreAcc& acc_dp, const DoutState& state) const {
     gemm_ss<kOfDp>(acc_dp, s_v, s_dout, state.stage);
   }
@@ -115,7 +116,8 @@ struct BackwardSm90Mma {
   __device__ __forceinline__ void gemm_ss(ScoreAcc& acc, uint32_t s_keys, uint32_t s_rows,
                                           int stage) const {
     constexpr int kBoxesOf = kOf == kOfS ? Config::kBoxes : Config::kBoxesV;
-    constexpr bool kAccumulates = (kOf == kOfDp && !Config::kDropout) || Config::kStatSlice;
+    constexpr bool kAccumulates =
+        (kOf == kOfDp && (!Config::kDropout || Config::kBias)) || Config::kStatSlice;
     const int key = Config::kCtas == 1 ? warpgroup * 64 : 0;
     const TileDescriptor a(s_keys + key * kSwizzleRowBytes, 16),
         b(s_rows + stage * kBoxesOf * Config::kQueryBoxBytes +

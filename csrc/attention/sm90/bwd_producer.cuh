@@ -109,6 +109,9 @@ struct BackwardSm90Producer {
       q_bytes += sizeof(s.stats[0].lse);
       dout_bytes += sizeof(s.stats[0].delta);
     }
+    if constexpr (Config::kBias) {
+      if (!p.args.params.mask.bias.has_one_row()) dout_bytes += Config::kBiasBytes;
+    }
     for (bool is_first = true; left > 0; --left, ++step, is_first = false, tiles.advance()) {
       const QState state = pipeline_state_of<Config::kStages>(step);
       const int first_row = tiles.head * rows + tiles.tile * kRows;
@@ -125,8 +128,14 @@ struct BackwardSm90Producer {
         uint64_t* s_k_full = s.k_pipeline.acquire(kv_state, Config::kKeyBytes);
         load_keys<kBoxes>(s.k, p.key, s_k_full, work, 0, 0);
       }
-      s_full = s.dout_pipeline.acquire(state, dout_bytes);
-      load_rows<kBoxesV>(s.dout[state.stage], p.dout, s_full, tiles, nheads, 0);
+      const auto dout_state = pipeline_state_of<Config::kDoutStages>(step);
+      s_full = s.dout_pipeline.acquire(dout_state, dout_bytes);
+      load_rows<kBoxesV>(s.dout[dout_state.stage], p.dout, s_full, tiles, nheads, 0);
+      if constexpr (Config::kBias) {
+        if (!p.args.params.mask.bias.has_one_row()) {
+          load_bias(dout_state.stage, s_full, tiles, nheads);
+        }
+      }
       if constexpr (!Config::kStatSlice) {
         bulk_load(s_stats.delta, p.args.g_delta + first_row, sizeof(s_stats.delta), s_full);
       }
@@ -187,6 +196,17 @@ struct BackwardSm90Producer {
       tma_load(shared_address(s_keys) + box * Config::kKeyBoxBytes, map, s_full,
                (first_box + box) * Config::kBoxColumns, work.first_key + cta * Config::kCtaKeys,
                work.head_kv, work.sequence);
+    }
+  }
+
+  // Loads the bias of a query tile.
+  __device__ __forceinline__ void load_bias(int stage, uint64_t* s_full, const Tiles& tiles,
+                                            int nheads) const {
+#pragma unroll
+    for (int i = 0; i < Config::kCtaKeys / 64; ++i) {
+      tma_load(shared_address(s.bias.tiles[stage]) + i * Config::kBiasBoxBytes, p.of_bias.bias,
+               s_full, tiles.work.first_key + i * 64, tiles.tile * kRows,
+               tiles.head - tiles.work.sequence * nheads, tiles.work.sequence);
     }
   }
 

@@ -115,47 +115,111 @@ struct BackwardSm90Scores {
     if constexpr (Config::kEarlyLse) load_stats(r_lse, s.lse_of(state.stage));
   }
 
-  // Wait for S; dP may stay in flight. Compute P = exp(scale * S - lse) * 2^kProbabilityShift, or P
-  // = 0 for hidden scores. p16 receives P in 16 bits. acc_s receives dS / (dP - delta), which is P,
-  // or P * (1 - tanh^2) with a soft cap. With dropout, p16 is 0 and acc_s is -P for the dropped
-  // probabilities.
+  // Wait for S; dP may stay in flight. Compute P = exp(scale * S + bias - lse) *
+  // 2^kProbabilityShift, or P = 0 for hidden scores. p16 receives P in 16 bits. acc_s receives dS /
+  // (dP - delta), which is P, or P * (1 - tanh^2) with a soft cap. With dropout, p16 is 0 and acc_s
+  // is -P for the dropped probabilities.
   __device__ __forceinline__ void s_to_p(ScoreOperand& p16, ScoreAcc& acc_s, RowStats& r_lse,
-                                         const State& state, bool is_edge) const {
+                                         const State& state, const DoutState& dout_state,
+                                         bool is_edge) const {
     wgmma_wait<1>();
     warpgroup_fence_operand(acc_s);
     if (capped()) {
       exponentiate_capped(p16, acc_s, state, is_edge);
     } else {
-      s_to_exponents(acc_s, r_lse, state, is_edge);
+      s_to_exponents(acc_s, r_lse, state, dout_state, is_edge);
 #pragma unroll
       for (float& x : acc_s) x = exponential<T>(x);
       if constexpr (Config::kDropout) {
-        const auto& seen = s.seen[state.stage];
-        mark_dropped(acc_s, WarpDropout(p.args.params.mask.dropout, seen.head),
-                     seen.first_row + first_row(), first_key() + warp() * 16);
-        pack_kept(p16, acc_s);
+        if (drops()) {
+          const auto& seen = s.seen[state.stage];
+          mark_dropped(acc_s, WarpDropout(p.args.params.mask.dropout, seen.head),
+                       seen.first_row + first_row(), first_key() + warp() * 16);
+          pack_kept(p16, acc_s);
+        } else {
+          pack(p16, acc_s);
+        }
       } else {
         pack(p16, acc_s);
       }
     }
   }
 
+  // Add the bias to the exponents in acc_s. If it has rows, it is in the stage of dO that the
+  // warpgroup has waited for, and is transposed as store_ds transposes dS.
+  __device__ __forceinline__ void add_bias(ScoreAcc& acc_s, const State& state,
+                                           const DoutState& dout_state) const {
+    const AttentionBias& bias = p.args.params.mask.bias;
+    if (bias.has_one_row()) {
+      const int nheads = static_cast<int>(p.args.params.sizes.nheads), sequence = work().sequence;
+      const T* g_row = bias.row<T>(sequence, s.seen[state.stage].head - sequence * nheads, 0);
+      const int key = first_key() + warp() * 16 + lane() / 4;
+      const auto of = [&](int key) { return key < seqlen_k() ? to_float(g_row[key]) : 0.f; };
+      const float low = of(key) * kLog2e, high = of(key + 8) * kLog2e;
+#pragma unroll
+      for (int i = 0; i < kScoreRows / 2; ++i) acc_s[i] += i / 2 % 2 ? high : low;
+      return;
+    }
+    const uint32_t s_lane = shared_address(s.bias.tiles[dout_state.stage]) +
+                            warpgroup * Config::kBiasBoxBytes +
+                            transposed_lane_offset(lane(), 0, warp());
+#pragma unroll
+    for (int slice = 0; slice < kRowSlices; ++slice) {
+      uint32_t words[4];
+      load_matrix_4_transposed(words, s_lane + slice * 16 * kSwizzleRowBytes);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair<T>(words[i]);
+        float* const to = acc_s + slice * 8 + 2 * i;
+        to[0] = fmaf(pair.x, kLog2e, to[0]);
+        to[1] = fmaf(pair.y, kLog2e, to[1]);
+      }
+    }
+  }
+
+  // Copy the warpgroup's dS of a query tile, which it has written to the buffer at s_ds, to
+  // params.ds, if the call has params.ds. wait_for_ds_copies<n>() waits until all copies but the
+  // last n have read their buffers.
+  __device__ __forceinline__ void copy_ds(uint32_t s_ds, const State& state) const {
+    if (!p.args.params.ds.data) return;
+    named_barrier_wait(kConsumerWg0 + warpgroup, 128);
+    if (!leads()) return;
+    const auto& seen = s.seen[state.stage];
+    const int nheads = static_cast<int>(p.args.params.sizes.nheads);
+    tma_store(p.of_bias.ds, s_ds + warpgroup * Config::kDsBoxBytes, first_key(), seen.first_row,
+              seen.head - work().sequence * nheads, work().sequence);
+    tma_commit();
+  }
+  template <int kCount>
+  __device__ __forceinline__ void wait_for_ds_copies() const {
+    if (Config::kBias && leads()) tma_wait_read<kCount>();
+  }
+
   // Wait for dO. Initialise acc_dp with -delta of each score's query row, unless a stat slice or
-  // undo_dropout subtracts delta. delta in shared memory has a factor of 2^-kProbabilityShift,
-  // which kScale removes. The product later adds dP^T.
-  __device__ __forceinline__ void init_dp(ScoreAcc& acc_dp, const DoutState& state) const {
-    s.dout_pipeline.wait(state);
-    if constexpr (Config::kStatSlice || Config::kDropout) {
+  // undo_dropout subtracts delta. delta in shared memory is in stage delta_stage. It has a factor
+  // of 2^-kProbabilityShift, which kScale removes. The product later adds dP^T.
+  __device__ __forceinline__ void init_dp(ScoreAcc& acc_dp, const DoutState& dout_state,
+                                          int delta_stage) const {
+    s.dout_pipeline.wait(dout_state);
+    if constexpr (Config::kStatSlice || (Config::kDropout && !Config::kBias)) {
       discard_accumulators(acc_dp);
+    } else if (Config::kBias && drops()) {
+#pragma unroll
+      for (float& x : acc_dp) x = 0.f;
     } else {
       constexpr float kScale = -(1 << kProbabilityShift<T>);
       RowStats delta;
-      load_stats(delta, s.delta_of(state.stage));
+      load_stats(delta, s.delta_of(delta_stage));
 #pragma unroll
       for (int i = 0; i < kScoreRows / 2; ++i) {
         acc_dp[i] = kScale * (i % 2 ? delta[i / 4].y : delta[i / 4].x);
       }
     }
+  }
+
+  // Whether the kernel, which supports dropout, drops probabilities in this call.
+  __device__ __forceinline__ bool drops() const {
+    return !Config::kBias || p.args.params.mask.dropout.given();
   }
 
   // With dropout, replace dP in acc_dp by the gradient of the probability before the dropout, minus
@@ -306,11 +370,13 @@ struct BackwardSm90Scores {
   // Replace S^T in acc_s by the exponents of P^T, which are -inf for hidden scores. There is no
   // soft cap. With kEarlyLse, r_lse holds lse.
   __device__ __forceinline__ void s_to_exponents(ScoreAcc& acc_s, RowStats& r_lse,
-                                                 const State& state, bool is_edge) const {
+                                                 const State& state, const DoutState& dout_state,
+                                                 bool is_edge) const {
     if constexpr (!Config::kEarlyLse && !Config::kStatSlice) {
       load_stats(r_lse, s.lse_of(state.stage));
     }
     subtract_lse(acc_s, r_lse);
+    if constexpr (Config::kBias) add_bias(acc_s, state, dout_state);
     if (is_edge) hide(acc_s, state, -INFINITY);
   }
 

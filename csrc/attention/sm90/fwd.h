@@ -7,7 +7,8 @@
 
 namespace torchweld {
 
-// The work tiles, and the number of query heads that share a kv head.
+// The work tiles, and the number of query heads that share a kv head. If the sequences share a
+// bias, the order counts the sequences of a head where it otherwise counts the heads of a sequence.
 struct AttentionSm90Schedule {
   uint32_t blocks;  // the number of work tiles
   AttentionTileOrder order;
@@ -19,7 +20,8 @@ struct AttentionSm90Schedule {
  private:
   AttentionSm90Schedule(const AttentionParams& p, const AttentionSchedule& schedule)
       : blocks(static_cast<uint32_t>(schedule.blocks(p))),
-        order(schedule.tiles, p.sizes.batch * p.sizes.nheads, p.sizes.nheads, schedule.section),
+        order(schedule.tiles, p.sizes.batch * p.sizes.nheads,
+              p.mask.bias.is_shared() ? p.sizes.batch : p.sizes.nheads, schedule.section),
         group(p.sizes.nheads / p.sizes.nheads_kv) {}
 };
 
@@ -40,13 +42,22 @@ struct AttentionSmallScores {
       : enabled(false), three_terms(0, 1), six_terms(0, 1) {}
 };
 
-template <bool kMasked>
+// The tensor map of the bias, which only the kernels for a bias have.
+template <bool kBias>
+struct AttentionBiasMap {};
+template <>
+struct AttentionBiasMap<true> {
+  TensorMap map;
+};
+
+template <bool kMasked, bool kBias = false>
 struct AttentionSm90Params {
   TensorMap query, key, value;
   AttentionParams attention;
   typename AttentionVariant<kMasked>::Scale scale;
   AttentionSm90Schedule schedule;
   AttentionSmallScores small{scale};
+  AttentionBiasMap<kBias> of_bias{};
 };
 
 // csrc/instantiations.py generates the files that instantiate this template. Each file has a few

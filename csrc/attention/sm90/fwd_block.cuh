@@ -11,9 +11,13 @@
 
 namespace torchweld {
 
+// What a kernel of attention's forward on Hopper does beside the mask. kBias includes kDropout: the
+// kernel for a bias also drops probabilities, if the call has dropout.
 // NOTE: calls with a soft cap and calls with dropout have separate kernels. When both kinds of
 // calls shared a kernel, the code of the cap made calls without a cap 5 % slower.
-template <typename T_, int kTile, bool kMasked, bool kCapped_, bool kDropout_ = false>
+enum class AttentionSm90Extra { kNone, kCap, kDropout, kBias };
+
+template <typename T_, int kTile, bool kMasked, AttentionSm90Extra kExtra>
 struct AttentionSm90Config : AttentionVariant<kMasked> {
   using T = T_;
   static constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
@@ -22,7 +26,10 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   static constexpr int kWarpgroups = kShape.warpgroups, kRows = kShape.rows();
   static constexpr int kThreads = kShape.threads(), kStages = kShape.stages;
   static constexpr int kCtasPerSm = kShape.blocks;
-  static constexpr int kQueryStages = kShape.query_stages();
+  static constexpr bool kCapped = kExtra == AttentionSm90Extra::kCap,
+                        kBias = kExtra == AttentionSm90Extra::kBias,
+                        kDropout = kBias || kExtra == AttentionSm90Extra::kDropout;
+  static constexpr int kQueryStages = kBias && kDim > 64 ? 1 : kShape.query_stages();
   static constexpr int kWarpRows = 16;
   // A TMA box has 64 columns. Its rows are the 64 query rows of a warpgroup, or the kKeys keys of a
   // tile of K or V.
@@ -32,12 +39,14 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
                        kKeyBoxBytes = kKeys * kSwizzleRowBytes;
   static constexpr int kQueryBytes = kBoxes * kQueryBoxBytes, kKeyBytes = kBoxes * kKeyBoxBytes,
                        kValueBytes = kBoxesV * kKeyBoxBytes;
+  // The bias of a work tile and of a tile of keys has boxes of kRows rows and 64 keys.
+  static constexpr int kBiasBoxBytes = kRows * kSwizzleRowBytes,
+                       kBiasBytes = kKeys / 64 * kBiasBoxBytes;
   // The epilogue writes the output of a warpgroup over its query rows in shared memory.
   static constexpr int kQueryOutBytes = std::max(kBoxes, kBoxesV) * kQueryBoxBytes;
   // Whether O is rescaled only after the maximum of a row has risen by a lot (kLazy of
   // online_softmax). Kernels with wide accumulators of O do this.
   static constexpr bool kLazyRescale = kDimV > 128;
-  static constexpr bool kCapped = kCapped_, kDropout = kDropout_;
   // Whether the kernel has a second code path for small capped scores. Their softmax needs no
   // maximum.
   // NOTE: float16 kernels lack the second path, because its probabilities can reach 2^(0.8 c),
@@ -48,10 +57,22 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   using Block =
       std::conditional_t<kDropout, MaskedAttentionBlock<kRows, kWarpRows, DropoutBits::kSquare>,
                          AttentionBlockOf<kMasked, kRows, kWarpRows>>;
-  using Params = AttentionSm90Params<kMasked>;
+  using Params = AttentionSm90Params<kMasked, kBias>;
   // True for softmax_matmul, which loads scores instead of K.
   static constexpr bool kReadsScores = false;
 };
+
+// The tiles of the bias in shared memory.
+template <class Config, bool kBias = Config::kBias>
+struct AttentionSm90BiasTiles {};
+template <class Config>
+struct AttentionSm90BiasTiles<Config, true> {
+  alignas(kSwizzleAtomBytes) char tiles[Config::kStages][Config::kBiasBytes];
+};
+// Returns the stage of the bias of the tile of keys whose K was the last to pass `key_state`.
+__device__ __forceinline__ PipelineState<2> bias_state_of(const PipelineState<2>& key_state) {
+  return {key_state.stage ^ 1, key_state.parity ^ static_cast<uint32_t>(key_state.stage ^ 1)};
+}
 
 template <class Config>
 struct AttentionSm90Shared {
@@ -59,8 +80,9 @@ struct AttentionSm90Shared {
   alignas(kSwizzleAtomBytes) char query[kQueryStages][Config::kWarpgroups][Config::kQueryOutBytes];
   alignas(kSwizzleAtomBytes) char key[kStages][Config::kKeyBytes];
   alignas(kSwizzleAtomBytes) char value[kStages][Config::kValueBytes];
+  AttentionSm90BiasTiles<Config> bias;
   PipelineBarriers<kQueryStages> query_pipeline[Config::kWarpgroups];
-  PipelineBarriers<kStages> key_pipeline, value_pipeline;
+  PipelineBarriers<kStages> key_pipeline, value_pipeline, bias_pipeline;
   PipelineBarriers<2> work_pipeline;
   typename Config::Block work[2];  // the consumers stop at a work tile with rows == 0
   // The producer's work tile, and the first row of its next part, or 0.
@@ -71,12 +93,17 @@ struct AttentionSm90Shared {
 #if TW_HAS_WGMMA
 // Finds the query rows of work tile `index`. The caller must then find the keys of the work tile.
 template <class Config>
-__device__ __forceinline__ AttentionBlock attention_sm90_block(
-    const AttentionSm90Schedule& schedule, const AttentionSizes& sizes, uint32_t index) {
+__device__ __forceinline__ AttentionBlock
+attention_sm90_block(const AttentionSm90Schedule& schedule, const AttentionSizes& sizes,
+                     const AttentionBias& bias, uint32_t index) {
   const AttentionTileOrder::Place place = schedule.order.place(index);
   AttentionBlock block = {};
   block.batch = place.sequence;
   block.head = place.head;
+  if (Config::kBias && bias.is_shared()) {
+    block.batch = place.head;
+    block.head = place.sequence;
+  }
   // The last rows come first, because they see the most keys under `causal`.
   block.first_row =
       static_cast<int>(schedule.order.tiles.divisor() - 1 - place.tile) * Config::kRows;
@@ -143,7 +170,8 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
     AttentionBlock block = {};
     if constexpr (Config::kMasked) acquire_work();
     if (ticket < p.schedule.blocks) {
-      block = attention_sm90_block<Config>(p.schedule, p.attention.sizes, ticket);
+      block = attention_sm90_block<Config>(p.schedule, p.attention.sizes, p.attention.mask.bias,
+                                           ticket);
       if constexpr (Config::kMasked) {
         if constexpr (kHasParts) {
           s.ticket = ticket;
@@ -200,6 +228,19 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
         }
         key_state.advance();
       };
+      const auto load_bias = [&](int key) {
+        if constexpr (Config::kBias) {
+          if (p.attention.mask.bias.has_one_row()) return;
+          const auto bias_state = bias_state_of(key_state);
+          uint64_t* s_full = s.bias_pipeline.acquire(bias_state, Config::kBiasBytes);
+#pragma unroll
+          for (int i = 0; i < kKeys / kBoxColumns; ++i) {
+            tma_load(shared_address(s.bias.tiles[bias_state.stage]) + i * Config::kBiasBoxBytes,
+                     p.of_bias.map, s_full, block.pad + key + i * kBoxColumns, block.first_row,
+                     head, batch);
+          }
+        }
+      };
       const auto load_v = [&](int key) {
         uint64_t* s_full = s.value_pipeline.acquire(value_state, Config::kValueBytes);
 #pragma unroll
@@ -225,9 +266,11 @@ __device__ __forceinline__ void attention_sm90_load(const typename Config::Param
       }
       // Load K of key tile j + 1 before V of key tile j. The consumers need K and V in this order,
       // because they compute S of key tile j + 1 before they compute O += P V of key tile j.
+      load_bias(0);
       for (int key = kKeys; key < block.keys; key += kKeys) {
         load_k(key);
         load_v(key - kKeys);
+        load_bias(key);
       }
       load_v((block.keys - 1) / kKeys * kKeys);
     }

@@ -87,6 +87,10 @@ struct AttentionSm90Consumer {
   __device__ __forceinline__ void consumer_release(uint64_t* s_empty) const {
     if (thread % 32 == 0) mbarrier_arrive(s_empty);
   }
+  // Whether the kernel, which supports dropout, drops probabilities in this call.
+  __device__ __forceinline__ bool drops() const {
+    return !Config::kBias || p.attention.mask.dropout.given();
+  }
   __device__ __forceinline__ int warp_row() const { return warpgroup * 64 + thread / 32 * 16; }
 
   // Issue S = Q K^T.
@@ -139,15 +143,41 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
-  // Convert S into P for the tile of keys that starts at `key`: soft cap, mask, online softmax and
-  // dropout.
-  // Return whether O must be multiplied by o_scale.
+  // Add the bias to S of the tile of keys that starts at `key`. K has been released.
+  __device__ __forceinline__ void add_bias(const AttentionBlock& block, int key) {
+    const AttentionBias& bias = p.attention.mask.bias;
+    const float factor = 1.f / p.scale.size;
+    if (bias.has_one_row()) {
+      const int first = block.pad + key;
+      r.add_bias_row(bias.row<T>(block.batch, block.head, 0) + first,
+                     static_cast<int>(p.attention.sizes.seqlen_k) - first, factor);
+    } else {
+      const auto bias_state = bias_state_of(key_state);
+      s.bias_pipeline.wait(bias_state);
+      r.add_bias(shared_address(s.bias.tiles[bias_state.stage]), warp_row(), factor);
+    }
+  }
+  __device__ __forceinline__ void skip_bias() {
+    if (p.attention.mask.bias.has_one_row()) return;
+    s.bias_pipeline.wait(bias_state_of(key_state));
+    release_bias();
+  }
+  // NOTE: as load_s_and_softmax, this waits until the row maxima are known.
+  __device__ __forceinline__ void release_bias() {
+    if (p.attention.mask.bias.has_one_row()) return;
+    __syncwarp();
+    consumer_release(&s.bias_pipeline.empty[bias_state_of(key_state).stage]);
+  }
+
+  // Convert S into P for the tile of keys that starts at `key`: bias, soft cap, mask, online
+  // softmax and dropout. Return whether O must be multiplied by o_scale.
   __device__ __forceinline__ bool softmax_step(const AttentionBlock& block, int key) {
     warpgroup_fence_operand(r.acc_s);
     if (p.scale.sign != 1.f) {
 #pragma unroll
       for (float& score : r.acc_s) score *= p.scale.sign;
     }
+    if constexpr (Config::kBias) add_bias(block, key);
     if constexpr (Config::kMasked) {
       const auto& s_block = s.work[work_state.stage];
       const bool hides = hides_keys<Config>(s_block, warp_row(), key);
@@ -181,9 +211,12 @@ struct AttentionSm90Consumer {
       }
     }
     online_softmax<true, Config::kLazyRescale>(r.scores(), r.rows, r.o_scale, p.scale.c);
+    if constexpr (Config::kBias) release_bias();
     if constexpr (Config::kDropout) {
-      drop_probabilities(r.scores(), WarpDropout(p.attention.mask.dropout, head_of_all(block)),
-                         block.first_row + warp_row(), block.pad + key);
+      if (drops()) {
+        drop_probabilities(r.scores(), WarpDropout(p.attention.mask.dropout, head_of_all(block)),
+                           block.first_row + warp_row(), block.pad + key);
+      }
     }
     // NOTE: the lanes of a warp vote, so that they don't diverge between wgmmas.
     return !Config::kLazyRescale ||
@@ -219,6 +252,7 @@ struct AttentionSm90Consumer {
     s.value_pipeline.wait(value_state);
     consumer_release(&s.value_pipeline.empty[value_state.stage]);
     value_state.advance();
+    if constexpr (Config::kBias) skip_bias();
   }
 
   // Compute O = softmax(Q K^T) V of a work tile. S of key tile j + 1 is issued together with P V of
@@ -320,7 +354,7 @@ struct AttentionSm90Consumer {
         }
       }
     }
-    if constexpr (Config::kDropout) {
+    if (Config::kDropout && drops()) {
       const auto factor = static_cast<float>(p.attention.mask.dropout.factor);
       for (float& scale : r.o_scale[0]) scale *= factor;
     }

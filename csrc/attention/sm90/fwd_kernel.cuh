@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     for (auto& pipeline : s.query_pipeline) pipeline.init(4);
     s.key_pipeline.init(kConsumerWarps);
     s.value_pipeline.init(kConsumerWarps);
+    s.bias_pipeline.init(kConsumerWarps);
     s.work_pipeline.init(kConsumerWarps);
     s.next_row = 0;
     mbarrier_init_fence();
@@ -79,10 +80,15 @@ void launch_attention_sm90_kernel(const typename Config::Params& p, cudaStream_t
 
 template <typename T, int kTile, bool kMasked>
 void launch_attention_sm90_tile(const AttentionParams& a, cudaStream_t stream) {
-  const auto launch = [&](auto capped, auto drops) {
-    using Config = AttentionSm90Config<T, kTile, kMasked, kMasked && capped.value, drops.value>;
-    static_assert(sizeof(AttentionSm90Shared<Config>) <=
-                  Config::kShape.tile_bytes() + AttentionSm90Tile::extra_bytes(Config::kRows));
+  using Extra = AttentionSm90Extra;
+  using std::integral_constant;
+  const auto launch = [&](auto extra) {
+    using Config = AttentionSm90Config<T, kTile, kMasked, extra.value>;
+    constexpr int kBytes = sizeof(AttentionSm90Shared<Config>);
+    static_assert(kBytes <= (Config::kBias
+                                 ? AttentionSm90Tile::kSmBytes - AttentionSm90Tile::kBlockBytes
+                                 : Config::kShape.tile_bytes() +
+                                       AttentionSm90Tile::extra_bytes(Config::kRows)));
     const AttentionSizes& sizes = a.sizes;
     const auto map = [&](const AttentionTensor& t, int64_t heads, int64_t rows, int64_t columns,
                          int box_rows) {
@@ -96,16 +102,26 @@ void launch_attention_sm90_tile(const AttentionParams& a, cudaStream_t stream) {
         a,
         Config::scale(a),
         AttentionSm90Schedule(a, Config::kRows)};
+    if constexpr (Config::kBias) {
+      const AttentionBias& bias = a.mask.bias;
+      p.of_bias.map = map({bias.data, bias.batch_stride, bias.head_stride, bias.row_stride},
+                          sizes.nheads, sizes.seqlen_q, sizes.seqlen_k, Config::kRows);
+    }
     // Whether the scores of a warp are small depends on all of its rows.
     if (a.key_grid > 1) p.small.enabled = false;
     launch_attention_sm90_kernel<Config>(p, stream);
   };
-  constexpr std::true_type kDrops;
-  constexpr std::false_type kKeeps;
-  if constexpr (kMasked && kAttentionSm90Tiles[kTile].supports_dropout()) {
-    if (a.mask.dropout.given()) return launch(std::false_type(), kDrops);
+  if constexpr (kMasked) {
+    constexpr AttentionSm90Tile kShape = kAttentionSm90Tiles[kTile];
+    if constexpr (kShape.supports_bias()) {
+      if (a.mask.bias.given()) return launch(integral_constant<Extra, Extra::kBias>());
+    }
+    if constexpr (kShape.supports_dropout()) {
+      if (a.mask.dropout.given()) return launch(integral_constant<Extra, Extra::kDropout>());
+    }
+    if (a.mask.softcap > 0.f) return launch(integral_constant<Extra, Extra::kCap>());
   }
-  dispatch_bools([&](auto capped) { launch(capped, kKeeps); }, kMasked && a.mask.softcap > 0.f);
+  launch(integral_constant<Extra, Extra::kNone>());
 }
 
 }  // namespace torchweld

@@ -46,18 +46,45 @@ struct AttentionSm90Registers {
   // Load S of the warp's 16 rows from a tile of scores in shared memory. The rows start at row
   // `row` of the tile.
   __device__ __forceinline__ void load_s(uint32_t s_scores, int row) {
+    for_scores<Config::kScoreBoxBytes>(s_scores, row, [](float& to, float score) { to = score; });
+  }
+  // Add a tile of the bias times `factor` to S. The warp's 16 rows start at row `row` of the tile.
+  __device__ __forceinline__ void add_bias(uint32_t s_bias, int row, float factor) {
+    for_scores<Config::kBiasBoxBytes>(
+        s_bias, row, [&](float& score, float bias) { score = fmaf(bias, factor, score); });
+  }
+  // Add one row of the bias to all rows in the same way. The row has `keys` elements from g_row on,
+  // which is aligned to two elements.
+  __device__ __forceinline__ void add_bias_row(const T* g_row, int keys, float factor) {
+    const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      const uint32_t word =
+          j * 8 + column < keys ? *reinterpret_cast<const uint32_t*>(g_row + j * 8 + column) : 0;
+      const float2 pair = unpack_pair<T>(word);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& score = acc_s[j * 4 + i];
+        score = fmaf(i % 2 ? pair.y : pair.x, factor, score);
+      }
+    }
+  }
+  // Call body(score, element) for each score of the thread and the element of a tile in shared
+  // memory at its place. The warp's 16 rows start at row `row` of the tile.
+  template <int kBoxBytes, typename Body>
+  __device__ __forceinline__ void for_scores(uint32_t s_tile, int row, const Body& body) {
     const int lane = threadIdx.x % 32, lane_row = row + lane % 16;
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       const int chunk = slice % 4 * 2 + lane / 16;
       uint32_t words[4];
-      load_matrix_4(words, s_scores + slice / 4 * Config::kScoreBoxBytes +
-                               lane_row * kSwizzleRowBytes + swizzled_chunk(lane_row, chunk) * 16);
+      load_matrix_4(words, s_tile + slice / 4 * kBoxBytes + lane_row * kSwizzleRowBytes +
+                               swizzled_chunk(lane_row, chunk) * 16);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 pair = unpack_pair<T>(words[i]);
-        acc_s[slice * 8 + 2 * i] = pair.x;
-        acc_s[slice * 8 + 2 * i + 1] = pair.y;
+        body(acc_s[slice * 8 + 2 * i], pair.x);
+        body(acc_s[slice * 8 + 2 * i + 1], pair.y);
       }
     }
   }

@@ -35,7 +35,7 @@ namespace torchweld::attention_op {
 namespace {
 
 using Forward = std::tuple<Tensor, Tensor>;
-using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // Checks the arguments and returns the sizes of `out`.
 std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, const Tensor& key,
@@ -61,12 +61,13 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
            "; if heads come after the tokens use .transpose(1, 2)");
   check_mask(op, mask, query.sym_size(0), nheads, query.sym_size(2), "query", query,
              /*allows_row_ends=*/true);
+  check_bias(op, mask, query, key.sym_size(2));
   if (scale) {
     check_finite(op, "scale", *scale);
   }
   return with_last(query, value.sym_size(3));
 }
-constexpr auto attention_checks = dropout_mask_op<check_attention>;
+constexpr auto attention_checks = attention_mask_op<check_attention>;
 
 // Whether `t` (batch, heads, seqlen, columns) is a view of a tensor (batch, seqlen, heads, columns)
 // with stride 1 along the last dimension. If the heads of `t` are expanded, their stride is 0, and
@@ -108,10 +109,14 @@ Forward empty_attention_with_lse(const Tensor& query, const Tensor& key, const T
   return empty_out_and_lse("attention_with_lse", query, key, value, mask, scale);
 }
 
+bool has_dbias(const Mask& mask, bool bias_requires_grad) {
+  return bias_requires_grad && is_given(mask.bias);
+}
+
 Grads empty_attention_backward(const Tensor& dout, const Tensor& query, const Tensor& key,
                                const Tensor& value, const Tensor& out, const Tensor& lse,
                                const Mask& mask, std::optional<double> scale,
-                               const OptionalTensor& dlse) {
+                               const OptionalTensor& dlse, bool bias_requires_grad) {
   const char* op = "attention_backward";
   const auto sizes = check_attention(op, query, key, value, mask, scale);
   check_attention_saved(op, dout, out, lse, sizes, "query", query);
@@ -120,13 +125,16 @@ Grads empty_attention_backward(const Tensor& dout, const Tensor& query, const Te
     check_shape(op, "dlse", *dlse, lse.sym_sizes(), "(batch, nheads, seqlen_q)");
   }
   const auto empty = [](const Tensor& t) { return empty_in_order_of(t, t.sym_sizes().vec()); };
-  return {empty(query), empty(key), empty(value), empty_dsink(mask.sink, query)};
+  const Tensor dbias = has_dbias(mask, bias_requires_grad)
+                           ? at::empty_symint(mask.bias->sym_sizes(), mask.bias->options())
+                           : at::empty({0}, query.options());
+  return {empty(query), empty(key), empty(value), empty_dsink(mask.sink, query), dbias};
 }
 
-constexpr auto attention_meta = dropout_mask_op<empty_attention>;
-constexpr auto attention_forward_meta = dropout_mask_op<empty_attention_forward>;
-constexpr auto attention_with_lse_meta = dropout_mask_op<empty_attention_with_lse>;
-constexpr auto attention_backward_meta = dropout_mask_op<empty_attention_backward>;
+constexpr auto attention_meta = attention_mask_op<empty_attention>;
+constexpr auto attention_forward_meta = attention_mask_op<empty_attention_forward>;
+constexpr auto attention_with_lse_meta = attention_mask_op<empty_attention_with_lse>;
+constexpr auto attention_backward_meta = attention_mask_op<empty_attention_backward>;
 TW_OP(attention);
 TW_OP(attention_forward);
 TW_OP(attention_with_lse);
@@ -161,7 +169,7 @@ bool has_parts_cpu(const Mask& mask) {
   const bool known_positions = mask.has_row_ends() || !is_given(mask.key_end);
   const bool needs_positions = mask.window || is_given(mask.leftpad);
   return is_given(mask.key_start) && known_positions && (mask.causal || !needs_positions) &&
-         mask.dropout_p == 0;
+         mask.dropout_p == 0 && !is_given(mask.bias);
 }
 
 // Computes rows that have one key_start in a call of their own. The tiles of keys then start at the
@@ -220,42 +228,34 @@ void fill_attention_cpu(Tensor& out, Tensor* lse, const Tensor& query, const Ten
   });
 }
 
-constexpr auto attention_cpu = dropout_mask_op<attention_on<fill_attention_cpu>>;
+constexpr auto attention_cpu = attention_mask_op<attention_on<fill_attention_cpu>>;
 constexpr auto attention_forward_cpu =
-    dropout_mask_op<attention_forward_on<empty_attention_forward, fill_attention_cpu>>;
+    attention_mask_op<attention_forward_on<empty_attention_forward, fill_attention_cpu>>;
 constexpr auto attention_with_lse_cpu =
-    dropout_mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cpu>>;
+    attention_mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cpu>>;
 
 Grads attention_grads_cpu(const Tensor& dout, const Tensor& query, const Tensor& key,
                           const Tensor& value, const Tensor& out, const Tensor& lse,
-                          const Mask& mask, std::optional<double> scale,
-                          const OptionalTensor& dlse) {
-  auto [dquery, dkey, dvalue, dsink] =
-      empty_attention_backward(dout, query, key, value, out, lse, mask, scale, dlse);
+                          const Mask& mask, std::optional<double> scale, const OptionalTensor& dlse,
+                          bool bias_requires_grad) {
+  auto [dquery, dkey, dvalue, dsink, dbias] = empty_attention_backward(
+      dout, query, key, value, out, lse, mask, scale, dlse, bias_requires_grad);
+  Tensor ds;
+  if (has_dbias(mask, bias_requires_grad)) {
+    ds = at::zeros({query.size(0), query.size(1), query.size(2), key.size(2)},
+                   query.options().dtype(acc_dtype(query)));
+  }
   const CpuAttention a(query, key, value, mask, scale_or_default(scale, query));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, query.scalar_type(), "attention", [&] {
-    attention_backward_tiles<scalar_t>(a, dquery, dkey, dvalue, dsink, dout, query, key, value, out,
-                                       lse, dlse);
+    attention_backward_tiles<scalar_t>(a, dquery, dkey, dvalue, dsink, ds, dout, query, key, value,
+                                       out, lse, dlse);
   });
-  return {dquery, dkey, dvalue, dsink};
+  if (ds.defined()) dbias = bias_gradient(*mask.bias, ds);
+  return {dquery, dkey, dvalue, dsink, dbias};
 }
-constexpr auto attention_backward_cpu = dropout_mask_op<attention_grads_cpu>;
+constexpr auto attention_backward_cpu = attention_mask_op<attention_grads_cpu>;
 
 #ifdef TORCHWELD_CUDA
-// CUDA: returns `t`, or a copy of `t` if the rows of `t` don't meet the requirements of
-// AttentionTensor.
-Tensor aligned_rows(const Tensor& t) {
-  const int64_t elems = 16 / t.element_size(), cols = t.size(3);
-  bool aligned = cols % elems == 0 && t.stride(3) == 1 &&
-                 reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-  for (int64_t d = 0; d < 3; ++d) aligned &= t.size(d) <= 1 || t.stride(d) % elems == 0;
-  if (aligned || t.numel() == 0) return t;
-  const int64_t padded = (cols + elems - 1) / elems * elems;
-  return at::zeros({t.size(0), t.size(1), t.size(2), padded}, t.options())
-      .narrow(3, 0, cols)
-      .copy_(t);
-}
-
 // Chooses the kernel of the backward. If there are no keys, no kernel runs, and the returned choice
 // is arbitrary.
 AttentionChoice backward_choice(const AttentionSizes& sizes, DType dtype, bool tf32,
@@ -284,7 +284,7 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
                          const Tensor& value, const Mask& mask, std::optional<double> scale) {
   if (out.numel() == 0 && (!lse || lse->numel() == 0)) return;
   const OnDevice on(query.device());
-  const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
+  const Tensor q = attention_rows(query), k = attention_rows(key), v = attention_rows(value);
   const Mask device_mask = kernel_mask(mask);
   AttentionParams params{};
   params.query = strided(q);
@@ -336,26 +336,38 @@ void fill_attention_cuda(Tensor& out, Tensor* lse, const Tensor& query, const Te
   launch_attention(params, current_stream());
 }
 
-constexpr auto attention_cuda = dropout_mask_op<attention_on<fill_attention_cuda>>;
+constexpr auto attention_cuda = attention_mask_op<attention_on<fill_attention_cuda>>;
 constexpr auto attention_forward_cuda =
-    dropout_mask_op<attention_forward_on<empty_attention_forward, fill_attention_cuda>>;
+    attention_mask_op<attention_forward_on<empty_attention_forward, fill_attention_cuda>>;
 constexpr auto attention_with_lse_cuda =
-    dropout_mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cuda>>;
+    attention_mask_op<attention_forward_on<empty_attention_with_lse, fill_attention_cuda>>;
+
+// Allocates ds (batch, nheads, seqlen_q, seqlen_k), the gradient of the scaled scores. Its rows are
+// aligned to 16 bytes, as TMA needs. The kernels don't write the scores of tiles that the mask
+// hides.
+Tensor empty_ds(const Tensor& query, int64_t seqlen_k, const MaskParams& mask) {
+  const std::vector<int64_t> sizes = {query.size(0), query.size(1), query.size(2),
+                                      divide_up(seqlen_k, 8) * 8};
+  const bool all_written = !mask.may_hide_keys();
+  return (all_written ? at::empty(sizes, query.options()) : at::zeros(sizes, query.options()))
+      .narrow(3, 0, seqlen_k);
+}
 
 Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor& key,
                            const Tensor& value, const Tensor& out, const Tensor& lse,
                            const Mask& mask, std::optional<double> scale,
-                           const OptionalTensor& dlse) {
-  auto [dquery, dkey, dvalue, dsink] =
-      empty_attention_backward(dout, query, key, value, out, lse, mask, scale, dlse);
+                           const OptionalTensor& dlse, bool bias_requires_grad) {
+  auto [dquery, dkey, dvalue, dsink, dbias] = empty_attention_backward(
+      dout, query, key, value, out, lse, mask, scale, dlse, bias_requires_grad);
   const bool nothing = dquery.numel() + dkey.numel() + dvalue.numel() == 0;
-  if (nothing && (!is_given(mask.sink) || lse.numel() == 0)) {
+  const bool of_scores = is_given(mask.sink) || has_dbias(mask, bias_requires_grad);
+  if (nothing && (!of_scores || lse.numel() == 0)) {
     dsink.zero_();
-    return {dquery, dkey, dvalue, dsink};
+    return {dquery, dkey, dvalue, dsink, dbias.zero_()};
   }
   const OnDevice on(query.device());
-  const Tensor q = aligned_rows(query), k = aligned_rows(key), v = aligned_rows(value);
-  const Tensor o = aligned_rows(out), d_out = aligned_rows(dout), l = lse.contiguous();
+  const Tensor q = attention_rows(query), k = attention_rows(key), v = attention_rows(value);
+  const Tensor o = attention_rows(out), d_out = attention_rows(dout), l = lse.contiguous();
   const Mask device_mask = kernel_mask(mask);
   const Tensor dl = is_given(dlse) ? dlse->contiguous() : Tensor();
   Tensor sink_terms;  // (batch, nheads)
@@ -374,6 +386,11 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
   params.scale = static_cast<float>(scale_or_default(scale, query));
   params.tf32 = matmul_may_use_tf32(query);
   params.dtype = dtype_of(query);
+  Tensor ds;
+  if (has_dbias(mask, bias_requires_grad)) {
+    ds = empty_ds(query, key.size(2), params.mask);
+    params.ds = strided_output(ds);
+  }
   params.choice = backward_choice(params.sizes, params.dtype, params.tf32, params.mask);
   const int64_t bytes = attention_backward_scratch_bytes(params);
   const Tensor scratch = at::empty({bytes}, query.options().dtype(at::kByte));
@@ -385,9 +402,10 @@ Grads attention_grads_cuda(const Tensor& dout, const Tensor& query, const Tensor
   }
   launch_attention_backward(params, current_stream());
   add_sink_terms(dsink, sink_terms);
-  return {dquery, dkey, dvalue, dsink};
+  if (ds.defined()) dbias = bias_gradient(*mask.bias, ds);
+  return {dquery, dkey, dvalue, dsink, dbias};
 }
-constexpr auto attention_backward_cuda = dropout_mask_op<attention_grads_cuda>;
+constexpr auto attention_backward_cuda = attention_mask_op<attention_grads_cuda>;
 #endif
 
 // The autograd function of attention. If kWithLse is true, this is the autograd function of
@@ -399,13 +417,14 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
                                std::optional<double> scale, const OptionalTensor& key_start,
                                const OptionalTensor& key_end, std::optional<int64_t> window,
                                std::optional<double> softcap, const OptionalTensor& sink,
-                               double dropout_p, const OptionalTensor& dropout_seed) {
+                               double dropout_p, const OptionalTensor& dropout_seed,
+                               const OptionalTensor& bias) {
     auto [out, lse] =
         call_attention_forward.below(query, key, value, leftpad, causal, scale, key_start, key_end,
-                                     window, softcap, sink, dropout_p, dropout_seed);
-    save_with_mask(
-        ctx, {query, key, value, out, lse},
-        {leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p, dropout_seed});
+                                     window, softcap, sink, dropout_p, dropout_seed, bias);
+    save_with_mask(ctx, {query, key, value, out, lse},
+                   {leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p,
+                    dropout_seed, bias});
     ctx->saved_data["scale"] = scale;
     if (!kWithLse) return outputs_of(ctx, {out, lse});
     ctx->set_materialize_grads(false);
@@ -415,16 +434,26 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor dlse = kWithLse ? grads[1] : Tensor();
-    variable_list all(13);
+    variable_list all(14);
     if (!grads[0].defined() && !dlse.defined()) return all;
     const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
     const Mask mask = saved_mask(ctx, saved);
-    auto [dquery, dkey, dvalue, dsink] = call_attention_backward(
+    // The bias is the last tensor argument that a caller has given.
+    AskedGradients asked(ctx);
+    for (const bool given :
+         {true, true, true, is_given(mask.leftpad), is_given(mask.key_start),
+          is_given(mask.key_end), is_given(mask.sink), is_given(mask.dropout_seed)}) {
+      asked.next(given);
+    }
+    const bool asks_dbias = asked.next(is_given(mask.bias));
+    auto [dquery, dkey, dvalue, dsink, dbias] = call_attention_backward(
         dout, saved[0], saved[1], saved[2], saved[3], saved[4], mask.leftpad, mask.causal,
         ctx->saved_data["scale"].toOptional<double>(), mask.key_start, mask.key_end, mask.window,
-        mask.softcap, mask.sink, mask.dropout_p, mask.dropout_seed, optional(dlse));
+        mask.softcap, mask.sink, mask.dropout_p, mask.dropout_seed, mask.bias, optional(dlse),
+        asks_dbias);
     all[0] = dquery, all[1] = dkey, all[2] = dvalue;
     all[10] = if_wanted(is_given(mask.sink), dsink);
+    all[13] = if_wanted(asks_dbias, dbias);
     return all;
   }
 };
@@ -433,7 +462,7 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
   const std::string inputs = "Tensor query, Tensor key, Tensor value, ";
   const std::string mask =
       "Tensor? leftpad=None, *, bool causal=False, float? scale=None, " TW_MASK_SCHEMA
-          TW_DROPOUT_SCHEMA;
+          TW_ATTENTION_SCHEMA;
   define_op(m, "attention(" + inputs + mask + ") -> Tensor", TW_KERNELS(attention),
             recorded_by<AttentionFunction<false>>(call_attention, attention_checks));
   define_op(m, "attention_forward(" + inputs + mask + ") -> (Tensor out, Tensor lse)",
@@ -444,8 +473,8 @@ TORCH_LIBRARY_FRAGMENT(torchweld, m) {
             recorded_by<AttentionFunction<true>>(call_attention_with_lse, attention_checks));
   define_op(m,
             "attention_backward(Tensor dout, " + inputs + "Tensor out, Tensor lse, " + mask +
-                ", Tensor? dlse=None) -> "
-                "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink)",
+                ", Tensor? dlse=None, bool bias_requires_grad=True) -> "
+                "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink, Tensor dbias)",
             TW_KERNELS(attention_backward), no_gradient_function());
   define_autocast(m, call_attention);
   define_autocast(m, call_attention_forward);

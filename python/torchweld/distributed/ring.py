@@ -118,7 +118,7 @@ class _Ring(torch.autograd.Function):
             there = _send_recv_kv(here, group) if step + 1 < steps.size else here
             k, v = _split_kv(here, key, value)
             rows, keys, more = steps.of(step)
-            dq, dk, dv, ds = ops.attention_backward(
+            dq, dk, dv, ds, _ = ops.attention_backward(
                 dout[:, :, rows],
                 query[:, :, rows],
                 k[:, :, keys],

@@ -67,6 +67,8 @@ class Call:
             return self.values["activation"] in ("none", "relu")
         if result in (*OF_NORM, "dsink") and not self.has(result.removeprefix("d")):
             return True
+        if result == "dbias" and "bias_requires_grad" in self.values:
+            return not (self.has("bias") and self.values["bias_requires_grad"])
         if result == "dweight" and "weight" in self.values and not self.has("weight"):
             return True
         if result in ("entropy", "row_entropy"):
@@ -190,6 +192,8 @@ def _experts(call: Call) -> Dims | None:
 def _attention(call: Call) -> Dims | None:
     if call.has("dropout_seed"):
         return None  # a probability's index in the whole tensor decides whether it is dropped
+    if call.has("bias"):
+        return None  # a dimension of the bias may be broadcast
     row_ends = call.has("key_end") and len(call.shape("key_end")) == 2
     # If no mask of the call depends on the index of a query row, query rows can be sharded.
     masked = call.values["causal"] or call.values["window"] or call.has("leftpad")

@@ -44,6 +44,7 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Computes `scaled_dot_product_attention`; the score matrix is never stored.
 
@@ -93,6 +94,10 @@ def attention(
         dropout_seed: int64 `(1,)` on the same device; None draws one from torch's generator. The
             seed and the index (batch, head, row, key) of a probability decide whether it is
             dropped, the same on every device.
+        bias: `(1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k)`, dtype of `query`: added to the
+            scaled scores before the mask, broadcast over dimensions of size 1; None for none. It
+            may be -inf, as in a dense mask: a row with only such scores is NaN, as in SDPA. At keys
+            that the other masks hide it is not used. It can't be given with softcap.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`, dtype of `query`. A row that sees no key is 0 and
@@ -106,9 +111,10 @@ def attention(
             assertion on CUDA. No other values of tensors are checked: a value out of range counts
             as the nearest one in range.
 
-    Limits: differentiable once. On CUDA, dropout runs a kernel that is slower than SDPA's, except
-        in 16 bits on Hopper, with head dims up to 128 and without softcap. With softcap, bfloat16
-        values beyond 1e27 may give inf on Hopper.
+    Limits: differentiable once. On CUDA, dropout and bias run a kernel that is slower than SDPA's,
+        except in 16 bits on Hopper, with head dims up to 128 and without softcap. The gradient of
+        the bias needs memory for `(batch, nheads, seqlen_q, seqlen_k)` elements. With softcap,
+        bfloat16 values beyond 1e27 may give inf on Hopper.
 
     Source: Dao, "FlashAttention-2", 2023.
 
@@ -120,6 +126,7 @@ def attention(
         padding = torch.tensor([0, 3], dtype=torch.int32)  # 3 positions of the second sequence
         out = torchweld.attention(q, k, v, padding, causal=True)
         out = torchweld.attention(q, k, v, causal=True, dropout_p=0.1)
+        out = torchweld.attention(q, k, v, bias=torch.randn(1, 8, 16, 16))
     """
     check_key_start("attention", key_start, causal, key_end)
     return ops.attention(
@@ -136,6 +143,7 @@ def attention(
         sink=sink,
         dropout_p=dropout_p,
         dropout_seed=drawn_seed(query, dropout_p, dropout_seed),
+        bias=bias,
     )
 
 
@@ -155,6 +163,7 @@ def attention_with_lse(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `attention` and the log-sum-exp of each row's scores; both have gradients.
 
@@ -192,6 +201,7 @@ def attention_with_lse(
         sink=sink,
         dropout_p=dropout_p,
         dropout_seed=drawn_seed(query, dropout_p, dropout_seed),
+        bias=bias,
     )
 
 
