@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 transformers = pytest.importorskip("transformers")
@@ -34,11 +35,12 @@ from tiny_models import (  # noqa: E402
     tiny_model,
 )
 from torchweld.integrations import FuseReport, fuse, register_attention, unfuse  # noqa: E402
+from torchweld.integrations.attention import fallback, mask_numbers  # noqa: E402
 from torchweld.integrations.attention import forward as hf_attention  # noqa: E402
-from torchweld.integrations.attention import mask_numbers  # noqa: E402
 from torchweld.integrations.attention import models as hf_models  # noqa: E402
 from torchweld.integrations.fusion import attention_switch  # noqa: E402
 from torchweld.integrations.fusion.report import WAS_EAGER  # noqa: E402
+from torchweld.integrations.sdpa.gpus import BIAS  # noqa: E402
 
 gpt2_block = pytest.importorskip("torchweld.integrations.fusion.layers.gpt2_block")
 compare = pytest.importorskip("torchweld.integrations.fusion.recognise.compare")
@@ -1490,13 +1492,14 @@ def test_a_layer_that_the_sample_does_not_run_is_listed():
 def masked_models():
     """(kind, class, changes, layers that run the op, (layers that don't, why))"""
     encoder = {"is_decoder": False}
-    biased = "torch's scaled_dot_product_attention runs: a position bias is added to the scores"
+    dense = f"torch's scaled_dot_product_attention runs: {fallback.GIVEN_4D}"
     return {
         "BERT": ("bert", "BertForMaskedLM", encoder, 2, 0, None),
-        "T5": ("t5", "T5ForConditionalGeneration", encoder, 0, 6, biased),
-        "UMT5": ("umt5", "UMT5ForConditionalGeneration", encoder, 0, 6, biased),
+        "T5": ("t5", "T5ForConditionalGeneration", encoder, 6, 0, None),
+        "UMT5": ("umt5", "UMT5ForConditionalGeneration", encoder, 6, 0, None),
         "BART": ("bart", "BartForConditionalGeneration", encoder, 6, 0, None),
         "ModernBERT": ("modernbert", "ModernBertForMaskedLM", {"local_attention": 8}, 2, 0, None),
+        "LayoutLM": ("layoutlm", "LayoutLMForMaskedLM", encoder, 0, 2, dense),
     }
 
 
@@ -1509,9 +1512,6 @@ def test_the_report_says_what_really_runs(name):
     report = fuse(model, only="attention")
     assert len(report.replaced) == runs and len(report.skipped) == others
     reasons = {reason for _, reason in report.skipped}
-    if runs == 0 and not report.calls:  # older sources name the bias, so that no sample is run
-        assert reasons == {f"{name}Attention adds a position bias to the scores"}
-        return
     assert reasons == ({why} if others else set())
     want = {"torchweld::attention": runs, why: others}
     assert report.calls == {what: count for what, count in want.items() if count}
@@ -1557,9 +1557,12 @@ def test_norms_and_mlps_that_stay_stock_are_listed(kind, cls, others):
         ("bart", "BartForConditionalGeneration", "attention_dropout"),
         ("llama", "LlamaForCausalLM", "attention_dropout"),
         ("gpt2", "GPT2LMHeadModel", "attn_pdrop"),
+        ("t5", "T5ForConditionalGeneration", "dropout_rate"),
     ],
 )
 def test_the_report_says_what_runs_in_training_mode(kind, cls, name, dropout):
+    if hf_models.unsupported_reason(getattr(transformers, cls)) is not None:
+        pytest.skip("it takes its attention from elsewhere in this transformers")
     changes = {name: dropout, "is_decoder": kind in ("llama", "gpt2")}
     model = tiny_model(kind, cls, "sdpa", **changes).float().train()
     with own_warnings() as said:
@@ -1576,10 +1579,18 @@ def test_the_report_says_what_runs_in_training_mode(kind, cls, name, dropout):
 
 
 @on_hopper
-def test_dropout_runs_the_op_where_a_kernel_has_it():
+@pytest.mark.parametrize(
+    ("kind", "cls", "dropout"),
+    [
+        ("bert", "BertModel", {"attention_probs_dropout_prob": 0.5}),
+        ("t5", "T5Model", {"dropout_rate": 0.0}),
+        ("t5", "T5Model", {"dropout_rate": 0.5}),
+    ],
+)
+def test_dropout_and_a_bias_run_the_op_where_a_kernel_has_them(kind, cls, dropout):
     """In 16 bits for the head dims of Hopper's kernels; SDPA elsewhere."""
     for dtype, served in ((torch.bfloat16, True), (torch.float32, False)):
-        model = tiny_model("bert", "BertModel", "sdpa", attention_probs_dropout_prob=0.5)
+        model = tiny_model(kind, cls, "sdpa", is_decoder=False, **dropout)
         model = model.to("cuda", dtype).train()
         report = fuse(model, only="attention", check=False)
         given = {k: v.cuda() for k, v in attention_switch.sample_of(model).items()}
@@ -1622,13 +1633,16 @@ def test_a_classifier_is_compared_at_its_tokens(kind, cls):
 
 
 def test_without_a_sample_the_source_shows_a_position_bias():
+    """On fake tensors: no GPU is needed for the reason."""
     if not transformers.T5ForConditionalGeneration._supports_sdpa:
         pytest.skip("it takes its attention from elsewhere in this transformers")
-    model = tiny_model("t5", "T5ForConditionalGeneration", "sdpa", is_decoder=False)
-    report = fuse(model, check=False, only="attention")
-    assert report.replaced == [] and len(report.skipped) == 6
-    assert {why for _, why in report.skipped} == {"T5Attention adds a position bias to the scores"}
-    assert model.config._attn_implementation == "sdpa"
+    for device, replaced in (("cpu", 6), ("cuda", 0)):
+        with FakeTensorMode(), torch.device(device):
+            model = tiny_model("t5", "T5ForConditionalGeneration", "sdpa", is_decoder=False)
+            report = fuse(model, check=False, only="attention")
+        assert len(report.replaced) == replaced and len(report.skipped) == 6 - replaced
+        assert all(BIAS in why for _, why in report.skipped)
+        assert model.config._attn_implementation == ("torchweld" if replaced else "sdpa")
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -351,7 +351,6 @@ def test_no_mask_with_spare_keys_is_aligned_at_the_top_left(attention_device):
     ("more", "said"),
     [
         ({"dropout": 0.5}, "dropout"),
-        ({"position_bias": torch.randn(1, 4, 6, 6)}, "position bias"),
         ({"cache": object()}, "a paged cache is in use"),
     ],
 )

@@ -51,17 +51,13 @@ ANOTHER_PATH = {
     "gemma4_unified": "its mask has a function of its own",
     "internlm3": "it has no model class, so that it gets whole masks",
     "iquestcoder": "it has no model class, so that it gets whole masks",
-    "inkling_text": "a position bias is added to the scores",
     "layoutlm": "it makes 4-D masks",
-    "mt5": "a position bias is added to the scores",
     "qwen4_exp": "it makes 4-D masks",
     "qwen4_exp_text": "it makes 4-D masks",
     "sarvam_mla": "it has no model class, so that it gets whole masks",
     "sarvam_moe": "it has no model class, so that it gets whole masks",
     "switch_transformers": "it makes 4-D masks",
-    "t5": "a position bias is added to the scores",
     "t5gemma2": "its mask has a function of its own",
-    "umt5": "a position bias is added to the scores",
 }
 
 

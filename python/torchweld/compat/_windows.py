@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweld.integrations.sdpa.gpus import no_dropout_kernel
+from torchweld.integrations.sdpa.gpus import DROPOUT, no_kernel_with
 from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.varlen import check_sizes
 
@@ -58,7 +58,8 @@ def check_dropout(
     """Raises ValueError if dropout with probability p would run a slow kernel on a GPU."""
     if not 0 <= p <= 1:
         raise ValueError(f"{name}: {argument} must be from 0 to 1, but got {p}")
-    reason = no_dropout_kernel(query, value, softcap) if p and query.is_cuda else None
+    dims = query.shape[-1], value.shape[-1]
+    reason = no_kernel_with(DROPOUT, query, *dims, softcap=softcap) if p else None
     if reason is not None:
         raise ValueError(
             f"{name}: {argument} must be 0, but got {p}: {reason}; set the model's attention "
@@ -87,7 +88,7 @@ def padded_attention(
         lengths: int32 `(batch,)`: how many keys each sequence has; all if None.
         key_start: int32 `(batch, seqlen_q)`.
         return_lse: whether to return lse `(batch, heads, seqlen_q)` too.
-        options: scale, softcap, sink and dropout_p of attention.
+        options: scale, softcap, sink, dropout_p and bias of attention.
     """
     batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
     numbers = window.as_numbers()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchweld.distributed import _active
 from torchweld.integrations import recorder
-from torchweld.integrations.sdpa.gpus import DROPOUT, general_kernel, no_dropout_kernel
+from torchweld.integrations.sdpa.gpus import BIAS, DROPOUT, general_kernel, no_kernel_with
 from torchweld.ops.attention import drawn_seed
 
 from . import context_parallel, mask_numbers, packed
@@ -147,6 +147,7 @@ def _op_attention(
     scaling: float | None,
     softcap: float | None,
     sink: Tensor | None,
+    bias: Tensor | None,
     dropout: float,
 ) -> Tensor:
     """Runs torchweld's op; returns a contiguous ``(batch, seqlen_q, nheads, head_dim_v)``."""
@@ -154,19 +155,14 @@ def _op_attention(
     more = numbers.ranges()
     if softcap is not None or sink is not None:
         more.update(softcap=softcap, sink=sink)
+    if bias is not None:
+        more.update(bias=bias.to(query.dtype))
     if dropout > 0.0:
         more.update(dropout_p=dropout, dropout_seed=drawn_seed(query, dropout, None))
     out = torch.ops.torchweld.attention(
         query, key, value, numbers.leftpad, causal=numbers.causal, scale=scaling, **more
     )
     return out.transpose(1, 2).contiguous()
-
-
-# Arguments that change the result but that the op lacks, and the reasons to report.
-_CHANGES = {
-    "position_bias": "a position bias is added to the scores",
-    "cache": "a paged cache is in use",
-}
 
 
 def _why_not_the_op(
@@ -183,9 +179,10 @@ def _why_not_the_op(
         return "attention weights are asked for"
     if numbers is None:
         return getattr(mask, "torchweld_reason", GIVEN_4D)
-    for name in _CHANGES:
-        if name in kwargs and kwargs[name] is not None:
-            return _CHANGES[name]
+    if kwargs.get("cache") is not None:
+        return "a paged cache is in use"
+    if kwargs.get("position_bias") is not None and kwargs.get("softcap") is not None:
+        return "a position bias is added to soft-capped scores"
     if is_plain and seqlen_k < query.shape[2]:
         return "there are fewer keys than causal queries"
     if query.is_cuda and query.dtype == torch.float64:
@@ -260,8 +257,9 @@ def attention_forward(
         scaling: Factor of the scores, head_dim^-0.5 by default.
         is_causal: Overrides ``module.is_causal``. False also overrides a causal mask that holds
             nothing but padding.
-        **kwargs: ``softcap``, ``s_aux`` (attention sinks) and packed documents (:mod:`.packed`) go
-            to the op; with a position bias or a paged cache SDPA runs.
+        **kwargs: ``softcap``, ``s_aux`` (attention sinks), ``position_bias`` and packed documents
+            (:mod:`.packed`) go to the op. On a GPU the op runs with a position bias if a kernel for
+            tensor cores has it, else SDPA. With a paged cache SDPA runs.
 
     Returns:
         ``(batch, seqlen_q, nheads, head_dim_v)``, and the attention weights if they are requested,
@@ -283,6 +281,7 @@ def attention_forward(
                 'attn_implementation="eager" for this model'
             )
     softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
+    bias = kwargs.get("position_bias")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     numbers = _numbers(attention_mask, query, module, is_causal)
     causal = numbers is not None and numbers.causal
@@ -298,25 +297,34 @@ def attention_forward(
         numbers = packed.apply(start, numbers, attention_mask)
         is_plain = numbers.causal and numbers.hides_no_key
         key, value, seqlen_k = key[:, :, :keys], value[:, :, :keys], keys
+        if bias is not None:
+            bias = kwargs["position_bias"] = bias[..., :keys]
 
     weights = _weights_are_wanted(kwargs)
     reason = _why_not_the_op(query, seqlen_k, attention_mask, numbers, is_plain, weights, kwargs)
+    sharded = _active.current is not None  # context parallelism has neither dropout nor a bias
+    dims = query.shape[3], value.shape[3]
     if reason is None and dropout > 0.0:
-        sharded = _active.current is not None  # context parallelism has no dropout
-        reason = DROPOUT if sharded else no_dropout_kernel(query, value, softcap)
-    if _active.current is not None:
+        # On a CPU torch runs every call with dropout, so its random numbers stay the same.
+        torchs = sharded or not query.is_cuda
+        reason = DROPOUT if torchs else no_kernel_with(DROPOUT, query, *dims, softcap=softcap)
+    if reason is None and bias is not None:
+        reason = BIAS if sharded else no_kernel_with(BIAS, query, *dims)
+    if sharded:
         out = context_parallel.attention(
             _active.current, query, key, value, numbers, reason, scaling, kwargs
         )
         return out.transpose(1, 2).contiguous(), None
     if reason is None:
-        reason = general_kernel(query, query.shape[3], value.shape[3], softcap=softcap)
+        reason = general_kernel(query, *dims, softcap=softcap)
     if reason is None:
         if recorder.calls is not None:
             recorder.record(module)
         if top_left:
             key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-        return _op_attention(query, key, value, numbers, scaling, softcap, sink, dropout), None
+            bias = None if bias is None else bias[..., :seqlen_q]
+        out = _op_attention(query, key, value, numbers, scaling, softcap, sink, bias, dropout)
+        return out, None
 
     lacking = "attention weights to return" if weights else None
     if softcap is not None or sink is not None:

@@ -22,7 +22,7 @@ from torchweld.integrations.attention.models import (
     layer_source,
     unsupported_reason,
 )
-from torchweld.integrations.sdpa.gpus import general_kernel
+from torchweld.integrations.sdpa.gpus import BIAS, general_kernel, no_kernel_with
 
 from .recognise import sdpa_layers
 from .report import FuseReport
@@ -93,6 +93,8 @@ class Switch:
         before = {path: module.config._attn_implementation for path, module in models}
         vars(self.root)[_STATE] = before | switch_own_configs(self.root)
         self.root.set_attn_implementation(NAME)
+        for _, module in models:  # older versions skip models whose config has the root's class
+            module.config._attn_implementation_internal = NAME
 
     def restore(self) -> bool:
         """Undoes :meth:`apply`; returns False if there was nothing to undo."""
@@ -148,12 +150,12 @@ def unmeasured_refusal(layer: nn.Module) -> tuple[str, bool] | None:
     for name, what in UNSERVED.items():
         if name in given:
             return f"{type(layer).__name__} has {name} ({what}), which torchweld has not", True
-    if "position_bias" in given:
-        return f"{type(layer).__name__} adds a position bias to the scores", False
     head_dim, weight = getattr(layer, "head_dim", 0), next(layer.parameters(), None)
     if weight is None or not weight.is_floating_point() or not isinstance(head_dim, int):
         return None
-    reason = general_kernel(weight, head_dim)
+    biased = "position_bias" in given
+    reason = no_kernel_with(BIAS, weight, head_dim) if biased else None
+    reason = reason or general_kernel(weight, head_dim)
     return None if reason is None else (f"{SDPA} runs: {reason}", False)
 
 

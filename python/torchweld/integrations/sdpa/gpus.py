@@ -13,8 +13,9 @@ from torchweld.info import recorded_archs
 
 MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels on all GPUs
 _MAX_HOPPER_DIM = 512  # of Hopper's kernels that serve no soft cap in the backward
-_MAX_DROPOUT_DIM = 128  # of Hopper's kernels with dropout
+_MAX_FEATURE_DIM = 128  # of Hopper's kernels with dropout or a bias
 DROPOUT = "attention dropout is on"
+BIAS = "a position bias is added to the scores"
 # NOTE: Dynamo can't trace the functions that read the build's facts.
 _HAS_SM90A = "9.0a" in recorded_archs(build_facts())
 
@@ -35,17 +36,18 @@ def general_kernel(query: Tensor, *head_dims: int, softcap: float | None = None)
     return f"no kernel for tensor cores has a head dim above {largest}"
 
 
-def no_dropout_kernel(query: Tensor, value: Tensor, softcap: float | None) -> str | None:
-    """Returns why no kernel for tensor cores runs a call with dropout, or None.
+def no_kernel_with(
+    feature: str, query: Tensor, *head_dims: int, softcap: float | None = None
+) -> str | None:
+    """Returns why no kernel for tensor cores runs a call with DROPOUT or BIAS, or None.
 
-    torch's back ends with dropout are faster than torchweld's general kernel. On a CPU torch runs
-    every such call, so its random numbers stay the same.
+    torch's back ends are faster than torchweld's general kernel. On a CPU the result is None.
     """
     if not query.is_cuda:
-        return DROPOUT
-    dims = query.shape[-1], value.shape[-1]
-    served = max(dims) <= _MAX_DROPOUT_DIM and softcap is None and _has_hopper_kernel(query, dims)
-    return None if served else f"{DROPOUT}, which no kernel for tensor cores has here"
+        return None
+    fits = max(head_dims) <= _MAX_FEATURE_DIM and softcap is None
+    served = fits and _has_hopper_kernel(query, head_dims)
+    return None if served else f"{feature}, which no kernel for tensor cores has here"
 
 
 def _has_hopper_kernel(query: Tensor, head_dims: tuple[int, ...]) -> bool:
