@@ -413,6 +413,23 @@ def test_dropout_without_a_fast_kernel_is_refused():
     )
     with pytest.raises(ValueError, match=sentence):
         fa.flash_attn_func(q, q, q, 0.1)
+    with pytest.raises(ValueError, match="attn_bias must be no tensor: a position bias is added"):
+        memory_efficient_attention(q, q, q, q.new_zeros(1, 2, 4, 4))
+
+
+def test_xformers_adds_a_bias():
+    q, k, v = torch.randn(3, 2, 9, 6, 16)
+    bias = torch.randn(2, 6, 9, 9, requires_grad=True)
+    want = torchweld.attention(*(t.transpose(1, 2) for t in (q, k, v)), bias=bias).transpose(1, 2)
+    (gradient,) = torch.autograd.grad(want.square().sum(), bias)
+    out = memory_efficient_attention(q, k, v, bias)
+    assert_same_bits(out.detach(), want.detach())
+    assert_same_bits(torch.autograd.grad(out.square().sum(), [bias]), [gradient])
+    grouped = [t.unflatten(2, (2, 3)) for t in (q, k, v)]
+    out = memory_efficient_attention(*grouped, bias.unflatten(1, (2, 3)))
+    assert_same_bits(out.flatten(2, 3).detach(), want.detach())
+    out = memory_efficient_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], bias[:, 0])
+    assert_same_bits(out.detach(), want[:, :, 0].detach())
 
 
 def test_xformers_refusals():
@@ -420,7 +437,6 @@ def test_xformers_refusals():
     blocks = mask_of("BlockDiagonalMask", q_seqinfo=None, k_seqinfo=None)
     for options, sentence in (
         ({"p": 1.1}, "p must be from 0 to 1, but got 1.1"),
-        ({"attn_bias": q}, "attn_bias must be None or a mask of xformers, but got a Tensor"),
         ({"attn_bias": mask_of("PagedBlockDiagonalPaddedKeysMask")}, "attn_bias must be one of"),
         ({"attn_bias": blocks}, "query must be (1, tokens, nheads, head_dim) with BlockDiagonal"),
         ({"output_dtype": BF16}, "output_dtype must be torch.float32 like query, but got"),

@@ -347,8 +347,8 @@ def _refuse(
 ) -> None:
     if alibi_slopes is not None:
         raise ValueError(
-            f"{name}: alibi_slopes must be None; torchweld's attention adds no bias to the scores, "
-            "use torch.nn.attention.flex_attention"
+            f"{name}: alibi_slopes must be None; torchweld's attention has none, use "
+            "torchweld.attention with bias= or torch.nn.attention.flex_attention"
         )
     if block_table is not None:
         raise ValueError(

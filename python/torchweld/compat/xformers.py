@@ -1,7 +1,7 @@
 """`memory_efficient_attention` of xformers.ops, on torchweld's ops.
 
 The mask is recognised by the name of its class in `xformers.ops.fmha.attn_bias`; xformers need not
-be installed. Biases that are tensors, and paged masks, are refused.
+be installed. Paged masks are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchweld.compat._windows import Window, check_dropout, check_padded, padded_attention
+from torchweld.integrations.sdpa.gpus import BIAS, no_kernel_with
 from torchweld.ops.varlen import packed_attention, packed_mask, row_ranges
 
 __all__ = ["memory_efficient_attention"]
@@ -67,9 +68,11 @@ def memory_efficient_attention(
         query: `(batch, seqlen_q, nheads, head_dim)`, `(batch, seqlen_q, head_dim)`, or `(batch,
             seqlen_q, groups, nheads, head_dim)`, whose key and value may be expanded over nheads.
         key, value: the same layout with seqlen_k.
-        attn_bias: None, or a mask of xformers: LowerTriangular* without a tensor bias,
-            LocalAttentionFromBottomRightMask, or BlockDiagonal* without pages, which needs a batch
-            of 1. The mask's values stay on the device.
+        attn_bias: None; a tensor that is added to the scores, `(batch, nheads, seqlen_q,
+            seqlen_k)`, without nheads for a query of 3 dims, with groups for one of 5; or a mask of
+            xformers: LowerTriangular* without a tensor bias, LocalAttentionFromBottomRightMask, or
+            BlockDiagonal* without pages, which needs a batch of 1. The mask's values stay on the
+            device.
         p: the dropout of the probabilities, as in :func:`torchweld.attention`. The random numbers
             are not xformers'.
         scale: `head_dim ** -0.5` when None.
@@ -80,8 +83,8 @@ def memory_efficient_attention(
         The shape of query, with the last size of value.
 
     Raises:
-        ValueError: a bias that is a tensor, a mask of another class, another layout or
-            output_dtype; dropout on a GPU where `flash_attn_func` refuses it.
+        ValueError: a mask of another class, another layout or output_dtype; dropout or a tensor
+            attn_bias on a GPU where `flash_attn_func` refuses dropout.
         RuntimeError: a wrong dtype or device, as `torchweld.attention`.
 
     Example::
@@ -95,30 +98,34 @@ def memory_efficient_attention(
             f"{name}: output_dtype must be {query.dtype} like query, but got {output_dtype}; use "
             ".to(dtype) on the result"
         )
-    kind = _kind(name, attn_bias)
+    kind, biased = _kind(name, attn_bias), isinstance(attn_bias, Tensor)
     if query.dim() == 5:
+        attn_bias = attn_bias.flatten(1, 2) if biased else attn_bias
         groups = query.shape[2:4]
         out = memory_efficient_attention(
             query.flatten(2, 3), *map(_merged, (key, value)), attn_bias, p, scale
         )
         return out.unflatten(2, groups)
     if query.dim() == 3:
+        attn_bias = attn_bias.unsqueeze(1) if biased else attn_bias
         tensors = [t.unsqueeze(2) for t in (query, key, value)]
         return memory_efficient_attention(*tensors, attn_bias, p, scale).squeeze(2)
     check_padded(name, query, key, value, "query key value")
     check_dropout(name, "p", p, query, value)
     window, options = _window(attn_bias, kind), {"scale": scale, "dropout_p": p}
-    if type(attn_bias).__name__ in _PADDED:
+    if biased:
+        reason = no_kernel_with(BIAS, query, query.shape[-1], value.shape[-1])
+        if reason is not None:
+            raise ValueError(f"{name}: attn_bias must be no tensor: {reason}; use SDPA's attn_mask")
+        options["bias"] = attn_bias
+    if biased or type(attn_bias).__name__ in _PADDED:
         return padded_attention(query, key, value, window, top_left=kind.top_left, **options)
     return _packed(name, query, key, value, attn_bias, kind, window, options)
 
 
 def _kind(name: str, attn_bias: Any) -> _Kind:
     if isinstance(attn_bias, Tensor):
-        raise ValueError(
-            f"{name}: attn_bias must be None or a mask of xformers, but got a Tensor; torchweld's "
-            "attention adds no bias to the scores, use torch.nn.attention.flex_attention"
-        )
+        return _Kind()
     kind = {**_PADDED, **_PACKED}.get(type(attn_bias).__name__)
     if kind is None:
         raise ValueError(
