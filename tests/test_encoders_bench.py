@@ -19,6 +19,10 @@ SMALL = {
     "ViTModel": {**SIZES, **IMAGE},
     "vit_large_patch16_224": {"img_size": 32, "embed_dim": 32, "num_heads": 2, "depth": 2},
     "BertForMaskedLM": {**SIZES, "vocab_size": 61},
+    "T5ForConditionalGeneration": {
+        **{"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2},
+        "num_heads": 2,
+    },
     "WhisperForConditionalGeneration": {
         **{"vocab_size": 61, "num_mel_bins": 8, "d_model": 32, "max_source_positions": 12},
         **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48},

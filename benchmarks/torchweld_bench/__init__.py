@@ -26,6 +26,7 @@ FAMILIES = {
     "hybrids": "cuda",
     "attention": "cuda",
     "attention_masks": "cuda",
+    "attention_bias": "cuda",
     "attention_wide": "cuda",
     "varlen": "cuda",
     "int4": "cuda",

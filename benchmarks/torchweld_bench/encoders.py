@@ -1,8 +1,9 @@
 """Training steps of encoders and hybrid models on a GPU: stock, compiled blocks and `fuse`, bf16.
 
 The models are SigLIP's So400m vision tower, ViT-L/16 of transformers and of timm, BERT-base,
-Whisper-large-v3 with 128 tokens of 30 seconds, eight layers of Qwen3.5-4B, and six layers of Gemma
-4, the last of them with heads of 512. Their weights and inputs are random.
+T5-large with as many labels as tokens, Whisper-large-v3 with 128 tokens of 30 seconds, eight layers
+of Qwen3.5-4B, and six layers of Gemma 4, the last of them with heads of 512. Their weights and
+inputs are random.
 
 The last two have no head: the logits of Qwen3.5's 16,384 tokens would need 57 GB beside 76 GB of
 weights, optimizer and activations. The gated delta rule is transformers' in both variants.
@@ -67,6 +68,10 @@ def _masked_tokens(case: _Case) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def _text_to_text(case: _Case) -> dict[str, Any]:
+    return {"input_ids": _tokens(case), "labels": _tokens(case), "use_cache": False}
+
+
 def _causal_tokens(case: _Case) -> dict[str, Any]:
     return {"input_ids": _tokens(case), "use_cache": False}
 
@@ -98,6 +103,16 @@ _VIT = {
 }
 _BERT = {"vocab_size": 30522}
 _BERT_WITHOUT = {**_BERT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_T5 = {
+    "vocab_size": 32128,
+    "d_model": 1024,
+    "d_kv": 64,
+    "d_ff": 4096,
+    "num_layers": 24,
+    "num_heads": 16,
+    "decoder_start_token_id": 0,
+}
+_T5_WITHOUT = {**_T5, "dropout_rate": 0.0}
 _WHISPER = {
     "vocab_size": 51866,
     "num_mel_bins": 128,
@@ -121,12 +136,15 @@ _QWEN = {
 }
 _GEMMA = {"vocab_size": 262144, "num_hidden_layers": 6, "hidden_size_per_layer_input": 0}
 _TIMM = "vit_large_patch16_224"
+_T5_MODEL = "T5ForConditionalGeneration"
 _CASES = (
     _Case("siglip so400m", "SiglipVisionModel", 16, 729, _SIGLIP, _pixels),
     _Case("vit-l/16", "ViTModel", 64, 197, _VIT, _pixels),
     _Case("timm vit-l/16", _TIMM, 64, 197, {"img_size": 224}, _pixels_of_timm, False),
     _Case("bert-base", "BertForMaskedLM", 32, 512, _BERT_WITHOUT, _masked_tokens),
     _Case("bert-base", "BertForMaskedLM", 32, 512, _BERT, _masked_tokens, False, ", dropout 0.1"),
+    _Case("t5-large", _T5_MODEL, 16, 512, _T5_WITHOUT, _text_to_text, False),
+    _Case("t5-large", _T5_MODEL, 16, 512, _T5, _text_to_text, False, ", dropout 0.1"),
     _Case("whisper large-v3", "WhisperForConditionalGeneration", 4, 128, _WHISPER, _speech, False),
     _Case("qwen3.5 4B, 8 layers,", "Qwen3_5TextModel", 4, 4096, _QWEN, _causal_tokens, False),
     _Case("gemma4, 6 layers,", "Gemma4TextModel", 4, 4096, _GEMMA, _causal_tokens, False),
