@@ -80,6 +80,13 @@ SUMMARY = [
         pictured=True,
     ),
     Summary(
+        "attention with a bias, forward and backward, bfloat16",
+        "attention_bias",
+        r"attention .* bias, forward and backward",
+        "sdpa efficient",
+        "SDPA, memory-efficient backend",
+    ),
+    Summary(
         "attention forward and backward, float32",
         "attention",
         r"attention\w* .*float32 causal",
