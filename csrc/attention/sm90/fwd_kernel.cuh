@@ -15,6 +15,11 @@
 // (AttentionSchedule). The loop over the keys starts behind the padding, so only the last tiles of
 // keys need a mask. Short sequences spend most of their time at the start and the end of work
 // tiles. Therefore their CTAs have one consumer warpgroup each, and several CTAs share an SM.
+//
+// A bias is added to S before the mask. The producer copies its tiles in a pipeline of their own: a
+// stage of the bias is free only after the softmax, and K must not wait for that. If all sequences
+// share the bias, the work tiles of one head in all sequences are neighbours, so that the bias is
+// read from the L2 cache.
 // Source: Shah et al., "FlashAttention-3", 2024.
 #pragma once
 

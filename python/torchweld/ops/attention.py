@@ -96,8 +96,8 @@ def attention(
             dropped, the same on every device.
         bias: `(1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k)`, dtype of `query`: added to the
             scaled scores before the mask, broadcast over dimensions of size 1; None for none. It
-            may be -inf, as in a dense mask: a row with only such scores is NaN, as in SDPA. At keys
-            that the other masks hide it is not used. It can't be given with softcap.
+            may be -inf, as in a dense mask: a row with only such scores is NaN, as in softmax. At
+            keys that the other masks hide it is not used. It can't be given with softcap.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`, dtype of `query`. A row that sees no key is 0 and
