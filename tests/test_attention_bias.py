@@ -96,6 +96,13 @@ def test_sizes_of_0(device, sizes):
         assert_equal(torch.autograd.grad(out.sum(), leaves), zeros)
 
 
+def test_head_dim_of_0(device):
+    """The scores are the bias alone."""
+    for dtype, sq in itertools.product(dtypes(device), (3, 40)):
+        args = qkv(dtype, 2, 2, 2, sq, 50, 0, 16, device)
+        compare("attention", args, None, {"bias": bias_of(*args[:2]), "scale": 1.0})
+
+
 def compare_with_lse(args: list[Tensor], **tensors: Tensor) -> None:
     """Results and gradients, without eager torch beside them."""
     leaves = [t.clone().requires_grad_() for t in (*args, *tensors.values())]

@@ -170,8 +170,8 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
   std::optional<CpuHeads<acc_t>> dl;
   if (is_given(dlse)) dl.emplace(*dlse);
   const CpuHeads<acc_t>* const lse_grad = dl ? &*dl : nullptr;
-  std::optional<CpuHeads<acc_t>> scores_grad;
-  if (ds.defined()) scores_grad.emplace(ds);
+  std::optional<CpuHeads<acc_t>> ds_heads;
+  if (ds.defined()) ds_heads.emplace(ds);
   Tensor sink_terms;
   if (a.sinks.defined()) sink_terms = at::zeros({a.batch, a.nheads}, a.sinks.options());
   const int64_t width = a.block_rows(), d = a.head_dim, n = a.head_dim_v, tiles = a.tiles();
@@ -206,7 +206,7 @@ void attention_backward_tiles(const CpuAttention& a, const Tensor& dquery, const
                                              packed_v.const_data_ptr<acc_t>() + kv_tiles * n,
                                              dk_sums,
                                              dv_sums,
-                                             scores_grad ? &*scores_grad : nullptr};
+                                             ds_heads ? &*ds_heads : nullptr};
     const auto scale = static_cast<acc_t>(a.scale);
     for (int64_t h = kv * a.group(); h < (kv + 1) * a.group(); ++h) {
       for (int64_t index = 0; index < a.blocks(); ++index) {

@@ -101,7 +101,9 @@ __global__ __launch_bounds__(kBackwardThreads, 3) void attention_backward_genera
     }
     const T* g_keys = head_of<T>(p.key, sequence, head_kv);
     T* g_dq = p.dquery.row<T>(sequence, head, row);
-    for (int64_t col = threadIdx.x; col - threadIdx.x < p.sizes.head_dim; col += kBackwardThreads) {
+    // With a bias, a head dim of 0 has scores, too.
+    const int64_t cols = p.ds.data && p.sizes.head_dim == 0 ? 1 : p.sizes.head_dim;
+    for (int64_t col = threadIdx.x; col - threadIdx.x < cols; col += kBackwardThreads) {
       float sum = 0.f;
       for (int64_t first = live.begin; first < live.end; first += kChunk) {
         const int keys = live.end - first < kChunk ? static_cast<int>(live.end - first) : kChunk;
