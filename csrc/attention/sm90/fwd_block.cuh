@@ -1,5 +1,5 @@
-// Attention forward on Hopper: the configuration, the shared memory and the producer warp. The
-// producer warp schedules work tiles and loads Q, K and V.
+// Attention forward on Hopper: the configuration, the shared memory and the producer warps, which
+// schedule work tiles and load Q, K and V.
 #pragma once
 
 #include "attention/block.cuh"
@@ -50,9 +50,10 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   // Whether the kernel has a second code path for small capped scores. Their softmax needs no
   // maximum.
   // NOTE: float16 kernels lack the second path, because its probabilities can reach 2^(0.8 c),
-  // which overflows in float16. Kernels with wide accumulators lack it, because no registers are
-  // free for two code paths.
-  static constexpr bool kSmallScores = kCapped && std::is_same_v<T, __nv_bfloat16> && kDimV <= 128;
+  // which overflows in float16. Kernels for head dims above 128 have no registers for two code
+  // paths.
+  static constexpr bool kSmallScores =
+      kCapped && std::is_same_v<T, __nv_bfloat16> && kDim <= 128 && kDimV <= 128;
   // With dropout, a tile of keys consists of whole squares of DropoutBits.
   using Block =
       std::conditional_t<kDropout, MaskedAttentionBlock<kRows, kWarpRows, DropoutBits::kSquare>,
@@ -89,6 +90,11 @@ struct AttentionSm90Shared {
   uint32_t ticket;
   int next_row;
 };
+
+// Whether a producer warp schedules and another one loads. Finding the keys of a work tile under a
+// general mask takes as long as several tiles of keys.
+template <class Config>
+inline constexpr bool kHasSchedulerWarp = Config::kMasked && Config::kCtasPerSm == 1;
 
 #if TW_HAS_WGMMA
 // Finds the query rows of work tile `index`. The caller must then find the keys of the work tile.
@@ -136,144 +142,219 @@ __device__ __forceinline__ void attention_sm90_store_empty(const typename Config
   for (int i = lane; i < block.rows; i += 32) p.attention.lse[row + i] = empty_lse;
 }
 
-// Runs the producer warp. In a loop, the warp draws a work tile by ticket, finds the keys of the
-// work tile and publishes the work tile to the consumers. One lane then loads Q, K and V. If the
-// work tile has no keys, the producer warp itself writes the results of the work tile, while the
-// consumers compute other work tiles.
+// Draws work tiles by ticket, finds their keys and publishes them. If a work tile has no keys, this
+// warp itself writes the results of the work tile, while the consumers compute other work tiles.
 template <class Config>
-__device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
-                                                    AttentionSm90Shared<Config>& s) {
-  constexpr int kKeys = Config::kKeys, kBoxColumns = AttentionSm90Tile::kBoxColumns;
-  // NOTE: a soft cap in unequal head dims leaves no registers for parts.
-  constexpr bool kHasParts = Config::kMasked && AttentionSm90Tile::has_parts(Config::kWarpgroups) &&
-                             !(Config::kCapped && Config::kDim > Config::kDimV);
-  const bool leader = elect_one();
-  PipelineState<Config::kStages> key_state, value_state;
+class AttentionSm90Scheduler {
+ public:
   PipelineState<2> work_state;
+  AttentionBlock block;  // without a general mask: the work tile
+
+  __device__ __forceinline__ AttentionSm90Scheduler(const typename Config::Params& p,
+                                                    AttentionSm90Shared<Config>& s)
+      : p(p), s(s), leader(elect_one()) {}
+
+  // Publishes the next work tile with keys. If there is none, the function publishes a work tile
+  // without rows and returns false. `is_first` tells whether this is the first call.
+  __device__ __forceinline__ bool next(bool is_first) {
+    if (is_first) {
+      ticket = blockIdx.x;
+    } else {
+      draw();
+    }
+    while (true) {
+      typename Config::Block& s_block = s.work[work_state.stage];
+      if constexpr (Config::kMasked) acquire();
+      const bool has_work = ticket < p.schedule.blocks;
+      if (has_work && find(s_block) == 0) {
+        attention_sm90_store_empty<Config>(p, Config::kMasked ? s_block : block);
+        __syncwarp();
+        draw();
+        continue;
+      }
+      if constexpr (!Config::kMasked) acquire();
+      if (leader) {
+        if (!has_work) {
+          s_block.rows = 0;
+        } else if constexpr (!Config::kMasked) {
+          s_block = block;
+        }
+        mbarrier_arrive(&s.work_pipeline.full[work_state.stage]);
+      }
+      work_state.advance();
+      return has_work;
+    }
+  }
+
+ private:
+  static constexpr bool kHasParts =
+      Config::kMasked && AttentionSm90Tile::has_parts(Config::kWarpgroups);
+  const typename Config::Params& p;
+  AttentionSm90Shared<Config>& s;
+  const bool leader;
+  uint32_t ticket;
+
+  // Finds the rows and the keys of the work tile, and returns the number of keys.
+  __device__ __forceinline__ int find(typename Config::Block& s_block) {
+    block =
+        attention_sm90_block<Config>(p.schedule, p.attention.sizes, p.attention.mask.bias, ticket);
+    if constexpr (Config::kMasked) {
+      if constexpr (kHasParts) {
+        s.ticket = ticket;
+        if (s.next_row > 0) {
+          block.rows -= s.next_row - block.first_row;
+          block.first_row = s.next_row;
+        }
+      }
+      s_block.template find_keys<kHasParts>(p.attention, block);
+      if constexpr (kHasParts) {
+        s.next_row = s_block.has_next_part() ? s_block.first_row + s_block.rows : 0;
+      }
+      return s_block.keys;
+    } else {
+      block.find_keys(p.attention);
+      return block.keys;
+    }
+  }
+  __device__ __forceinline__ void acquire() const {
+    mbarrier_wait(&s.work_pipeline.empty[work_state.stage], work_state.parity ^ 1);
+  }
   // The first work tile of a CTA has the index of the CTA. After each work tile, a CTA draws a
   // ticket for its next work tile, so all CTAs together draw one ticket per work tile. The CTA that
   // draws the last ticket resets the counter for the next call.
-  const auto next_ticket = [&] {
+  __device__ __forceinline__ void draw() {
+    if (kHasParts && s.next_row > 0) {
+      ticket = s.ticket;
+      return;
+    }
     uint32_t drawn = 0;
     if (leader) {
       drawn = atomicAdd(p.attention.counters, 1u);
       if (drawn == p.schedule.blocks - 1) *p.attention.counters = 0;
     }
-    return gridDim.x + __reduce_max_sync(~0u, drawn);
-  };
-  for (uint32_t ticket = blockIdx.x;;
-       ticket = kHasParts && s.next_row > 0 ? s.ticket : next_ticket()) {
-    typename Config::Block& s_block = s.work[work_state.stage];
-    const auto acquire_work = [&] {
-      mbarrier_wait(&s.work_pipeline.empty[work_state.stage], work_state.parity ^ 1);
+    ticket = gridDim.x + __reduce_max_sync(~0u, drawn);
+  }
+};
+
+// Loads Q, K and V of work tiles. One lane calls load().
+template <class Config>
+struct AttentionSm90Loader {
+  static constexpr int kKeys = Config::kKeys, kBoxColumns = AttentionSm90Tile::kBoxColumns;
+  const typename Config::Params& p;
+  AttentionSm90Shared<Config>& s;
+  PipelineState<Config::kStages> key_state, value_state;
+
+  __device__ __forceinline__ AttentionSm90Loader(const typename Config::Params& p,
+                                                 AttentionSm90Shared<Config>& s)
+      : p(p), s(s) {}
+
+  // Loads a work tile, which is in stage `work_state`.
+  __device__ __forceinline__ void load(const AttentionBlock& block,
+                                       const PipelineState<2>& work_state) {
+    // Every published work tile has query rows.
+    constexpr bool kTwo = Config::kQueryStages == 2;
+    const PipelineState<Config::kQueryStages> query_state = {
+        kTwo ? work_state.stage : 0,
+        kTwo ? work_state.parity : static_cast<uint32_t>(work_state.stage)};
+    const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
+              kv_head = static_cast<int>(p.schedule.group.divide(head));
+    const auto load_k = [&](int key) {
+      uint64_t* s_full = s.key_pipeline.acquire(key_state, Config::kKeyBytes);
+#pragma unroll
+      for (int i = 0; i < Config::kBoxes; ++i) {
+        if constexpr (Config::kReadsScores) {
+          tma_load(shared_address(s.key[key_state.stage]) + i * Config::kScoreBoxBytes, p.key,
+                   s_full, block.pad + key + i * kBoxColumns, block.first_row, head, batch);
+        } else {
+          tma_load(shared_address(s.key[key_state.stage]) + i * Config::kKeyBoxBytes, p.key, s_full,
+                   i * kBoxColumns, block.pad + key, kv_head, batch);
+        }
+      }
+      key_state.advance();
     };
-    AttentionBlock block = {};
-    if constexpr (Config::kMasked) acquire_work();
-    if (ticket < p.schedule.blocks) {
-      block = attention_sm90_block<Config>(p.schedule, p.attention.sizes, p.attention.mask.bias,
-                                           ticket);
-      if constexpr (Config::kMasked) {
-        if constexpr (kHasParts) {
-          s.ticket = ticket;
-          if (s.next_row > 0) {
-            block.rows -= s.next_row - block.first_row;
-            block.first_row = s.next_row;
-          }
+    const auto load_bias = [&](int key) {
+      if constexpr (Config::kBias) {
+        if (p.attention.mask.bias.has_one_row()) return;
+        const auto bias_state = bias_state_of(key_state);
+        uint64_t* s_full = s.bias_pipeline.acquire(bias_state, Config::kBiasBytes);
+#pragma unroll
+        for (int i = 0; i < kKeys / kBoxColumns; ++i) {
+          tma_load(shared_address(s.bias.tiles[bias_state.stage]) + i * Config::kBiasBoxBytes,
+                   p.of_bias.map, s_full, block.pad + key + i * kBoxColumns, block.first_row, head,
+                   batch);
         }
-        s_block.template find_keys<kHasParts>(p.attention, block);
-        if constexpr (kHasParts) {
-          s.next_row = s_block.has_next_part() ? s_block.first_row + s_block.rows : 0;
-        }
-        block = s_block;
-      } else {
-        block.find_keys(p.attention);
       }
-      if (block.keys == 0) {
-        attention_sm90_store_empty<Config>(p, block);
-        __syncwarp();
-        continue;
+    };
+    const auto load_v = [&](int key) {
+      uint64_t* s_full = s.value_pipeline.acquire(value_state, Config::kValueBytes);
+#pragma unroll
+      for (int i = 0; i < Config::kBoxesV; ++i) {
+        tma_load(shared_address(s.value[value_state.stage]) + i * Config::kKeyBoxBytes, p.value,
+                 s_full, i * kBoxColumns, block.pad + key, kv_head, batch);
       }
-    }
-    const bool has_work = block.rows > 0;
-    if constexpr (!Config::kMasked) acquire_work();
-    if (leader) {
-      if constexpr (!Config::kMasked) {
-        s_block = block;
-      } else if (!has_work) {
-        s_block.rows = 0;
-      }
-      mbarrier_arrive(&s.work_pipeline.full[work_state.stage]);
-    }
-    work_state.advance();
-    if (!has_work) break;
-    if (leader) {
-      // Every published work tile has query rows. work_state has advanced since.
-      constexpr bool kTwo = Config::kQueryStages == 2;
-      const int stage = work_state.stage ^ 1;
-      const PipelineState<Config::kQueryStages> query_state = {
-          kTwo ? stage : 0, kTwo ? work_state.parity ^ (stage & 1) : static_cast<uint32_t>(stage)};
-      const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
-                kv_head = static_cast<int>(p.schedule.group.divide(head));
-      const auto load_k = [&](int key) {
-        uint64_t* s_full = s.key_pipeline.acquire(key_state, Config::kKeyBytes);
+      value_state.advance();
+    };
+    if constexpr (Config::kReadsScores) {
+      load_k(0);
+    } else {
+#pragma unroll
+      for (int w = 0; w < Config::kWarpgroups; ++w) {
+        uint64_t* s_full = s.query_pipeline[w].acquire(query_state, Config::kQueryBytes);
 #pragma unroll
         for (int i = 0; i < Config::kBoxes; ++i) {
-          if constexpr (Config::kReadsScores) {
-            tma_load(shared_address(s.key[key_state.stage]) + i * Config::kScoreBoxBytes, p.key,
-                     s_full, block.pad + key + i * kBoxColumns, block.first_row, head, batch);
-          } else {
-            tma_load(shared_address(s.key[key_state.stage]) + i * Config::kKeyBoxBytes, p.key,
-                     s_full, i * kBoxColumns, block.pad + key, kv_head, batch);
-          }
+          tma_load(shared_address(s.query[query_state.stage][w]) + i * Config::kQueryBoxBytes,
+                   p.query, s_full, i * kBoxColumns, block.first_row + w * 64, head, batch);
         }
-        key_state.advance();
-      };
-      const auto load_bias = [&](int key) {
-        if constexpr (Config::kBias) {
-          if (p.attention.mask.bias.has_one_row()) return;
-          const auto bias_state = bias_state_of(key_state);
-          uint64_t* s_full = s.bias_pipeline.acquire(bias_state, Config::kBiasBytes);
-#pragma unroll
-          for (int i = 0; i < kKeys / kBoxColumns; ++i) {
-            tma_load(shared_address(s.bias.tiles[bias_state.stage]) + i * Config::kBiasBoxBytes,
-                     p.of_bias.map, s_full, block.pad + key + i * kBoxColumns, block.first_row,
-                     head, batch);
-          }
-        }
-      };
-      const auto load_v = [&](int key) {
-        uint64_t* s_full = s.value_pipeline.acquire(value_state, Config::kValueBytes);
-#pragma unroll
-        for (int i = 0; i < Config::kBoxesV; ++i) {
-          tma_load(shared_address(s.value[value_state.stage]) + i * Config::kKeyBoxBytes, p.value,
-                   s_full, i * kBoxColumns, block.pad + key, kv_head, batch);
-        }
-        value_state.advance();
-      };
-      if constexpr (Config::kReadsScores) {
-        load_k(0);
-      } else {
-#pragma unroll
-        for (int w = 0; w < Config::kWarpgroups; ++w) {
-          uint64_t* s_full = s.query_pipeline[w].acquire(query_state, Config::kQueryBytes);
-#pragma unroll
-          for (int i = 0; i < Config::kBoxes; ++i) {
-            tma_load(shared_address(s.query[query_state.stage][w]) + i * Config::kQueryBoxBytes,
-                     p.query, s_full, i * kBoxColumns, block.first_row + w * 64, head, batch);
-          }
-          if (w == 0) load_k(0);
-        }
+        if (w == 0) load_k(0);
       }
-      // Load K of key tile j + 1 before V of key tile j. The consumers need K and V in this order,
-      // because they compute S of key tile j + 1 before they compute O += P V of key tile j.
-      load_bias(0);
-      for (int key = kKeys; key < block.keys; key += kKeys) {
-        load_k(key);
-        load_v(key - kKeys);
-        load_bias(key);
-      }
-      load_v((block.keys - 1) / kKeys * kKeys);
     }
+    // Load K of key tile j + 1 before V of key tile j. The consumers need K and V in this order,
+    // because they compute S of key tile j + 1 before they compute O += P V of key tile j.
+    load_bias(0);
+    for (int key = kKeys; key < block.keys; key += kKeys) {
+      load_k(key);
+      load_v(key - kKeys);
+      load_bias(key);
+    }
+    load_v((block.keys - 1) / kKeys * kKeys);
+  }
+};
+
+// Runs a producer warp that schedules and loads.
+template <class Config>
+__device__ __forceinline__ void attention_sm90_produce(const typename Config::Params& p,
+                                                       AttentionSm90Shared<Config>& s) {
+  AttentionSm90Scheduler<Config> scheduler(p, s);
+  AttentionSm90Loader<Config> loader(p, s);
+  const bool leader = elect_one();
+  for (bool is_first = true;; is_first = false) {
+    const PipelineState<2> work_state = scheduler.work_state;
+    if (!scheduler.next(is_first)) break;
+    if (leader) {
+      loader.load(Config::kMasked ? s.work[work_state.stage] : scheduler.block, work_state);
+    }
+  }
+}
+
+// Runs the producer warps of a CTA with kHasSchedulerWarp: one schedules, the other one loads.
+template <class Config>
+__device__ __forceinline__ void attention_sm90_schedule(const typename Config::Params& p,
+                                                        AttentionSm90Shared<Config>& s) {
+  AttentionSm90Scheduler<Config> scheduler(p, s);
+  for (bool is_first = true; scheduler.next(is_first);) is_first = false;
+}
+template <class Config>
+__device__ __forceinline__ void attention_sm90_load(const typename Config::Params& p,
+                                                    AttentionSm90Shared<Config>& s) {
+  if (!elect_one()) return;
+  AttentionSm90Loader<Config> loader(p, s);
+  for (PipelineState<2> work_state;; work_state.advance()) {
+    s.work_pipeline.wait(work_state);
+    // NOTE: the loads read the block from shared memory, because few registers are free.
+    const AttentionBlock& block = s.work[work_state.stage];
+    if (block.rows == 0) break;
+    loader.load(block, work_state);
+    mbarrier_arrive(&s.work_pipeline.empty[work_state.stage]);
   }
 }
 #endif

@@ -29,6 +29,9 @@ struct AttentionSm90Consumer {
   // tiles.
   static constexpr bool kSkipsLast = kPingPong && (!Config::kMasked || Config::kDim <= 128),
                         kSkipsFirst = kSkipsLast && Config::kMasked;
+  // Whether a thread knows which tiles of keys need no mask and no zeros in V.
+  static constexpr bool kKnowsPlain =
+      Config::kMasked && !Config::kReadsScores && Config::kDim <= 128;
 
   const typename Config::Params& p;
   AttentionSm90Shared<Config>& s;
@@ -37,6 +40,7 @@ struct AttentionSm90Consumer {
   PipelineState<2> work_state;
   PipelineState<Config::kQueryStages> query_state;
   AttentionSm90Registers<Config> r;
+  KeyRange32 plain;  // the keys that all rows of the warpgroup see; only set if kKnowsPlain
   // NOTE: after the first larger score of a work tile, a warp keeps to six_terms. Code paths that
   // alternate would evict each other from the instruction cache.
   bool few_terms;  // whether the warp uses three_terms of AttentionSmallScores
@@ -53,6 +57,7 @@ struct AttentionSm90Consumer {
       const AttentionBlock& block = s.work[work_state.stage];
       if (block.rows == 0) break;
       if constexpr (Config::kMasked) find_gaps();
+      if constexpr (kKnowsPlain) find_plain_keys();
       start(r.rows);
       if constexpr (Config::kSmallScores) {
         if (p.small.enabled) r.rows[0][0].max = r.rows[0][1].max = 0.f;
@@ -107,9 +112,11 @@ struct AttentionSm90Consumer {
   __device__ __forceinline__ void mma_o(const AttentionBlock& block, int key, int first_key = 0) {
     s.value_pipeline.wait(value_state);
     if constexpr (Config::kMasked) {
-      zero_v(block.keys - key, kKeys);
-      if (key == 0) zero_v(0, s.work[work_state.stage].unseen);
-      zero_gaps_of_v(key);
+      if (!is_plain(key)) {
+        zero_v(block.keys - key, kKeys);
+        if (key == 0) zero_v(0, s.work[work_state.stage].unseen);
+        zero_gaps_of_v(key);
+      }
     }
     r.mma_o(shared_address(s.value[value_state.stage]), key > first_key);
   }
@@ -141,6 +148,22 @@ struct AttentionSm90Consumer {
     if (!gaps.may_overlap(key, kKeys)) return;
     zero_v_gaps<Config>(s.value[value_state.stage], gaps, key, thread);
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
+  }
+
+  // NOTE: rows that see no key don't count. Their probabilities are not used.
+  __device__ __forceinline__ void find_plain_keys() {
+    const auto& s_block = s.work[work_state.stage];
+    plain = {0, INT_MAX};
+#pragma unroll
+    for (int i = warpgroup * 4; i < warpgroup * 4 + 4; ++i) {
+      plain.begin = max(plain.begin, s_block.last_begin[i]);
+      plain.end = min(plain.end, s_block.first_end[i]);
+    }
+  }
+  // Whether all rows of the warpgroup see all keys of the tile of keys that starts at `key`. Such
+  // keys are no gap and no padding.
+  __device__ __forceinline__ bool is_plain(int key) const {
+    return kKnowsPlain && key >= plain.begin && key + kKeys <= plain.end;
   }
 
   // Add the bias to S of the tile of keys that starts at `key`. K has been released.
@@ -180,7 +203,7 @@ struct AttentionSm90Consumer {
     if constexpr (Config::kBias) add_bias(block, key);
     if constexpr (Config::kMasked) {
       const auto& s_block = s.work[work_state.stage];
-      const bool hides = hides_keys<Config>(s_block, warp_row(), key);
+      const bool hides = !is_plain(key) && hides_keys<Config>(s_block, warp_row(), key);
       const auto hide = [&] { hide_keys<Config>(r.scores(), s_block, warp_row(), key); };
       if constexpr (Config::kCapped) {
         if constexpr (Config::kSmallScores) {

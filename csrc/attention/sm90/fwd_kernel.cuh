@@ -8,6 +8,11 @@
 // writes zeros for rows and columns that don't exist. Each consumer warpgroup has 64 of the query
 // rows. S, P and O stay in registers.
 //
+// Under a general mask, another warp (kHasSchedulerWarp) finds the keys of the next work tile while
+// the producer warp loads. A consumer warpgroup knows the range of keys that all of its rows see.
+// Between two products it then waits for no loads that decide about masks and zeros. Both together
+// made (8, 16, 2048, 64) with a mask 12 % faster, (32, 12, 512, 64) 15 %.
+//
 // Two overlaps hide the time of the exponentials. The softmax of a tile of keys runs during P V of
 // the previous tile of keys. The warpgroups issue wgmma in ping-pong order.
 //
@@ -47,7 +52,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     s.key_pipeline.init(kConsumerWarps);
     s.value_pipeline.init(kConsumerWarps);
     s.bias_pipeline.init(kConsumerWarps);
-    s.work_pipeline.init(kConsumerWarps);
+    s.work_pipeline.init(kConsumerWarps + (kHasSchedulerWarp<Config> ? 1 : 0));
     s.next_row = 0;
     mbarrier_init_fence();
   }
@@ -61,13 +66,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
                   kConsumerRegisters = Config::kWarpgroups == 3 ? 160 : 232;
     if (warp < 4) {
       setmaxnreg_dec<kProducerRegisters>();
-      if (warp == 0) attention_sm90_load(p, s);
+      if constexpr (kHasSchedulerWarp<Config>) {
+        if (warp == 0) attention_sm90_load(p, s);
+        if (warp == 1) attention_sm90_schedule(p, s);
+      } else {
+        if (warp == 0) attention_sm90_produce(p, s);
+      }
     } else {
       setmaxnreg_inc<kConsumerRegisters>();
       AttentionSm90Consumer<Config>(p, s, warp / 4 - 1).run();
     }
   } else if (warp == Config::kWarpgroups * 4) {
-    attention_sm90_load(p, s);
+    attention_sm90_produce(p, s);
   } else {
     AttentionSm90Consumer<Config>(p, s, warp / 4).run();
   }
