@@ -87,6 +87,8 @@ def sample_calls(only: list[str], small: bool) -> list[tuple]:
         S.attention_call(1, 1, 1, 140, 130, 256, 256, softcap=20.0),
         S.attention_call(2, 2, 1, 150, 300, 64, 64, bias=(1, 2, 150), causal=True),
         S.attention_call(1, 2, 2, 200, 203, 128, 128, bias=(1, 2, 1)),
+        S.attention_call(2, 2, 1, 150, 300, 64, 64, alibi=True),
+        S.attention_call(1, 2, 2, 200, 203, 128, 128, alibi=True, causal=True),
     )
     large = {
         "attention": shapes,

@@ -31,11 +31,12 @@ VARIANTS = (
     {"masked": "", "Masked": "", "is_masked": "false"},
     {"masked": "masked_", "Masked": "Masked", "is_masked": "true"},
 )
-# For some tiles, attention's backward on Hopper has kernels of its own for a soft cap, dropout and
-# a bias.
+# For some tiles, attention's backward on Hopper has kernels of its own for a soft cap, dropout, a
+# bias and ALiBi.
 CAPPED = ({"masked": "capped_", "Masked": "Capped", "is_masked": "true"},)
 DROPPED = ({"masked": "dropped_", "Masked": "Dropped", "is_masked": "true"},)
 BIASED = ({"masked": "biased_", "Masked": "Biased", "is_masked": "true"},)
+ALIBI = ({"masked": "alibi_", "Masked": "Alibi", "is_masked": "true"},)
 MARK = "// Generated from csrc.\n"
 
 
@@ -220,7 +221,7 @@ TABLE = [
         "template void launch_attention_backward_sm90_preprocess<$T, $tile>("
         "const ${Masked}BackwardArgs&, cudaStream_t);",
         each(variant=VARIANTS, dtype=SIXTEEN_BIT, tile=(0, 3, 4))
-        + each(variant=(*CAPPED, *DROPPED, *BIASED), dtype=SIXTEEN_BIT, tile=(0, 3)),
+        + each(variant=(*CAPPED, *DROPPED, *BIASED, *ALIBI), dtype=SIXTEEN_BIT, tile=(0, 3)),
     ),
     Family(
         "attention_backward_sm90_to_96",

@@ -50,6 +50,7 @@ _HEADS |= dict(
     bias=0,
     invariant=0,
     packable=0,
+    alibi=0,
 )
 _USUAL = {
     "matmul": dict(

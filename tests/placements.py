@@ -29,8 +29,8 @@ from torchweld.distributed.rules import results_of
 
 
 def masked(build: Builder, *names: str, **more: Any) -> Builder:
-    """The call with tensors of the mask by name: key_start, key_end, sink, bias, or row_ends,
-    the key_end of each row.
+    """The call with tensors of the mask by name: key_start, key_end, sink, bias, alibi_slopes,
+    or row_ends, the key_end of each row.
     """
 
     def make(m: Maker) -> Call:
@@ -44,6 +44,7 @@ def masked(build: Builder, *names: str, **more: Any) -> Builder:
             "row_ends": keys - (i + torch.arange(batch)[:, None]) % 3,
             "sink": m.randn(heads),
             "bias": m.randn(1, heads, rows, keys),
+            "alibi_slopes": m.randn(heads),
         }
         tensors = {
             n: t if t.is_floating_point() else t.to(m.device, torch.int32)
@@ -228,6 +229,7 @@ def _builds() -> Calls:
         "documents": masked(calls["plain"], "key_start", "sink"),
         "right_padded": masked(calls["plain"], "key_end", softcap=1.5),
         "bias": masked(calls["plain"], "sink", "bias"),
+        "alibi": masked(calls["plain"], "alibi_slopes"),
         "row_ends": masked(calls["padded"], "row_ends", window=3),
         "all": masked(
             S.attention_call(4, 8, 4, 5, 6, 2, 3, causal=True),

@@ -71,6 +71,24 @@ def clamped_pads(leftpad: Tensor | None, batch: int, seqlen_k: int) -> list[int]
     return [min(max(int(pad), 0), seqlen_k) for pad in leftpad.tolist()]
 
 
+def positions(batch: int, seqlen_q: int, seqlen_k: int, key_end: Tensor | None) -> Tensor:
+    """(batch or 1, seqlen_q, 1): the positions of the query rows among the keys."""
+    if key_end is not None and key_end.dim() == 2:
+        return here(key_end).long().clamp(0, seqlen_k)[:, :, None] - 1
+    end = torch.full((1, 1, 1), seqlen_k)
+    if key_end is not None:
+        end = here(key_end).long().clamp(0, seqlen_k).view(batch, 1, 1)
+    # A key_end below seqlen_q is the length of a sequence that is padded on the right.
+    offset = (end - seqlen_q).clamp(min=min(seqlen_k - seqlen_q, 0))
+    return torch.arange(seqlen_q)[None, :, None] + offset
+
+
+def alibi(slopes: Tensor, pos: Tensor, seqlen_k: int) -> Tensor:
+    """(batch or 1, nheads, seqlen_q, seqlen_k): what ALiBi adds to the scaled scores."""
+    distance = (pos - torch.arange(seqlen_k)).abs()[:, None]
+    return -(slopes[:, None, None] * distance.double())
+
+
 def visible(
     batch: int,
     seqlen_q: int,
@@ -87,12 +105,7 @@ def visible(
     end = torch.full((batch, 1, 1), seqlen_k)
     if key_end is not None:
         end = here(key_end).long().clamp(0, seqlen_k).view(batch, -1, 1)
-    if key_end is not None and key_end.dim() == 2:
-        pos = end - 1
-    else:
-        # A key_end below seqlen_q is the length of a sequence that is padded on the right.
-        offset = (end - seqlen_q).clamp(min=min(seqlen_k - seqlen_q, 0))
-        pos = torch.arange(seqlen_q)[None, :, None] + offset
+    pos = positions(batch, seqlen_q, seqlen_k, key_end)
     j = torch.arange(seqlen_k)[None, None, :]
     seen = (j >= pads) & (j < end) & torch.ones_like(pos, dtype=torch.bool)
     if causal:
@@ -271,7 +284,7 @@ def default_scale(query: Tensor, scale: float | None) -> float:
 
 def attention_forward(
     query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None,
-    dropout_p=0.0, dropout_seed=None, bias=None, **mask,
+    dropout_p=0.0, dropout_seed=None, bias=None, alibi_slopes=None, **mask,
 ):  # fmt: skip
     batch, nheads, seqlen_q, _ = query.shape
     nheads_k, seqlen_k = key.shape[1:3]
@@ -282,6 +295,9 @@ def attention_forward(
     factors = dropout_factors((batch, nheads, seqlen_q, seqlen_k), dropout_p, dropout_seed)
     if isinstance(factors, Tensor):
         factors = factors.unflatten(1, heads)
+    if alibi_slopes is not None:
+        pos = positions(batch, seqlen_q, seqlen_k, mask.get("key_end"))
+        bias = alibi(alibi_slopes, pos, seqlen_k)
     if bias is not None:
         bias = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, heads)
     scale = default_scale(query, scale)
@@ -916,11 +932,14 @@ def eager_causal_softmax(scores, leftpad=None, *, scale=1.0, softcap=None, sink=
 
 def eager_attention(
     query, key, value, leftpad=None, *, causal=False, scale=None, softcap=None, sink=None,
-    dropout_p=0.0, dropout_seed=None, bias=None, **mask,
+    dropout_p=0.0, dropout_seed=None, bias=None, alibi_slopes=None, **mask,
 ):  # fmt: skip
     group = query.shape[1] // key.shape[1]
     size = (query.shape[0], query.shape[2], key.shape[2])
     seen = visible(*size, up(leftpad), causal, **mask)[:, None]
+    if alibi_slopes is not None:
+        pos = positions(*size, up(mask.get("key_end")))
+        bias = alibi(up(alibi_slopes), pos, key.shape[2]).to(query)
     scores = query @ key.repeat_interleave(group, 1).mT
     p = eager_masked_softmax(scores, seen, default_scale(query, scale), softcap, sink, bias)
     factors = dropout_factors(p.shape, dropout_p, dropout_seed)

@@ -140,11 +140,15 @@ def softmax_matmul_call(m: Maker, b, h, sq, sk, dv, pads=None, **kwargs) -> Call
 
 
 @builder
-def attention_call(m: Maker, b, h, hkv, sq, sk, d, dv, pads=None, bias=None, **kwargs) -> Call:
+def attention_call(
+    m: Maker, b, h, hkv, sq, sk, d, dv, pads=None, bias=None, alibi=False, **kwargs
+) -> Call:
     """`bias`: its sizes before seqlen_k."""
     q, k, v = m.randn(b, h, sq, d), m.randn(b, hkv, sk, d), m.randn(b, hkv, sk, dv)
     if bias is not None:
         kwargs["bias"] = m.randn(*bias, sk)
+    if alibi:
+        kwargs["alibi_slopes"] = m.randn(h).abs()
     if "dropout_p" in kwargs:
         kwargs["dropout_seed"] = torch.tensor([7 << 40 | 5], device=m.device)
     return [q, k, v, *([m.pads(*pads)] if pads else [])], kwargs
@@ -659,6 +663,7 @@ def _listed() -> Calls:
         "empty": attention_call(2, 1, 1, 3, 0, 2, 2),
         "dropout": attention_call(2, 4, 2, 3, 11, 2, 3, causal=True, dropout_p=0.4),
         "bias": attention_call(2, 4, 2, 3, 5, 2, 3, causal=True, bias=(1, 4, 1)),
+        "alibi": attention_call(2, 4, 2, 3, 5, 2, 3, causal=True, alibi=True),
         "bias_of_rows": attention_call(2, 2, 1, 3, 5, 2, 3, bias=(2, 1, 3)),
     }
     for op, given, inputs, ref in (

@@ -17,6 +17,7 @@ import torchweld
 from numerics import assert_equal, assert_same_bits
 from samples import BF16, F32, F64
 from tensors import randn
+from torchweld.compat import _windows
 from torchweld.compat import flash_attn as fa
 from torchweld.compat.xformers import memory_efficient_attention
 
@@ -62,6 +63,43 @@ def best(device: str) -> torch.dtype:
 
 def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(R.up(got), want, rtol=1e-4, atol=1e-4)
+
+
+def test_alibi(device, monkeypatch):
+    """Padded, packed and with a cache; uneven windows and slopes of sequences are refused."""
+    if device == "cuda":
+        monkeypatch.setattr(_windows, "no_kernel_with", lambda *args, **kwargs: None)
+    q, k, v = qkv(device, 9, 12, best(device))
+    slopes = torch.tensor([0.5, 0.1, 2.0, 0.0], device=device)
+    distance = (torch.arange(9)[:, None] + 3 - torch.arange(12)).abs().to(device)
+    bias = (-slopes[:, None, None] * distance).to(q.dtype)[None]
+    for causal in (False, True):
+        heads = [t.transpose(1, 2) for t in (q, k, v)]
+        want = torchweld.attention(*heads, causal=causal, bias=bias).transpose(1, 2)
+        options = {"causal": causal, "alibi_slopes": slopes}
+        close(fa.flash_attn_func(q, k, v, **options), R.up(want))
+        last = fa.flash_attn_with_kvcache(q[:, -1:], k, v, cache_seqlens=12, **options)
+        close(last, R.up(want[:, -1:]))
+    ends = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
+    same = [t[:, :9].flatten(0, 1) for t in (q, k, v)]
+    want = fa.flash_attn_func(q, k[:, :9], v[:, :9], causal=True, alibi_slopes=slopes)
+    got = fa.flash_attn_varlen_func(*same, ends, ends, 9, 9, causal=True, alibi_slopes=slopes)
+    close(got, R.up(want.flatten(0, 1)))
+    for call in (
+        lambda: fa.flash_attn_varlen_func(*same, ends, ends, 9, 9, alibi_slopes=slopes),
+        lambda: fa.flash_attn_func(q, k, v, window_size=(2, 1), alibi_slopes=slopes),
+    ):
+        with pytest.raises(RuntimeError, match="alibi_slopes must not be given with a key_end per"):
+            call()
+    with pytest.raises(RuntimeError, match="alibi_slopes must be"):
+        fa.flash_attn_func(q, k, v, alibi_slopes=slopes.expand(2, 4))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has no slow kernel")
+def test_alibi_without_a_fast_kernel_is_refused():
+    q, k, v = (t.cuda() for t in qkv("cpu", 5, 5, F32))
+    with pytest.raises(ValueError, match="alibi_slopes must be None: ALiBi is on, which no kernel"):
+        fa.flash_attn_func(q, k, v, alibi_slopes=torch.ones(4, device="cuda"))
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -205,7 +243,6 @@ ENDS = torch.tensor([0, 8], dtype=torch.int32)
 PACKED = torch.zeros(8, 4, 16)
 REFUSED = [
     ("flash_attn_func", (X, X, X), {"dropout_p": -0.1}, "dropout_p must be from 0 to 1, but got"),
-    ("flash_attn_func", (X, X, X), {"alibi_slopes": X}, "alibi_slopes must be None; torchweld's"),
     ("flash_attn_func", (X[0], X, X), {}, "q must be (batch, seqlen, nheads, head_dim), but got"),
     (
         "flash_attn_func", (X, X[:, :, :3], X[:, :, :3]), {},
@@ -263,7 +300,6 @@ REFUSED = [
         "cache_batch_idx must be from 0 to 1, a sequence of k_cache, but got -1",
     ),
     ("flash_attn_with_kvcache", (X, X, X), {"block_table": ENDS}, "block_table must be None"),
-    ("flash_attn_with_kvcache", (X, X, X), {"alibi_slopes": X}, "alibi_slopes must be None"),
     ("flash_attn_with_kvcache", (X, X, X, X), {}, "k and v must be given together"),
     ("flash_attn_with_kvcache", (X, X, X, X, X), {}, "cache_seqlens must be given with k and v"),
 ]  # fmt: skip

@@ -83,7 +83,9 @@ NUMBERS = (
     "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, "
     "Tensor? sink=None"
 )
-DROPOUT_AND_BIAS = "float dropout_p=0.0, Tensor? dropout_seed=None, Tensor? bias=None"
+EXTRAS = (
+    "float dropout_p=0.0, Tensor? dropout_seed=None, Tensor? bias=None, Tensor? alibi_slopes=None"
+)
 LOSS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias=None, *, "
     'str reduction="mean", int ignore_index=-100, float label_smoothing=0, float? softcap=None, '
@@ -119,13 +121,13 @@ SCHEMAS = [
     f"Tensor? leftpad=None, *, bool causal=False, float scale=1.0, {NUMBERS}) -> "
     "(Tensor dscores, Tensor dvalue, Tensor dsink)",
     f"attention({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}, {DROPOUT_AND_BIAS}) -> Tensor",
+    f"{NUMBERS}, {EXTRAS}) -> Tensor",
     f"attention_forward({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}, {DROPOUT_AND_BIAS}) -> (Tensor out, Tensor lse)",
+    f"{NUMBERS}, {EXTRAS}) -> (Tensor out, Tensor lse)",
     f"attention_with_lse({QKV}, Tensor? leftpad=None, *, bool causal=False, float? scale=None, "
-    f"{NUMBERS}, {DROPOUT_AND_BIAS}) -> (Tensor out, Tensor lse)",
+    f"{NUMBERS}, {EXTRAS}) -> (Tensor out, Tensor lse)",
     f"attention_backward(Tensor dout, {QKV}, Tensor out, Tensor lse, Tensor? leftpad=None, *, "
-    f"bool causal=False, float? scale=None, {NUMBERS}, {DROPOUT_AND_BIAS}, Tensor? dlse=None, "
+    f"bool causal=False, float? scale=None, {NUMBERS}, {EXTRAS}, Tensor? dlse=None, "
     "bool bias_requires_grad=True) -> "
     "(Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dsink, Tensor dbias)",
     'linear(Tensor x, Tensor weight, Tensor? bias=None, *, str activation="none") -> Tensor',

@@ -87,6 +87,7 @@ def masked(forward: S.Builder, *names: str, **numbers: Any) -> S.Builder:
             "row_ends": lambda: keys - data(batch, seqlen_q) // 4,
             "sink": lambda: m.randn(nheads),
             "bias": lambda: m.randn(batch, nheads, seqlen_q, keys),
+            "alibi_slopes": lambda: m.randn(nheads).abs(),
         }
         given = {"key_end" if name == "row_ends" else name: made[name]() for name in names}
         return args, {**kwargs, **numbers, **given}
@@ -171,6 +172,9 @@ def _further() -> S.Calls:
         "bias": masked(small, "key_start", "sink", "bias", causal=True),
         "large_bias": masked(large, "key_end", "bias", causal=True),
         "decode_bias": masked(S.attention_call(2, 4, 2, 1, 260, 64, 64), "bias"),
+        "alibi": masked(small, "key_start", "alibi_slopes", causal=True),
+        "large_alibi": masked(large, "key_end", "alibi_slopes"),
+        "decode_alibi": masked(S.attention_call(2, 4, 2, 1, 260, 64, 64), "alibi_slopes"),
     }
     for op, calls, inputs, ref in (
         ("softmax_matmul", matmul, 2, R.softmax_matmul_forward),

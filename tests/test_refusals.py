@@ -64,7 +64,7 @@ TARGET = torch.zeros(4, dtype=torch.int64)
 MASK = torch.ones(2, 5, dtype=torch.int64)
 ATTENTION = (
     "arguments must be query, key, value, leftpad, causal, scale, key_start, key_end, window, "
-    "softcap, sink, dropout_p, dropout_seed, bias, but got"
+    "softcap, sink, dropout_p, dropout_seed, bias, alibi_slopes, but got"
 )
 FROM_MASK = "torchweld.leftpad_from_mask(attention_mask)"
 LAST_DIM = "leave it out, the last dim is meant; for another one use x.movedim(dim, -1)"
@@ -90,7 +90,7 @@ SENTENCES = [
     ("attention", [Q] * 3, {"caussal": True}, f"{ATTENTION} caussal; use causal="),
     ("attention", [Q] * 3, {"flavour": 1}, f"{ATTENTION} flavour"),
     ("attention", [Q] * 5, {}, f"{ATTENTION} 5 without a name; use causal=, scale=, key_start=, "
-     "key_end=, window=, softcap=, sink=, dropout_p=, dropout_seed=, bias="),
+     "key_end=, window=, softcap=, sink=, dropout_p=, dropout_seed=, bias=, alibi_slopes="),
     ("softmax", [X], {"dim": 0}, f"arguments must be x, but got dim; {LAST_DIM}"),
     ("softmax", [X, 0], {}, f"arguments must be x, but got 2 without a name; {LAST_DIM}"),
     ("softmax", [X], {"dtype": torch.float64}, "arguments must be x, but got dtype; use "
@@ -211,7 +211,7 @@ def test_activations_and_gates_of_other_libraries(name, activation, gate):
     ("op", "args", "idle"),
     [
         ("attention", [Q] * 3, {"attn_mask": None, "dropout": 0.0}),
-        ("attention_with_lse", [Q] * 3, {"alibi_slopes": None, "dropout": 0}),
+        ("attention_with_lse", [Q] * 3, {"attn_bias": None, "dropout": 0}),
         ("cross_entropy", [X, TARGET], {"weight": None}),
     ],
 )

@@ -406,7 +406,10 @@ REFUSED = [
     ({"window_size": (3, 0)}, f"{NAMES} window_size; use window=left + 1, or torchweld.compat"),
     ({"return_attn_probs": True}, f"{NAMES} return_attn_probs; use return_lse="),
     ({"dropout": 0.1}, f"{NAMES} dropout; use dropout_p="),
-    ({"alibi_slopes": torch.zeros(4)}, f"{NAMES} alibi_slopes; torchweld.attention adds bias="),
+    (
+        {"alibi_slopes": torch.zeros(4)},
+        f"{NAMES} alibi_slopes; torchweld.attention has alibi_slopes=",
+    ),
     ({"block_table": ENDS}, f"{NAMES} block_table; attention reads no paged cache, pass"),
     ({"deterministic": True}, f"{NAMES} deterministic; leave it out, gradients are always determ"),
     ({"cu_seqlens_q": [0, 3, 8]}, "cu_seqlens_q must be a Tensor, but got list"),

@@ -300,8 +300,8 @@ struct MaskedAttentionBlock : AttentionBlock {
                                            int last) {
     pad = first;
     keys = last - first;
-    // `shift` is used only by first_position(), which is valid only under `causal`. No code reads
-    // all_keys from here on, because each row has its own end.
+    // `shift` is only valid if the rows share a key_end. No code reads all_keys from here on,
+    // because each row has its own end.
     shift = mask.position(0, sequence_end) - first + 1;
     gaps.first_position = kSeesNothing;
   }

@@ -210,7 +210,7 @@ void launch_sm90(const Args& args, const AttentionBackwardParams& params, cudaSt
     dispatch_index<kNumAttentionBackwardSm90Tiles>(params.choice.tile, [&](auto index) {
       constexpr AttentionBackwardSm90Tile kTile = kAttentionBackwardSm90Tiles[index.value];
       if constexpr ((!kIsCapped<Args> || kTile.has_capped_kernel()) &&
-                    (!kIsDropped<Args> || kTile.supports_extras())) {
+                    (!(kIsDropped<Args> || kIsAlibi<Args>) || kTile.supports_extras())) {
         launch_ranges(args, stream);
         launch_attention_backward_sm90_preprocess<T, index.value>(args, stream);
         launch_sink(args, params, stream);
@@ -279,6 +279,8 @@ void launch_attention_backward(const AttentionBackwardParams& params, cudaStream
       launch_sm90<T>(BiasedBackwardArgs(args), params, stream);
     } else if (params.mask.dropout.given()) {
       launch_sm90<T>(DroppedBackwardArgs(args), params, stream);
+    } else if (params.mask.alibi) {
+      launch_sm90<T>(AlibiBackwardArgs{args}, params, stream);
     } else if (params.mask.softcap > 0.f &&
                kAttentionBackwardSm90Tiles[params.choice.tile].has_capped_kernel()) {
       launch_sm90<T>(CappedBackwardArgs{args}, params, stream);

@@ -143,6 +143,9 @@ struct BiasedBackwardArgs : DroppedBackwardArgs {
   using DroppedBackwardArgs::DroppedBackwardArgs;
 };
 
+// The arguments of Hopper's kernels with ALiBi.
+struct AlibiBackwardArgs : MaskedBackwardArgs {};
+
 // Whether Args are the arguments for a general mask. Args is BackwardArgs or a class that derives
 // from it.
 template <typename Args>
@@ -151,6 +154,8 @@ template <typename Args>
 inline constexpr bool kIsCapped = std::is_same_v<Args, CappedBackwardArgs>;
 template <typename Args>
 inline constexpr bool kIsDropped = std::is_base_of_v<DroppedBackwardArgs, Args>;
+template <typename Args>
+inline constexpr bool kIsAlibi = std::is_same_v<Args, AlibiBackwardArgs>;
 template <typename Args>
 inline constexpr bool kIsBiased = std::is_same_v<Args, BiasedBackwardArgs>;
 

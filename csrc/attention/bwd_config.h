@@ -115,7 +115,7 @@ struct AttentionBackwardSm90Tile {
   // dV has no registers for it. A tile that does not use all columns leaves rare masks to the next
   // tile, so that the library has fewer kernels.
   constexpr bool supports_softcap() const { return dim_v == dim && used == dim; }
-  // Whether the tile has kernels with dropout and with a bias.
+  // Whether the tile has kernels with dropout, with a bias and with ALiBi.
   constexpr bool supports_extras() const { return supports_softcap() && !is_2cta(); }
   // Whether a soft cap has a kernel of its own. Without a stat slice, the kernel for a general mask
   // also serves a soft cap.
@@ -227,7 +227,7 @@ inline Refusal attention_backward_sm90_refusal(const AttentionProblem& p,
   if (p.load.softcap && !tile.supports_softcap()) return "the tile supports no soft cap";
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
   const bool extras = tile.supports_extras();
-  if (const Refusal reason = attention_extras_refusal(p, extras, extras)) return reason;
+  if (const Refusal reason = attention_extras_refusal(p, extras, extras, extras)) return reason;
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
     return "the rows of the results are not aligned to 16 bytes";
   }

@@ -115,6 +115,8 @@ struct AttentionSm90Tile {
   // Whether the tile has a kernel with a bias. Beside several blocks per SM, shared memory has no
   // space for it.
   constexpr bool supports_bias() const { return supports_dropout() && blocks == 1; }
+  // Whether the tile has a kernel with ALiBi.
+  constexpr bool supports_alibi() const { return dim == dim_v && dim <= 128; }
   // Whether a work tile may have parts, with the rows of one document each
   // (MaskedAttentionBlock). Beside three consumer warpgroups, the producer has no registers for it.
   static constexpr bool has_parts(int warpgroups) { return warpgroups <= 2; }
@@ -204,6 +206,7 @@ struct AttentionLoad {
   // true if the query heads of a kv head, with one query each, can be the rows of one sequence,
   // because they see the same keys
   bool packable = false;
+  bool alibi = false;
 };
 
 struct AttentionProblem {
@@ -247,11 +250,12 @@ inline constexpr const char* kAttentionNoWgmma = "the GPU, or the code built for
 inline constexpr const char* kAttentionOtherKeys =
     "the batch-invariant mode has steps of another number of keys";
 
-// Returns the reason why a tile does not support the dropout or the bias of the problem, or an
-// empty Refusal. `dropout` and `bias` tell what the tile supports.
+// Returns the reason why a tile does not support the dropout, the bias or the ALiBi of the problem,
+// or an empty Refusal. `dropout`, `bias` and `alibi` tell what the tile supports.
 inline Refusal attention_extras_refusal(const AttentionProblem& p, bool dropout = false,
-                                        bool bias = false) {
+                                        bool bias = false, bool alibi = false) {
   if (p.load.dropout && !dropout) return "the tile does not support dropout";
+  if (p.load.alibi && !alibi) return "the tile does not support ALiBi";
   return p.load.bias && !bias ? Refusal("the tile does not support a bias") : Refusal();
 }
 
@@ -287,8 +291,8 @@ inline Refusal attention_sm90_refusal(const AttentionProblem& p, const Attention
     return {"the tile supports head dims up to {} and {}", tile.dim, tile.dim_v};
   }
   if (const Refusal reason = attention_sizes_refusal(p)) return reason;
-  if (const Refusal reason =
-          attention_extras_refusal(p, tile.supports_dropout(), tile.supports_bias())) {
+  if (const Refusal reason = attention_extras_refusal(
+          p, tile.supports_dropout(), tile.supports_bias(), tile.supports_alibi())) {
     return reason;
   }
   if (p.head_dim_v % 8 != 0) return "the rows of the results are not aligned to 16 bytes";
@@ -436,7 +440,7 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
                                         int splits) {
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   if (p.invariant) return kAttentionOtherKeys;
-  if (const Refusal reason = attention_extras_refusal(p)) return reason;
+  if (const Refusal reason = attention_extras_refusal(p, false, false, true)) return reason;
   if (p.seqlen_q > AttentionDecodeTile::kMaxSeqlenQ) {
     return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMaxSeqlenQ};
   }

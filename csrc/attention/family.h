@@ -26,18 +26,19 @@ struct AttentionNumbers {
                                       {"dropout", 0, 1},
                                       {"bias", 0, 1},
                                       {"invariant", 0, 1},
-                                      {"packable", 0, 1}};
+                                      {"packable", 0, 1},
+                                      {"alibi", 0, 1}};
 
   using Problem = AttentionProblem;
   using Choice = AttentionChoice;
 
   static Encoded encode_fields(const AttentionProblem& p) {
-    return {p.load.heads,    p.seqlen_q,     p.seqlen_k,
-            p.head_dim,      p.head_dim_v,   static_cast<int64_t>(p.math),
-            p.load.group,    p.load.causal,  p.load.padded,
-            p.load.bfloat16, p.load.window,  p.load.packed,
-            p.load.softcap,  p.load.dropout, p.load.bias,
-            p.invariant,     p.load.packable};
+    return {p.load.heads,    p.seqlen_q,      p.seqlen_k,
+            p.head_dim,      p.head_dim_v,    static_cast<int64_t>(p.math),
+            p.load.group,    p.load.causal,   p.load.padded,
+            p.load.bfloat16, p.load.window,   p.load.packed,
+            p.load.softcap,  p.load.dropout,  p.load.bias,
+            p.invariant,     p.load.packable, p.load.alibi};
   }
   static AttentionProblem decode_fields(const Encoded& x) {
     return {x[1],
@@ -46,7 +47,7 @@ struct AttentionNumbers {
             x[4],
             static_cast<AttentionMath>(x[5]),
             {x[0], x[6], x[7] != 0, x[8] != 0, x[9] != 0, x[10], x[11] != 0, x[12] != 0, x[13] != 0,
-             x[14] != 0, x[16] != 0},
+             x[14] != 0, x[16] != 0, x[17] != 0},
             {},
             x[15] != 0};
   }
@@ -97,6 +98,7 @@ struct AttentionNumbers {
   static std::string why(const AttentionProblem& p, const Encoded& x) {
     if (general(x) && p.load.dropout) return "no tile supports this dropout";
     if (general(x) && p.load.bias) return "no tile supports this bias";
+    if (general(x) && p.load.alibi) return "no tile supports this ALiBi";
     if (wide(x)) return "the only tile that holds " + dims_text(p);
     return (general(x) ? "no tile holds " : "the first tile that holds ") + dims_text(p);
   }

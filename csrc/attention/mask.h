@@ -22,6 +22,9 @@
 // gaps. Gaps are keys that no row sees and that lie between keys that rows see. The gradients on
 // tensor cores always require finite keys (not values) at gaps.
 //
+// ALiBi subtracts slope * |position - j| from the scaled score of a row and key j. It excludes one
+// key_end per row, where a position is not the place of a token.
+//
 // leftpad, key_start and key_end stay on the device, so the host never waits for their values.
 // Values below 0 count as 0. Values above seqlen_k count as seqlen_k. Without causal, leftpad = 0
 // differs from no leftpad if seqlen_q > seqlen_k: with leftpad = 0, the rows at negative positions
@@ -58,8 +61,8 @@ struct SequenceMaskOf {
 using SequenceMask = SequenceMaskOf<int64_t>;
 using SequenceMask32 = SequenceMaskOf<int>;  // requires that all sequence lengths fit in 32 bits
 
-// The mask, the soft cap, the sinks, the dropout and the bias of a call, in the form that kernels
-// read. An argument that is not given is null or 0.
+// The mask, the soft cap, the sinks, the dropout, the bias and the ALiBi slopes of a call, in the
+// form that kernels read. An argument that is not given is null or 0.
 struct MaskParams {
   static constexpr int64_t kMaxWindow = int64_t{1} << 40;
 
@@ -77,6 +80,7 @@ struct MaskParams {
   bool has_row_ends;  // key_end has one value per row
   AttentionDropout dropout;
   AttentionBias bias;
+  const float* alibi;  // (nheads,): the ALiBi slopes
 
   // Whether `causal`, the window or a key_end per row may let the rows of a sequence see different
   // keys. key_start does not count.
@@ -95,7 +99,7 @@ struct MaskParams {
   // masks.
   bool is_general() const {
     return key_start || key_end || window > 0 || softcap > 0.f || sink || dropout.given() ||
-           bias.given();
+           bias.given() || alibi;
   }
 
   // The position of query row i among all keys (bottom-right aligned).
@@ -107,6 +111,11 @@ struct MaskParams {
     const Int rows = static_cast<Int>(seqlen_q), keys = static_cast<Int>(seqlen_k);
     const Int first = keys < rows ? keys - rows : 0, offset = end - rows;
     return i + (offset < first ? first : offset);
+  }
+
+  // Returns the ALiBi slope of a head. A slope below 0 counts as 0.
+  TW_HOST_DEVICE float alibi_slope(int64_t head) const {
+    return alibi[head] < 0.f ? 0.f : alibi[head];
   }
 
   // Clamps a value of leftpad or key_end to [0, seqlen_k].

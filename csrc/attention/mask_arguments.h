@@ -23,6 +23,7 @@ struct Mask {
   double dropout_p = 0;         // the probability with which a probability is dropped
   OptionalTensor dropout_seed;  // int64 (1,)
   OptionalTensor bias;          // (1 or batch, 1 or nheads, 1 or seqlen_q, seqlen_k)
+  OptionalTensor alibi_slopes;  // (nheads,)
 
   bool has_row_ends() const { return is_given(key_end) && key_end->dim() == 2; }
 
@@ -31,13 +32,13 @@ struct Mask {
     const auto of = [](const OptionalTensor& t) -> OptionalTensor {
       return is_given(t) ? OptionalTensor(t->contiguous()) : std::nullopt;
     };
-    return {of(leftpad), causal,   of(key_start), of(key_end),      window,
-            softcap,     of(sink), dropout_p,     of(dropout_seed), bias};
+    return {of(leftpad), causal,    of(key_start),    of(key_end), window,          softcap,
+            of(sink),    dropout_p, of(dropout_seed), bias,        of(alibi_slopes)};
   }
 
   // Converts the mask to MaskParams. `data(tensor, zero)` must return the address of the elements
-  // of a tensor, whose type is that of `zero`. softcap, sink and bias stay unset, because the CPU
-  // code keeps them in another dtype.
+  // of a tensor, whose type is that of `zero`. softcap, sink, bias and alibi stay unset, because
+  // the CPU code keeps them in another dtype.
   template <typename Data>
   MaskParams params(int64_t seqlen_q, int64_t seqlen_k, const Data& data) const {
     const auto address = [&](const OptionalTensor& t) -> const int32_t* {
@@ -129,6 +130,28 @@ inline void check_bias(const char* op, const Mask& mask, const Tensor& like,
            seqlen_k, "), but got ", describe(bias), "; use bias.view or bias.expand");
   TW_CHECK(!mask.softcap, op, "softcap must not be given with bias, but got both; ",
            "compute capped scores with a bias in torch");
+}
+
+// Checks the ALiBi slopes. `like` is the query.
+inline void check_alibi_slopes(const char* op, const Mask& mask, const Tensor& like) {
+  if (!is_given(mask.alibi_slopes)) return;
+  const char* name = "alibi_slopes";
+  const Tensor& slopes = *mask.alibi_slopes;
+  check_device(op, name, slopes, "query", like);
+  TW_CHECK(slopes.scalar_type() == like.scalar_type() || slopes.scalar_type() == at::kFloat, op,
+           "alibi_slopes must be float32, or ", dtype_name(like.scalar_type()),
+           " like query, but got ", describe(slopes), "; use alibi_slopes.float()");
+  check_shape(op, name, slopes, {like.sym_size(1)}, "(nheads,)");
+  TW_CHECK(!slopes.requires_grad() || !c10::GradMode::is_enabled(), op,
+           "alibi_slopes must not require gradients, which they don't have; use ",
+           "alibi_slopes.detach(), or bias for gradients");
+  const char* other = is_given(mask.bias)   ? "bias"
+                      : mask.softcap        ? "softcap"
+                      : mask.dropout_p > 0  ? "dropout_p"
+                      : mask.has_row_ends() ? "a key_end per row"
+                                            : nullptr;
+  TW_CHECK(!other, op, "alibi_slopes must not be given with ", other,
+           ", but got both; pass the distances times the slopes as bias, or drop one of the two");
 }
 
 // Returns the gradient of the bias: ds (batch, nheads, seqlen_q, seqlen_k), the gradient of the

@@ -32,10 +32,11 @@ inline Tensor kernel_bias(Tensor bias) {
   return attention_rows(bias);
 }
 
-// Returns the mask in the form that the kernels read: contiguous tensors, and sinks in fp32.
+// Returns the mask in the form that the kernels read: contiguous tensors, sinks and slopes in fp32.
 inline Mask kernel_mask(const Mask& mask) {
   Mask result = mask.contiguous();
   if (is_given(result.sink)) result.sink = result.sink->to(at::kFloat);
+  if (is_given(result.alibi_slopes)) result.alibi_slopes = result.alibi_slopes->to(at::kFloat);
   if (is_given(result.bias)) result.bias = kernel_bias(*result.bias);
   return result;
 }
@@ -51,6 +52,7 @@ inline MaskParams kernel_params(const Mask& mask, int64_t seqlen_q, int64_t seql
     params.softcap = static_cast<float>(std::clamp<double>(*mask.softcap, FLT_MIN, 1e30));
   }
   if (is_given(mask.sink)) params.sink = const_data<float>(*mask.sink);
+  if (is_given(mask.alibi_slopes)) params.alibi = const_data<float>(*mask.alibi_slopes);
   if (is_given(mask.bias)) {
     const Tensor& bias = *mask.bias;
     const auto stride = [&](int64_t d) { return bias.size(d) > 1 ? bias.stride(d) : 0; };

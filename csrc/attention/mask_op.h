@@ -12,10 +12,12 @@ namespace torchweld {
 #define TW_MASK_SCHEMA                                                                    \
   "Tensor? key_start=None, Tensor? key_end=None, int? window=None, float? softcap=None, " \
   "Tensor? sink=None"
-#define TW_ATTENTION_SCHEMA ", float dropout_p=0.0, Tensor? dropout_seed=None, Tensor? bias=None"
+#define TW_ATTENTION_SCHEMA                                               \
+  ", float dropout_p=0.0, Tensor? dropout_seed=None, Tensor? bias=None, " \
+  "Tensor? alibi_slopes=None"
 
 // The mask's arguments in a schema: without `causal`, where the mask is always causal; with it; and
-// with attention's dropout and bias too.
+// with attention's dropout, bias and ALiBi slopes too.
 enum class MaskSchema { kCausal, kMask, kAttention };
 
 // MaskOp<f, R(), arguments of f>::call gets the mask's arguments one by one, in the order of the
@@ -34,10 +36,10 @@ struct MaskOp<f, MaskSchema::kAttention, R(Before...), const Mask&, Scale, After
                 const OptionalTensor& key_start, const OptionalTensor& key_end,
                 std::optional<int64_t> window, std::optional<double> softcap,
                 const OptionalTensor& sink, double dropout_p, const OptionalTensor& dropout_seed,
-                const OptionalTensor& bias, After... after) {
+                const OptionalTensor& bias, const OptionalTensor& alibi_slopes, After... after) {
     return f(before...,
              Mask{leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p,
-                  dropout_seed, bias},
+                  dropout_seed, bias, alibi_slopes},
              scale, after...);
   }
 };
@@ -80,11 +82,11 @@ template <auto f>
 constexpr auto attention_mask_op = mask_op_of<f, MaskSchema::kAttention>(f);
 
 // The number of tensors in a Mask. save_with_mask saves these tensors after the tensors of the op.
-constexpr size_t kMaskTensors = 6;
+constexpr size_t kMaskTensors = 7;
 
 inline void save_with_mask(AutogradContext* ctx, variable_list tensors, const Mask& mask) {
   for (const OptionalTensor* t : {&mask.leftpad, &mask.key_start, &mask.key_end, &mask.sink,
-                                  &mask.dropout_seed, &mask.bias}) {
+                                  &mask.dropout_seed, &mask.bias, &mask.alibi_slopes}) {
     tensors.push_back(or_undefined(*t));
   }
   ctx->save_for_backward(std::move(tensors));
@@ -105,7 +107,8 @@ inline Mask saved_mask(AutogradContext* ctx, const variable_list& saved) {
           optional(t[3]),
           ctx->saved_data["dropout_p"].toDouble(),
           optional(t[4]),
-          optional(t[5])};
+          optional(t[5]),
+          optional(t[6])};
 }
 
 }  // namespace torchweld

@@ -84,7 +84,8 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
   const bool same_keys =
       mask.window == 0 && !mask.has_row_ends && !(mask.leftpad && mask.key_start);
   const bool packable = s.seqlen_q == 1 && s.nheads > s.nheads_kv && same_keys &&
-                        mask.sink == nullptr && !mask.dropout.given() && !mask.bias.given();
+                        mask.sink == nullptr && !mask.dropout.given() && !mask.bias.given() &&
+                        !mask.alibi;
   return {s.seqlen_q,
           s.seqlen_k,
           s.head_dim,
@@ -92,7 +93,8 @@ inline AttentionProblem attention_problem(const AttentionSizes& s, DType dtype, 
           attention_math(dtype, tf32),
           {s.batch * s.nheads, s.nheads / s.nheads_kv, mask.causal, mask.leftpad != nullptr,
            dtype == DType::kBFloat16, mask.window, mask.key_start || mask.has_row_ends,
-           mask.softcap > 0.f, mask.dropout.given(), mask.bias.given(), packable},
+           mask.softcap > 0.f, mask.dropout.given(), mask.bias.given(), packable,
+           mask.alibi != nullptr},
           device_facts(),
           is_batch_invariant()};
 }

@@ -42,11 +42,12 @@ __device__ __forceinline__ void start(OnlineRow (&rows)[kTiles][2]) {
 
 // Replaces the scores of a thread in one row of m16n8 tiles by probabilities. `half` is 0 for row g
 // and 1 for row g + 8. The maximum of the row rises from `before` to `max`. The accumulators of O
-// must be multiplied by `factor`. If kFtz is true, subnormal probabilities become 0. Returns the
-// sum of the probabilities, in the order of the columns.
+// must be multiplied by `factor`. `offset` is added to every score. If kFtz is true, subnormal
+// probabilities become 0. Returns the sum of the probabilities, in the order of the columns.
 template <bool kFtz, int kCols>
 __device__ __forceinline__ float exponentiate(float (&r_s)[kCols][4], int half, float before,
-                                              float max, float c, float& factor) {
+                                              float max, float c, float& factor,
+                                              float offset = 0.f) {
   constexpr auto exp2 = kFtz ? exp2_approx_ftz : exp2_approx;
   // -inf - (-inf) is NaN. Therefore a row uses 0 as its maximum if all scores of the row so far are
   // -inf. The sum of the row stays 0.
@@ -55,13 +56,14 @@ __device__ __forceinline__ float exponentiate(float (&r_s)[kCols][4], int half, 
   // `shift`, so the rounding error of `shift` cancels. For huge scores, however, this error is so
   // large that 2^error overflows. Therefore the code first subtracts `top` from huge scores. inf -
   // inf gives NaN, as in torch.
-  float shift = __fmul_rn(top, c);
-  float rise = __fmul_rn(before, c) - shift;
+  const float own_top = top - offset;
+  float shift = __fmul_rn(own_top, c);
+  float rise = __fmul_rn(before, c) - __fmul_rn(top, c);
   if (!(fabsf(shift) < 0x1p14f)) {
 #pragma unroll
     for (int j = 0; j < kCols; ++j) {
-      r_s[j][2 * half] -= top;
-      r_s[j][2 * half + 1] -= top;
+      r_s[j][2 * half] -= own_top;
+      r_s[j][2 * half + 1] -= own_top;
     }
     shift = 0.f;
     rise = (before - top) * c;
@@ -94,18 +96,27 @@ __device__ __forceinline__ float next_max(float before, float max, float c) {
 }
 
 // Replaces scores by probabilities. The caller must then multiply the accumulators of O by
-// `factor`.
-template <bool kFtz, bool kLazy = false, int kTiles, int kCols>
+// `factor`. If kOffset is true, `offsets` are first added to the thread's scores of each row.
+template <bool kFtz, bool kLazy = false, bool kOffset = false, int kTiles, int kCols>
 __device__ __forceinline__ void online_softmax(float (&r_s)[kTiles][kCols][4],
                                                OnlineRow (&rows)[kTiles][2],
-                                               float (&factor)[kTiles][2], float c) {
+                                               float (&factor)[kTiles][2], float c,
+                                               const float (*offsets)[2] = nullptr) {
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       OnlineRow& row = rows[tile][half];
-      const float max = next_max<kLazy>(row.max, quad_max(max_of_row(r_s[tile], half, row.max)), c);
-      const float sum = exponentiate<kFtz>(r_s[tile], half, row.max, max, c, factor[tile][half]);
+      float top, offset = 0.f;
+      if constexpr (kOffset) {
+        offset = offsets[tile][half];
+        top = fmaxf(max_of_row(r_s[tile], half, -INFINITY) + offset, row.max);
+      } else {
+        top = max_of_row(r_s[tile], half, row.max);
+      }
+      const float max = next_max<kLazy>(row.max, quad_max(top), c);
+      const float sum =
+          exponentiate<kFtz>(r_s[tile], half, row.max, max, c, factor[tile][half], offset);
       row.sum = fmaf(row.sum, factor[tile][half], sum);
       row.max = max;
     }

@@ -56,9 +56,10 @@ _LEADING = {
 }
 # Arguments with an entry per sequence or head of the op's own batch, or (dropout_seed) whose effect
 # depends on positions in that batch. With them vmap can't add its batch as a leading dim.
-_OF_OWN_BATCH = ("leftpad", "key_start", "key_end", "sink", "dropout_seed", "bias")
-# Ops whose tensors, except sink and dropout_seed, have the batch as their first dimension. vmap
-# folds its batch into that of a call without these two.
+_OF_HEADS = ("sink", "alibi_slopes")
+_OF_OWN_BATCH = ("leftpad", "key_start", "key_end", *_OF_HEADS, "dropout_seed", "bias")
+# Ops whose tensors, except those of heads and dropout_seed, begin with the batch. vmap folds its
+# batch into that of a call without these.
 _BATCHED = ("attention", "attention" + _WITH_LSE, "softmax_matmul", "bmm")
 # Arguments that autocast does not cast, because they are added to fp32 sums.
 _WIDE = ("weight_sum", "folded_bias")
@@ -117,7 +118,7 @@ def _vmap(
     tensors = {name for name, value in given.items() if _is(value)}
 
     def folds() -> bool:
-        if public_op(op) not in _BATCHED or tensors & {"sink", "dropout_seed"}:
+        if public_op(op) not in _BATCHED or tensors & {*_OF_HEADS, "dropout_seed"}:
             return False
         return len({front(name).shape[1] for name in tensors}) == 1
 

@@ -48,10 +48,10 @@ _FIXES: dict[str, list[tuple[str, str]]] = {
         ("attn_mask", "attention_mask", "key_padding_mask", "mask"), [("leftpad", _MASK)]
     ),
     "attn_bias": [("bias", "use bias="), ("cu_seqlens_q", _BIAS)],
+    "alibi_slopes": [("cu_seqlens_q", "torchweld.attention has alibi_slopes=")],
     **{
         name: [(argument, text) for argument in ("query", "cu_seqlens_q")]
         for name, text in (
-            ("alibi_slopes", _BIAS),
             ("block_table", "attention reads no paged cache, pass contiguous keys and values"),
             ("deterministic", "leave it out, gradients are always deterministic"),
         )

@@ -71,6 +71,23 @@ void add_bias_tile(const CpuAttention& a, int64_t b, int64_t h, const QueryBlock
   }
 }
 
+// Subtracts the distances times the ALiBi slope from a tile of scores (64, width).
+template <typename acc_t>
+void add_alibi_tile(const CpuAttention& a, int64_t b, int64_t h, const QueryBlock& block,
+                    int64_t tile, acc_t* scores) {
+  const acc_t slope = a.slopes.const_data_ptr<acc_t>()[h];
+  const int64_t width = a.block_rows(), keys = block.keys_in(tile);
+  const int64_t distance =
+      block.first_key + tile * kTileKeys - a.mask.position(block.row, a.mask.sequence(b).end);
+  with_vectors([&] {
+    for (int64_t c = 0; c < keys; ++c) {
+      for (int64_t r = 0; r < width; ++r) {
+        scores[c * width + r] -= slope * std::abs(static_cast<acc_t>(distance + c - r));
+      }
+    }
+  });
+}
+
 // Computes the score tiles (tiles, 64, width) of a block of head h of sequence b. product()
 // multiplies `count` packed keys by the query rows. `k` are the packed keys of the block's first
 // tile on. Hidden elements become -inf.
@@ -83,6 +100,7 @@ void score_tiles(const CpuAttention& a, int64_t b, int64_t h, const QueryBlock& 
     product(tile, k + t * kTileKeys * a.head_dim, block.keys_in(block.tile_begin + t));
     if (a.softcap > 0) cap_tile(tile, size, a.softcap);
     if (a.bias.defined()) add_bias_tile(a, b, h, block, block.tile_begin + t, tile);
+    if (a.slopes.defined()) add_alibi_tile(a, b, h, block, block.tile_begin + t, tile);
     block.fill_hidden(tile, block.tile_begin + t, a.block_rows(),
                       -std::numeric_limits<acc_t>::infinity());
   }
@@ -211,6 +229,13 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         if (bias) {
           const acc_t* from = bias->row(b, h, i);
           for (int64_t j = live.begin; j < live.end; ++j) p[j] += from[j * bias->column_stride];
+        }
+        if (a.slopes.defined()) {
+          const acc_t slope = a.slopes.const_data_ptr<acc_t>()[h];
+          const int64_t position = a.mask.position(i, sequence.end);
+          for (int64_t j = live.begin; j < live.end; ++j) {
+            p[j] -= slope * std::abs(static_cast<acc_t>(j - position));
+          }
         }
         const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;
         acc_t total = exp_and_sum(p + live.begin, p + live.begin, keys, max);

@@ -45,6 +45,7 @@ struct CpuAttention : CpuScores {
   int64_t batch, nheads, nheads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   std::vector<KeyRange> seen;  // for each sequence: the range from the first to the last seen key
   Tensor bias;  // (batch, nheads, seqlen_q, seqlen_k) in the dtype of the statistics, or undefined
+  Tensor slopes;  // (nheads,) in the dtype of the statistics, at least 0, or undefined
   // For each sequence: the ranges of keys inside `seen` that no row sees.
   std::vector<std::vector<KeyRange>> gaps;
 
@@ -88,6 +89,7 @@ struct CpuAttention : CpuScores {
     if (is_given(args.bias)) {
       bias = args.bias->to(acc).expand({batch, nheads, seqlen_q, seqlen_k});
     }
+    if (is_given(args.alibi_slopes)) slopes = args.alibi_slopes->to(acc).clamp_min(0).contiguous();
     for (int64_t b = 0; b < batch; ++b) {
       seen.push_back(keys_of_rows(b, 0, seqlen_q));
       bool may_have_gaps = mask.key_start || mask.has_row_ends;

@@ -150,6 +150,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) void attent
                   reinterpret_cast<const char*>(s.rings[warp][stage][0]), kDim);
     if constexpr (Config::kMasked) {
       if (scale.softcap > 0.f) cap_scores</*kExact=*/false>(r_s, scale.cap);
+      if (p.mask.alibi) DecodeFragmentAlibi<kTiles>(p, work, scale).add_to(r_s, key);
     }
     fragment_keys.hide_others(r_s, key);
     float factor[kTiles][2];

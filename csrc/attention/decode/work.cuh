@@ -208,4 +208,48 @@ struct DecodeFragmentKeys {
   }
 };
 
+// The ALiBi slopes of the rows in a thread's fragments, in units of the scores, and the positions
+// of the rows among the work tile's keys.
+template <int kTiles>
+struct DecodeFragmentAlibi {
+  float slopes[kTiles][2];
+  int positions[kTiles][2];
+
+  __device__ __forceinline__ DecodeFragmentAlibi(const AttentionParams& p, const DecodeWork& work,
+                                                 const ScoreScale& scale) {
+    const MaskParams& mask = p.mask;
+    const int first = static_cast<int>(mask.position(0, mask.sequence(work.batch).end)) - work.pad;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int index = tile * 16 + half * 8 + threadIdx.x % kWarp / 4;
+        const DecodeWork::Row row = work.row(min(index, work.rows - 1));
+        slopes[tile][half] = mask.alibi_slope(row.head) / scale.size;
+        positions[tile][half] = first + row.index;
+      }
+    }
+  }
+
+  // Subtracts the distances times the slopes from the scores r_s of the keys from `key` on.
+  template <int kCols>
+  __device__ __forceinline__ void add_to(float (&r_s)[kTiles][kCols][4], int key) const {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = key + threadIdx.x % 4 * 2 - positions[tile][half];
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            r_s[tile][j][2 * half + i] -=
+                slopes[tile][half] * fabsf(static_cast<float>(first + j * 8 + i));
+          }
+        }
+      }
+    }
+  }
+};
+
 }  // namespace torchweld

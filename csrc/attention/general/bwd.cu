@@ -65,6 +65,11 @@ __device__ __forceinline__ Weight weight(const Args& args, int64_t sequence, int
     if (bias.given()) {
       x = fmaf(to_float(bias.row<T>(sequence, head, row)[key]), args.lse_factor, x);
     }
+    const MaskParams& mask = args.params.mask;
+    if (mask.alibi) {
+      const int64_t distance = key - mask.position(row, mask.sequence(sequence).end);
+      x -= args.lse_factor * mask.alibi_slope(head) * fabsf(static_cast<float>(distance));
+    }
   }
   const float probability = exponential<T>(x);
   constexpr float kUnshift = 1.f / (1 << kProbabilityShift<T>);

@@ -70,6 +70,7 @@ __global__ __launch_bounds__(kThreads, kBlocks) void attention_general_kernel(
   const T* g_key = matrix_of(params.key, kv_head);
   const T* g_value = matrix_of(params.value, kv_head);
   const T* g_bias = mask.bias.row<T>(batch, head, i);  // null if there is no bias
+  const float slope = mask.alibi ? mask.alibi_slope(head) / scale.size : 0.f;
   T* g_out = params.out.row<T>(batch, head, i);
 
   int64_t first_col = 0;
@@ -82,6 +83,13 @@ __global__ __launch_bounds__(kThreads, kBlocks) void attention_general_kernel(
                   keys, sizes.head_dim, scale.sign);
       __syncthreads();
       if constexpr (Variant::kMasked) {
+        if (mask.alibi) {
+          if (threadIdx.x < keys) {
+            const int64_t distance = key + threadIdx.x - mask.position(i, mask.sequence(batch).end);
+            s_scores[threadIdx.x] -= slope * fabsf(static_cast<float>(distance));
+          }
+          __syncthreads();
+        }
         if (scale.softcap > 0.f) {
           float& score = s_scores[threadIdx.x];
           if (threadIdx.x < keys) score = tanhf(score * scale.cap);

@@ -29,7 +29,8 @@ struct BackwardSm90Config {
   using Args = Args_;
   using Params = BackwardSm90Params<Args>;
   static constexpr bool kMasked = kIsMasked<Args>, kCapped = kIsCapped<Args>,
-                        kDropout = kIsDropped<Args>, kBias = kIsBiased<Args>;
+                        kDropout = kIsDropped<Args>, kBias = kIsBiased<Args>,
+                        kAlibi = kIsAlibi<Args>;
   using WorkTile = BackwardWorkTile<std::conditional_t<kMasked, KeyRange32, SequenceSpan>>;
   static constexpr AttentionBackwardSm90Tile kShape = kAttentionBackwardSm90Tiles[kTile];
   // The number of CTAs in a cluster. A work tile has kKeys keys, kCtaKeys in each CTA.
@@ -106,6 +107,9 @@ struct BackwardSm90Seen<Config, true> {
   // The head of the query tile, counted over all sequences, and its first row. Only used with
   // dropout and with a bias.
   int head, first_row;
+  // The ALiBi slope of the head, and the position of the first row. Only used with ALiBi.
+  float slope;
+  int position;
 };
 // lse and delta of the rows of a query tile.
 template <int kRows>

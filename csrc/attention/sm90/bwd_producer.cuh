@@ -163,6 +163,12 @@ struct BackwardSm90Producer {
         s_seen.head = tiles.head;
         s_seen.first_row = tiles.tile * kRows;
       }
+      if constexpr (Config::kAlibi) {
+        const MaskParams& mask = p.args.params.mask;
+        const int nheads = static_cast<int>(p.args.params.sizes.nheads);
+        s_seen.slope = mask.alibi_slope(tiles.head - work.sequence * nheads);
+        s_seen.position = mask.position(tiles.tile * kRows, mask.sequence<int>(work.sequence).end);
+      }
       uint64_t* s_full = s.q_pipeline.acquire(state, bytes + sizeof(BlockMask));
       bulk_load(&s_seen.group, &p.args.group_of(work.sequence, tiles.tile * kRows),
                 sizeof(BlockMask), s_full);

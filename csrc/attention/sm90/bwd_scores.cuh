@@ -375,7 +375,11 @@ struct BackwardSm90Scores {
     if constexpr (!Config::kEarlyLse && !Config::kStatSlice) {
       load_stats(r_lse, s.lse_of(state.stage));
     }
-    subtract_lse(acc_s, r_lse);
+    if constexpr (Config::kAlibi) {
+      subtract_alibi(acc_s, state);
+    } else {
+      subtract_lse(acc_s, r_lse);
+    }
     if constexpr (Config::kBias) add_bias(acc_s, state, dout_state);
     if (is_edge) hide(acc_s, state, -INFINITY);
   }
@@ -431,7 +435,8 @@ struct BackwardSm90Scores {
 
   // Whether the scores have a soft cap.
   __device__ __forceinline__ bool capped() const {
-    if constexpr (Config::kCapped || Config::kStatSlice || Config::kDropout || !Config::kMasked) {
+    if constexpr (Config::kCapped || Config::kStatSlice || Config::kDropout || Config::kAlibi ||
+                  !Config::kMasked) {
       return Config::kCapped;
     } else {
       return p.args.params.mask.softcap > 0.f;
@@ -447,6 +452,32 @@ struct BackwardSm90Scores {
       } else {
         acc_s[i] = fmaf(acc_s[i], p.args.score_factor, i % 2 ? lse[i / 4].y : lse[i / 4].x);
       }
+    }
+  }
+
+  // Multiply S^T minus lse by score_factor, and subtract slope * |position - key|.
+  // NOTE: as in the forward, a distance costs one FMA if no key lies behind a row that sees it.
+  __device__ __forceinline__ void subtract_alibi(ScoreAcc& acc_s, const State& state) const {
+    static_assert(Config::kStatSlice);
+    const auto& seen = s.seen[state.stage];
+    const int key = first_key() + warp() * 16, position = seen.position + first_row();
+    const bool before = p.args.params.mask.causal || key + 15 <= position;
+    const bool behind = !before && key >= position + kScoreRows - 1;
+    const float factor = (behind ? seen.slope : -seen.slope) * kLog2e;
+    const int distance = position + lane() % 4 * 2 - (key + lane() / 4);
+    const float first[2] = {factor * static_cast<float>(distance),
+                            factor * static_cast<float>(distance - 8)};
+    const auto for_scores = [&](const auto& body) {
+#pragma unroll
+      for (int i = 0; i < kScoreRows / 2; ++i) {
+        body(acc_s[i], fmaf(factor, static_cast<float>(i / 4 * 8 + i % 2), first[i / 2 % 2]));
+      }
+    };
+    const float score_factor = p.args.score_factor;
+    if (before || behind) {
+      for_scores([&](float& x, float alibi) { x = fmaf(x, score_factor, alibi); });
+    } else {
+      for_scores([&](float& x, float alibi) { x = fmaf(x, score_factor, -fabsf(alibi)); });
     }
   }
 

@@ -15,7 +15,7 @@ namespace torchweld {
 // kernel for a bias also drops probabilities, if the call has dropout.
 // NOTE: calls with a soft cap and calls with dropout have separate kernels. When both kinds of
 // calls shared a kernel, the code of the cap made calls without a cap 5 % slower.
-enum class AttentionSm90Extra { kNone, kCap, kDropout, kBias };
+enum class AttentionSm90Extra { kNone, kCap, kDropout, kBias, kAlibi };
 
 template <typename T_, int kTile, bool kMasked, AttentionSm90Extra kExtra>
 struct AttentionSm90Config : AttentionVariant<kMasked> {
@@ -28,6 +28,7 @@ struct AttentionSm90Config : AttentionVariant<kMasked> {
   static constexpr int kCtasPerSm = kShape.blocks;
   static constexpr bool kCapped = kExtra == AttentionSm90Extra::kCap,
                         kBias = kExtra == AttentionSm90Extra::kBias,
+                        kAlibi = kExtra == AttentionSm90Extra::kAlibi,
                         kDropout = kBias || kExtra == AttentionSm90Extra::kDropout;
   static constexpr int kQueryStages = kBias && kDim > 64 ? 1 : kShape.query_stages();
   static constexpr int kWarpRows = 16;

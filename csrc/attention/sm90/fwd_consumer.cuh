@@ -41,6 +41,7 @@ struct AttentionSm90Consumer {
   PipelineState<Config::kQueryStages> query_state;
   AttentionSm90Registers<Config> r;
   KeyRange32 plain;  // the keys that all rows of the warpgroup see; only set if kKnowsPlain
+  float slope;       // the ALiBi slope of the head, in units of the scores; only set with ALiBi
   // NOTE: after the first larger score of a work tile, a warp keeps to six_terms. Code paths that
   // alternate would evict each other from the instruction cache.
   bool few_terms;  // whether the warp uses three_terms of AttentionSmallScores
@@ -59,6 +60,9 @@ struct AttentionSm90Consumer {
       if constexpr (Config::kMasked) find_gaps();
       if constexpr (kKnowsPlain) find_plain_keys();
       start(r.rows);
+      if constexpr (Config::kAlibi) {
+        slope = p.attention.mask.alibi_slope(block.head) / p.scale.size;
+      }
       if constexpr (Config::kSmallScores) {
         if (p.small.enabled) r.rows[0][0].max = r.rows[0][1].max = 0.f;
         few_terms = true;
@@ -150,6 +154,7 @@ struct AttentionSm90Consumer {
     named_barrier_wait(kWarpgroupWg0 + warpgroup, 128);
   }
 
+  // Set `plain` for the work tile.
   // NOTE: rows that see no key don't count. Their probabilities are not used.
   __device__ __forceinline__ void find_plain_keys() {
     const auto& s_block = s.work[work_state.stage];
@@ -192,8 +197,20 @@ struct AttentionSm90Consumer {
     consumer_release(&s.bias_pipeline.empty[bias_state_of(key_state).stage]);
   }
 
-  // Convert S into P for the tile of keys that starts at `key`: bias, soft cap, mask, online
-  // softmax and dropout. Return whether O must be multiplied by o_scale.
+  // Subtract the distances of the keys times the slope from S of the tile of keys that starts at
+  // `key`, except for what `offsets` receives (add_alibi).
+  // NOTE: if no key lies behind a row that sees it, or if all of them do, a distance costs one FMA.
+  __device__ __forceinline__ void add_alibi(const AttentionBlock& block, int key,
+                                            float (&offsets)[2]) {
+    const int lane = thread % 32, position = block.first_row + warp_row() + block.shift - 1;
+    const bool before = p.attention.mask.causal || key + kKeys <= position + 1;
+    const bool behind = !before && key >= position + 15;
+    r.add_alibi(behind ? -slope : slope, key + lane % 4 * 2 - (position + lane / 4),
+                !before && !behind, offsets);
+  }
+
+  // Convert S into P for the tile of keys that starts at `key`: bias or ALiBi, soft cap, mask,
+  // online softmax and dropout. Return whether O must be multiplied by o_scale.
   __device__ __forceinline__ bool softmax_step(const AttentionBlock& block, int key) {
     warpgroup_fence_operand(r.acc_s);
     if (p.scale.sign != 1.f) {
@@ -201,6 +218,8 @@ struct AttentionSm90Consumer {
       for (float& score : r.acc_s) score *= p.scale.sign;
     }
     if constexpr (Config::kBias) add_bias(block, key);
+    [[maybe_unused]] float offsets[1][2];
+    if constexpr (Config::kAlibi) add_alibi(block, key, offsets[0]);
     if constexpr (Config::kMasked) {
       const auto& s_block = s.work[work_state.stage];
       const bool hides = !is_plain(key) && hides_keys<Config>(s_block, warp_row(), key);
@@ -233,7 +252,8 @@ struct AttentionSm90Consumer {
         hide_columns(r.scores(), first_row + block.shift - key, block.all_keys - key);
       }
     }
-    online_softmax<true, Config::kLazyRescale>(r.scores(), r.rows, r.o_scale, p.scale.c);
+    online_softmax<true, Config::kLazyRescale, Config::kAlibi>(r.scores(), r.rows, r.o_scale,
+                                                               p.scale.c, offsets);
     if constexpr (Config::kBias) release_bias();
     if constexpr (Config::kDropout) {
       if (drops()) {

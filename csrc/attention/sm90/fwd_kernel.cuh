@@ -25,6 +25,10 @@
 // stage of the bias is free only after the softmax, and K must not wait for that. If all sequences
 // share the bias, the work tiles of one head in all sequences are neighbours, so that the bias is
 // read from the L2 cache.
+//
+// ALiBi costs one FMA a score if the keys of a tile lie on one side of the rows' positions: slope *
+// (key - first key of the thread) is added to S, and what is constant in a row and a tile is added
+// to the maximum of the row.
 // Source: Shah et al., "FlashAttention-3", 2024.
 #pragma once
 
@@ -133,6 +137,9 @@ void launch_attention_sm90_tile(const AttentionParams& a, cudaStream_t stream) {
     }
     if constexpr (kShape.supports_dropout()) {
       if (a.mask.dropout.given()) return launch(integral_constant<Extra, Extra::kDropout>());
+    }
+    if constexpr (kShape.supports_alibi()) {
+      if (a.mask.alibi) return launch(integral_constant<Extra, Extra::kAlibi>());
     }
     if (a.mask.softcap > 0.f) return launch(integral_constant<Extra, Extra::kCap>());
   }

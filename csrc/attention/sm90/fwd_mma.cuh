@@ -69,6 +69,32 @@ struct AttentionSm90Registers {
       }
     }
   }
+  // Add factor * distance to S, or -|factor * distance| if `crosses` is true, except for what
+  // `offsets` receives: the caller adds it to all scores of a row. The distance of a score is its
+  // key minus the position of its row. `distance` is that of the thread's first score.
+  __device__ __forceinline__ void add_alibi(float factor, int distance, bool crosses,
+                                            float (&offsets)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      offsets[half] = factor * static_cast<float>(distance - half * 8);
+    }
+    const auto for_columns = [&](const auto& body) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        body(acc_s[i], static_cast<float>(i / 4 * 8 + i % 2), offsets[i / 2 % 2]);
+      }
+    };
+    if (crosses) {
+      for_columns([&](float& score, float column, float offset) {
+        score -= fabsf(fmaf(factor, column, offset));
+      });
+      offsets[0] = offsets[1] = 0.f;
+    } else {
+      for_columns([&](float& score, float column, float) {
+        if (column != 0.f) score = fmaf(factor, column, score);
+      });
+    }
+  }
   // Call body(score, element) for each score of the thread and the element of a tile in shared
   // memory at its place. The warp's 16 rows start at row `row` of the tile.
   template <int kBoxBytes, typename Body>

@@ -62,6 +62,7 @@ std::vector<c10::SymInt> check_attention(const char* op, const Tensor& query, co
   check_mask(op, mask, query.sym_size(0), nheads, query.sym_size(2), "query", query,
              /*allows_row_ends=*/true);
   check_bias(op, mask, query, key.sym_size(2));
+  check_alibi_slopes(op, mask, query);
   if (scale) {
     check_finite(op, "scale", *scale);
   }
@@ -169,7 +170,7 @@ bool has_parts_cpu(const Mask& mask) {
   const bool known_positions = mask.has_row_ends() || !is_given(mask.key_end);
   const bool needs_positions = mask.window || is_given(mask.leftpad);
   return is_given(mask.key_start) && known_positions && (mask.causal || !needs_positions) &&
-         mask.dropout_p == 0 && !is_given(mask.bias);
+         mask.dropout_p == 0 && !is_given(mask.bias) && !is_given(mask.alibi_slopes);
 }
 
 // Computes rows that have one key_start in a call of their own. The tiles of keys then start at the
@@ -418,13 +419,13 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
                                const OptionalTensor& key_end, std::optional<int64_t> window,
                                std::optional<double> softcap, const OptionalTensor& sink,
                                double dropout_p, const OptionalTensor& dropout_seed,
-                               const OptionalTensor& bias) {
-    auto [out, lse] =
-        call_attention_forward.below(query, key, value, leftpad, causal, scale, key_start, key_end,
-                                     window, softcap, sink, dropout_p, dropout_seed, bias);
+                               const OptionalTensor& bias, const OptionalTensor& alibi_slopes) {
+    auto [out, lse] = call_attention_forward.below(query, key, value, leftpad, causal, scale,
+                                                   key_start, key_end, window, softcap, sink,
+                                                   dropout_p, dropout_seed, bias, alibi_slopes);
     save_with_mask(ctx, {query, key, value, out, lse},
                    {leftpad, causal, key_start, key_end, window, softcap, sink, dropout_p,
-                    dropout_seed, bias});
+                    dropout_seed, bias, alibi_slopes});
     ctx->saved_data["scale"] = scale;
     if (!kWithLse) return outputs_of(ctx, {out, lse});
     ctx->set_materialize_grads(false);
@@ -434,11 +435,11 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor dlse = kWithLse ? grads[1] : Tensor();
-    variable_list all(14);
+    variable_list all(15);
     if (!grads[0].defined() && !dlse.defined()) return all;
     const Tensor dout = grads[0].defined() ? grads[0] : at::zeros_like(saved[3]);
     const Mask mask = saved_mask(ctx, saved);
-    // The bias is the last tensor argument that a caller has given.
+    // Arguments behind the bias have no gradient.
     AskedGradients asked(ctx);
     for (const bool given :
          {true, true, true, is_given(mask.leftpad), is_given(mask.key_start),
@@ -449,8 +450,8 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction<kWithLse>
     auto [dquery, dkey, dvalue, dsink, dbias] = call_attention_backward(
         dout, saved[0], saved[1], saved[2], saved[3], saved[4], mask.leftpad, mask.causal,
         ctx->saved_data["scale"].toOptional<double>(), mask.key_start, mask.key_end, mask.window,
-        mask.softcap, mask.sink, mask.dropout_p, mask.dropout_seed, mask.bias, optional(dlse),
-        asks_dbias);
+        mask.softcap, mask.sink, mask.dropout_p, mask.dropout_seed, mask.bias, mask.alibi_slopes,
+        optional(dlse), asks_dbias);
     all[0] = dquery, all[1] = dkey, all[2] = dvalue;
     all[10] = if_wanted(is_given(mask.sink), dsink);
     all[13] = if_wanted(asks_dbias, dbias);

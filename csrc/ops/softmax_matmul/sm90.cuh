@@ -32,7 +32,7 @@ struct SoftmaxMatmulSm90Config : AttentionVariant<kMasked> {
                                   kWarpgroups * kQueryOutBytes) /
                                  (kKeyBytes + kValueBytes);
   static constexpr bool kLazyRescale = kDimV > 128, kCapped = kMasked, kSmallScores = false,
-                        kDropout = false, kBias = false;
+                        kDropout = false, kBias = false, kAlibi = false;
   using Block =
       std::conditional_t<kMasked, MaskedAttentionBlock<kRows, kWarpRows, 8>, AttentionBlock>;
   using Params = AttentionSm90Params<kMasked>;

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweld.integrations.sdpa.gpus import DROPOUT, no_kernel_with
+from torchweld.integrations.sdpa.gpus import ALIBI, DROPOUT, no_kernel_with
 from torchweld.ops.attention import attention, attention_with_lse
 from torchweld.ops.varlen import check_sizes
 
@@ -67,6 +67,15 @@ def check_dropout(
         )
 
 
+def check_alibi_slopes(name: str, slopes: Tensor | None, query: Tensor, value: Tensor) -> None:
+    """Raises ValueError if ALiBi would run a slow kernel on a GPU."""
+    if slopes is None:
+        return
+    reason = no_kernel_with(ALIBI, query, query.shape[-1], value.shape[-1])
+    if reason is not None:
+        raise ValueError(f"{name}: alibi_slopes must be None: {reason}; use flex_attention")
+
+
 def padded_attention(
     query: Tensor,
     key: Tensor,
@@ -88,7 +97,7 @@ def padded_attention(
         lengths: int32 `(batch,)`: how many keys each sequence has; all if None.
         key_start: int32 `(batch, seqlen_q)`.
         return_lse: whether to return lse `(batch, heads, seqlen_q)` too.
-        options: scale, softcap, sink, dropout_p and bias of attention.
+        options: scale, softcap, sink, dropout_p, bias and alibi_slopes of attention.
     """
     batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
     numbers = window.as_numbers()

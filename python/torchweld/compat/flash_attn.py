@@ -2,9 +2,9 @@
 
 `from torchweld.compat import flash_attn` and `flash_attn.flash_attn_func(q, k, v, causal=True)`:
 arguments, results and the bottom-right aligned causal mask are flash-attn 2's. Features that
-torchweld's attention lacks are refused: ALiBi slopes, paged caches, and dropout on a GPU where no
-kernel for tensor cores has it. `deterministic` and `num_splits` are accepted and change nothing,
-because gradients are always deterministic and the number of splits is chosen by torchweld.
+torchweld's attention lacks are refused: paged caches, ALiBi and dropout on a GPU where no kernel
+for tensor cores has them. `deterministic` and `num_splits` are accepted and change nothing, because
+gradients are always deterministic and the number of splits is chosen by torchweld.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from torchweld.compat._cache import Cache, check_new, rotated
-from torchweld.compat._windows import Window, check_dropout, check_padded, padded_attention
+from torchweld.compat._windows import (
+    Window,
+    check_alibi_slopes,
+    check_dropout,
+    check_padded,
+    padded_attention,
+)
 from torchweld.ops.varlen import (
     check_lengths,
     check_packed,
@@ -54,9 +60,14 @@ def _options(
     Returns:
         The window, whether to return lse, and the other options of torchweld's attention.
     """
-    _refuse(name, alibi_slopes)
+    check_alibi_slopes(name, alibi_slopes, q, v)
     check_dropout(name, "dropout_p", dropout_p, q, v, softcap or None)
-    more = {"scale": softmax_scale, "softcap": softcap or None, "dropout_p": dropout_p}
+    more = {
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "dropout_p": dropout_p,
+        "alibi_slopes": alibi_slopes,
+    }
     return Window.of(window_size, causal), return_attn_probs, more
 
 
@@ -94,7 +105,9 @@ def flash_attn_func(
         window_size: `(left, right)`: a row at position p sees the keys from `p - left` to `p +
             right`; a negative size is no limit.
         softcap: 0 for none.
-        alibi_slopes: must be None.
+        alibi_slopes: `(nheads,)`, as in :func:`torchweld.attention`; None for none. A window that
+            is not causal and differs left and right excludes it, and packed sequences need causal
+            and one tensor of cumulative lengths.
         deterministic: accepted; gradients are always deterministic.
         return_attn_probs: whether to return `(out, lse, None)`. With dropout, flash-attn returns
             probabilities for tests in place of the None.
@@ -104,9 +117,9 @@ def flash_attn_func(
         seqlen_q)`.
 
     Raises:
-        ValueError: ALiBi slopes; dropout on a GPU without a fast kernel for it, that is, not on
-            Hopper in 16 bits with head dims that are multiples of 8 up to 128 and without a soft
-            cap; q, k and v in another layout.
+        ValueError: dropout or ALiBi on a GPU without a fast kernel for it, that is, not on Hopper
+            in 16 bits with head dims that are multiples of 8 up to 128 and without a soft cap; q, k
+            and v in another layout.
         RuntimeError: a wrong dtype or device, or a number out of range, as `torchweld.attention`.
 
     Example::
@@ -195,7 +208,7 @@ def flash_attn_varlen_func(
         out = flash_attn.flash_attn_varlen_func(q, k, v, ends, ends, 7, 7, causal=True)
     """
     name = "flash_attn_varlen_func"
-    _refuse(name, block_table=block_table)
+    _refuse(name, block_table)
     return _varlen(
         name, q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -285,7 +298,7 @@ def flash_attn_with_kvcache(
             of q. Those sequences are copied; new tokens are written in place.
         cache_leftpad: int32 `(batch,)`: the number of padding slots at the start of each sequence.
         rotary_interleaved: whether a pair is two neighbours, and not `rotary_dim / 2` apart.
-        block_table, alibi_slopes: must be None.
+        block_table: must be None.
         num_splits: accepted and not used.
         return_softmax_lse: whether to return lse `(batch, nheads, seqlen_q)` too.
 
@@ -308,7 +321,8 @@ def flash_attn_with_kvcache(
         out = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     """
     name = "flash_attn_with_kvcache"
-    _refuse(name, alibi_slopes=alibi_slopes, block_table=block_table)
+    _refuse(name, block_table)
+    check_alibi_slopes(name, alibi_slopes, q, v_cache)
     if (k is None) != (v is None):
         raise ValueError(f"{name}: k and v must be given together; give both or neither")
     if (rotary_cos is None) != (rotary_sin is None):
@@ -339,17 +353,11 @@ def flash_attn_with_kvcache(
             return_lse=return_softmax_lse,
             scale=softmax_scale,
             softcap=softcap or None,
+            alibi_slopes=alibi_slopes,
         )
 
 
-def _refuse(
-    name: str, alibi_slopes: Tensor | None = None, block_table: Tensor | None = None
-) -> None:
-    if alibi_slopes is not None:
-        raise ValueError(
-            f"{name}: alibi_slopes must be None; torchweld's attention has none, use "
-            "torchweld.attention with bias= or torch.nn.attention.flex_attention"
-        )
+def _refuse(name: str, block_table: Tensor | None) -> None:
     if block_table is not None:
         raise ValueError(
             f"{name}: block_table must be None; torchweld reads no paged cache, pass contiguous "

@@ -195,12 +195,13 @@ def _attention(call: Call) -> Dims | None:
     if call.has("bias"):
         return None  # a dimension of the bias may be broadcast
     row_ends = call.has("key_end") and len(call.shape("key_end")) == 2
-    # If no mask of the call depends on the index of a query row, query rows can be sharded.
-    masked = call.values["causal"] or call.values["window"] or call.has("leftpad")
+    # If no score of the call depends on the index of a query row, query rows can be sharded.
+    uneven = call.values["causal"] or call.values["window"] or call.has("leftpad")
+    uneven = uneven or call.has("alibi_slopes")
     return Dims(
-        "query out lse scores y result bhq, key value bh, sink h, leftpad b, key_start bq, "
-        f"key_end {'bq' if row_ends else 'b'}",
-        "b h q" if row_ends or not masked else "b h",
+        "query out lse scores y result bhq, key value bh, sink alibi_slopes h, "
+        f"leftpad b, key_start bq, key_end {'bq' if row_ends else 'b'}",
+        "b h q" if row_ends or not uneven else "b h",
     )
 
 

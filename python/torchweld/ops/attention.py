@@ -45,6 +45,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Computes `scaled_dot_product_attention`; the score matrix is never stored.
 
@@ -98,6 +99,10 @@ def attention(
             scaled scores before the mask, broadcast over dimensions of size 1; None for none. It
             may be -inf, as in a dense mask: a row with only such scores is NaN, as in softmax. At
             keys that the other masks hide it is not used. It can't be given with softcap.
+        alibi_slopes: `(nheads,)`, float32 or dtype of `query`: ALiBi, which subtracts
+            `alibi_slopes[h] * |position of row i - j|` from the scaled scores, as flash-attn; None
+            for none. A slope below 0 counts as 0. It has no gradient, and can't be given with
+            bias, softcap, dropout or a key_end per row.
 
     Returns:
         `(batch, nheads, seqlen_q, head_dim_v)`, dtype of `query`. A row that sees no key is 0 and
@@ -111,12 +116,12 @@ def attention(
             assertion on CUDA. No other values of tensors are checked: a value out of range counts
             as the nearest one in range.
 
-    Limits: differentiable once. On CUDA, dropout and bias run a kernel that is slower than SDPA's,
-        except in 16 bits on Hopper, with head dims up to 128 and without softcap. The gradient of
-        the bias needs memory for `(batch, nheads, seqlen_q, seqlen_k)` elements. With softcap,
-        bfloat16 values beyond 1e27 may give inf on Hopper.
+    Limits: differentiable once. On CUDA, dropout, bias and ALiBi run a kernel that is slower than
+        SDPA's, except in 16 bits on Hopper, with head dims up to 128 and without softcap. The
+        gradient of the bias needs memory for `(batch, nheads, seqlen_q, seqlen_k)` elements. With
+        softcap, bfloat16 values beyond 1e27 may give inf on Hopper.
 
-    Source: Dao, "FlashAttention-2", 2023.
+    Source: Dao, "FlashAttention-2", 2023; Press et al., "Train Short, Test Long", 2022 (ALiBi).
 
     Example::
 
@@ -127,6 +132,8 @@ def attention(
         out = torchweld.attention(q, k, v, padding, causal=True)
         out = torchweld.attention(q, k, v, causal=True, dropout_p=0.1)
         out = torchweld.attention(q, k, v, bias=torch.randn(1, 8, 16, 16))
+        slopes = 2.0 ** -torch.arange(1, 9)
+        out = torchweld.attention(q, k, v, causal=True, alibi_slopes=slopes)
     """
     check_key_start("attention", key_start, causal, key_end)
     return ops.attention(
@@ -144,6 +151,7 @@ def attention(
         dropout_p=dropout_p,
         dropout_seed=drawn_seed(query, dropout_p, dropout_seed),
         bias=bias,
+        alibi_slopes=alibi_slopes,
     )
 
 
@@ -164,6 +172,7 @@ def attention_with_lse(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `attention` and the log-sum-exp of each row's scores; both have gradients.
 
@@ -202,6 +211,7 @@ def attention_with_lse(
         dropout_p=dropout_p,
         dropout_seed=drawn_seed(query, dropout_p, dropout_seed),
         bias=bias,
+        alibi_slopes=alibi_slopes,
     )
 
 

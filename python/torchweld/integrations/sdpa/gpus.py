@@ -13,9 +13,10 @@ from torchweld.info import recorded_archs
 
 MAX_HEAD_DIM = 256  # of torch's flash back end, and of torchweld's kernels on all GPUs
 _MAX_HOPPER_DIM = 512  # of Hopper's kernels that serve no soft cap in the backward
-_MAX_FEATURE_DIM = 128  # of Hopper's kernels with dropout or a bias
+_MAX_FEATURE_DIM = 128  # of Hopper's kernels with dropout, a bias or ALiBi
 DROPOUT = "attention dropout is on"
 BIAS = "a position bias is added to the scores"
+ALIBI = "ALiBi is on"
 # NOTE: Dynamo can't trace the functions that read the build's facts.
 _HAS_SM90A = "9.0a" in recorded_archs(build_facts())
 
@@ -39,7 +40,7 @@ def general_kernel(query: Tensor, *head_dims: int, softcap: float | None = None)
 def no_kernel_with(
     feature: str, query: Tensor, *head_dims: int, softcap: float | None = None
 ) -> str | None:
-    """Returns why no kernel for tensor cores runs a call with DROPOUT or BIAS, or None.
+    """Returns why no kernel for tensor cores runs a call with DROPOUT, BIAS or ALIBI, or None.
 
     torch's back ends are faster than torchweld's general kernel. On a CPU the result is None.
     """
