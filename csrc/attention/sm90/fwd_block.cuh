@@ -90,6 +90,7 @@ struct AttentionSm90Shared {
   // The producer's work tile, and the first row of its next part, or 0.
   uint32_t ticket;
   int next_row;
+  uint64_t may_draw;  // a barrier at which the loader arrives once in each work tile
 };
 
 // Whether a producer warp schedules and another one loads. Finding the keys of a work tile under a
@@ -161,6 +162,10 @@ class AttentionSm90Scheduler {
     if (is_first) {
       ticket = blockIdx.x;
     } else {
+      if constexpr (kHasSchedulerWarp<Config>) {
+        mbarrier_wait(&s.may_draw, draw_parity);
+        draw_parity ^= 1;
+      }
       draw();
     }
     while (true) {
@@ -193,7 +198,7 @@ class AttentionSm90Scheduler {
   const typename Config::Params& p;
   AttentionSm90Shared<Config>& s;
   const bool leader;
-  uint32_t ticket;
+  uint32_t ticket, draw_parity = 0;
 
   // Finds the rows and the keys of the work tile, and returns the number of keys.
   __device__ __forceinline__ int find(typename Config::Block& s_block) {
@@ -259,7 +264,15 @@ struct AttentionSm90Loader {
         kTwo ? work_state.parity : static_cast<uint32_t>(work_state.stage)};
     const int batch = static_cast<int>(block.batch), head = static_cast<int>(block.head),
               kv_head = static_cast<int>(p.schedule.group.divide(head));
+    // NOTE: the scheduler draws the next ticket two steps before the last one. Much earlier draws
+    // would leave work tiles waiting in one CTA while others have none.
+    const int draws_from = block.keys - 2 * kKeys;
     const auto load_k = [&](int key) {
+      if constexpr (kHasSchedulerWarp<Config>) {
+        if (key >= draws_from && (key == 0 || key - kKeys < draws_from)) {
+          mbarrier_arrive(&s.may_draw);
+        }
+      }
       uint64_t* s_full = s.key_pipeline.acquire(key_state, Config::kKeyBytes);
 #pragma unroll
       for (int i = 0; i < Config::kBoxes; ++i) {

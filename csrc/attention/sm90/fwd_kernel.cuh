@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     s.bias_pipeline.init(kConsumerWarps);
     s.work_pipeline.init(kConsumerWarps + (kHasSchedulerWarp<Config> ? 1 : 0));
     s.next_row = 0;
+    mbarrier_init(&s.may_draw, 1);
     mbarrier_init_fence();
   }
   griddep_launch_dependents();
