@@ -30,7 +30,7 @@ FAMILIES = {
     "invariance": "Cost of equal bits in every batch",
     "attention": "Attention",
     "attention_masks": "Attention under masks",
-    "attention_bias": "Attention with a bias",
+    "attention_bias": "Attention with a bias or ALiBi",
     "attention_wide": "Attention with head dims above 256",
     "varlen": "Attention of packed sequences",
     "matmul": "Linear layers",
