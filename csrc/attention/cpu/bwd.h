@@ -148,6 +148,8 @@ struct HeadGradient {
       if (drops) multiply(p, tiles.factors + t * size, keys * width);
       block_matmul(dv + at * n, p, lanes.dout, keys, n, width, /*add=*/true);
       block_matmul(dk + at * d, ds, lanes.q, keys, d, width, /*add=*/true);
+      // The gradients of K and V of far keys are small themselves, those of Q are not.
+      const SubnormalFlush flush(a.slopes.defined());
       block_matmul(dq_t, kt + at * d, ds, d, width, keys, /*add=*/t > 0, kTileKeys);
     }
   }

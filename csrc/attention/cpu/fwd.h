@@ -75,14 +75,17 @@ void add_bias_tile(const CpuAttention& a, int64_t b, int64_t h, const QueryBlock
 template <typename acc_t>
 void add_alibi_tile(const CpuAttention& a, int64_t b, int64_t h, const QueryBlock& block,
                     int64_t tile, acc_t* scores) {
-  const acc_t slope = a.slopes.const_data_ptr<acc_t>()[h];
+  const acc_t* const slope_of_head = a.slopes.const_data_ptr<acc_t>() + h;
   const int64_t width = a.block_rows(), keys = block.keys_in(tile);
-  const int64_t distance =
+  const int64_t first =
       block.first_key + tile * kTileKeys - a.mask.position(block.row, a.mask.sequence(b).end);
   with_vectors([&] {
-    for (int64_t c = 0; c < keys; ++c) {
-      for (int64_t r = 0; r < width; ++r) {
-        scores[c * width + r] -= slope * std::abs(static_cast<acc_t>(distance + c - r));
+    const acc_t slope = *slope_of_head;  // a copy, which no store to `scores` may change
+    acc_t* score = scores;
+    for (int64_t c = 0; c < keys; ++c, score += width) {
+      const auto distance = static_cast<acc_t>(first + c);
+      for (int r = 0; r < static_cast<int>(width); ++r) {
+        score[r] -= slope * std::abs(distance - static_cast<acc_t>(r));
       }
     }
   });
@@ -119,6 +122,7 @@ void attention_forward_tiles(const CpuAttention& a, const Tensor& out, const Ten
   const auto in_acc = query.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   const int64_t heads = a.batch * a.nheads;
   parallel_tasks(heads * blocks, [&](int64_t task) {
+    const SubnormalFlush flush(a.slopes.defined());
     const int64_t index = from_both_ends(task / heads, blocks);
     const int64_t b = task % heads / a.nheads, h = task % a.nheads;
     const QueryBlock block(a, b, index);
@@ -189,6 +193,7 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
   const int64_t d = a.head_dim, dv = a.head_dim_v, rows = a.group() * a.seqlen_q;
   const auto in_acc = query.options().dtype(c10::CppTypeToScalarType<acc_t>::value);
   parallel_tasks(a.batch * a.nheads_kv, [&](int64_t task) {
+    const SubnormalFlush flush(a.slopes.defined());
     const int64_t b = task % a.batch, kv = task / a.batch;
     const SequenceMask sequence = a.mask.sequence(b);
     const int64_t dropped = a.mask.dropout.given() ? a.seqlen_k : 0;
@@ -232,9 +237,9 @@ void attention_forward_rows(const CpuAttention& a, const Tensor& out, const Tens
         }
         if (a.slopes.defined()) {
           const acc_t slope = a.slopes.const_data_ptr<acc_t>()[h];
-          const int64_t position = a.mask.position(i, sequence.end);
-          for (int64_t j = live.begin; j < live.end; ++j) {
-            p[j] -= slope * std::abs(static_cast<acc_t>(j - position));
+          const auto first = static_cast<acc_t>(live.begin - a.mask.position(i, sequence.end));
+          for (int j = 0; j < keys; ++j) {
+            p[live.begin + j] -= slope * std::abs(first + static_cast<acc_t>(j));
           }
         }
         const acc_t most = max_of(p + live.begin, keys), max = most > sink ? most : sink;

@@ -17,6 +17,10 @@
 #include "core/simd_cpu.h"
 #include "core/transpose_cpu.h"
 
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
+
 namespace torchweld {
 
 constexpr int64_t kTileKeys = 64;
@@ -37,6 +41,26 @@ struct CpuHeads {
   T* row(int64_t b, int64_t h, int64_t i) const {
     return data + b * batch_stride + h * head_stride + i * row_stride;
   }
+};
+
+// While an object exists, its thread computes 0 in place of subnormal numbers, if `flushes` is
+// true. Under ALiBi the sums of a row begin with those of far keys, which are subnormal. Each
+// operation on such numbers takes over 100 cycles.
+class SubnormalFlush {
+ public:
+#ifdef __SSE__
+  explicit SubnormalFlush(bool flushes) : saved_(_mm_getcsr()) {
+    constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;
+    if (flushes) _mm_setcsr(saved_ | kFlushToZero | kDenormalsAreZero);
+  }
+  ~SubnormalFlush() { _mm_setcsr(saved_); }
+#else
+  explicit SubnormalFlush(bool) {}
+#endif
+  SubnormalFlush(const SubnormalFlush&) = delete;
+
+ private:
+  [[maybe_unused]] unsigned saved_ = 0;
 };
 
 // The sizes, the mask and the scale of a call of attention or softmax_matmul. softmax_matmul has
