@@ -23,7 +23,7 @@ from torchweld_bench.results import Row
 _CASES = [(8, 16, 2048, 64), (32, 12, 512, 64), (4, 16, 4096, 128)]
 
 
-# The same, causal.
+# The cases with ALiBi, which are causal.
 _ALIBI_CASES = [(4, 16, 4096, 128), (8, 16, 2048, 64), (32, 12, 512, 64)]
 
 

@@ -45,7 +45,7 @@ struct CpuHeads {
 
 // While an object exists, its thread computes 0 in place of subnormal numbers, if `flushes` is
 // true. Under ALiBi the sums of a row begin with those of far keys, which are subnormal. Each
-// operation on such numbers takes over 100 cycles.
+// operation on such numbers costs over 100 cycles.
 class SubnormalFlush {
  public:
 #ifdef __SSE__

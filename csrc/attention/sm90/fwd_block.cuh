@@ -94,7 +94,7 @@ struct AttentionSm90Shared {
 };
 
 // Whether a producer warp schedules and another one loads. Finding the keys of a work tile under a
-// general mask takes as long as several tiles of keys.
+// general mask costs as much time as several tiles of keys.
 template <class Config>
 inline constexpr bool kHasSchedulerWarp = Config::kMasked && Config::kCtasPerSm == 1;
 

@@ -11,8 +11,8 @@
 // Under a general mask, another warp (kHasSchedulerWarp) finds the keys of the next work tile while
 // the producer warp loads. A consumer warpgroup knows the range of keys that all of its rows see.
 // Between two products it then waits for no loads that decide about masks and zeros. Both together
-// made (8, 16, 2048, 64) with a mask 11 % faster, (32, 12, 512, 64) 14 %, and packed documents of 512
-// tokens in head dim 128 3 % slower.
+// made (8, 16, 2048, 64) with a mask 11 % faster, (32, 12, 512, 64) 14 %, and packed documents of
+// 512 tokens in head dim 128 3 % slower.
 //
 // Two overlaps hide the time of the exponentials. The softmax of a tile of keys runs during P V of
 // the previous tile of keys. The warpgroups issue wgmma in ping-pong order.
