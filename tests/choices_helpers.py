@@ -90,6 +90,13 @@ def chosen(family: str, device: dict[str, int] = H200, **fields: int) -> dict:
     return _C.choose(family, problem(family, device, **fields))
 
 
+def legal_engines(family: str, device: dict[str, int], **fields: int) -> tuple[set[str], str]:
+    """The engines that have a configuration for such a problem, and the chosen one."""
+    numbers = problem(family, device, **fields)
+    legal = [c["choice"] for c in _C.candidates(family, numbers) if not c["refusal"]]
+    return {name.split()[0] for name in legal}, _C.choose(family, numbers)["choice"].split()[0]
+
+
 # A bfloat16 matmul on a device without wgmma, which only the mma.sync engine supports.
 LINEAR = problem("matmul", NO_WGMMA)
 

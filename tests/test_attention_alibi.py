@@ -14,7 +14,7 @@ from torch import Tensor
 import attention_engines as engines
 import reference as R
 import torchweld
-from choices_helpers import _C, DEVICES, problem
+from choices_helpers import DEVICES, legal_engines
 from numerics import assert_same_bits, check
 from running import GRADIENTS, REFERENCES
 from samples import BF16, F16, F32, F64, dtypes
@@ -216,16 +216,15 @@ def test_which_kernels_have_alibi(family, device_facts):
     for dim, math_of, rows in itertools.product((64, 80, 96, 128, 192, 512), range(3), (1, 512)):
         for invariant, causal in itertools.product((0, 1), repeat=2):
             fields = dict(head_dim=dim, head_dim_v=dim, math=math_of, seqlen_q=rows, alibi=1)
-            numbers = problem(family, device_facts, invariant=invariant, causal=causal, **fields)
-            found = [c["choice"] for c in _C.candidates(family, numbers) if not c["refusal"]]
+            fields |= dict(invariant=invariant, causal=causal)
+            legal, chosen = legal_engines(family, device_facts, **fields)
             engine = "general"
             if hopper and math_of == 0 and dim <= 128:
                 engine = "sm90"
             few = rows == 1 and dim <= 256 and not invariant
             if family == "attention" and few and math_of == 0:
                 engine = "decode"
-            assert {name.split()[0] for name in found} <= {"decode", "sm90", "general"}, fields
-            assert _C.choose(family, numbers)["choice"].split()[0] == engine, fields
+            assert legal <= {"decode", "sm90", "general"} and chosen == engine, fields
 
 
 HOPPER_MASKS = [

@@ -20,7 +20,7 @@ from attention_engines import (
     mask_data,
     on_hopper,
 )
-from choices_helpers import _C, DEVICES, problem
+from choices_helpers import DEVICES, legal_engines
 from numerics import assert_equal, assert_same_bits
 from running import GRADIENTS
 from samples import BF16, F16, F32, F64, call, dtypes
@@ -217,12 +217,10 @@ def test_which_kernels_drop(family, device_facts):
         fields = dict(head_dim=head_dim, head_dim_v=head_dim, math=math_of, seqlen_q=seqlen_q)
         for bits in itertools.product((0, 1), repeat=3):
             fields.update(zip(("invariant", "causal", "softcap"), bits, strict=True))
-            numbers = problem(family, device_facts, dropout=1, **fields)
-            legal = [c for c in _C.candidates(family, numbers) if not c["refusal"]]
+            legal, chosen = legal_engines(family, device_facts, dropout=1, **fields)
             fast = hopper and math_of == 0 and head_dim <= 128 and not fields["softcap"]
             engine = "sm90" if fast else "general"
-            assert {c["choice"].split()[0] for c in legal} <= {engine, "general"}, fields
-            assert _C.choose(family, numbers)["choice"].split()[0] == engine, fields
+            assert legal <= {engine, "general"} and chosen == engine, fields
 
 
 HOPPER_MASKS = [
