@@ -126,11 +126,11 @@ struct AttentionBackwardSm90Tile {
   // Whether the products for S and dP have one more k-slice, which subtracts lse and delta of the
   // query rows (StatSliceTile). The k-slice has kStatSliceBytes bytes per query row. In a tile of
   // 128 rows, it does not fit in shared memory. Under a soft cap it can't be used, because tanh
-  // must be applied to a score before lse is subtracted. With extras it can't be used: a dropped
-  // probability has no dP, but has delta, and a bias is added to the scaled score.
+  // must be applied to a score before lse is subtracted. With dropout or a bias it can't be used: a
+  // dropped probability has no dP, but has delta, and a bias is added to the scaled score.
   static constexpr int kStatSliceBytes = 16;
-  constexpr bool has_stat_slice(bool masked, bool capped, bool extras) const {
-    return !capped && !extras && !is_2cta() && (masked ? kMaskedRows : rows) < 128;
+  constexpr bool has_stat_slice(bool masked, bool capped, bool drops_or_biased) const {
+    return !capped && !drops_or_biased && !is_2cta() && (masked ? kMaskedRows : rows) < 128;
   }
   // The number of stages of dO. With a bias, wide tiles have space for only one.
   constexpr int dout_stages(bool bias) const {

@@ -440,7 +440,8 @@ inline Refusal attention_decode_refusal(const AttentionProblem& p, const Attenti
                                         int splits) {
   if (p.math != AttentionMath::k16Bit) return kAttentionOtherDtype;
   if (p.invariant) return kAttentionOtherKeys;
-  if (const Refusal reason = attention_extras_refusal(p, false, false, true)) return reason;
+  if (const Refusal reason = attention_extras_refusal(p, false, false, /*alibi=*/true))
+    return reason;
   if (p.seqlen_q > AttentionDecodeTile::kMaxSeqlenQ) {
     return {"the tile is for sequences of at most {} query rows", AttentionDecodeTile::kMaxSeqlenQ};
   }

@@ -50,10 +50,8 @@ struct MaskOp<f, MaskSchema::kMask, R(Before...), const Mask&, Scale, After...> 
                 const OptionalTensor& key_start, const OptionalTensor& key_end,
                 std::optional<int64_t> window, std::optional<double> softcap,
                 const OptionalTensor& sink, After... after) {
-    constexpr double kNoDropout = 0;
-    return f(before...,
-             Mask{leftpad, causal, key_start, key_end, window, softcap, sink, kNoDropout, {}, {}},
-             scale, after...);
+    return f(before..., Mask{leftpad, causal, key_start, key_end, window, softcap, sink}, scale,
+             after...);
   }
 };
 

@@ -6,9 +6,6 @@
 
 namespace torchweld {
 
-// The parameters of a kernel. args.g_dq holds dQ^T of each query tile in the order of wgmma's
-// accumulators. args.g_dq_semaphore has one counter per query tile and CTA rank. args.g_lse is -inf
-// for a row that sees no key.
 // The tensor maps that only the kernels for a bias have: the bias, with boxes of a query tile's
 // rows and 64 keys, and its gradient in all sequences and heads, params.ds.
 template <bool kIsBiased>
@@ -18,6 +15,9 @@ struct BackwardBiasMaps<true> {
   TensorMap bias, ds;
 };
 
+// The parameters of a kernel. args.g_dq holds dQ^T of each query tile in the order of wgmma's
+// accumulators. args.g_dq_semaphore has one counter per query tile and CTA rank. args.g_lse is -inf
+// for a row that sees no key.
 template <typename Args>
 struct BackwardSm90Params {
   // Tensor maps with boxes of 64 columns. A box of query or dout has the rows of a query tile. A

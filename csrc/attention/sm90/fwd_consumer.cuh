@@ -204,7 +204,7 @@ struct AttentionSm90Consumer {
                                             float (&offsets)[2]) {
     const int lane = thread % 32, position = block.first_row + warp_row() + block.shift - 1;
     const bool before = p.attention.mask.causal || key + kKeys <= position + 1;
-    const bool behind = !before && key >= position + 15;
+    const bool behind = !before && key >= position + Config::kWarpRows - 1;
     r.add_alibi(behind ? -slope : slope, key + lane % 4 * 2 - (position + lane / 4),
                 !before && !behind, offsets);
   }
